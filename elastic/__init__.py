@@ -5,7 +5,15 @@ Importing this package imports neither torch nor ray.
 
 from typing import TYPE_CHECKING, Any
 
-from elastic.errors import ElasticError, InfeasiblePlan, InternalError, NoCapacity, ProgramError, SpecError, StateLost
+from elastic.errors import (
+    ElasticError,
+    InfeasiblePlan,
+    InternalError,
+    NoCapacity,
+    ProgramError,
+    SpecError,
+    StateLost,
+)
 from elastic.program import Program, Weights
 from elastic.types import Layout, Plan, Pool
 from elastic.version import __version__
@@ -17,14 +25,15 @@ if TYPE_CHECKING:
     from elastic.worker.loop.loop import loop
 
 __all__ = [
-    "ElasticError", "ElasticTrainer", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity", "Options", "Plan", "Pool",
-    "Program", "ProgramError", "Result", "SpecError", "StateLost", "Weights", "__version__", "attention", "loop", "positions",
-    "run", "train_loop",
+    "ElasticError", "ElasticTrainer", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity",
+    "Options", "Plan", "Pool", "Program", "ProgramError", "Result", "SpecError", "StateLost",
+    "Weights", "__version__", "attention", "loop", "positions", "run", "train_loop",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """What stands in `elastic.api` is imported when it is first asked for: jobs import this package in every worker."""
+    """What stands in `elastic.api` is imported when it is first asked for: jobs import this package
+    in every worker."""
     if name in ("ElasticTrainer", "Options", "Result", "run"):
         from elastic import api
 

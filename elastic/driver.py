@@ -1,7 +1,7 @@
 """The reconcile loop: poll, fold each event, decide, write one journal line, carry the actions out.
 
-The same loop runs on Ray, in the simulator and in tests. It imports neither torch nor ray and knows no policy: `decide` is an
-argument.
+The same loop runs on Ray, in the simulator and in tests. It imports neither torch nor ray and knows
+no policy: `decide` is an argument.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from elastic.errors import ElasticError, InternalError, unwritten
 from elastic.ledger.journal import Line, built
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state.fold import ENDED, State, fold
-from elastic.types import Action, Decided, Decision, DriverStarted, Event, Stop, StopAsked, StorageSeen
+from elastic.types import (
+    Action,
+    Decided,
+    Decision,
+    DriverStarted,
+    Event,
+    Stop,
+    StopAsked,
+    StorageSeen,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +41,10 @@ TEXT_MOST = 300  # characters of what storage said
 class Backend(Protocol):
     """Where a run happens: carries out actions and reports facts.
 
-    `virtual` (optional, default False): no real clock. `certain` (optional, default True): no other driver can have the run;
-    while it is False the run is not ended, and whatever else a replaced driver may order, nobody obeys. `trouble` (optional):
-    why it is not; `unheard_s` (optional): for how long storage has taken no word of this driver.
+    `virtual` (optional, default False): no real clock. `certain` (optional, default True): no other
+    driver can have the run; while it is False the run is not ended, and whatever else a replaced
+    driver may order, nobody obeys. `trouble` (optional): why it is not; `unheard_s` (optional): for
+    how long storage has taken no word of this driver.
     """
 
     def now_s(self) -> float:
@@ -51,8 +61,9 @@ class Backend(Protocol):
 
 
 class Recorder(Protocol):
-    """What the loop needs of a journal: `ledger.journal.Journal`, or `Memory`. What is appended is kept, whatever happens, and
-    `append` waits a few seconds at most until it is where it must be."""
+    """What the loop needs of a journal: `ledger.journal.Journal`, or `Memory`. What is appended is
+    kept, whatever happens, and `append` waits a few seconds at most until it is where it must
+    be."""
 
     @property
     def due_at_s(self) -> float | None:
@@ -66,7 +77,9 @@ class Recorder(Protocol):
     def trouble(self) -> Exception | None:
         """Why it is not."""
 
-    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+    def append(
+        self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None
+    ) -> None:
         """One tick."""
 
     def close_part(self, state: State) -> None:
@@ -92,9 +105,10 @@ def drive(
 ) -> State:
     """Run until the state's phase is succeeded, failed or stopped; returns the last state.
 
-    `state`: what an earlier driver of the run knew (`restored`); `found`: what else is known at its start. The backend and the
-    journal are closed at the end, whatever happens. A first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) asks the run to stop
-    and save, a second one ends it at once.
+    `state`: what an earlier driver of the run knew (`restored`); `found`: what else is known at its
+    start. The backend and the journal are closed at the end, whatever happens. A first Ctrl-C,
+    SIGTERM or SIGHUP (a closed terminal) asks the run to stop and save, a second one ends it at
+    once.
     """
     now_s = backend.now_s()
     state = state or State()
@@ -102,7 +116,15 @@ def drive(
         state = fold(state, event, now_s)
     try:
         with stop_signals() as asked:
-            state = _loop(backend, journal, state, now_s=now_s, first=(start, *found), decide=decide, asked=asked)
+            state = _loop(
+                backend,
+                journal,
+                state,
+                now_s=now_s,
+                first=(start, *found),
+                decide=decide,
+                asked=asked,
+            )
     except BaseException:
         for close in (backend.close, journal.close):
             try:
@@ -118,7 +140,8 @@ def drive(
 
 
 def restored(lines: Iterable[Line]) -> State | None:
-    """The state that a journal ends with, from the newest one that stands in it on; None when it is empty."""
+    """The state that a journal ends with, from the newest one that stands in it on; None when it is
+    empty."""
     state: State | None = None
     for line in lines:
         if line.state is not None:
@@ -131,7 +154,14 @@ def restored(lines: Iterable[Line]) -> State | None:
 
 
 def _loop(
-    backend: Backend, journal: Recorder, state: State, *, now_s: float, first: Sequence[Event], decide: Decide, asked: list[str]
+    backend: Backend,
+    journal: Recorder,
+    state: State,
+    *,
+    now_s: float,
+    first: Sequence[Event],
+    decide: Decide,
+    asked: list[str],
 ) -> State:
     """`first`: the events that `state` knows already, of the moment `now_s`."""
     events: list[tuple[float, Event]] = [(now_s, event) for event in first]
@@ -180,7 +210,8 @@ def _is_certain(backend: Backend) -> bool:
 
 @dataclass
 class _Storage:
-    """Whether storage takes what this driver writes. `since_s`: since when it does not, None = it does."""
+    """Whether storage takes what this driver writes. `since_s`: since when it does not, None = it
+    does."""
 
     backend: Backend
     journal: Recorder
@@ -188,13 +219,24 @@ class _Storage:
     _back_s: float = float("-inf")
 
     def news(self, now_s: float) -> list[Event]:
-        """It has gone away, or is back; weather that changes every second is told once in AWAY_EVERY_S."""
+        """It has gone away, or is back; weather that changes every second is told once in
+        AWAY_EVERY_S."""
         certain, trouble = _is_certain(self.backend), self.journal.trouble
-        if self.since_s is None and (trouble is not None or not certain) and now_s >= self._back_s + AWAY_EVERY_S:
+        if (
+            self.since_s is None
+            and (trouble is not None or not certain)
+            and now_s >= self._back_s + AWAY_EVERY_S
+        ):
             unheard_s = 0.0 if certain else float(getattr(self.backend, "unheard_s", 0.0))
             self.since_s = now_s - unheard_s
             what = trouble or getattr(self.backend, "trouble", None) or TimeoutError("no answer")
-            return [StorageSeen(False, f"{'lease' if trouble is None else 'journal'}: {what}"[:TEXT_MOST], self.since_s)]
+            return [
+                StorageSeen(
+                    False,
+                    f"{'lease' if trouble is None else 'journal'}: {what}"[:TEXT_MOST],
+                    self.since_s,
+                )
+            ]
         if self.since_s is not None and certain and trouble is None and self.journal.settled:
             seen, self.since_s, self._back_s = StorageSeen(True, "", self.since_s), None, now_s
             return [seen]
@@ -203,8 +245,9 @@ class _Storage:
 
 @dataclass
 class _Wait:
-    """Only the end of a run waits until its line is where the next driver finds it and nobody else can have the run: at most
-    `end_most_s`, and not at all where the budget or the deadline says so."""
+    """Only the end of a run waits until its line is where the next driver finds it and nobody else
+    can have the run: at most `end_most_s`, and not at all where the budget or the deadline says
+    so."""
 
     backend: Backend
     journal: Recorder
@@ -213,12 +256,20 @@ class _Wait:
     _since_s: float | None = None
 
     def carry_out(self, state: State, now_s: float, n_asked: int) -> bool:
-        """True = actions were. Raises LostContact, or StorageFailed where a disk is full, when the wait was too long."""
-        ends, certain = any(isinstance(action, Stop) for action in self.actions), _is_certain(self.backend)
+        """True = actions were. Raises LostContact, or StorageFailed where a disk is full, when the
+        wait was too long."""
+        ends, certain = (
+            any(isinstance(action, Stop) for action in self.actions),
+            _is_certain(self.backend),
+        )
         written = certain and self.journal.settled
         over = ends or n_asked > 0 or 0 < state.steps <= state.step
-        self._since_s = (now_s if self._since_s is None else self._since_s) if over and not written else None
-        too_long = n_asked > 1 or (self._since_s is not None and now_s - self._since_s > self.end_most_s)
+        self._since_s = (
+            (now_s if self._since_s is None else self._since_s) if over and not written else None
+        )
+        too_long = n_asked > 1 or (
+            self._since_s is not None and now_s - self._since_s > self.end_most_s
+        )
         limit = state.stop is not None and state.stop.limit
         done: tuple[Action, ...] = ()
         if not ends or written or limit or (certain and too_long):
@@ -226,9 +277,14 @@ class _Wait:
         for action in done:
             self.backend.execute(action)
         if too_long and not certain and not done:
-            trouble = getattr(self.backend, "trouble", None) or self.journal.trouble or TimeoutError("no answer")
+            trouble = (
+                getattr(self.backend, "trouble", None)
+                or self.journal.trouble
+                or TimeoutError("no answer")
+            )
             text = (
-                f"run '{state.run}': ended at step {state.step} without a recorded reason, last checkpoint at step "
+                f"run '{state.run}': ended at step {state.step} without a recorded reason, last "
+                "checkpoint at step "
                 f"{state.saved_step}"
             )
             raise unwritten(trouble, f"{text}; run it again when its storage takes writes")
@@ -245,18 +301,29 @@ def decided(state: State, now_s: float, decide: Decide) -> Decision:
     try:
         return decide(state, now_s)
     except ElasticError as error:
-        return Decision((Stop("failed", f"{type(error).__name__}: {error}"),), f"{type(error).__name__}: {error}")
+        return Decision(
+            (Stop("failed", f"{type(error).__name__}: {error}"),),
+            f"{type(error).__name__}: {error}",
+        )
     except Exception as error:  # noqa: BLE001 - the boundary of the driver: the run's end must reach the journal
-        text = f"{InternalError.__name__}: the policy raised {type(error).__name__}: {error}; the journal is the bug report"
+        text = (
+            f"{InternalError.__name__}: the policy raised {type(error).__name__}: {error}; the "
+            "journal is the bug report"
+        )
         return Decision((Stop("failed", text),), text)
 
 
 def _at_once(state: State, now_s: float) -> Decision:
-    text = f"asked twice to stop: ended at once at step {state.step}; last checkpoint at step {state.saved_step}"
+    text = (
+        f"asked twice to stop: ended at once at step {state.step}; last checkpoint at step "
+        f"{state.saved_step}"
+    )
     return Decision((Stop("stopped", text),), text)
 
 
-def _poll(backend: Backend, journal: Recorder, wake_at_s: float | None, asked: list[str]) -> list[Event]:
+def _poll(
+    backend: Backend, journal: Recorder, wake_at_s: float | None, asked: list[str]
+) -> list[Event]:
     times = [t for t in (wake_at_s, journal.due_at_s) if t is not None]
     if not getattr(backend, "virtual", False):
         times.append(backend.now_s() + LOOK_S)
@@ -269,7 +336,8 @@ def _poll(backend: Backend, journal: Recorder, wake_at_s: float | None, asked: l
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """Names of the signals that ask for a stop, as they come; only the main thread may set handlers."""
+    """Names of the signals that ask for a stop, as they come; only the main thread may set
+    handlers."""
     asked: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -277,7 +345,8 @@ def stop_signals() -> Iterator[list[str]]:
 
     def note(number: int, frame: Any) -> None:
         text = f"signal {signal.Signals(number).name}"
-        if number != signal.SIGHUP or text not in asked:  # a closed terminal's shell sends it again: no second wish
+        # a closed terminal's shell sends it again: no second wish
+        if number != signal.SIGHUP or text not in asked:
             asked.append(text)
 
     numbers = [signal.SIGINT, signal.SIGTERM]

@@ -2,8 +2,10 @@
 
     ElasticError
     ├── SpecError        the user's input is wrong (exit code 2)
-    │   └── StorageRefused   storage says no: permission, credentials, bucket, region (also an OSError)
-    ├── StorageFailed    storage is out of reach, after all retries: run it again (exit code 4; also an OSError)
+    │   └── StorageRefused   storage says no: permission, credentials, bucket, region (also an
+                             OSError)
+    ├── StorageFailed    storage is out of reach, after all retries: run it again (exit code 4; also
+                         an OSError)
     │   ├── StorageDamaged   it answers with other bytes than were written (exit code 1)
     │   └── StorageFull      nothing more can be written there (exit code 1)
     ├── LostContact      the run continues without this driver, or can: run it again (exit code 4)
@@ -11,13 +13,14 @@
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
     ├── StateLost        no copy of some part of the training state is left
-    ├── PeerGarbled      a rank has sent what no rank sends; the ranks meet anew (also a ConnectionError)
+    ├── PeerGarbled      a rank has sent what no rank sends; the ranks meet anew (also a
+                         ConnectionError)
     ├── ProgramError     the user's program raised; never retried
     └── InternalError    a fault of this package
         └── JournalDamaged   a journal is not as it was written (exit code 2)
 
-The loss of a node is an event, never an exception. Every message says what happened, with the numbers, and the next step.
-All of them take one string and are picklable.
+The loss of a node is an event, never an exception. Every message says what happened, with the
+numbers, and the next step. All of them take one string and are picklable.
 """
 
 import errno
@@ -58,8 +61,8 @@ class StorageFull(StorageFailed):
 
 
 class LostContact(ElasticError):
-    """This driver has lost its run: another one drives it, the Ray cluster under it is gone, or its storage was out of reach to
-    the end. To be run again."""
+    """This driver has lost its run: another one drives it, the Ray cluster under it is gone, or its
+    storage was out of reach to the end. To be run again."""
 
     exit_code = 4
 
@@ -68,8 +71,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def unwritten(trouble: BaseException, text: str) -> ElasticError:
-    """What a driver ends with that could not write what it owes: a full disk is the user's to mend, the rest passes."""
-    return (StorageFull if getattr(trouble, "errno", None) in FULL else LostContact)(f"{text}: {trouble}")
+    """What a driver ends with that could not write what it owes: a full disk is the user's to mend,
+    the rest passes."""
+    return (StorageFull if getattr(trouble, "errno", None) in FULL else LostContact)(
+        f"{text}: {trouble}"
+    )
 
 
 class CloudFailed(ElasticError):
@@ -91,8 +97,8 @@ class StateLost(ElasticError):
 
 
 class PeerGarbled(ElasticError, ConnectionError):
-    """A rank has sent what no rank of this run sends: its memory is damaged, or it is a stranger. The generation is aborted
-    as after any fault of its connections, and the next one meets anew."""
+    """A rank has sent what no rank of this run sends: its memory is damaged, or it is a stranger.
+    The generation is aborted as after any fault of its connections, and the next one meets anew."""
 
 
 class ProgramError(ElasticError):
@@ -104,6 +110,7 @@ class InternalError(ElasticError):
 
 
 class JournalDamaged(InternalError):
-    """A journal is not as it was written. The run's checkpoints are whole: it resumes from the newest (`--from-checkpoint`)."""
+    """A journal is not as it was written. The run's checkpoints are whole: it resumes from the
+    newest (`--from-checkpoint`)."""
 
     exit_code = 2

@@ -16,8 +16,8 @@ from typing import Any
 from elastic.errors import SpecError
 
 TP_STYLES = (
-    "colwise", "rowwise", "colwise_gather", "vocab", "summed",
-    "sequence", "gather", "scatter", "rowwise_scatter", "vocab_scatter", "sequence_colwise_gather", "sequence_colwise_loss",
+    "colwise", "rowwise", "colwise_gather", "vocab", "summed", "sequence", "gather", "scatter",
+    "rowwise_scatter", "vocab_scatter", "sequence_colwise_gather", "sequence_colwise_loss",
 )  # fmt: skip
 
 
@@ -31,7 +31,8 @@ class Weights:
 
     path:  a local folder (with or without index), or one file.
     name:  name of a parameter in the program -> name in the files.
-    fresh: (name, shape) -> values of a parameter that is not in the files, on the CPU; without it all must be there.
+    fresh: (name, shape) -> values of a parameter that is not in the files, on the CPU; without it
+           all must be there.
     """
 
     path: str | Path
@@ -40,12 +41,14 @@ class Weights:
 
 
 def missing_loss(output: Any, batch: Any) -> Any:
-    """Program.loss is missing: give (output, batch) -> sum over the batch's tokens (or samples), a scalar tensor"""
+    """Program.loss is missing: give (output, batch) -> sum over the batch's tokens (or samples), a
+    scalar tensor"""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What `elastic.models.lora.lora` has put on a program: rank, alpha, and the linear layers' names (ends and whole)."""
+    """What `elastic.models.lora.lora` has put on a program: rank, alpha, and the linear layers'
+    names (ends and whole)."""
 
     r: int
     alpha: float
@@ -57,57 +60,77 @@ class Adapter:
 class Program:
     """What to train.
 
-    model:      builds the plain `nn.Module`; called under the meta device, so it must not read parameter values.
-    init:       fills a materialized model's parameters and buffers; called once, on CPU, under the job's seed.
-    optimizer:  (name, parameter) pairs -> optimizer, or a dict of them by name; each must be element-wise (AdamW, SGD, RMSprop
-                ...), and each trainable parameter in exactly one. Called with the whole model's parameters, in their whole
-                shapes and without values, on every rank. None: the job's `optimizer` names one, or several.
-    dataset:    map-style: `len()` and `[sample id]` -> dict of tensors (or arrays) of equal shape per key. None: the job's
-                `data.train` says what is read. An iterable one has state_dict() and load_state_dict() (docs/data.md).
+    model:      builds the plain `nn.Module`; called under the meta device, so it must not read
+                parameter values.
+    init:       fills a materialized model's parameters and buffers; called once, on CPU, under the
+                job's seed.
+    optimizer:  (name, parameter) pairs -> optimizer, or a dict of them by name; each must be
+                element-wise (AdamW, SGD, RMSprop ...), and each trainable parameter in exactly one.
+                Called with the whole model's parameters, in their whole shapes and without values,
+                on every rank. None: the job's `optimizer` names one, or several.
+    dataset:    map-style: `len()` and `[sample id]` -> dict of tensors (or arrays) of equal shape
+                per key. None: the job's `data.train` says what is read. An iterable one has
+                state_dict() and load_state_dict() (docs/data.md).
     loss:       (output, batch) -> sum over the batch's tokens (or samples), a scalar tensor.
-    count:      batch -> number of tokens (or samples) that `loss` summed over; default: elements of batch["target"]
-                that are not -100, else the number of samples.
+    count:      batch -> number of tokens (or samples) that `loss` summed over; default: elements of
+                batch["target"] that are not -100, else the number of samples.
     inputs:     batch -> the model's input; default: batch["input"], else batch["input_ids"].
-    keywords:   batch -> dict of keyword arguments that the model takes besides, on each pipeline stage (document ids, say).
-    metrics:    (output, batch) -> dict of sums over the batch; of the validation set, reported per token beside its loss.
-    evaluate:   (model, batch) -> dict of sums with its own "count"; of the validation set. Needs the whole model: no pp.
+    keywords:   batch -> dict of keyword arguments that the model takes besides, on each pipeline
+                stage (document ids, say).
+    metrics:    (output, batch) -> dict of sums over the batch; of the validation set, reported per
+                token beside its loss.
+    evaluate:   (model, batch) -> dict of sums with its own "count"; of the validation set. Needs
+                the whole model: no pp.
     validation: like dataset; its loss is reported every `eval_every` steps and at the end.
-    blocks:     module-name pattern of the repeated blocks: FSDP units and pipeline cut points, as in "layers.*".
-    tp:         module-name pattern -> "colwise", "rowwise", "colwise_gather" (output gathered), "vocab" (embedding rows),
-                "summed" (whole on each rank and used for its part of the heads: gradients are added up).
-                Sequence parallelism (dim 1 is the sequence, a part of it on each tp rank between the cut modules):
-                "scatter", "vocab_scatter" (the embedding, whole or cut, gives a part), "sequence" (norms, of a part), "gather"
-                (attention, feed-forward, an uncut head: their one positional input is made whole), "rowwise_scatter" (gives
-                a part), "sequence_colwise_gather", "sequence_colwise_loss" (a cut head of a part; with the second the logits
-                stay cut and `loss` must be torch's cross_entropy of them). elastic.models.llama.tp_plan has them all.
+    blocks:     module-name pattern of the repeated blocks: FSDP units and pipeline cut points, as
+                in "layers.*".
+    tp:         module-name pattern -> "colwise", "rowwise", "colwise_gather" (output gathered),
+                "vocab" (embedding rows), "summed" (whole on each rank and used for its part of the
+                heads: gradients are added up). Sequence parallelism (dim 1 is the sequence, a part
+                of it on each tp rank between the cut modules): "scatter", "vocab_scatter" (the
+                embedding, whole or cut, gives a part), "sequence" (norms, of a part), "gather"
+                (attention, feed-forward, an uncut head: their one positional input is made whole),
+                "rowwise_scatter" (gives a part), "sequence_colwise_gather", "sequence_colwise_loss"
+                (a cut head of a part; with the second the logits stay cut and `loss` must be
+                torch's cross_entropy of them). elastic.models.llama.tp_plan has them all.
     tp_limit:   tp must divide it (the number of key-value heads, say); 0 = only the shapes decide.
-    lr_factor:  optimizer step (from 0) -> factor on the optimizer's own learning rates; or the job has an `lr_schedule`.
+    lr_factor:  optimizer step (from 0) -> factor on the optimizer's own learning rates; or the job
+                has an `lr_schedule`.
     sample:     (model) -> text; a sample of what the finished model does, shown in the report.
-    extra_state: name -> object with state_dict() and load_state_dict(), of numbers, texts, lists, dicts and tensors; it travels
-                with the model. Every rank has its own object, and all of them must be equal after a step.
-    pipeline:   may the blocks be spread over pipeline stages? Only where each is called once, in order, with exactly what the
-                one before returned (residuals stand inside of the blocks). What is registered before the blocks is the first
-                stage's, what is behind them the last one's. Whether it is so is checked before the start; False forbids it.
-    stage:      (module cut for a stage, index, number of stages) -> module that is called with the hidden state (the first with
-                the input) and gives the hidden state (the last the output); default: the cut module itself.
-    weights:    where the first values are read from; `init` is then not called. Parameters that are frozen (no requires_grad)
-                are no part of the elastic state then: who needs them reads them again.
-    buffers:    (model) -> fills the buffers that are not in its state_dict, True when it could; default: they are taken from a
-                whole model that is built for them.
-    files:      () -> file name -> bytes: what an export puts beside the weights (config.json, a tokenizer).
+    extra_state: name -> object with state_dict() and load_state_dict(), of numbers, texts, lists,
+                dicts and tensors; it travels with the model. Every rank has its own object, and all
+                of them must be equal after a step.
+    pipeline:   may the blocks be spread over pipeline stages? Only where each is called once, in
+                order, with exactly what the one before returned (residuals stand inside of the
+                blocks). What is registered before the blocks is the first stage's, what is behind
+                them the last one's. Whether it is so is checked before the start; False forbids it.
+    stage:      (module cut for a stage, index, number of stages) -> module that is called with the
+                hidden state (the first with the input) and gives the hidden state (the last the
+                output); default: the cut module itself.
+    weights:    where the first values are read from; `init` is then not called. Parameters that are
+                frozen (no requires_grad) are no part of the elastic state then: who needs them
+                reads them again.
+    buffers:    (model) -> fills the buffers that are not in its state_dict, True when it could;
+                default: they are taken from a whole model that is built for them.
+    files:      () -> file name -> bytes: what an export puts beside the weights (config.json, a
+                tokenizer).
     adapter:    set by `elastic.models.lora.lora`.
-    before_cut: with cp > 1, (batch of whole sequences) -> what is cut and given to the model, `keywords` and `loss`: a dict of
-                tensors. For what a part alone does not tell: the targets at its edges, positions behind padding.
-    batch_dependent: a sample's result may depend on which others stand beside it (BatchNorm, a loss over pairs). Then
-                it computes something else in each layout and is refused with more than one data-parallel rank; True = it
-                is known and wanted so: what is compared is then its evaluation mode.
-    no_cp:      why the model cannot have parts of sequences; a layout with cp > 1 is then refused with it.
+    before_cut: with cp > 1, (batch of whole sequences) -> what is cut and given to the model,
+                `keywords` and `loss`: a dict of tensors. For what a part alone does not tell: the
+                targets at its edges, positions behind padding.
+    batch_dependent: a sample's result may depend on which others stand beside it (BatchNorm, a loss
+                over pairs). Then it computes something else in each layout and is refused with more
+                than one data-parallel rank; True = it is known and wanted so: what is compared is
+                then its evaluation mode.
+    no_cp:      why the model cannot have parts of sequences; a layout with cp > 1 is then refused
+                with it.
 
-    With cp > 1 each rank has a part of every sequence. The sequence is dim 1 of the model's input ([batch, seq, ...]) and of
-    its output; every tensor of the batch with that size in dim 1 is cut like it. The model calls `elastic.attention` and takes
-    positions from `elastic.positions`; all else in it must act on each position alone. `loss` is a sum over positions (targets
-    are shifted in the dataset, or by `before_cut`); `count` sees whole sequences. A model whose sequence is another dimension
-    has cp = 1.
+    With cp > 1 each rank has a part of every sequence. The sequence is dim 1 of the model's input
+    ([batch, seq, ...]) and of its output; every tensor of the batch with that size in dim 1 is cut
+    like it. The model calls `elastic.attention` and takes positions from `elastic.positions`; all
+    else in it must act on each position alone. `loss` is a sum over positions (targets are shifted
+    in the dataset, or by `before_cut`); `count` sees whole sequences. A model whose sequence is
+    another dimension has cp = 1.
     """
 
     model: Callable[[], Any]
@@ -142,7 +165,10 @@ class Program:
             raise SpecError(missing_loss.__doc__)
         for pattern, style in self.tp.items():
             if style not in TP_STYLES:
-                raise SpecError(f"Program.tp['{pattern}'] is '{style}'; it must be one of {', '.join(TP_STYLES)}")
+                raise SpecError(
+                    f"Program.tp['{pattern}'] is '{style}'; it must be one of "
+                    f"{', '.join(TP_STYLES)}"
+                )
 
 
 def load_program(path: str | Path) -> Program:
@@ -152,7 +178,9 @@ def load_program(path: str | Path) -> Program:
     """
     path = Path(path).resolve()
     if not path.is_file():
-        raise SpecError(f"{path}: no such file; a job folder needs a program.py that defines `program`")
+        raise SpecError(
+            f"{path}: no such file; a job folder needs a program.py that defines `program`"
+        )
     name = "elastic_program_" + hashlib.sha256(str(path).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -169,5 +197,8 @@ def load_program(path: str | Path) -> Program:
     if callable(program) and not isinstance(program, Program):
         program = program()
     if not isinstance(program, Program):
-        raise SpecError(f"{path}: it must define `program = elastic.Program(...)`; found {type(program).__name__}")
+        raise SpecError(
+            f"{path}: it must define `program = elastic.Program(...)`; found "
+            f"{type(program).__name__}"
+        )
     return program

@@ -1,4 +1,5 @@
-"""Which version of this package it is, and of what else must be the same on all nodes of a run. Imports none of it."""
+"""Which version of this package it is, and of what else must be the same on all nodes of a run.
+Imports none of it."""
 
 from __future__ import annotations
 

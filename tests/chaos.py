@@ -1,11 +1,13 @@
-"""Random jobs under random faults: on the virtual clock (hundreds of runs a minute or two), or in processes of this machine.
+"""Random jobs under random faults: on the virtual clock (hundreds of runs a minute or two), or in
+processes of this machine.
 
     python tests/chaos.py --runs 500                    # on the virtual clock, from a random seed on
     python tests/chaos.py --seed 84 --runs 1            # that run again
     python tests/chaos.py --engine processes --minutes 10
 
-Each run is judged by tests/support/chaos/judge.py. The exit code is 1 where one was wrong; its seed is said, and
-belongs into KEPT of tests/sim/test_random_runs.py, or SEEDS of tests/e2e/test_chaos_runs.py.
+Each run is judged by tests/support/chaos/judge.py. The exit code is 1 where one was wrong; its seed
+is said, and belongs into KEPT of tests/sim/test_random_runs.py, or SEEDS of
+tests/e2e/test_chaos_runs.py.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ class Table:
         if wrong:
             self.failed[seed] = wrong
             self.failed_with.update(set(kinds))
-            print(f"seed {seed}: {wrong[0][:300]}" + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""), flush=True)
+            print(
+                f"seed {seed}: {wrong[0][:300]}"
+                + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""),
+                flush=True,
+            )
         if time.monotonic() - self.said_s > SAY_EVERY_S:
             self.said_s = time.monotonic()
             print(f"{self.runs} runs in {self.seconds:.0f} s, {len(self.failed)} wrong", flush=True)
@@ -59,11 +65,19 @@ class Table:
 
     def __str__(self) -> str:
         rows = [f"{'fault':14} {'happened':>9} {'in wrong runs':>14}"]
-        rows += [f"{kind:14} {n:9} {self.failed_with[kind]:14}" for kind, n in self.faults.most_common()]
+        rows += [
+            f"{kind:14} {n:9} {self.failed_with[kind]:14}" for kind, n in self.faults.most_common()
+        ]
         rows.append(
-            f"{self.runs} runs, {sum(self.faults.values())} faults in {self.seconds:.0f} s: {len(self.failed)} runs are wrong"
+            f"{self.runs} runs, {sum(self.faults.values())} faults in {self.seconds:.0f} s: "
+            f"{len(self.failed)} runs are wrong"
         )
-        return "\n".join([*rows, *(f"seed {seed}: {'; '.join(wrong)[:600]}" for seed, wrong in self.failed.items())])
+        return "\n".join(
+            [
+                *rows,
+                *(f"seed {seed}: {'; '.join(wrong)[:600]}" for seed, wrong in self.failed.items()),
+            ]
+        )
 
 
 def simulated(seed: int) -> tuple[list[str], list[str]]:
@@ -81,7 +95,9 @@ def processes(seed: int) -> tuple[list[str], list[str]]:
     return [fault.kind for fault in played.happened], played.wrong
 
 
-def judged(one: Callable[[int], tuple[list[str], list[str]]], seed: int) -> tuple[list[str], list[str]]:
+def judged(
+    one: Callable[[int], tuple[list[str], list[str]]], seed: int
+) -> tuple[list[str], list[str]]:
     """A run that raises is wrong."""
     try:
         return one(seed)
@@ -91,10 +107,18 @@ def judged(one: Callable[[int], tuple[list[str], list[str]]], seed: int) -> tupl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=("virtual", "processes"), default="virtual")
-    parser.add_argument("--seed", type=int, help="of the first run (default: by chance); the next ones follow")
-    parser.add_argument("--runs", type=int, help=f"at most (default: {RUNS}; with --minutes, as many as there is time for)")
+    parser.add_argument(
+        "--seed", type=int, help="of the first run (default: by chance); the next ones follow"
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        help=f"at most (default: {RUNS}; with --minutes, as many as there is time for)",
+    )
     parser.add_argument("--minutes", type=float, help="no run begins later")
     given = parser.parse_args()
     first = SystemRandom().randrange(SEED_MOST) if given.seed is None else given.seed

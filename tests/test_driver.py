@@ -51,7 +51,14 @@ from elastic.types import (
 
 MODEL = ModelProfile(2, 100, (TensorSpec("w", (10, 10), "float32"),))
 POOL = Pool("p", max_nodes=1)
-JOB = {"steps": 5, "global_batch": 4, "layout": "auto", "min_workers": 1, "peer_every": "auto", "durable_every": "auto"}
+JOB = {
+    "steps": 5,
+    "global_batch": 4,
+    "layout": "auto",
+    "min_workers": 1,
+    "peer_every": "auto",
+    "durable_every": "auto",
+}
 
 
 def start(**changes: Any) -> DriverStarted:
@@ -60,9 +67,14 @@ def start(**changes: Any) -> DriverStarted:
 
 
 class Tiny:
-    """One node, no delays. `at_step`: called when that step is done; `log`: what happened, in order."""
+    """One node, no delays. `at_step`: called when that step is done; `log`: what happened, in
+    order."""
 
-    def __init__(self, journal: MemoryJournal | None = None, at_step: dict[int, Callable[[], object]] | None = None) -> None:
+    def __init__(
+        self,
+        journal: MemoryJournal | None = None,
+        at_step: dict[int, Callable[[], object]] | None = None,
+    ) -> None:
         self.journal, self.at_step = journal, at_step or {}
         self.out: list[Event] = []
         self.actions: list[Action] = []
@@ -91,7 +103,9 @@ class Tiny:
 
     def execute(self, action: Action) -> None:
         if self.journal is not None:
-            written = [a for line in self.journal.lines if line.decision for a in line.decision.actions]
+            written = [
+                a for line in self.journal.lines if line.decision for a in line.decision.actions
+            ]
             assert action in written, "the journal line comes before the action"
         self.actions.append(action)
         if isinstance(action, RequestNodes):
@@ -115,7 +129,12 @@ def test_a_run_from_start_to_end() -> None:
     backend = Tiny(journal)
     state = drive(backend, journal, start())
     assert state.phase == "succeeded" and state.step == 5 and backend.closed == 1
-    assert [type(a).__name__ for a in backend.actions] == ["RequestNodes", "Prepare", "EnterPlan", "Stop"]
+    assert [type(a).__name__ for a in backend.actions] == [
+        "RequestNodes",
+        "Prepare",
+        "EnterPlan",
+        "Stop",
+    ]
     assert isinstance(journal.lines[0].events[0][1], DriverStarted)
     assert restored(journal.lines) == state
 
@@ -127,15 +146,22 @@ def test_the_file_tells_the_same_story(tmp_path: Path) -> None:
 
 
 def test_what_is_known_at_the_start_is_recorded_and_folded_with_it(tmp_path: Path) -> None:
-    first = replace(start(), durable=tuple(Copy(step, "durable", 1, Layout(), (2,), uri=f"u{step}") for step in (3, 2)))
+    first = replace(
+        start(),
+        durable=tuple(Copy(step, "durable", 1, Layout(), (2,), uri=f"u{step}") for step in (3, 2)),
+    )
     lost = CopyDamaged("u3", "u3/commit.json: altered")
     state = drive(Tiny(), Journal(tmp_path / "j", 1), first, found=[lost])
     lines = read(tmp_path / "j")
     assert [event for _, event in lines[0].events] == [first, lost]
     assert state.damaged == {"u3": lost.reason} and restored(lines) == state
-    orders = [action for line in lines if line.decision is not None for action in line.decision.actions]
+    orders = [
+        action for line in lines if line.decision is not None for action in line.decision.actions
+    ]
     resumed = [order.plan.resume for order in orders if isinstance(order, EnterPlan)]
-    assert [(resume.source, resume.step, resume.uri) for resume in resumed] == [("durable", 2, "u2")]
+    assert [(resume.source, resume.step, resume.uri) for resume in resumed] == [
+        ("durable", 2, "u2")
+    ]
     assert replay(lines).identical
 
 
@@ -147,7 +173,11 @@ def test_ticks_without_events_or_orders_leave_no_line() -> None:
     def waiting(state: State, now_s: float) -> Decision:
         nonlocal decided
         decided += 1
-        return Decision((Stop("stopped", "enough"),), "enough") if decided > 30 else Decision((), "waits", now_s + 1)
+        return (
+            Decision((Stop("stopped", "enough"),), "enough")
+            if decided > 30
+            else Decision((), "waits", now_s + 1)
+        )
 
     drive(backend, journal, start(), decide=waiting)
     assert decided == 31 and len(journal.lines) == 2
@@ -165,7 +195,11 @@ def test_a_wake_that_is_over_does_not_stop_the_clock() -> None:
 
     def now_again(state: State, now_s: float) -> Decision:
         looks.append(now_s)
-        return Decision((Stop("stopped", "enough"),), "enough") if len(looks) > 9 else Decision((), "waits", now_s)
+        return (
+            Decision((Stop("stopped", "enough"),), "enough")
+            if len(looks) > 9
+            else Decision((), "waits", now_s)
+        )
 
     drive(Waits(), MemoryJournal(), start(), decide=now_again)
     assert len(set(looks)) == len(looks)
@@ -178,7 +212,9 @@ def test_a_signal_asks_once_for_a_stop_that_saves(number: int) -> None:
     backend = Tiny(journal, {3: lambda: os.kill(os.getpid(), number)})
     state = drive(backend, journal, start())
     assert state.phase == "stopped" and state.saved_step == 3 and backend.closed == 1
-    asked = [event for line in journal.lines for _, event in line.events if isinstance(event, StopAsked)]
+    asked = [
+        event for line in journal.lines for _, event in line.events if isinstance(event, StopAsked)
+    ]
     assert asked == [StopAsked(f"signal {signal.Signals(number).name}")]
     assert any(isinstance(a, Quiesce) and a.save for a in backend.actions)
     assert signal.getsignal(number) is before
@@ -192,8 +228,12 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     journal = MemoryJournal()
     backend = Tiny(journal, {3: twice})
     state = drive(backend, journal, start())
-    assert state.phase == "stopped" and "asked twice" in state.outcome_reason and backend.closed == 1
-    assert not any(isinstance(a, Quiesce) for a in backend.actions) and isinstance(backend.actions[-1], Stop)
+    assert (
+        state.phase == "stopped" and "asked twice" in state.outcome_reason and backend.closed == 1
+    )
+    assert not any(isinstance(a, Quiesce) for a in backend.actions) and isinstance(
+        backend.actions[-1], Stop
+    )
 
 
 def test_a_closed_terminal_asks_once_however_often_it_says_so_and_not_at_all_under_nohup() -> None:
@@ -204,7 +244,11 @@ def test_a_closed_terminal_asks_once_however_often_it_says_so_and_not_at_all_und
     journal = MemoryJournal()
     backend = Tiny(journal, {3: hang_up})
     state = drive(backend, journal, start())
-    assert state.phase == "stopped" and state.saved_step == 3 and "signal SIGHUP" in state.outcome_reason
+    assert (
+        state.phase == "stopped"
+        and state.saved_step == 3
+        and "signal SIGHUP" in state.outcome_reason
+    )
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_signals() as asked:
@@ -227,7 +271,9 @@ def test_an_interrupt_inside_poll_is_a_wish_to_stop() -> None:
     assert raised and state.phase == "stopped" and state.saved_step == 2
 
 
-@pytest.mark.parametrize("error", [StateLost("no copy is left"), ZeroDivisionError("division by zero")])
+@pytest.mark.parametrize(
+    "error", [StateLost("no copy is left"), ZeroDivisionError("division by zero")]
+)
 def test_a_policy_that_raises_ends_the_run_on_record(error: Exception) -> None:
     def faulty(state: State, now_s: float) -> Decision:
         raise error
@@ -235,7 +281,9 @@ def test_a_policy_that_raises_ends_the_run_on_record(error: Exception) -> None:
     journal, backend = MemoryJournal(), Tiny()
     state = drive(backend, journal, start(), decide=faulty)
     assert state.phase == "failed" and str(error) in state.outcome_reason and backend.closed == 1
-    assert journal.lines[-1].decision is not None and isinstance(journal.lines[-1].decision.actions[0], Stop)
+    assert journal.lines[-1].decision is not None and isinstance(
+        journal.lines[-1].decision.actions[0], Stop
+    )
 
 
 def test_after_an_order_the_loop_looks_again_at_once() -> None:
@@ -296,14 +344,19 @@ def test_while_nodes_are_paid_for_there_is_a_line_every_minute(usd_per_node_h: f
 
     backend.on_poll = slow
     job = {**JOB, "min_workers": 2}
-    drive(backend, journal, start(job=job, pools=(replace(POOL, max_nodes=2, usd_per_node_h=usd_per_node_h),)))
+    drive(
+        backend,
+        journal,
+        start(job=job, pools=(replace(POOL, max_nodes=2, usd_per_node_h=usd_per_node_h),)),
+    )
     times = [line.at_s for line in journal.lines]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert (max(gaps) <= LINE_EVERY_S) == bool(usd_per_node_h), gaps
 
 
 class Away(Tiny):
-    """`certain` as a lease says it. Each poll from the first plan on takes one of `signs`, then it stays True."""
+    """`certain` as a lease says it. Each poll from the first plan on takes one of `signs`, then it
+    stays True."""
 
     def __init__(self, signs: str, **more: Any) -> None:
         super().__init__(**more)
@@ -323,14 +376,17 @@ class Away(Tiny):
 
 
 class Breaks(Away):
-    """Its generation breaks at a step, while storage is away; the worker holds a copy of that step."""
+    """Its generation breaks at a step, while storage is away; the worker holds a copy of that
+    step."""
 
     def __init__(self, signs: str, at: int, **more: Any) -> None:
         super().__init__(signs, **more)
         self.at_step = {at: self._break}
 
     def _break(self) -> None:
-        self.out.append(WorkerFailed(WorkerId("n", 0), self.generation, "collective", "connection reset"))
+        self.out.append(
+            WorkerFailed(WorkerId("n", 0), self.generation, "collective", "connection reset")
+        )
 
     def execute(self, action: Action) -> None:
         super().execute(action)
@@ -344,11 +400,22 @@ def test_a_loss_while_storage_is_away_is_mended_from_memory_at_once() -> None:
     backend = Breaks("n" * 40, 2, journal=journal)
     backend.trouble = TimeoutError("no answer")
     state = drive(backend, journal, start())
-    assert state.phase == "succeeded" and [type(action) for action in backend.while_away] == [Abort, EnterPlan]
+    assert state.phase == "succeeded" and [type(action) for action in backend.while_away] == [
+        Abort,
+        EnterPlan,
+    ]
     plan = backend.while_away[-1].plan  # type: ignore[attr-defined]
     assert (plan.generation, plan.resume.source, plan.resume.step) == (2, "peer", 2)
-    seen = [event for line in journal.lines for _, event in line.events if isinstance(event, StorageSeen)]
-    assert [(event.answers, event.what) for event in seen] == [(False, "lease: no answer"), (True, "")]
+    seen = [
+        event
+        for line in journal.lines
+        for _, event in line.events
+        if isinstance(event, StorageSeen)
+    ]
+    assert [(event.answers, event.what) for event in seen] == [
+        (False, "lease: no answer"),
+        (True, ""),
+    ]
     assert replay(journal.lines).identical and restored(journal.lines) == state
 
 
@@ -360,10 +427,18 @@ def test_without_a_copy_in_memory_a_loss_waits_for_storage() -> None:
 
     journal = MemoryJournal()
     backend = Forgets("n" * 40, 2, journal=journal)
-    state = drive(backend, journal, start(durable=(Copy(1, "durable", 1, Layout(), (2,), uri="u"),)))
+    state = drive(
+        backend, journal, start(durable=(Copy(1, "durable", 1, Layout(), (2,), uri="u"),))
+    )
     assert state.phase == "succeeded" and [type(action) for action in backend.while_away] == [Abort]
-    waits = [line.decision.reason for line in journal.lines if line.decision and "waits to begin" in line.decision.reason]
-    assert waits == ["waits to begin from step 1 from the checkpoint: storage does not answer (lease: no answer)"]
+    waits = [
+        line.decision.reason
+        for line in journal.lines
+        if line.decision and "waits to begin" in line.decision.reason
+    ]
+    assert waits == [
+        "waits to begin from step 1 from the checkpoint: storage does not answer (lease: no answer)"
+    ]
     assert replay(journal.lines).identical
 
 
@@ -374,18 +449,27 @@ def test_orders_are_carried_out_though_their_line_is_not_stored_and_the_end_is_n
 
     def look() -> None:
         journal.settled = backend.step == 5 and bool(at_stop)
-        if journal.lines[-1].decision and any(isinstance(a, Stop) for a in journal.lines[-1].decision.actions):
+        if journal.lines[-1].decision and any(
+            isinstance(a, Stop) for a in journal.lines[-1].decision.actions
+        ):
             at_stop.append(any(isinstance(action, Stop) for action in backend.actions))
 
     backend.on_poll = look
     journal.settled = False
     state = drive(backend, journal, start())
     assert state.phase == "succeeded" and at_stop == [False, False]
-    assert [type(a).__name__ for a in backend.actions] == ["RequestNodes", "Prepare", "EnterPlan", "Stop"]
+    assert [type(a).__name__ for a in backend.actions] == [
+        "RequestNodes",
+        "Prepare",
+        "EnterPlan",
+        "Stop",
+    ]
 
 
 @pytest.mark.parametrize("limit", [{"budget_usd": 1.0}, {"deadline_h": 0.01}])
-def test_a_limit_ends_the_run_within_its_bound_though_storage_is_away(limit: dict[str, float]) -> None:
+def test_a_limit_ends_the_run_within_its_bound_though_storage_is_away(
+    limit: dict[str, float],
+) -> None:
     journal = MemoryJournal()
     backend = Away("n" * 100_000, journal=journal)
     backend.at_step = {2: lambda: setattr(backend, "time_s", 30.0)}
@@ -398,10 +482,16 @@ def test_a_limit_ends_the_run_within_its_bound_though_storage_is_away(limit: dic
 
 def test_a_person_s_wish_to_stop_waits_for_storage_that_what_it_ends_can_be_saved() -> None:
     journal = MemoryJournal()
-    backend = Away("n" * 10, journal=journal, at_step={2: lambda: backend.out.append(StopAsked("enough"))})
+    backend = Away(
+        "n" * 10, journal=journal, at_step={2: lambda: backend.out.append(StopAsked("enough"))}
+    )
     state = drive(backend, journal, start(job=JOB | {"steps": 50}))
     assert state.phase == "stopped" and state.saved_step == state.step and backend.while_away == []
-    assert any("enough: storage does not answer" in line.decision.reason for line in journal.lines if line.decision)
+    assert any(
+        "enough: storage does not answer" in line.decision.reason
+        for line in journal.lines
+        if line.decision
+    )
     assert replay(journal.lines).identical
 
 
@@ -415,19 +505,30 @@ def test_weather_that_changes_with_every_look_is_told_once_in_a_while() -> None:
 
     backend.at_step = {1: on}
     drive(backend, journal, start(job=JOB | {"steps": 50}))
-    seen = [event for line in journal.lines for _, event in line.events if isinstance(event, StorageSeen)]
+    seen = [
+        event
+        for line in journal.lines
+        for _, event in line.events
+        if isinstance(event, StorageSeen)
+    ]
     assert 4 <= len(seen) <= 14
 
 
 @pytest.mark.parametrize(
     ("trouble", "kind", "code"),
-    [(OSError(errno.ENOSPC, "No space left on device"), StorageFull, 1), (TimeoutError("no answer"), LostContact, 4)],
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), StorageFull, 1),
+        (TimeoutError("no answer"), LostContact, 4),
+    ],
 )
-def test_the_end_of_a_run_waits_for_storage_and_not_for_ever(trouble: OSError, kind: type, code: int) -> None:
+def test_the_end_of_a_run_waits_for_storage_and_not_for_ever(
+    trouble: OSError, kind: type, code: int
+) -> None:
     backend = Away("n" * 100_000)
     backend.trouble = trouble
     with pytest.raises(
-        kind, match="ended at step 5 without a recorded reason.*run it again when.*" + trouble.args[-1]
+        kind,
+        match="ended at step 5 without a recorded reason.*run it again when.*" + trouble.args[-1],
     ) as raised:
         drive(backend, MemoryJournal(), start(job=JOB | {"orphan_lease_s": 60.0}))
     assert raised.value.exit_code == code and backend.closed == 1

@@ -1,4 +1,5 @@
-"""The rules of the house that a tool does not check: sizes, words, purity, and what an import may bring along."""
+"""The rules of the house that a tool does not check: sizes, words, purity, and what an import may
+bring along."""
 
 from __future__ import annotations
 
@@ -15,21 +16,35 @@ import pytest
 from support.places import ROOT, TESTS
 
 SOURCES = sorted((ROOT / "elastic").rglob("*.py"))
-ALL = SOURCES + sorted(p for top in ("tests", "jobs") for p in (ROOT / top).rglob("*.py") if "elastic_runs" not in p.parts)
+ALL = SOURCES + sorted(
+    p
+    for top in ("tests", "jobs")
+    for p in (ROOT / top).rglob("*.py")
+    if "elastic_runs" not in p.parts
+)
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 8
 MAX_ROOM_FILES = 12  # of a folder, __init__.py and __main__.py left out
 FORBIDDEN_WORDS = ("manager", "engine", "helper", "utils", "context", "common")
-PURE = ("types", "reshard", "planner", "policy", "ledger.accounts", "ledger.launch_times", "ledger.loss_checks", "data.order")
+PURE = (
+    "types",
+    "reshard",
+    "planner",
+    "policy",
+    "ledger.accounts",
+    "ledger.launch_times",
+    "ledger.loss_checks",
+    "data.order",
+)
 IMPURE = {
-    "time", "datetime", "random", "secrets", "os", "threading", "concurrent", "multiprocessing", "asyncio", "logging", "socket",
-    "subprocess",
+    "time", "datetime", "random", "secrets", "os", "threading", "concurrent", "multiprocessing",
+    "asyncio", "logging", "socket", "subprocess",
 }  # fmt: skip
 OBJECT_COLLECTIVES = {
-    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-    "recv_object_list",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "send_object_list", "recv_object_list",
 }  # fmt: skip
 UNPICKLERS = {
     f"{module}.{name}"
@@ -106,7 +121,11 @@ def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncF
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
     arguments = function.args
-    return [a for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if a.arg not in ("self", "cls")]
+    return [
+        a
+        for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        if a.arg not in ("self", "cls")
+    ]
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
@@ -125,7 +144,8 @@ def modules(nodes: Iterable[ast.AST]) -> list[str]:
     return found
 
 
-# Each rule is one test that names all files that break it: a test for each file and rule took longer than what it looked at.
+# Each rule is one test that names all files that break it: a test for each file and rule took
+# longer than what it looked at.
 
 
 def none_of(found: Iterable[str]) -> None:
@@ -158,12 +178,14 @@ def test_the_rule_about_sizes_sees(tmp_path: Path) -> None:
         patch.setitem(globals(), "ROOT", tmp_path)
         found = list(too_large(path))
     assert found == [
-        "large.py has 511 lines that are not blank", "large.py:1 f is too long", "large.py:1 f takes 9 parameters"
+        "large.py has 511 lines that are not blank", "large.py:1 f is too long",
+        "large.py:1 f takes 9 parameters"
     ]  # fmt: skip
 
 
 def of_unlike_things(annotation: ast.expr | None) -> bool:
-    """`tuple[int, str]`, also where it may be None; `tuple[int, ...]` and `tuple[int, int]` are of like ones."""
+    """`tuple[int, str]`, also where it may be None; `tuple[int, ...]` and `tuple[int, int]` are of
+    like ones."""
     match annotation:
         case ast.Constant(str(text)):
             return of_unlike_things(ast.parse(text, mode="eval").body)
@@ -175,12 +197,21 @@ def of_unlike_things(annotation: ast.expr | None) -> bool:
 
 
 def packed(nodes: Iterable[ast.AST]) -> list[str]:
-    return [f"{f.lineno} {f.name}({a.arg})" for f in functions(nodes) for a in parameters(f) if of_unlike_things(a.annotation)]
+    return [
+        f"{f.lineno} {f.name}({a.arg})"
+        for f in functions(nodes)
+        for a in parameters(f)
+        if of_unlike_things(a.annotation)
+    ]
 
 
 def test_no_parameter_is_a_tuple_of_unlike_things() -> None:
     none_of(
-        f"{label(path)}:{found} takes unlike things in one tuple: give each a parameter, or all a class"
+        (
+            f"{label(path)}:{found} takes unlike things in one tuple: give each a parameter, or "
+            "all a "
+            "class"
+        )
         for path in SOURCES
         for found in packed(nodes_of(path))
     )
@@ -190,9 +221,18 @@ def test_no_parameter_is_a_tuple_of_unlike_things() -> None:
     ("text", "found"),
     [
         ("def f(a: tuple[int, str]): ...", ["1 f(a)"]),
-        ("class A:\n    async def f(self, a: int, *, b: tuple[tuple[int, ...], int]): ...", ["2 f(b)"]),
-        ("def f(a: tuple[int, str] | None, b: 'tuple[int, str]' = (1, ''), /): ...", ["1 f(a)", "1 f(b)"]),
-        ("def f(a: tuple[int, ...], b: tuple[int, int], c: tuple[()], d: tuple, e: int, f): ...", []),
+        (
+            "class A:\n    async def f(self, a: int, *, b: tuple[tuple[int, ...], int]): ...",
+            ["2 f(b)"],
+        ),
+        (
+            "def f(a: tuple[int, str] | None, b: 'tuple[int, str]' = (1, ''), /): ...",
+            ["1 f(a)", "1 f(b)"],
+        ),
+        (
+            "def f(a: tuple[int, ...], b: tuple[int, int], c: tuple[()], d: tuple, e: int, f): ...",
+            [],
+        ),
         ("def f(a: Sequence[tuple[int, str]]) -> tuple[int, str]: ...", []),
     ],
 )
@@ -201,12 +241,15 @@ def test_the_rule_against_packed_parameters_sees(text: str, found: list[str]) ->
 
 
 def test_words() -> None:
-    named = [(path, name) for path in SOURCES for name in [path.stem, *(n.name for n in classes(path))]]
+    named = [
+        (path, name) for path in SOURCES for name in [path.stem, *(n.name for n in classes(path))]
+    ]
     none_of(
         f"{label(path)}: the name {name} says nothing ({word})"
         for path, name in named
         for word in FORBIDDEN_WORDS
-        if word in name.lower().replace("context_parallel", "").replace("contextparallel", "")  # torch's word
+        # torch's word
+        if word in name.lower().replace("context_parallel", "").replace("contextparallel", "")
     )
 
 
@@ -215,7 +258,9 @@ def classes(path: Path) -> Iterator[ast.ClassDef]:
 
 
 def pure(path: Path) -> bool:
-    return any(module_name(path) == name or module_name(path).startswith(name + ".") for name in PURE)
+    return any(
+        module_name(path) == name or module_name(path).startswith(name + ".") for name in PURE
+    )
 
 
 def test_each_pure_name_is_that_of_a_package_or_a_module() -> None:
@@ -225,7 +270,11 @@ def test_each_pure_name_is_that_of_a_package_or_a_module() -> None:
 
 def test_purity() -> None:
     found = {path: imported(nodes_of(path)) & IMPURE for path in SOURCES if pure(path)}
-    none_of(f"{label(path)} is pure and must not import {', '.join(sorted(names))}" for path, names in found.items() if names)
+    none_of(
+        f"{label(path)} is pure and must not import {', '.join(sorted(names))}"
+        for path, names in found.items()
+        if names
+    )
 
 
 def rooms(root: Path) -> dict[Path, list[Path]]:
@@ -272,7 +321,8 @@ def test_the_rule_about_rooms_sees(tmp_path: Path) -> None:
     for file in ("a/a1.py", "c/c1.py"):
         (tmp_path / file).write_text("class Found: ...\nclass _Own: ...\n")
     assert list(crowded(tmp_path)) == [
-        "a holds 13 files", "a/b/__init__.py does not say what the room is for", "a0.py stands in more than one room",
+        "a holds 13 files", "a/b/__init__.py does not say what the room is for",
+        "a0.py stands in more than one room",
         "Found is the name of more than one class: a/a1.py, c/c1.py",
     ]  # fmt: skip
 
@@ -315,13 +365,21 @@ def test_the_rule_about_circles_sees(tmp_path: Path) -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": {"b"}}) == ["b", "c", "d"]
     path = tmp_path / "x.py"
-    path.write_text("if TYPE_CHECKING:\n    from p import q\ndef f():\n    import r.s\n    from t import u\n")
+    path.write_text(
+        "if TYPE_CHECKING:\n    from p import q\ndef f():\n    import r.s\n    from t import u\n"
+    )
     assert imports_of(path, {"p", "p.q", "r.s", "t"}) == {"p.q", "r.s", "t"}
 
 
 def test_nothing_catches_everything() -> None:
-    lines = [(path, i, line) for path in SOURCES for i, line in enumerate(text_of(path).splitlines(), 1)]
-    none_of(f"{label(path)}:{i} catches everything" for path, i, line in lines if line.strip().startswith("except:"))
+    lines = [
+        (path, i, line) for path in SOURCES for i, line in enumerate(text_of(path).splitlines(), 1)
+    ]
+    none_of(
+        f"{label(path)}:{i} catches everything"
+        for path, i, line in lines
+        if line.strip().startswith("except:")
+    )
 
 
 def full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
@@ -331,7 +389,9 @@ def full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
         if isinstance(node, ast.Import):
             names |= {alias.asname: alias.name for alias in node.names if alias.asname}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     return names
 
 
@@ -348,7 +408,10 @@ def unpicklers(nodes: Sequence[ast.AST]) -> set[str]:
         elif isinstance(node, ast.Call):
             said = {word.arg: ast.unparse(word.value) for word in node.keywords}
             first, dot, rest = ast.unparse(node.func).partition(".")
-            if names.get(first, first) + dot + rest == "torch.load" and said.get("weights_only") != "True":
+            if (
+                names.get(first, first) + dot + rest == "torch.load"
+                and said.get("weights_only") != "True"
+            ):
                 found.add("torch.load")
             if said.get("allow_pickle", "False") != "False":
                 found.add("allow_pickle")
@@ -357,9 +420,16 @@ def unpicklers(nodes: Sequence[ast.AST]) -> set[str]:
 
 @pytest.mark.slow
 def test_nothing_is_unpickled() -> None:
-    odd = {path: unpicklers(nodes_of(path)) ^ MAY_UNPICKLE.get(label(path), (set(), ""))[0] for path in SOURCES}
+    odd = {
+        path: unpicklers(nodes_of(path)) ^ MAY_UNPICKLE.get(label(path), (set(), ""))[0]
+        for path in SOURCES
+    }
     none_of(
-        f"{label(path)}: {', '.join(sorted(found))}; elastic/worker/process_groups/wire.py sends without pickle"
+        (
+            f"{label(path)}: {', '.join(sorted(found))}; elastic/worker/process_groups/wire.py "
+            "sends "
+            "without pickle"
+        )
         for path, found in odd.items()
         if found
     )
@@ -371,8 +441,14 @@ def test_nothing_is_unpickled() -> None:
         ("import pickle\npickle.loads(b'')", {"pickle.loads"}),
         ("import pickle as p\nx = p.load", {"pickle.load"}),
         ("from pickle import loads as read\nread(b'')", {"pickle.loads"}),
-        ("from torch.distributed import all_gather_object\nall_gather_object([], 1)", {"torch.distributed.all_gather_object"}),
-        ("import torch.distributed as dist\ndist.send_object_list([])", {"torch.distributed.send_object_list"}),
+        (
+            "from torch.distributed import all_gather_object\nall_gather_object([], 1)",
+            {"torch.distributed.all_gather_object"},
+        ),
+        (
+            "import torch.distributed as dist\ndist.send_object_list([])",
+            {"torch.distributed.send_object_list"},
+        ),
         ("import torch\ntorch.load('a')", {"torch.load"}),
         ("import torch\ntorch.load('a', weights_only=False)", {"torch.load"}),
         ("import torch\ntorch.load('a', weights_only=True)", set()),
@@ -385,23 +461,36 @@ def test_the_rule_against_pickle_sees(text: str, found: set[str]) -> None:
 
 
 def test_imports_bring_neither_torch_nor_ray() -> None:
-    names = ["elastic", "elastic.sim", "elastic.sim.sim_backend", "elastic.sim.replay", "elastic.cli.command_line"]
-    done = subprocess.run([sys.executable, "-c", BLOCKED, *names], capture_output=True, text=True, cwd=ROOT)
+    names = [
+        "elastic",
+        "elastic.sim",
+        "elastic.sim.sim_backend",
+        "elastic.sim.replay",
+        "elastic.cli.command_line",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *names], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_block_blocks() -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCKED, "torch"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, "torch"], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode != 0
     assert "blocked: torch" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------ the tests themselves
+# ------------------------------------------------------------------------------------------ the
+# tests themselves
 
 
 ELSEWHERE = ("programs", "bench")  # folders of what other processes run, and of what measures time
 OWN = [p for p in ALL if p.is_relative_to(TESTS)]
-WAIT_HERE = [p for p in OWN if p.name.startswith("test_") or not {*ELSEWHERE} & {*p.relative_to(TESTS).parts}]
+WAIT_HERE = [
+    p for p in OWN if p.name.startswith("test_") or not {*ELSEWHERE} & {*p.relative_to(TESTS).parts}
+]
 SLEEPERS = ("time.sleep", "asyncio.sleep", "threading.Event().wait")
 REASON = re.compile(r"# sleeps: \w")
 
@@ -413,7 +502,11 @@ def sleeps(text: str) -> list[int]:
     nodes, lines, found = nodes_in(text), text.splitlines(), []
     names = full_names(nodes)
     for node in nodes:
-        if isinstance(node, ast.Name) or isinstance(node, ast.Attribute) and node.attr in ("sleep", "wait"):
+        if (
+            isinstance(node, ast.Name)
+            or isinstance(node, ast.Attribute)
+            and node.attr in ("sleep", "wait")
+        ):
             first, dot, rest = ast.unparse(node).partition(".")
             called, bracket, more = first.partition("(")
             name = names.get(called, called) + bracket + more + dot + rest
@@ -424,9 +517,14 @@ def sleeps(text: str) -> list[int]:
 
 @pytest.mark.slow
 def test_no_test_waits_for_time_to_pass() -> None:
-    """It waits for an event, by `until` of tests/support/waiting.py; where sleeping is what is tested, a comment says so."""
+    """It waits for an event, by `until` of tests/support/waiting.py; where sleeping is what is
+    tested, a comment says so."""
     found = {path: sleeps(text_of(path)) for path in WAIT_HERE}
-    none_of(f"{label(path)}:{at} sleeps; wait for an event, or say why in '# sleeps: ...'" for path, at in found.items() if at)
+    none_of(
+        f"{label(path)}:{at} sleeps; wait for an event, or say why in '# sleeps: ...'"
+        for path, at in found.items()
+        if at
+    )
 
 
 @pytest.mark.parametrize(
@@ -452,7 +550,9 @@ def test_the_rule_against_sleep_sees(text: str, found: list[int]) -> None:
 def test_no_two_test_files_have_one_name() -> None:
     """pytest imports them by their names alone."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted(names) == sorted(set(names)), f"twice: {sorted({name for name in names if names.count(name) > 1})}"
+    assert sorted(names) == sorted(set(names)), (
+        f"twice: {sorted({name for name in names if names.count(name) > 1})}"
+    )
 
 
 def test_no_test_file_is_imported() -> None:

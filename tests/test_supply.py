@@ -1,4 +1,5 @@
-"""Known vulnerabilities of the packages that are pinned, and secrets in this repository. Needs the extra `audit`."""
+"""Known vulnerabilities of the packages that are pinned, and secrets in this repository. Needs the
+extra `audit`."""
 
 from __future__ import annotations
 
@@ -32,29 +33,57 @@ def tool(name: str) -> str:
 
 
 def test_no_pinned_package_has_a_known_vulnerability() -> None:
-    words = [tool("pip-audit"), "-s", "pypi", "--no-deps", "--disable-pip", "-f", "json", "--progress-spinner", "off"]
-    done = subprocess.run([*words, "-r", str(ROOT / "constraints.txt")], capture_output=True, text=True, timeout=600)
+    words = [
+        tool("pip-audit"),
+        "-s",
+        "pypi",
+        "--no-deps",
+        "--disable-pip",
+        "-f",
+        "json",
+        "--progress-spinner",
+        "off",
+    ]
+    done = subprocess.run(
+        [*words, "-r", str(ROOT / "constraints.txt")], capture_output=True, text=True, timeout=600
+    )
     if not done.stdout.strip():
         pytest.skip(f"pip-audit says nothing: {done.stderr.strip().splitlines()[-1:]}")
     found = json.loads(done.stdout)["dependencies"]
     asked = [package for package in found if "skip_reason" not in package]
     if not asked:
         pytest.skip(f"PyPI's advisories cannot be reached from here: {found[0]['skip_reason']}")
-    bad = {package["name"]: [one["id"] for one in package["vulns"]] for package in asked if package["vulns"]}
+    bad = {
+        package["name"]: [one["id"] for one in package["vulns"]]
+        for package in asked
+        if package["vulns"]
+    }
     assert not bad, bad
 
 
 def secrets_in(folder: Path) -> set[tuple[str, str]]:
     done = subprocess.run(
-        [tool("detect-secrets"), "scan", *names_in(folder)], cwd=folder, capture_output=True, text=True, timeout=600
+        [tool("detect-secrets"), "scan", *names_in(folder)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    return {(file, one["type"]) for file, found in json.loads(done.stdout)["results"].items() for one in found}
+    return {
+        (file, one["type"])
+        for file, found in json.loads(done.stdout)["results"].items()
+        for one in found
+    }
 
 
 def names_in(folder: Path) -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=folder, capture_output=True, text=True, check=True).stdout
-    return [name for name in listed.split("\0") if name and not name.endswith((".png", ".json", ".csv"))]
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        name for name in listed.split("\0") if name and not name.endswith((".png", ".json", ".csv"))
+    ]
 
 
 def test_no_secret_is_in_the_repository() -> None:

@@ -1,4 +1,5 @@
-"""Tiers of tests on a made-up project: each runs, all is added up, and a test that became slow is named."""
+"""Tiers of tests on a made-up project: each runs, all is added up, and a test that became slow is
+named."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from support.durations import Durations, by_folder, by_record, is_there, merged,
 from support.places import TESTS
 from support.scheduling import expected_s, group_of
 
-INI = "[pytest]\naddopts = -ra\npythonpath = tests\nmarkers =\n    slow: s\n    e2e: e\n    whole: w\n    gpu: g\n"
+INI = (
+    "[pytest]\naddopts = -ra\npythonpath = tests\nmarkers =\n    slow: s\n    e2e: e\n    whole: "
+    "w\n    gpu: g\n"
+)
 CONFTEST = """
 from support.durations import Durations
 def pytest_addoption(parser):
@@ -56,21 +60,30 @@ def project(tmp_path: Path) -> Path:
 
 
 def ran(project: Path, *words: str) -> tuple[int, list[str]]:
-    done = subprocess.run([sys.executable, "tests/tiers.py", *words], cwd=project, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "tests/tiers.py", *words], cwd=project, capture_output=True, text=True
+    )
     return done.returncode, done.stdout.splitlines()
 
 
 @pytest.mark.e2e
 def test_each_tier_runs_and_all_is_added_up(project: Path) -> None:
-    (project / "tests/durations.csv").write_text("test,median_s,values_s\ntests/test_unit.py::test_long,0.10,0.10\n")
+    (project / "tests/durations.csv").write_text(
+        "test,median_s,values_s\ntests/test_unit.py::test_long,0.10,0.10\n"
+    )
     code, out = ran(project, "unit", "e2e", "--record")
     assert code == 1
     assert out[-1].startswith("1 failed, 53 passed, 1 skipped in ")
     by_tier = {line.split()[0]: line for line in out[-3:-1]}
     assert "FAILED  52 passed, 1 failed, 0 skipped" in by_tier["unit"]
     assert "ok      1 passed, 0 failed, 1 skipped" in by_tier["e2e"]
-    assert any(line.startswith("FAILED tests/test_unit.py::test_bad") for line in out), "as pytest names it"
-    assert any("tests/test_unit.py::test_long took 0." in line and "times its record (0.1 s)" in line for line in out)
+    assert any(line.startswith("FAILED tests/test_unit.py::test_bad") for line in out), (
+        "as pytest names it"
+    )
+    assert any(
+        "tests/test_unit.py::test_long took 0." in line and "times its record (0.1 s)" in line
+        for line in out
+    )
     kept = read(project / "tests/durations.csv")
     assert len(kept["tests/test_unit.py::test_long"]) == 2 and "tests/test_unit.py::*" in kept
     code, out = ran(project, "e2e")
@@ -89,15 +102,24 @@ def test_what_is_recorded() -> None:
         "tests/a/test_x.py::test_two[3]": 0.01,
         "tests/a/test_x.py::test_three": 0.02,
     }
-    assert by_record(seconds) == {"tests/a/test_x.py::test_one": 2.0, "tests/a/test_x.py::*": pytest.approx(0.03)}
+    assert by_record(seconds) == {
+        "tests/a/test_x.py::test_one": 2.0,
+        "tests/a/test_x.py::*": pytest.approx(0.03),
+    }
     assert by_folder(seconds) == {"tests/a": (3, pytest.approx(2.03))}
 
 
 def test_a_record_keeps_the_last_values_and_forgets_tests_that_are_no_more(tmp_path: Path) -> None:
     here = "tests/test_tiers.py::test_what_is_recorded"
     assert is_there(here) and is_there("tests/test_tiers.py::*") and is_there(f"{here}[a::b]")
-    assert not is_there("tests/test_tiers.py::test_that_never_was") and not is_there("tests/test_none.py::*")
-    known = {here: [1.0, 2.0, 3.0], "tests/test_tiers.py::test_that_never_was": [1.0], "tests/config/test_job.py::*": [5.0]}
+    assert not is_there("tests/test_tiers.py::test_that_never_was") and not is_there(
+        "tests/test_none.py::*"
+    )
+    known = {
+        here: [1.0, 2.0, 3.0],
+        "tests/test_tiers.py::test_that_never_was": [1.0],
+        "tests/config/test_job.py::*": [5.0],
+    }
     found = merged(known, {here: 9.0})
     assert found == {here: [2.0, 3.0, 9.0], "tests/config/test_job.py::*": [5.0]}
     write(tmp_path / "kept.csv", found)
@@ -120,10 +142,21 @@ def test_set_up_and_clearing_up_count_and_marked_tests_are_not_named() -> None:
 
 
 def test_files_stay_together_and_the_longest_group_is_the_next() -> None:
-    assert {group_of("tests/worker/test_a.py::t[1]"), group_of("tests/worker/test_b.py::t")} == {"tests/worker/"}
-    assert group_of("tests/e2e/test_a.py::t[x::y]") == group_of("tests/e2e/test_a.py::u") == "tests/e2e/test_a.py"
+    assert {group_of("tests/worker/test_a.py::t[1]"), group_of("tests/worker/test_b.py::t")} == {
+        "tests/worker/"
+    }
+    assert (
+        group_of("tests/e2e/test_a.py::t[x::y]")
+        == group_of("tests/e2e/test_a.py::u")
+        == "tests/e2e/test_a.py"
+    )
     known = {"tests/a.py::long": [9.0, 3.0, 4.0], "tests/a.py::*": [1.0], "tests/b.py::*": [4.5]}
-    assert expected_s(["tests/a.py::long", "tests/a.py::short"], known) == 5.0 > expected_s(["tests/b.py::x"], known) == 4.5
+    assert (
+        expected_s(["tests/a.py::long", "tests/a.py::short"], known)
+        == 5.0
+        > expected_s(["tests/b.py::x"], known)
+        == 4.5
+    )
     assert expected_s(["tests/new.py::x"], known) == 0.0
 
 

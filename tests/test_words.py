@@ -27,8 +27,15 @@ class Word:
 
 def words(table: str, column: int) -> list[Word]:
     """The words of one column of the table, each with the term to use instead."""
-    rows = [line.strip().strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
-    return [Word(one.strip(), row[0].strip()) for row in rows for one in row[column].split(",") if one.strip()]
+    rows = [
+        line.strip().strip("|").split("|") for line in table.splitlines() if line.startswith("|")
+    ][2:]
+    return [
+        Word(one.strip(), row[0].strip())
+        for row in rows
+        for one in row[column].split(",")
+        if one.strip()
+    ]
 
 
 @cache
@@ -45,7 +52,10 @@ def in_text(text: str) -> Iterator[Word]:
 
 def parts_of(name: str) -> str:
     """`FooBar_baz` -> ` foo bar baz `."""
-    return f" {' '.join(part.lower() for part in re.findall(r'[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+', name))} "
+    return (
+        " "
+        f"{' '.join(part.lower() for part in re.findall(r'[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+', name))} "
+    )
 
 
 def in_name(name: str) -> Iterator[Word]:
@@ -53,7 +63,8 @@ def in_name(name: str) -> Iterator[Word]:
 
 
 def literals(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Sentences of the code, an f-string with `{}` for what is filled in; docstrings are left out."""
+    """Sentences of the code, an f-string with `{}` for what is filled in; docstrings are left
+    out."""
     skipped = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -63,8 +74,14 @@ def literals(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         text = ""
         if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in skipped
+        ):
             text = node.value
         if len(text.split()) >= A_SENTENCE:
             yield node.lineno, text  # type: ignore[attr-defined]
@@ -103,8 +120,14 @@ def complaint(place: str, word: Word) -> str:
 def complaints(label: str, source: str) -> list[str]:
     """What is wrong in one file of code."""
     tree = ast.parse(source)
-    found = [complaint(f"{label}:{at}", word) for at, text in literals(tree) for word in in_text(text)]
-    return found + [complaint(f"{label}:{at} {name}", word) for at, name in definitions(tree) for word in in_name(name)]
+    found = [
+        complaint(f"{label}:{at}", word) for at, text in literals(tree) for word in in_text(text)
+    ]
+    return found + [
+        complaint(f"{label}:{at} {name}", word)
+        for at, name in definitions(tree)
+        for word in in_name(name)
+    ]
 
 
 def label(path: Path) -> str:
@@ -151,19 +174,34 @@ def test_the_glossary_says_everything_once() -> None:
             "def f(n):\n    raise ValueError(f'step {n} has no durable copy here')\n",
             ["x.py:2: 'durable copy'; say 'checkpoint'"],
         ),
-        ("log.info('worker %s stands\\n still', 1)\n", ["x.py:1: 'stands still'; say 'stalled, makes progress'"]),
+        (
+            "log.info('worker %s stands\\n still', 1)\n",
+            ["x.py:1: 'stands still'; say 'stalled, makes progress'"],
+        ),
         ("class FakeCrew:\n    pass\n", ["x.py:1 FakeCrew: 'crew'; say 'worker group'"]),
-        ("def find_offender():\n    pass\n", ["x.py:1 find_offender: 'offender'; say 'faulty rank'"]),
+        (
+            "def find_offender():\n    pass\n",
+            ["x.py:1 find_offender: 'offender'; say 'faulty rank'"],
+        ),
         ("def screws():\n    '''A durable copy in a docstring.'''\n    return 'durable'\n", []),
         ("text = 'see docs/optimization.md for more'\n", []),
     ],
 )
-def test_a_word_that_is_not_said_is_found_with_its_place_and_what_to_say(source: str, found: list[str]) -> None:
-    assert [line.removesuffix(" (docs/glossary.md)") for line in complaints("x.py", source)] == found
+def test_a_word_that_is_not_said_is_found_with_its_place_and_what_to_say(
+    source: str, found: list[str]
+) -> None:
+    assert [
+        line.removesuffix(" (docs/glossary.md)") for line in complaints("x.py", source)
+    ] == found
 
 
 def test_help_and_titles_are_looked_at() -> None:
     top = argparse.ArgumentParser("top")
-    top.add_subparsers().add_parser("one", help="the node is given back").add_argument("--x", help="tried again")
-    assert [word.right for _, text in helps(top) for word in in_text(text)] == ["requested, joins, leaves, released", "retried"]
+    top.add_subparsers().add_parser("one", help="the node is given back").add_argument(
+        "--x", help="tried again"
+    )
+    assert [word.right for _, text in helps(top) for word in in_text(text)] == [
+        "requested, joins, leaves, released",
+        "retried",
+    ]
     assert [line for _, line in titles("# a\n```\n# b\n```\n## c\n")] == ["# a", "## c"]

@@ -24,9 +24,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SELECTED = {
-    "unit": "not e2e and not whole and not gpu", "e2e": "e2e and not whole and not gpu", "whole": "whole and not gpu"
+    "unit": "not e2e and not whole and not gpu", "e2e": "e2e " "and " "not " "whole and not " "gpu",
+    "whole": "whole and not gpu"
 }  # fmt: skip
-PARALLEL = dict.fromkeys(SELECTED, ("-n", "2"))  # processes of pytest-xdist; which runs what: support/scheduling.py
+# processes of pytest-xdist; which runs what: support/scheduling.py
+PARALLEL = dict.fromkeys(SELECTED, ("-n", "2"))
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md
 
@@ -43,8 +45,15 @@ class Ran:
     skipped: int = 0
 
     def __str__(self) -> str:
-        counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped" if self.tier != "lint" else ""
-        return f"{self.tier:6} {self.seconds:7.1f} s  {'ok' if self.code == 0 else 'FAILED':6}  {counts}".rstrip()
+        counts = (
+            f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+            if self.tier != "lint"
+            else ""
+        )
+        return (
+            f"{self.tier:6} {self.seconds:7.1f} s  {'ok' if self.code == 0 else 'FAILED':6}  "
+            f"{counts}"
+        ).rstrip()
 
 
 def lint() -> Ran:
@@ -52,7 +61,9 @@ def lint() -> Ran:
     began, code, here = time.monotonic(), 0, Path(sys.executable).parent
     for words in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
         code |= subprocess.run([str(here / words[0]), *words[1:]], cwd=ROOT).returncode
-    contracts = subprocess.run([str(here / "lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    contracts = subprocess.run(
+        [str(here / "lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
     if contracts.returncode:
         print(contracts.stdout, contracts.stderr)
     return Ran("lint", time.monotonic() - began, int(bool(code or contracts.returncode)))
@@ -62,7 +73,14 @@ def tests(tier: str, options: Sequence[str]) -> Ran:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        words = ["-q", "-m", SELECTED[tier], *PARALLEL.get(tier, ()), f"--junitxml={report}", *options]
+        words = [
+            "-q",
+            "-m",
+            SELECTED[tier],
+            *PARALLEL.get(tier, ()),
+            f"--junitxml={report}",
+            *options,
+        ]
         code = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT).returncode
         counts = counted(report) if report.is_file() else (0, 0, 0)
     return Ran(tier, time.monotonic() - began, code, *counts)
@@ -71,35 +89,49 @@ def tests(tier: str, options: Sequence[str]) -> Ran:
 def counted(report: Path) -> tuple[int, int, int]:
     """Passed, failed and skipped tests of a report in the form of JUnit."""
     suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    n, failures, errors, skipped = (sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped"))
+    n, failures, errors, skipped = (
+        sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped")
+    )
     return n - failures - errors - skipped, failures + errors, skipped
 
 
 def closing(ran: Sequence[Ran]) -> str:
     """As pytest closes."""
-    sums = {word: sum(getattr(one, word) for one in ran) for word in ("failed", "passed", "skipped")}
+    sums = {
+        word: sum(getattr(one, word) for one in ran) for word in ("failed", "passed", "skipped")
+    }
     said = ", ".join(f"{n} {word}" for word, n in sums.items() if n) or "no tests ran"
     return f"{said} in {sum(one.seconds for one in ran):.2f}s"
 
 
 def record(ran: Sequence[Ran]) -> None:
     """Keeps a run of every tier, and writes it into docs/proven.md."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     tiers = [asdict(one) for one in ran]
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    WHOLE_RUN.write_text(json.dumps({"at": at, "commit": commit, "cpus": os.cpu_count(), "tiers": tiers}, indent=1) + "\n")
+    WHOLE_RUN.write_text(
+        json.dumps({"at": at, "commit": commit, "cpus": os.cpu_count(), "tiers": tiers}, indent=1)
+        + "\n"
+    )
     subprocess.run([sys.executable, "-m", "elastic.certify.proven"], cwd=ROOT, check=True)
 
 
 def main() -> int:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     own, options = sys.argv[1:at], sys.argv[at + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tiers", nargs="+", choices=TIERS)
-    parser.add_argument("--record", action="store_true", help="keep the seconds of each test (tests/durations.csv)")
+    parser.add_argument(
+        "--record", action="store_true", help="keep the seconds of each test (tests/durations.csv)"
+    )
     given = parser.parse_args(own)
     more = [*(["--record-durations"] if given.record else []), *options]
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all of elastic again
+    # each process that a test starts would compile all of elastic again
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     ran = []
     for tier in given.tiers:
         print(f"== {tier}", flush=True)

@@ -1,4 +1,5 @@
-"""What a program or the command line calls: run, plan, prices, checkpoints, orders to a live run. It picks the backend."""
+"""What a program or the command line calls: run, plan, prices, checkpoints, orders to a live run.
+It picks the backend."""
 
 from elastic.api.check_cluster import check_cluster
 from elastic.api.checkpoints import Import, checkpoints, export, import_state, remove, verify
@@ -12,7 +13,8 @@ from elastic.api.running.run import Options, Result, ray_address
 from elastic.api.trainer import ElasticTrainer
 
 __all__ = [
-    "ElasticTrainer", "Import", "Options", "ProfileRequest", "Profiled", "Reaped", "Result", "PriceQuery", "check_cluster",
-    "checkpoints", "drill", "export", "gpus", "holder", "import_state", "prices", "profile", "ray_address", "reap", "remove",
-    "run", "run_script", "stop", "verify",
+    "ElasticTrainer", "Import", "Options", "ProfileRequest", "Profiled", "Reaped", "Result",
+    "PriceQuery", "check_cluster", "checkpoints", "drill", "export", "gpus", "holder",
+    "import_state", "prices", "profile", "ray_address", "reap", "remove", "run", "run_script",
+    "stop", "verify",
 ]  # fmt: skip

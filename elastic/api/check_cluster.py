@@ -41,15 +41,16 @@ class ClusterCheck:
             for problem, line in zip(self.problems, self.lines(), strict=True)
         ]
         return {
-            "file": self.spec.file, "cluster": self.spec.name, "provider": self.spec.provider, "region": self.spec.region,
-            "zones": list(self.spec.zones), "head": _head(self.spec), "on_demand_floor": self.spec.on_demand_floor,
-            "pools": [_pool(self.spec, n) for n in range(len(self.spec.pools))], "problems": problems, "ok": self.ok,
+            "file": self.spec.file, "cluster": self.spec.name, "provider": self.spec.provider,
+            "region": self.spec.region, "zones": list(self.spec.zones), "head": _head(self.spec),
+            "on_demand_floor": self.spec.on_demand_floor, "pools": [_pool(self.spec,
+            n) for n in range(len(self.spec.pools))], "problems": problems, "ok": self.ok,
         }  # fmt: skip
 
 
 def check_cluster(file: str | Path, job: str | Path | None = None) -> ClusterCheck:
-    """Of a cluster file; with the folder of a job also whether that can run there. Asks no cloud. Raises
-    SpecError where it is no cluster file at all, or no job."""
+    """Of a cluster file; with the folder of a job also whether that can run there. Asks no cloud.
+    Raises SpecError where it is no cluster file at all, or no job."""
     from elastic.cluster.prices.ec2_model import node_config_problems
     from elastic.cluster.ray._ray_private import launcher_problem
 
@@ -57,7 +58,12 @@ def check_cluster(file: str | Path, job: str | Path | None = None) -> ClusterChe
     if spec.provider != "kubernetes":
         found = launcher_problem(spec.data)
         if found is not None:
-            problems.insert(0, Problem(found[0], f"Ray refuses it: {found[1]}", "see Ray's reference of cluster files"))
+            problems.insert(
+                0,
+                Problem(
+                    found[0], f"Ray refuses it: {found[1]}", "see Ray's reference of cluster files"
+                ),
+            )
     if spec.head is not None:  # else Ray has said so, and what is a worker is not known
         problems += problems_of(spec)
     if spec.provider == "aws":
@@ -69,15 +75,24 @@ def check_cluster(file: str | Path, job: str | Path | None = None) -> ClusterChe
 
 
 def _namesakes(spec: ClusterSpec, file: Path) -> list[Problem]:
-    """Other files beside it for a cluster of the same name: `ray up` of one takes the machines of the other for its own."""
+    """Other files beside it for a cluster of the same name: `ray up` of one takes the machines of
+    the other for its own."""
     if spec.provider in ("kubernetes", "local") or not spec.name:
         return []
-    line, there = re.compile(rf"^cluster_name:\s*['\"]?{re.escape(spec.name)}['\"]?\s*(#.*)?$", re.MULTILINE), []
+    line, there = (
+        re.compile(rf"^cluster_name:\s*['\"]?{re.escape(spec.name)}['\"]?\s*(#.*)?$", re.MULTILINE),
+        [],
+    )
     for other in sorted({*file.parent.glob("*.yaml"), *file.parent.glob("*.yml")} - {file}):
         with suppress(OSError, UnicodeDecodeError):
             there += [other.name] if line.search(other.read_text()) else []
-    what = f"{', '.join(there)} beside this file {'has' if len(there) == 1 else 'have'} the same name"
-    right = "a name for each: Ray finds its machines by it, and `ray up` of one file would change or end those of the other"
+    what = (
+        f"{', '.join(there)} beside this file {'has' if len(there) == 1 else 'have'} the same name"
+    )
+    right = (
+        "a name for each: Ray finds its machines by it, and `ray up` of one file would change or "
+        "end those of the other"
+    )
     return [Problem(("cluster_name",), what, right, True)] if there else []
 
 
@@ -88,21 +103,37 @@ def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
     try:
         check_fit(job, spec.pools)
     except SpecError as error:
-        found.append(Problem(("available_node_types",), str(error), "more nodes, or a job that asks for less"))
+        found.append(
+            Problem(
+                ("available_node_types",), str(error), "more nodes, or a job that asks for less"
+            )
+        )
     what, _, right = unlimited(job.job(), spec.pools).partition("; ")
     if what:
         found.append(Problem(("available_node_types",), f"{where}: {what}", right))
     most = sum(pool.max_nodes for pool in spec.pools if pool.market_type != "spot")
     wanted = 1 if job.on_demand_floor == "copy" else job.on_demand_floor
     if isinstance(wanted, int) and wanted > most:
-        what = f"{where} asks for on_demand_floor: {job.on_demand_floor}, the pools that are no spot give {most} nodes"
-        found.append(Problem(("available_node_types",), what, "add a node type that is labeled on-demand, or lower the floor"))
+        what = (
+            f"{where} asks for on_demand_floor: {job.on_demand_floor}, the pools that are no spot "
+            f"give {most} nodes"
+        )
+        found.append(
+            Problem(
+                ("available_node_types",),
+                what,
+                "add a node type that is labeled on-demand, or lower the floor",
+            )
+        )
     return found
 
 
 def _in_order(spec: ClusterSpec, problems: list[Problem]) -> list[Problem]:
     """Errors first, each kind in the order of the file, none twice."""
-    return sorted(dict.fromkeys(problems), key=lambda problem: (problem.warning, problem.line_number(spec.lines)))
+    return sorted(
+        dict.fromkeys(problems),
+        key=lambda problem: (problem.warning, problem.line_number(spec.lines)),
+    )
 
 
 def _head(spec: ClusterSpec) -> dict[str, Any] | None:
@@ -111,15 +142,21 @@ def _head(spec: ClusterSpec) -> dict[str, Any] | None:
         return None
     known = catalog.instance_type(head.instance_type)
     price = known.usd_per_h_or_elsewhere(spec.region)[0] if known else None
-    return {"instance_type": head.instance_type, "market_type": head.market_type, "usd_per_h": price}
+    return {
+        "instance_type": head.instance_type,
+        "market_type": head.market_type,
+        "usd_per_h": price,
+    }
 
 
 def _pool(spec: ClusterSpec, n: int) -> dict[str, Any]:
     pool = spec.pools[n]
     return {
-        "name": pool.name, "instance_type": pool.instance_type, "market_type": pool.market_type, "min_nodes": pool.min_nodes,
-        "max_nodes": pool.max_nodes, "gpus_per_node": pool.gpus_per_node, "accelerator_type": pool.accelerator_type,
-        "usd_per_node_h": pool.usd_per_node_h, "usd_per_gpu_h": round(pool.usd_per_gpu_h, 6), "price_from":
-        spec.prices_of.get(pool.name, ""), "region": pool.region, "zone": pool.zone, "notice_s": pool.notice_s,
-        "ends_at_s": pool.ends_at_s,
+        "name": pool.name, "instance_type": pool.instance_type, "market_type": pool.market_type,
+        "min_nodes": pool.min_nodes, "max_nodes": pool.max_nodes,
+        "gpus_per_node": pool.gpus_per_node, "accelerator_type": pool.accelerator_type,
+        "usd_per_node_h": pool.usd_per_node_h, "usd_per_gpu_h": round(pool.usd_per_gpu_h, 6),
+        "price_from":
+        spec.prices_of.get(pool.name, ""), "region": pool.region, "zone": pool.zone,
+        "notice_s": pool.notice_s, "ends_at_s": pool.ends_at_s,
     }  # fmt: skip

@@ -17,13 +17,18 @@ from elastic.storage import Storage, open_storage
 
 
 def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
-    """Checkpoints, newest first, those not committed too, and what is wrong with markers that are not whole."""
+    """Checkpoints, newest first, those not committed too, and what is wrong with markers that are
+    not whole."""
     from elastic.worker.checkpoint.checkpoint_verbs import listed
 
     problems: list[str] = []
     now_s = time.time()
     found = listed(run, problems)
-    rows = [asdict(item) | {"age_s": None if item.saved_at_s is None else max(0.0, now_s - item.saved_at_s)} for item in found]
+    rows = [
+        asdict(item)
+        | {"age_s": None if item.saved_at_s is None else max(0.0, now_s - item.saved_at_s)}
+        for item in found
+    ]
     return rows, problems
 
 
@@ -33,25 +38,35 @@ def verify(run: Storage) -> list[dict[str, Any]]:
 
     problems: list[str] = []
     found = checkpoint_index.find(run, problems)
-    checked = [{"step": item.step, "uri": item.uri, "problems": checkpoint_index.verify(item.uri)} for item in found]
+    checked = [
+        {"step": item.step, "uri": item.uri, "problems": checkpoint_index.verify(item.uri)}
+        for item in found
+    ]
     return checked + [{"step": None, "uri": run.uri, "problems": [problem]} for problem in problems]
 
 
-def export(run: Storage, step: int | None, to: str, job: str | None = None, merged: bool = False) -> dict[str, Any]:
-    """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`; with what the program of the folder
-    `job` puts beside them (config.json, a tokenizer). Adapters alone, or `merged` into the weights. Raises SpecError."""
+def export(
+    run: Storage, step: int | None, to: str, job: str | None = None, merged: bool = False
+) -> dict[str, Any]:
+    """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`; with
+    what the program of the folder `job` puts beside them (config.json, a tokenizer). Adapters
+    alone, or `merged` into the weights. Raises SpecError."""
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
 
     if job is None:
         if merged:
-            raise SpecError("--merged needs --job JOB: the program knows the weights that its adapters belong to")
+            raise SpecError(
+                "--merged needs --job JOB: the program knows the weights that its adapters belong "
+                "to"
+            )
         return checkpoints.export(run, step, checkpoints.open_target(to))
     return checkpoints.export_for(run, step, checkpoints.open_target(to), loaded(job)[1], merged)
 
 
 @dataclass(frozen=True)
 class Import:
-    """Where a state comes from, and which run begins with it. `at_step`: that the run resumes from."""
+    """Where a state comes from, and which run begins with it. `at_step`: that the run resumes
+    from."""
 
     source: str
     into: str
@@ -71,8 +86,11 @@ def import_state(order: Import) -> dict[str, Any]:
     return import_into(order, spec, run, program)
 
 
-def import_into(order: Import, spec: JobSpec, run: Storage, program: Program | None = None) -> dict[str, Any]:
-    """The same for a job that was read. Raises SpecError when the state there is that of the job's last step already."""
+def import_into(
+    order: Import, spec: JobSpec, run: Storage, program: Program | None = None
+) -> dict[str, Any]:
+    """The same for a job that was read. Raises SpecError when the state there is that of the job's
+    last step already."""
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
     from elastic.worker.program.job_program import with_job
     from elastic.worker.program.model_profile import fresh_buffers
@@ -91,10 +109,14 @@ def import_into(order: Import, spec: JobSpec, run: Storage, program: Program | N
 
 
 def remove(run: Storage, step: int, force: bool) -> list[str]:
-    """Removes the checkpoints of a step; returns their URIs. Raises SpecError for the only good one, or a live run's newest."""
+    """Removes the checkpoints of a step; returns their URIs. Raises SpecError for the only good
+    one, or a live run's newest."""
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
 
     newest = max((item.step for item in checkpoints.listed(run) if item.committed), default=-1)
     if step >= newest and not force and holder(run):
-        raise SpecError(f"step {step} is the newest checkpoint of a run that is driven by {holder(run)}; --force removes it")
+        raise SpecError(
+            f"step {step} is the newest checkpoint of a run that is driven by {holder(run)}; "
+            "--force removes it"
+        )
     return checkpoints.remove(run, step, force)

@@ -36,14 +36,19 @@ def stop(run: Storage, reason: str) -> None:
 
 
 def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
-    """Let something happen to a live run: words such as 'kill=any'. Returns the entry. Raises SpecError."""
+    """Let something happen to a live run: words such as 'kill=any'. Returns the entry. Raises
+    SpecError."""
     data: dict[str, Any] = {}
     for word in words:
         key, sign, value = word.partition("=")
         if not sign:
             raise SpecError(f"drill: '{word}' must be key=value, as in kill=any")
         nodes = key in ("notice", "kill", "hang", "partition")
-        data[key] = (value.split(",") if "," in value else value) if nodes else yaml_of(value, f"drill: {key}")
+        data[key] = (
+            (value.split(",") if "," in value else value)
+            if nodes
+            else yaml_of(value, f"drill: {key}")
+        )
     entry = drill_entry(data)
     _held(run)
     _check_nodes(find_runs.view(RunFolder.of(run)), entry)
@@ -58,9 +63,13 @@ def _check_nodes(view: View, entry: DrillSpec) -> None:
         check_market(name, tuple(view.pools.values()), "drill")
         if not (name in standing or name == "partner" or NODE_WORD.fullmatch(name)):
             there = ", ".join(standing) or "none"
-            raise SpecError(f"drill: '{name}' is no node; standing are {there}; or give {NODE_WORDS}")
+            raise SpecError(
+                f"drill: '{name}' is no node; standing are {there}; or give {NODE_WORDS}"
+            )
     if entry.add is not None and entry.add not in view.pools:
-        raise SpecError(f"drill: there is no pool '{entry.add}'; the pools are {', '.join(view.pools)}")
+        raise SpecError(
+            f"drill: there is no pool '{entry.add}'; the pools are {', '.join(view.pools)}"
+        )
 
 
 def _held(run: Storage) -> None:
@@ -70,4 +79,7 @@ def _held(run: Storage) -> None:
         raise SpecError(f"run '{place.name}' is not running ({view.phase} at step {view.step})")
     sign = newest(run)
     if sign is not None and sign.epoch > view.epoch:  # it has no journal, or has just begun
-        raise SpecError(f"run '{place.name}': {who} takes no orders, as it trains without a driver (torchrun): send it SIGTERM")
+        raise SpecError(
+            f"run '{place.name}': {who} takes no orders, as it trains without a driver "
+            "(torchrun): send it SIGTERM"
+        )

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reaped:
-    """`ended`: it was asked to end them; `left`: ids that do not end all the same. `usd_per_h`: what is known of the prices, on
-    demand."""
+    """`ended`: it was asked to end them; `left`: ids that do not end all the same. `usd_per_h`:
+    what is known of the prices, on demand."""
 
     cluster: str
     region: str
@@ -28,8 +28,9 @@ class Reaped:
 
     def plain(self) -> dict[str, Any]:
         return {
-            "cluster": self.cluster, "region": self.region, "instances": [found.plain() for found in self.instances],
-            "ended": self.ended, "left": list(self.left), "usd_per_h": round(self.usd_per_h, 4),
+            "cluster": self.cluster, "region": self.region,
+            "instances": [found.plain() for found in self.instances], "ended": self.ended,
+            "left": list(self.left), "usd_per_h": round(self.usd_per_h, 4),
         }  # fmt: skip
 
     def verdict(self) -> str:
@@ -39,30 +40,54 @@ class Reaped:
         n = f"{len(self.instances)} instance{'s' * (len(self.instances) > 1)}"
         if not self.ended:
             return f"{where}: {n}, up to ${self.usd_per_h:.2f} an hour; --yes ends them"
-        return f"{where}: {n} ended" if not self.left else f"{where}: {', '.join(self.left)} of {n} could not be ended"
+        return (
+            f"{where}: {n} ended"
+            if not self.left
+            else f"{where}: {', '.join(self.left)} of {n} could not be ended"
+        )
 
 
 def reap(file: str | Path, yes: bool = False, alive: bool = False) -> Reaped:
-    """`yes`: end them. `alive`: also where the cluster's head runs. Raises SpecError, CloudFailed."""
+    """`yes`: end them. `alive`: also where the cluster's head runs. Raises SpecError,
+    CloudFailed."""
     from elastic.cluster.nodes.leaked_instances import Reaper
 
     spec, _ = read_cluster(file)
     if spec.provider != "aws":
         raise SpecError(
-            f"{file}: reap knows instances of EC2 only, and this cluster is of '{spec.provider}'; use its own console"
+            f"{file}: reap knows instances of EC2 only, and this cluster is of '{spec.provider}'; "
+            "use its own console"
         )
     if not spec.name or not spec.region:
-        raise SpecError(f"{file}: instances are found by cluster_name and provider.region; both must be there")
+        raise SpecError(
+            f"{file}: instances are found by cluster_name and provider.region; both must be there"
+        )
     reaper = Reaper(spec.region)
     found = reaper.instances(spec.name)
-    heads = [instance.instance_id for instance in found if instance.kind == "head" and instance.state == "running"]
+    heads = [
+        instance.instance_id
+        for instance in found
+        if instance.kind == "head" and instance.state == "running"
+    ]
     if yes and heads and not alive:
-        raise SpecError(f"cluster {spec.name} is not dead, its head {heads[0]} runs: use `ray down {file}`, or add --alive")
+        raise SpecError(
+            f"cluster {spec.name} is not dead, its head {heads[0]} runs: use `ray down {file}`, "
+            "or add --alive"
+        )
     left = reaper.end(instance.instance_id for instance in found) if yes and found else []
-    return Reaped(spec.name, spec.region, tuple(found), yes, tuple(left), sum(_usd_per_h(i, spec.region) for i in found))
+    return Reaped(
+        spec.name,
+        spec.region,
+        tuple(found),
+        yes,
+        tuple(left),
+        sum(_usd_per_h(i, spec.region) for i in found),
+    )
 
 
 def _usd_per_h(instance: Instance, region: str) -> float:
     known = catalog.instance_type(instance.instance_type)
     running = instance.state in ("pending", "running")
-    return (known.usd_per_h_or_elsewhere(region)[0] or 0.0) if known is not None and running else 0.0
+    return (
+        (known.usd_per_h_or_elsewhere(region)[0] or 0.0) if known is not None and running else 0.0
+    )

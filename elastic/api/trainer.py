@@ -1,4 +1,5 @@
-"""ElasticTrainer: a job in the words of Ray Train. `elastic.cluster.ray_train.train_types` translates its types."""
+"""ElasticTrainer: a job in the words of Ray Train. `elastic.cluster.ray_train.train_types`
+translates its types."""
 
 from __future__ import annotations
 
@@ -33,16 +34,20 @@ WHERE = "ElasticTrainer(job=...)"
 
 @dataclass(eq=False)
 class ElasticTrainer:
-    """Stands where a `TorchTrainer` stood: the same configurations, the same Result, but survivors of a loss never restart.
+    """Stands where a `TorchTrainer` stood: the same configurations, the same Result, but survivors
+    of a loss never restart.
 
-    program:                a Program that stands in a file as `program`; a job folder; or a train function that enters
-                            `elastic.loop`, called with `train_loop_config`.
+    program:                a Program that stands in a file as `program`; a job folder; or a train
+                            function that enters `elastic.loop`, called with `train_loop_config`.
     job:                    keys of job.yaml, over those of the folder: steps, global_batch ...
     scaling_config:         num_workers=(least, most); without it `job` says what the nodes are.
     run_config:             name (a known one is resumed), storage_path, which checkpoints stay.
-    datasets:               "train" and "validation" as ray.data.Dataset: written once as indexed rows into the run's storage.
-    resume_from_checkpoint: of another trainer, saved by torch.distributed.checkpoint; where the run has none of its own.
-    no_budget:              paid pools may be used although the job has neither budget_usd nor max_nodes.
+    datasets:               "train" and "validation" as ray.data.Dataset: written once as indexed
+                            rows into the run's storage.
+    resume_from_checkpoint: of another trainer, saved by torch.distributed.checkpoint; where the run
+                            has none of its own.
+    no_budget:              paid pools may be used although the job has neither budget_usd nor
+                            max_nodes.
     Raises SpecError that names a field which has no meaning here.
     """
 
@@ -65,20 +70,29 @@ class ElasticTrainer:
         self._wanted = train_types.wanted(self.scaling_config, self.run_config)
         self._data, self._file = _job_of(self.program, self.job or {})
         if self.datasets and self._data.get("data"):
-            raise SpecError("datasets and job['data'] both say what the run reads: two ways at once; give one")
+            raise SpecError(
+                "datasets and job['data'] both say what the run reads: two ways at once; give one"
+            )
         for name, key in (("datasets", "dataset"), ("resume_from_checkpoint", "model")):
             if self._train is not None and getattr(self, name) is not None:
-                raise SpecError(f"ElasticTrainer({name}=...): a train function gives elastic.loop its own {key}; leave it out")
+                raise SpecError(
+                    f"ElasticTrainer({name}=...): a train function gives elastic.loop its own "
+                    f"{key}; leave it out"
+                )
 
     def fit(self) -> ray.train.Result:
-        """Trains to the end. Raises ray.train.TrainingFailedError when the run failed, as TorchTrainer.fit does.
+        """Trains to the end. Raises ray.train.TrainingFailedError when the run failed, as
+        TorchTrainer.fit does.
 
-        Uses the Ray cluster that this process is connected to, else $RAY_ADDRESS, else an embedded one on this machine.
+        Uses the Ray cluster that this process is connected to, else $RAY_ADDRESS, else an embedded
+        one on this machine.
         """
         from elastic.cluster.ray_train import train_types
 
         if self._train is not None and _in_a_script_of_ours():
-            self._train()  # in the driver it ends where the loop is entered, in a worker here: the Result is the driver's
+            # in the driver it ends where the loop is entered, in a worker here: the Result is the
+            # driver's
+            self._train()
             raise SystemExit(0)
         with train_types.connected(ray_address(Options())) as address:
             data = self._job(address is not None)
@@ -87,7 +101,11 @@ class ElasticTrainer:
                 raise SpecError(f"RunConfig(name='{name}'): letters, digits, '.', '_' and '-' only")
             run = open_storage(f"{find_runs.storage_uri(data.get('storage'))}/{name}")
             options = Options(
-                run_name=name, local=address is None, address=address, no_budget=self.no_budget, show=self._wanted.show
+                run_name=name,
+                local=address is None,
+                address=address,
+                no_budget=self.no_budget,
+                show=self._wanted.show,
             )
             if self._train is not None:
                 result = run_file(self._file, sys.argv[1:], data, WHERE, options)
@@ -96,7 +114,8 @@ class ElasticTrainer:
         return self._told(result, run)
 
     def _job(self, on_cluster: bool) -> dict[str, Any]:
-        """The job's keys with those of the configurations. Raises SpecError where the two disagree."""
+        """The job's keys with those of the configurations. Raises SpecError where the two
+        disagree."""
         from elastic.cluster.ray_train import train_types
 
         data = dict(self._data)
@@ -104,7 +123,10 @@ class ElasticTrainer:
         if self._configs[0] and "pools" not in data:
             data["pools"] = train_types.pools(self._wanted, on_cluster)
         elif self._configs[0]:
-            kinds = [str(dict(pool).get("accelerator_type", PoolSpec(name="any").accelerator_type)) for pool in data["pools"]]
+            kinds = [
+                str(dict(pool).get("accelerator_type", PoolSpec(name="any").accelerator_type))
+                for pool in data["pools"]
+            ]
             train_types.check_pools(self._wanted, kinds)
         return data
 
@@ -113,7 +135,11 @@ class ElasticTrainer:
         from elastic.cluster.ray_train import dataset_rows, train_types
 
         if self.datasets:
-            spec = spec.model_copy(update={"data": DataSpec.model_validate(dataset_rows.materialise(self.datasets, run))})
+            spec = spec.model_copy(
+                update={
+                    "data": DataSpec.model_validate(dataset_rows.materialise(self.datasets, run))
+                }
+            )
         if self.resume_from_checkpoint is not None:
 
             def use(source: str) -> None:
@@ -130,29 +156,39 @@ class ElasticTrainer:
         error = result.reason if result.outcome == "failed" else ""
         copies = [(item.uri, item.step) for item in checkpoint_index.find(run)]
         rows = _rows(RunFolder.of(run).lines())
-        told = train_types.result_of(train_types.FinishedRun(str(run.uri), result.summary, rows, copies, error))
+        told = train_types.result_of(
+            train_types.FinishedRun(str(run.uri), result.summary, rows, copies, error)
+        )
         if told.error is not None:
             raise told.error
         return told
 
 
 def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[[], None] | None:
-    """The train function with its configuration bound; None = a Program or a folder. Raises SpecError."""
+    """The train function with its configuration bound; None = a Program or a folder. Raises
+    SpecError."""
     if isinstance(program, Program | str | Path):
         if config is not None:
-            raise SpecError("ElasticTrainer(train_loop_config=...): it is for a train function; a program reads its own file")
+            raise SpecError(
+                "ElasticTrainer(train_loop_config=...): it is for a train function; a program "
+                "reads its own file"
+            )
         return None
     if not inspect.isfunction(program):
         raise SpecError(
-            f"ElasticTrainer({type(program).__name__}): give a Program, the folder of a job, or a train function that enters "
+            f"ElasticTrainer({type(program).__name__}): give a Program, the folder of a job, or a "
+            "train function that enters "
             "elastic.loop"
         )
     file = Path(program.__code__.co_filename)
     if not file.is_file():
-        raise SpecError("ElasticTrainer: the train function must stand in a file, so that workers can run it")
+        raise SpecError(
+            "ElasticTrainer: the train function must stand in a file, so that workers can run it"
+        )
     if not enters_loop(file):
         raise SpecError(
-            f"{file}: {program.__name__} does not enter elastic.loop, so elastic cannot change it live; enter it, or give a "
+            f"{file}: {program.__name__} does not enter elastic.loop, so elastic cannot change it "
+            "live; enter it, or give a "
             "Program; as it is it can only be restarted: elastic run --script FILE"
         )
     takes = inspect.signature(program).parameters
@@ -166,13 +202,15 @@ def _in_a_script_of_ours() -> bool:
 
 
 def _refuse_in_an_import() -> None:
-    """Workers import the file that the program stands in: a trainer made at its top level would train in each of them."""
+    """Workers import the file that the program stands in: a trainer made at its top level would
+    train in each of them."""
     frame = inspect.currentframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if name.startswith(IMPORTED) and frame.f_code.co_name == "<module>":
             raise SpecError(
-                f"{frame.f_code.co_filename}:{frame.f_lineno}: workers import this file for its `program`; put ElasticTrainer "
+                f"{frame.f_code.co_filename}:{frame.f_lineno}: workers import this file for its "
+                "`program`; put ElasticTrainer "
                 "below `if __name__ == '__main__':`"
             )
         frame = frame.f_back
@@ -190,18 +228,25 @@ def _job_of(program: Any, job: Mapping[str, Any]) -> tuple[dict[str, Any], Path]
     data |= job
     file = Path(program).resolve() / str(data.pop("program", "program.py"))
     if not file.is_file():
-        raise SpecError(f"{file}: no such file; a job folder needs a program.py that defines `program`")
+        raise SpecError(
+            f"{file}: no such file; a job folder needs a program.py that defines `program`"
+        )
     return {"name": Path(program).resolve().name} | data, file
 
 
 def _said(wanted: Mapping[str, Any], configs: tuple[bool, bool]) -> dict[str, Any]:
     """The keys that the configurations that were given speak of."""
     scaling, run = configs
-    return {key: value for key, value in wanted.items() if (scaling if key in ("min_workers", "max_workers") else run)}
+    return {
+        key: value
+        for key, value in wanted.items()
+        if (scaling if key in ("min_workers", "max_workers") else run)
+    }
 
 
 def _agree(data: dict[str, Any], said: Mapping[str, Any]) -> None:
-    """Adds what the configurations say; where that is a default, the job may say otherwise. Raises SpecError for two ways."""
+    """Adds what the configurations say; where that is a default, the job may say otherwise. Raises
+    SpecError for two ways."""
     from elastic.cluster.ray_train import train_types
 
     defaults = train_types.wanted(None, None).job
@@ -209,7 +254,10 @@ def _agree(data: dict[str, Any], said: Mapping[str, Any]) -> None:
         if key not in data:
             data[key] = value
         elif value != defaults.get(key) and value != data[key]:
-            raise SpecError(f"job['{key}']={data[key]!r}, and the configurations say {value!r}: two ways at once; give one")
+            raise SpecError(
+                f"job['{key}']={data[key]!r}, and the configurations say {value!r}: two ways at "
+                "once; give one"
+            )
 
 
 def _has_copies(run: Storage) -> bool:
@@ -220,11 +268,17 @@ def _has_copies(run: Storage) -> bool:
 
 def _rows(lines: Iterable[Line]) -> list[dict[str, Any]]:
     """One per step that counts."""
-    evaluated = {e.step: dict(e.metrics) for line in lines for _, e in line.events if isinstance(e, Evaluated)}
+    evaluated = {
+        e.step: dict(e.metrics)
+        for line in lines
+        for _, e in line.events
+        if isinstance(e, Evaluated)
+    }
     return [
         {
-            "step": p.step, "train_loss": p.train_loss, "tokens": p.tokens, "step_time_s": p.step_time_s,
-            "generation": p.generation, "at_s": p.at_s, **evaluated.get(p.step, {}),
+            "step": p.step, "train_loss": p.train_loss, "tokens": p.tokens,
+            "step_time_s": p.step_time_s, "generation": p.generation, "at_s": p.at_s,
+            **evaluated.get(p.step, {}),
         }
         for p in view_of(lines).curve()
     ]  # fmt: skip

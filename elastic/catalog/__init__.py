@@ -1,13 +1,16 @@
 """What the clouds offer: GPUs and their links, instance types, dated prices.
 
-Three CSV files, each row with its source, and users' own entries over them (ELASTIC_CATALOG, docs/catalog.md).
+Three CSV files, each row with its source, and users' own entries over them (ELASTIC_CATALOG,
+docs/catalog.md).
 
-`instances.csv`: hardware of a type, the same in every region. `prices.csv`: dollars per hour of a type in one region, Linux, as
-the public tables named in `source` gave them on the day `at`; spot is the median over the zones of that region. `chips.csv`:
-peaks of a GPU as its maker prints them, and what a large matrix product was measured to reach. An empty cell = not known; where
-sources disagree, `source` says so.
+`instances.csv`: hardware of a type, the same in every region. `prices.csv`: dollars per hour of a
+type in one region, Linux, as the public tables named in `source` gave them on the day `at`; spot is
+the median over the zones of that region. `chips.csv`: peaks of a GPU as its maker prints them, and
+what a large matrix product was measured to reach. An empty cell = not known; where sources
+disagree, `source` says so.
 
-The prices are a fallback for where the cloud itself cannot be asked, and they age: show `PRICES_AT` with them.
+The prices are a fallback for where the cloud itself cannot be asked, and they age: show `PRICES_AT`
+with them.
 """
 
 from __future__ import annotations
@@ -18,14 +21,24 @@ from datetime import date
 from pathlib import Path
 
 from elastic.catalog import gpu_names
-from elastic.catalog.chips import DTYPES, GIB, MIB, REFERENCE_REGIONS, Chip, InstanceType, Quote, cpu_chip
+from elastic.catalog.chips import (
+    DTYPES,
+    GIB,
+    MIB,
+    REFERENCE_REGIONS,
+    Chip,
+    InstanceType,
+    Quote,
+    cpu_chip,
+)
 from elastic.catalog.tables import VARIABLE, Catalog, read
 
 PRICES_AT = date(2026, 11, 22)  # when the table was put together; older rows say so in `at`
 
 __all__ = [
-    "DTYPES", "GIB", "MIB", "PRICES_AT", "REFERENCE_REGIONS", "VARIABLE", "Catalog", "Chip", "InstanceType", "Quote", "chip",
-    "chips", "cpu_chip", "find_chip", "find_chips", "instance_type", "instance_types", "nearest", "read",
+    "DTYPES", "GIB", "MIB", "PRICES_AT", "REFERENCE_REGIONS", "VARIABLE", "Catalog", "Chip",
+    "InstanceType", "Quote", "chip", "chips", "cpu_chip", "find_chip", "find_chips",
+    "instance_type", "instance_types", "nearest", "read",
 ]  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import yaml
 
 from elastic.errors import SpecError
 
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it was built in: ten times as fast
+# libyaml's where it was built in: ten times as fast
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEPTH_MOST = 100  # of lists and keys
 VALUES_MOST = 1_000_000  # those behind aliases counted each time
 SHOWN_MOST = 80  # characters of a wrong value, or of what is wrong with it
@@ -25,19 +26,38 @@ def read_yaml(path: Path, shown: str) -> Any:
 
 
 def yaml_of(text: str, shown: str, several: bool = False) -> Any:
-    """`several`: a list of its documents. Raises SpecError that begins with `shown`, with the line where that is known."""
+    """`several`: a list of its documents. Raises SpecError that begins with `shown`, with the line
+    where that is known."""
     try:
-        if _depth(text) > DEPTH_MOST:  # libyaml builds what is nested by recursion, to the end of the stack
+        # libyaml builds what is nested by recursion, to the end of the stack
+        if _depth(text) > DEPTH_MOST:
             raise SpecError(f"{shown}: lists or keys are nested more than {DEPTH_MOST} deep in it")
-        found = list(yaml.load_all(text, Loader=YAML_LOADER)) if several else yaml.load(text, Loader=YAML_LOADER)
+        found = (
+            list(yaml.load_all(text, Loader=YAML_LOADER))
+            if several
+            else yaml.load(text, Loader=YAML_LOADER)
+        )
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark else ""
-        raise SpecError(f"{shown}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
-    except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:  # too many digits, `!!timestamp 1`
-        raise SpecError(f"{shown}: not YAML: {' '.join(str(error).split())[:SHOWN_MOST]}") from error
+        raise SpecError(
+            f"{shown}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}"
+        ) from error
+    except (
+        ValueError,
+        OverflowError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ) as error:  # too many digits, `!!timestamp 1`
+        raise SpecError(
+            f"{shown}: not YAML: {' '.join(str(error).split())[:SHOWN_MOST]}"
+        ) from error
     if not _countable(found):
-        raise SpecError(f"{shown}: it holds more than {VALUES_MOST:,} values, those behind aliases counted each time")
+        raise SpecError(
+            f"{shown}: it holds more than {VALUES_MOST:,} values, those behind aliases counted "
+            "each time"
+        )
     return found
 
 
@@ -45,7 +65,9 @@ def _depth(text: str) -> int:
     """How deep lists and keys are nested in it; not looked at further than is too deep."""
     depth, most = 0, 0
     for event in yaml.parse(text, Loader=YAML_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         most = max(most, depth)
         if most > DEPTH_MOST:
             break
@@ -53,7 +75,8 @@ def _depth(text: str) -> int:
 
 
 def _countable(data: Any) -> bool:
-    """Small lists that hold each other through aliases can stand for more values than any memory has, or hold themselves."""
+    """Small lists that hold each other through aliases can stand for more values than any memory
+    has, or hold themselves."""
     n, left = 0, [data]
     while left:
         value = left.pop()

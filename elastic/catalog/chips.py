@@ -11,14 +11,16 @@ from elastic.errors import SpecError
 GIB, MIB = 2**30, 2**20
 REFERENCE_REGIONS = {"aws": "us-east-1", "gcp": "us-central1", "azure": "eastus"}
 DTYPES = ("float32", "tf32", "float16", "bfloat16", "float8", "float4")
-WITHOUT_TF32 = ("Volta", "Turing", "CDNA2", "CPU")  # products asked for in tf32 run there as float32
+# products asked for in tf32 run there as float32
+WITHOUT_TF32 = ("Volta", "Turing", "CDNA2", "CPU")
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU. FLOP/s are dense, products that add up in float32; 0 = it has no such units or nobody says. `fp32` and
-    `vector_bf16` are of the units outside the tensor cores. `nvlink` (or what `link` names) is one direction of one GPU,
-    0 = none. `sm`: streaming multiprocessors or compute units; `watts`: the most it may draw."""
+    """A GPU. FLOP/s are dense, products that add up in float32; 0 = it has no such units or nobody
+    says. `fp32` and `vector_bf16` are of the units outside the tensor cores. `nvlink` (or what
+    `link` names) is one direction of one GPU, 0 = none. `sm`: streaming multiprocessors or compute
+    units; `watts`: the most it may draw."""
 
     name: str
     arch: str
@@ -29,7 +31,8 @@ class Chip:
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
     pcie_bytes_per_s: float
-    measured_bf16_flop_per_s: float  # the largest matrix product that was measured, 0 = not measured
+    # the largest matrix product that was measured, 0 = not measured
+    measured_bf16_flop_per_s: float
     fp32_flop_per_s: float = 0.0
     tf32_flop_per_s: float = 0.0
     fp4_flop_per_s: float = 0.0
@@ -40,12 +43,14 @@ class Chip:
     source: str = ""
 
     def peak_flop_per_s(self, dtype: str) -> float:
-        """Dense peak of matrix products in one of DTYPES, 0 = not known or no such units; bfloat16 has none before Ampere,
-        and is then slower than float32 in software. Only tf32 falls back, to float32, on chips without units for it, since
-        that is what they do when it is asked for. float32 is the rate without tf32. Raises SpecError."""
+        """Dense peak of matrix products in one of DTYPES, 0 = not known or no such units; bfloat16
+        has none before Ampere, and is then slower than float32 in software. Only tf32 falls back,
+        to float32, on chips without units for it, since that is what they do when it is asked for.
+        float32 is the rate without tf32. Raises SpecError."""
         peaks = {
             "float32": self.fp32_flop_per_s,
-            "tf32": self.tf32_flop_per_s or (self.fp32_flop_per_s if self.arch in WITHOUT_TF32 else 0.0),
+            "tf32": self.tf32_flop_per_s
+            or (self.fp32_flop_per_s if self.arch in WITHOUT_TF32 else 0.0),
             "float16": self.fp16_flop_per_s,
             "bfloat16": self.bf16_flop_per_s,
             "float8": self.fp8_flop_per_s,
@@ -70,9 +75,10 @@ class Quote(NamedTuple):
 
 @dataclass(frozen=True)
 class InstanceType:
-    """A type of virtual machine. `gpu`: its label in Ray (ray.io/accelerator-type), '' = no GPU; `chip`: its row in chips.csv;
-    `network_gbps`: between nodes, of all its interfaces that GPUs can use, at all times and not the peak of its bursts, 0 = not
-    known; `efa_interfaces`: 0 = no EFA. `link`: between its GPUs, '' = it has one at most."""
+    """A type of virtual machine. `gpu`: its label in Ray (ray.io/accelerator-type), '' = no GPU;
+    `chip`: its row in chips.csv; `network_gbps`: between nodes, of all its interfaces that GPUs can
+    use, at all times and not the peak of its bursts, 0 = not known; `efa_interfaces`: 0 = no EFA.
+    `link`: between its GPUs, '' = it has one at most."""
 
     name: str
     cloud: str
@@ -108,8 +114,8 @@ class InstanceType:
         return self._somewhere(spot=True)[0]
 
     def usd_per_h_or_elsewhere(self, region: str, spot: bool = False) -> tuple[float | None, str]:
-        """Price and the region that it is of: `region` itself where the table has it, else one that it has. (None, '')
-        where the table has none."""
+        """Price and the region that it is of: `region` itself where the table has it, else one that
+        it has. (None, '') where the table has none."""
         found = self.prices.get(region, Quote()).usd(spot)
         return (found, region) if found is not None else self._somewhere(spot)
 
@@ -122,9 +128,12 @@ class InstanceType:
         return None, ""
 
 
-def cpu_chip(flop_per_s: float, memory_bytes: int, memory_bytes_per_s: float, bf16_flop_per_s: float = 0.0) -> Chip:
-    """This machine's processor as one chip, from numbers that were measured on it: `flop_per_s` of float32 products, of all
-    its cores together. It has no link but its memory, and what was not measured is 0."""
+def cpu_chip(
+    flop_per_s: float, memory_bytes: int, memory_bytes_per_s: float, bf16_flop_per_s: float = 0.0
+) -> Chip:
+    """This machine's processor as one chip, from numbers that were measured on it: `flop_per_s` of
+    float32 products, of all its cores together. It has no link but its memory, and what was not
+    measured is 0."""
     return Chip(
         name="CPU",
         arch="CPU",

@@ -1,4 +1,5 @@
-"""find_chip(): a GPU by any usual spelling of its name, as drivers, clouds, Ray and people write it."""
+"""find_chip(): a GPU by any usual spelling of its name, as drivers, clouds, Ray and people write
+it."""
 
 from __future__ import annotations
 
@@ -9,13 +10,28 @@ from collections.abc import Mapping
 from elastic.catalog.chips import GIB, Chip
 from elastic.errors import SpecError
 
-NOISE = {"nvidia", "amd", "tesla", "geforce", "instinct", "generation", "oam", "gpu", "hbm2", "hbm3", "hbm3e", "tensor", "core"}
+NOISE = {
+    "nvidia",
+    "amd",
+    "tesla",
+    "geforce",
+    "instinct",
+    "generation",
+    "oam",
+    "gpu",
+    "hbm2",
+    "hbm3",
+    "hbm3e",
+    "tensor",
+    "core",
+}
 FORMS = {"sxm", "pcie", "rtx", "ada"}  # of many chips: they alone name none
 
 
 def find(name: str, chips: Mapping[str, Chip]) -> Chip:
-    """The first of `matching`: where a name leaves memory or form open, that is the smallest memory (what is planned on it
-    then fits the others) and the form of servers with links. Raises SpecError with the nearest names."""
+    """The first of `matching`: where a name leaves memory or form open, that is the smallest memory
+    (what is planned on it then fits the others) and the form of servers with links. Raises
+    SpecError with the nearest names."""
     found = matching(name, chips)
     if found:
         return found[0]
@@ -23,17 +39,27 @@ def find(name: str, chips: Mapping[str, Chip]) -> Chip:
     for known, chip in chips.items():
         for word in sorted(_telling(chip)):
             by_shown.setdefault(word, known)
-    near = list(dict.fromkeys(by_shown[word] for word in difflib.get_close_matches(_shown(name), by_shown, n=3, cutoff=0.5)))
+    near = list(
+        dict.fromkeys(
+            by_shown[word]
+            for word in difflib.get_close_matches(_shown(name), by_shown, n=3, cutoff=0.5)
+        )
+    )
     right = f"did you mean {' or '.join(near)}?" if near else "'elastic prices --chips' lists them"
     raise SpecError(f"unknown GPU '{name}'; {right}")
 
 
 def matching(name: str, chips: Mapping[str, Chip]) -> tuple[Chip, ...]:
-    """All whose name holds each word of `name`, in the order of the table; a row of just this name is the only one."""
+    """All whose name holds each word of `name`, in the order of the table; a row of just this name
+    is the only one."""
     if name in chips:
         return (chips[name],)
     asked = words(name) - NOISE
-    return tuple(chip for chip in chips.values() if asked and asked <= _words_of(chip) and asked & _telling(chip))
+    return tuple(
+        chip
+        for chip in chips.values()
+        if asked and asked <= _words_of(chip) and asked & _telling(chip)
+    )
 
 
 def words(name: str) -> set[str]:

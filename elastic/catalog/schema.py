@@ -1,6 +1,8 @@
-"""The rows of the tables, as CSV files and users' own YAML write them: one model for both, so that both are checked alike.
+"""The rows of the tables, as CSV files and users' own YAML write them: one model for both, so that
+both are checked alike.
 
-None = the cell is empty or the key is not given. Units are those of the data sheets: TFLOPS, GB/s, Gbit/s, MiB.
+None = the cell is empty or the key is not given. Units are those of the data sheets: TFLOPS, GB/s,
+Gbit/s, MiB.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ Row = TypeVar("Row", bound=BaseModel)
 
 
 class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class ChipRow(_Row):
@@ -81,9 +85,15 @@ def checked(model: type[Row], data: Mapping[str, Any], where: str) -> Row:
         problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         keys = [str(part) for part in problem["loc"]]
         if problem["type"] == "extra_forbidden":
-            raise SpecError(f"{where}: unknown key '{'.'.join(keys)}'{suggestion(keys[-1], model.model_fields)}") from None
+            raise SpecError(
+                f"{where}: unknown key '{'.'.join(keys)}'{suggestion(keys[-1], model.model_fields)}"
+            ) from None
         message = problem["msg"][:1].lower() + problem["msg"][1:]
-        shown = f" (it is {problem['input']!r})" if isinstance(problem.get("input"), str | int | float) else ""
+        shown = (
+            f" (it is {problem['input']!r})"
+            if isinstance(problem.get("input"), str | int | float)
+            else ""
+        )
         key = f"key '{'.'.join(keys)}': " if keys else ""
         raise SpecError(f"{where}: {key}{message}{shown}") from None
 

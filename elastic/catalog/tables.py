@@ -30,8 +30,8 @@ class Catalog:
 
 @dataclass
 class _Tables:
-    """Rows by name, as dictionaries, so that an own entry can say over some keys only; `said_in`: the file that spoke last of
-    an entry, for errors."""
+    """Rows by name, as dictionaries, so that an own entry can say over some keys only; `said_in`:
+    the file that spoke last of an entry, for errors."""
 
     chips: Rows
     instances: Rows
@@ -40,7 +40,8 @@ class _Tables:
 
 
 def read(own: Sequence[str | Path] = ()) -> Catalog:
-    """With the files that ELASTIC_CATALOG names and those of `own` over it, the last one wins. Raises SpecError."""
+    """With the files that ELASTIC_CATALOG names and those of `own` over it, the last one wins.
+    Raises SpecError."""
     named = [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
     return _read(tuple(_stamp(Path(path)) for path in (*named, *own)))
 
@@ -50,7 +51,9 @@ def _stamp(path: Path) -> tuple[str, int]:
     try:
         return str(path), path.stat().st_mtime_ns
     except OSError as error:
-        raise SpecError(f"{path}: no such catalog file ({error.strerror}); {VARIABLE} or --catalog names it") from error
+        raise SpecError(
+            f"{path}: no such catalog file ({error.strerror}); {VARIABLE} or --catalog names it"
+        ) from error
 
 
 @cache
@@ -58,21 +61,32 @@ def _read(stamps: tuple[tuple[str, int], ...]) -> Catalog:
     tables = _shipped()
     for file, _ in stamps:
         _add(tables, file)
-    chips = {name: _chip(name, row, _place(tables, f"chips.{name}")) for name, row in tables.chips.items()}
+    chips = {
+        name: _chip(name, row, _place(tables, f"chips.{name}"))
+        for name, row in tables.chips.items()
+    }
     instances = {}
     for name, row in tables.instances.items():
         prices = tables.prices.get(name, {})
-        quotes = {region: _quote(said, _place(tables, f"prices.{name}.{region}")) for region, said in prices.items()}
+        quotes = {
+            region: _quote(said, _place(tables, f"prices.{name}.{region}"))
+            for region, said in prices.items()
+        }
         instances[name] = _instance(name, row, chips, quotes, _place(tables, f"instances.{name}"))
     for name in tables.prices:
         if name not in instances:
             where = next(place for place in tables.said_in if place.startswith(f"prices.{name}."))
-            raise SpecError(f"{_place(tables, where)}: there is no instance '{name}'{suggestion(name, instances)}")
+            raise SpecError(
+                f"{_place(tables, where)}: there is no instance "
+                f"'{name}'{suggestion(name, instances)}"
+            )
     return Catalog(MappingProxyType(chips), MappingProxyType(instances))
 
 
 def _shipped() -> _Tables:
-    chips, instances = ({row.pop("name"): row for row in _csv(file)} for file in ("chips.csv", "instances.csv"))
+    chips, instances = (
+        {row.pop("name"): row for row in _csv(file)} for file in ("chips.csv", "instances.csv")
+    )
     prices: dict[str, Rows] = {}
     for row in _csv("prices.csv"):
         prices.setdefault(row.pop("name"), {})[row.pop("region")] = row
@@ -85,7 +99,8 @@ def _csv(file: str) -> list[dict[str, Any]]:
 
 
 def _add(tables: _Tables, file: str) -> None:
-    """A user's file; each entry is checked alone first, since what it says over another is only a part."""
+    """A user's file; each entry is checked alone first, since what it says over another is only a
+    part."""
     data = read_yaml(Path(file), file)
     if not isinstance(data, dict):
         raise SpecError(f"{file}: it must hold chips, instances or prices")
@@ -100,14 +115,17 @@ def _add(tables: _Tables, file: str) -> None:
         checked(InstanceRow, _mapping(row, f"{file}: {place}"), f"{file}: {place}")
         before = dict(tables.instances.get(name, {}))
         if "chip" in row:  # what stood there was of another chip
-            before = {key: cell for key, cell in before.items() if key not in ("gpu", "gpu_memory_mib")}
+            before = {
+                key: cell for key, cell in before.items() if key not in ("gpu", "gpu_memory_mib")
+            }
         tables.instances[name] = {**before, **row}
         tables.said_in[place] = file
     for name, regions in own.prices.items():
         for region, row in regions.items():
             place = f"prices.{name}.{region}"
             checked(PriceRow, _mapping(row, f"{file}: {place}"), f"{file}: {place}")
-            tables.prices[name] = {**tables.prices.get(name, {}), region: row}  # not mixed with a price of another day
+            # not mixed with a price of another day
+            tables.prices[name] = {**tables.prices.get(name, {}), region: row}
             tables.said_in[place] = file
 
 
@@ -126,7 +144,10 @@ def _chip(name: str, data: Mapping[str, Any], where: str) -> Chip:
     if row.memory_gb is None:
         raise SpecError(f"{where}: key 'memory_gb' is missing")
     if row.nvlink_gb_per_s and not row.link:
-        raise SpecError(f"{where}: key 'link' is missing: what the link of nvlink_gb_per_s is called, as in NVLink 4")
+        raise SpecError(
+            f"{where}: key 'link' is missing: what the link of nvlink_gb_per_s is called, as in "
+            "NVLink 4"
+        )
     return Chip(
         name=name,
         arch=row.arch,
@@ -150,10 +171,16 @@ def _chip(name: str, data: Mapping[str, Any], where: str) -> Chip:
 
 
 def _instance(
-    name: str, data: Mapping[str, Any], chips: Mapping[str, Chip], prices: Mapping[str, Quote], where: str
+    name: str,
+    data: Mapping[str, Any],
+    chips: Mapping[str, Chip],
+    prices: Mapping[str, Quote],
+    where: str,
 ) -> InstanceType:
     row = checked(InstanceRow, data, where)
-    missing = [key for key in ("cloud", "gpus", "vcpus", "host_memory_mib") if getattr(row, key) is None]
+    missing = [
+        key for key in ("cloud", "gpus", "vcpus", "host_memory_mib") if getattr(row, key) is None
+    ]
     missing += ["chip"] if row.gpus and not row.chip else []
     if missing:
         raise SpecError(f"{where}: key '{missing[0]}' is missing")
@@ -165,7 +192,9 @@ def _instance(
         gpu=(row.gpu or chip.name) if chip else "",
         chip=chip.name if chip else "",
         gpus=row.gpus or 0,
-        gpu_memory_bytes=(row.gpu_memory_mib * MIB if row.gpu_memory_mib else chip.memory_bytes) if chip else 0,
+        gpu_memory_bytes=(row.gpu_memory_mib * MIB if row.gpu_memory_mib else chip.memory_bytes)
+        if chip
+        else 0,
         vcpus=row.vcpus or 0,
         host_memory_bytes=(row.host_memory_mib or 0) * MIB,
         network_gbps=row.network_gbps or 0.0,
@@ -193,14 +222,17 @@ def _link(chip: Chip | None, row: InstanceRow) -> tuple[str, float]:
     return PCIE.get(round(chip.pcie_bytes_per_s / 1e9), "PCIe"), chip.pcie_bytes_per_s
 
 
-PCIE = {16: "PCIe 3", 31: "PCIe 4", 32: "PCIe 4", 63: "PCIe 5", 64: "PCIe 5"}  # GB/s of 16 lanes, one way
+# GB/s of 16 lanes, one way
+PCIE = {16: "PCIe 3", 31: "PCIe 4", 32: "PCIe 4", 63: "PCIe 5", 64: "PCIe 5"}
 
 
 def _quote(data: Mapping[str, Any], where: str) -> Quote:
     row = checked(PriceRow, data, where)
     if row.usd_per_h is None and row.spot_usd_per_h is None:
         raise SpecError(f"{where}: it has neither usd_per_h nor spot_usd_per_h")
-    return Quote(row.usd_per_h, row.spot_usd_per_h, row.at.isoformat() if row.at else "", row.source)
+    return Quote(
+        row.usd_per_h, row.spot_usd_per_h, row.at.isoformat() if row.at else "", row.source
+    )
 
 
 def _times(value: float | None, unit: float) -> float:

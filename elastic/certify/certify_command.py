@@ -1,4 +1,5 @@
-"""What `elastic certify` does: finds the place, carries the tasks out, prints a row for each check, or JSON."""
+"""What `elastic certify` does: finds the place, carries the tasks out, prints a row for each check,
+or JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from elastic.storage import open_storage
 if TYPE_CHECKING:
     from elastic.certify.harness.lab import Lab
 
-ABOUT = "try on this machine, or on the Ray cluster at $RAY_ADDRESS, what elastic promises: pass or fail, with numbers"
+ABOUT = (
+    "try on this machine, or on the Ray cluster at $RAY_ADDRESS, what elastic promises: pass or "
+    "fail, with numbers"
+)
 MINUTES = 5.0
 DEFAULT_STORAGE = "elastic_runs"
 NO_PLANNER = "there is no planner that predicts step times yet"
@@ -46,15 +50,40 @@ class CertifyOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All but --json and --storage, which every verb has."""
-    parser.add_argument("job", metavar="JOB", nargs="?", help="instead: which layouts compute what this job's program does")
     parser.add_argument(
-        "--gpus", metavar="N", type=int, help="use N GPUs (0 = the CPU); without GPUs: N processes (default: all; 4)"
+        "job",
+        metavar="JOB",
+        nargs="?",
+        help="instead: which layouts compute what this job's program does",
     )
-    parser.add_argument("--local", action="store_true", help="this host, even where RAY_ADDRESS names a Ray cluster")
-    parser.add_argument("--only", metavar="NAMES", default="", help="only checks whose names begin so, with commas: kill,abort")
-    parser.add_argument("--minutes", metavar="M", type=float, default=MINUTES, help="what does not fit is not run (default: 5)")
-    parser.add_argument("--no-ray", action="store_true", help="only plain worker processes on this host")
-    parser.add_argument("--out", metavar="FILE", help="write the JSON there as well; in a folder as KIND.json")
+    parser.add_argument(
+        "--gpus",
+        metavar="N",
+        type=int,
+        help="use N GPUs (0 = the CPU); without GPUs: N processes (default: all; 4)",
+    )
+    parser.add_argument(
+        "--local", action="store_true", help="this host, even where RAY_ADDRESS names a Ray cluster"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="NAMES",
+        default="",
+        help="only checks whose names begin so, with commas: kill,abort",
+    )
+    parser.add_argument(
+        "--minutes",
+        metavar="M",
+        type=float,
+        default=MINUTES,
+        help="what does not fit is not run (default: 5)",
+    )
+    parser.add_argument(
+        "--no-ray", action="store_true", help="only plain worker processes on this host"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the JSON there as well; in a folder as KIND.json"
+    )
 
 
 def run(given: argparse.Namespace) -> int:
@@ -64,7 +93,16 @@ def run(given: argparse.Namespace) -> int:
 
         return certify_job(given.job, given.json)
     only = tuple(name.strip() for name in given.only.split(",") if name.strip())
-    options = CertifyOptions(given.gpus, given.minutes, given.storage, given.no_ray, given.local, only, given.out, given.json)
+    options = CertifyOptions(
+        given.gpus,
+        given.minutes,
+        given.storage,
+        given.no_ray,
+        given.local,
+        only,
+        given.out,
+        given.json,
+    )
     report = certify(options)
     text, lines = json.dumps(report.plain(), indent=1), report.summary()
     if options.out:
@@ -77,17 +115,28 @@ def run(given: argparse.Namespace) -> int:
 
 def _file(out: Path, report: CertifyReport) -> Path:
     """In a folder the file is named by the kind of place."""
-    more = "-no-ray" if report.place["ray"] == NO_RAY else "" if report.place["on"] == tasks.HERE else "-cluster"
+    more = (
+        "-no-ray"
+        if report.place["ray"] == NO_RAY
+        else ""
+        if report.place["on"] == tasks.HERE
+        else "-cluster"
+    )
     return out / f"{report.place['kind']}{more}.json" if out.is_dir() else out
 
 
 def certify(options: CertifyOptions) -> CertifyReport:
     """Raises SpecError where the options are wrong. Ctrl-C ends it early, with what was found."""
     _check(options)
-    storage = open_storage(options.storage or os.environ.get("ELASTIC_STORAGE") or DEFAULT_STORAGE).uri
+    storage = open_storage(
+        options.storage or os.environ.get("ELASTIC_STORAGE") or DEFAULT_STORAGE
+    ).uri
     began = time.monotonic()
     with _place(options) as place:
-        stream, head = sys.stderr if options.json else sys.stdout, [*place_lines(place.plain(storage)), ""]
+        stream, head = (
+            sys.stderr if options.json else sys.stdout,
+            [*place_lines(place.plain(storage)), ""],
+        )
 
         def tell(check: Check) -> None:
             print("\n".join([*head, *check.lines()]), file=stream, flush=True)
@@ -101,7 +150,13 @@ def certify(options: CertifyOptions) -> CertifyReport:
             except KeyboardInterrupt:
                 done.interrupted = True
         seconds = round(time.monotonic() - began, 1)
-        return CertifyReport(place.plain(storage), tuple(done.checks), options.minutes * 60, seconds, done.interrupted)
+        return CertifyReport(
+            place.plain(storage),
+            tuple(done.checks),
+            options.minutes * 60,
+            seconds,
+            done.interrupted,
+        )
 
 
 @contextmanager
@@ -125,12 +180,16 @@ def _check(options: CertifyOptions) -> None:
     if options.gpus is not None and options.gpus < 0:
         raise SpecError(f"--gpus {options.gpus}: it must be a number of GPUs, or 0 for the CPU")
     if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise SpecError(f"--out {options.out}: the folder {Path(options.out).absolute().parent} is not there")
+        raise SpecError(
+            f"--out {options.out}: the folder {Path(options.out).absolute().parent} is not there"
+        )
 
 
-def carry_out(place: Place, storage: str, done: tasks.Tasks, budget_s: float, only: Sequence[str] = ()) -> None:
-    """All tasks that this place has, in an order in which the cheap and the telling come first. `only`: with a check whose name
-    begins so. Raises SpecError for a name that none has."""
+def carry_out(
+    place: Place, storage: str, done: tasks.Tasks, budget_s: float, only: Sequence[str] = ()
+) -> None:
+    """All tasks that this place has, in an order in which the cheap and the telling come first.
+    `only`: with a check whose name begins so. Raises SpecError for a name that none has."""
     from elastic.certify.checks import shared_gpu
     from elastic.certify.harness.lab import Lab
 
@@ -138,14 +197,20 @@ def carry_out(place: Place, storage: str, done: tasks.Tasks, budget_s: float, on
     with Lab(place, storage=storage) as lab:
         if place.shared:
             done.run([shared_gpu.task(lab)], limit.left_s)
-            if not any(check.name == "ranks share one GPU" and check.verdict == "pass" for check in done.checks):
+            if not any(
+                check.name == "ranks share one GPU" and check.verdict == "pass"
+                for check in done.checks
+            ):
                 lab.place = replace(place, ranks=1)
         wanted = _chosen(_tasks(lab), only)
         left_out = [one for one in _left_out(lab) if not only or one.name.startswith(tuple(only))]
         names = [name for task in wanted for name in task.names] + [one.name for one in left_out]
         unknown = [word for word in only if not any(name.startswith(word) for name in names)]
         if unknown:
-            raise SpecError(f"--only {','.join(unknown)}: no check begins so; try abort, layout, kill, main path, checkpoint")
+            raise SpecError(
+                f"--only {','.join(unknown)}: no check begins so; try abort, layout, kill, main "
+                "path, checkpoint"
+            )
         if not done.interrupted:
             done.run(wanted, limit.left_s)
     for check in left_out:
@@ -165,14 +230,26 @@ def _tasks(lab: Lab) -> list[tasks.Task]:
     from elastic.certify.gpu import gpu_checks
 
     several = lab.place.ranks > 1
-    found = [storage_checks.task(lab.storage), *([fault_checks.abort_task(lab)] if several else []), layout_checks.task(lab)]
+    found = [
+        storage_checks.task(lab.storage),
+        *([fault_checks.abort_task(lab)] if several else []),
+        layout_checks.task(lab),
+    ]
     found += [fault_checks.story_task(lab), move_checks.task(lab)] if several else []
     found += [speed_checks.task(lab), *gpu_checks.tasks(lab)]
-    return [*found, *([] if main_path.why_not(lab.place) else [main_path.task(lab)]), *ways_in.tasks(lab)]
+    return [
+        *found,
+        *([] if main_path.why_not(lab.place) else [main_path.task(lab)]),
+        *ways_in.tasks(lab),
+    ]
 
 
 def _chosen(found: list[tasks.Task], only: Sequence[str]) -> list[tasks.Task]:
-    return [task for task in found if not only or any(name.startswith(tuple(only)) for name in task.names)]
+    return [
+        task
+        for task in found
+        if not only or any(name.startswith(tuple(only)) for name in task.names)
+    ]
 
 
 def _left_out(lab: Lab) -> list[Check]:
@@ -182,11 +259,16 @@ def _left_out(lab: Lab) -> list[Check]:
 
     several = lab.place.ranks > 1
     out = [
-        not_run(name, "it needs two ranks at least") for name in ("abort", "kill", "growth", "notice", "reshard") if not several
+        not_run(name, "it needs two ranks at least")
+        for name in ("abort", "kill", "growth", "notice", "reshard")
+        if not several
     ]
     why = main_path.why_not(lab.place)
     out += [not_run(name, why) for name in main_path.NAMES if why]
-    out += [not_run(name, why) for name, why in (ways_in.left_out(lab) | gpu_checks.left_out(lab.place)).items()]
+    out += [
+        not_run(name, why)
+        for name, why in (ways_in.left_out(lab) | gpu_checks.left_out(lab.place)).items()
+    ]
     return [*out, not_run("planner error", NO_PLANNER)]
 
 
@@ -202,10 +284,14 @@ def _ended_by_signals() -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m elastic.certify`, which needs neither Ray nor pydantic."""
-    parser = argparse.ArgumentParser(prog="python -m elastic.certify", description=ABOUT[:1].upper() + ABOUT[1:] + ".")
+    parser = argparse.ArgumentParser(
+        prog="python -m elastic.certify", description=ABOUT[:1].upper() + ABOUT[1:] + "."
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--storage", metavar="URI", help="where the checkpoint is tried (default: $ELASTIC_STORAGE or ./elastic_runs)"
+        "--storage",
+        metavar="URI",
+        help="where the checkpoint is tried (default: $ELASTIC_STORAGE or ./elastic_runs)",
     )
     add_arguments(parser)
     given: Any = parser.parse_args(argv)

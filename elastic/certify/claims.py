@@ -1,7 +1,8 @@
 """What the README claims, and which checks of certify show it.
 
-In the README each claim stands between `<!-- claim: ID -->` and `<!-- /claim -->`; docs/proven.md quotes it from there. A mark
-at the beginning of a line stands alone in it: Markdown takes the rest of such a line for HTML.
+In the README each claim stands between `<!-- claim: ID -->` and `<!-- /claim -->`; docs/proven.md
+quotes it from there. A mark at the beginning of a line stands alone in it: Markdown takes the rest
+of such a line for HTML.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ MARK = re.compile(r"<!--\s*(/?)claim(?::\s*([a-z0-9-]+))?\s*-->")
 
 @dataclass(frozen=True)
 class Claim:
-    """`checks`: names of certify's checks that show it ('*' at the end: all that begin so); none = certify cannot.
-    `tests`: tests of this repository that hold it, on the CPU with gloo. `figures`: where the claim names numbers, those of the
-    checks that stand against them."""
+    """`checks`: names of certify's checks that show it ('*' at the end: all that begin so); none =
+    certify cannot. `tests`: tests of this repository that hold it, on the CPU with gloo. `figures`:
+    where the claim names numbers, those of the checks that stand against them."""
 
     id: str
     checks: tuple[str, ...]
@@ -47,42 +48,92 @@ CLAIMS = (
             "tests/worker/equivalence/test_foreign_chains.py",
         ),
     ),
-    Claim("replayed", ("main path: replay",), ("tests/sim/test_replay.py", "tests/e2e/test_stories.py")),
+    Claim(
+        "replayed",
+        ("main path: replay",),
+        ("tests/sim/test_replay.py", "tests/e2e/test_stories.py"),
+    ),
     Claim("bad-input", (), ("tests/e2e/test_bad_input.py", "tests/config/test_job.py")),
     Claim(
         "verified-checkpoints",
         ("checkpoint",),
-        ("tests/worker/checkpoint/test_checkpoint_writer.py", "tests/worker/checkpoint/test_durable_faults.py"),
+        (
+            "tests/worker/checkpoint/test_checkpoint_writer.py",
+            "tests/worker/checkpoint/test_durable_faults.py",
+        ),
     ),
     Claim(
-        "script-live", ("loop script: notice",), ("tests/e2e/test_scripts_made_elastic.py", "tests/worker/loop/test_loop.py")
+        "script-live",
+        ("loop script: notice",),
+        ("tests/e2e/test_scripts_made_elastic.py", "tests/worker/loop/test_loop.py"),
     ),
     Claim(
-        "script-restarted", ("plain script: kill",), ("tests/e2e/test_script.py", "tests/cluster/ray_train/test_script_run.py")
+        "script-restarted",
+        ("plain script: kill",),
+        ("tests/e2e/test_script.py", "tests/cluster/ray_train/test_script_run.py"),
     ),
     Claim("torchrun", ("torchrun",), ("tests/worker/standalone/test_standalone_run.py",)),
     Claim(
-        "ray-train", ("Ray Train",), ("tests/e2e/test_elastic_trainer.py", "tests/cluster/ray_train/test_ray_train_types.py")
+        "ray-train",
+        ("Ray Train",),
+        ("tests/e2e/test_elastic_trainer.py", "tests/cluster/ray_train/test_ray_train_types.py"),
     ),
     Claim("race", (), ("tests/bench/race.py", "tests/bench/test_race.py")),
-    Claim("driver-loss", ("driver loss",), ("tests/e2e/test_driver_loss.py", "tests/cluster/backend/test_attach.py")),
+    Claim(
+        "driver-loss",
+        ("driver loss",),
+        ("tests/e2e/test_driver_loss.py", "tests/cluster/backend/test_attach.py"),
+    ),
     Claim(
         "pauses",
         ("main path: kill", "main path: growth", "main path: notice"),
         ("tests/bench/recovery.py",),
         ("pause_s", "pause_vs_start"),
     ),
-    Claim("hang", ("abort *",), ("tests/e2e/test_stories.py", "tests/worker/process_groups/test_groups.py"), ("freed_s",)),
     Claim(
-        "unequal", (), ("tests/bench/unequal.py", "tests/sim/test_unequal_speeds.py", "tests/worker/step/test_shares_set.py")
+        "hang",
+        ("abort *",),
+        ("tests/e2e/test_stories.py", "tests/worker/process_groups/test_groups.py"),
+        ("freed_s",),
     ),
-    Claim("sick", (), ("tests/bench/sickness.py", "tests/e2e/test_stories.py", "tests/worker/step/test_sdc_check.py")),
-    Claim("checkpoint-speed", ("checkpoint",), ("tests/bench/checkpoint.py",), ("save_vs_plain", "load_vs_plain")),
-    Claim("move-speed", ("reshard",), ("tests/bench/reshard.py", "tests/worker/state/test_transfer.py"), ("rate_vs_bare",)),
+    Claim(
+        "unequal",
+        (),
+        (
+            "tests/bench/unequal.py",
+            "tests/sim/test_unequal_speeds.py",
+            "tests/worker/step/test_shares_set.py",
+        ),
+    ),
+    Claim(
+        "sick",
+        (),
+        (
+            "tests/bench/sickness.py",
+            "tests/e2e/test_stories.py",
+            "tests/worker/step/test_sdc_check.py",
+        ),
+    ),
+    Claim(
+        "checkpoint-speed",
+        ("checkpoint",),
+        ("tests/bench/checkpoint.py",),
+        ("save_vs_plain", "load_vs_plain"),
+    ),
+    Claim(
+        "move-speed",
+        ("reshard",),
+        ("tests/bench/reshard.py", "tests/worker/state/test_transfer.py"),
+        ("rate_vs_bare",),
+    ),
     Claim(
         "object-storage",
         ("object storage",),
-        ("tests/storage/test_s3.py", "tests/storage/test_faults.py", "tests/e2e/test_object_storage.py"),
+        (
+            "tests/storage/test_s3.py",
+            "tests/storage/test_faults.py",
+            "tests/e2e/test_object_storage.py",
+        ),
     ),
 )
 
@@ -96,7 +147,8 @@ class Stated:
 
 
 def stated(readme: str, claims: Sequence[Claim] = CLAIMS) -> list[Stated]:
-    """The claims in the order of the README. Raises SpecError where marks do not pair, or marks and `claims` differ."""
+    """The claims in the order of the README. Raises SpecError where marks do not pair, or marks and
+    `claims` differ."""
     known = {claim.id: claim for claim in claims}
     found: list[Stated] = []
     open_id, start = "", 0
@@ -104,17 +156,24 @@ def stated(readme: str, claims: Sequence[Claim] = CLAIMS) -> list[Stated]:
         line = readme.count("\n", 0, mark.start()) + 1
         closes, name = mark.group(1) == "/", mark.group(2) or ""
         if readme[: mark.start()].endswith("\n") and not readme[mark.end() :].startswith("\n"):
-            raise SpecError(f"README.md, line {line}: {mark.group(0)} begins the line, so it must stand alone in it")
+            raise SpecError(
+                f"README.md, line {line}: {mark.group(0)} begins the line, so it must stand alone "
+                "in it"
+            )
         if closes == (not open_id) or closes == bool(name):
             raise SpecError(
-                f"README.md, line {line}: {mark.group(0)} does not pair; write <!-- claim: ID -->text<!-- /claim -->"
+                f"README.md, line {line}: {mark.group(0)} does not pair; write <!-- claim: ID "
+                "-->text<!-- /claim -->"
             )
         if closes:
             found.append(Stated(known[open_id], " ".join(readme[start : mark.start()].split())))
             open_id = ""
             continue
         if name not in known:
-            raise SpecError(f"README.md, line {line}: claim '{name}' has no row; add it to elastic/certify/claims.py")
+            raise SpecError(
+                f"README.md, line {line}: claim '{name}' has no row; add it to "
+                "elastic/certify/claims.py"
+            )
         open_id, start = name, mark.end()
     if open_id:
         raise SpecError(f"README.md: claim '{open_id}' is not closed by <!-- /claim -->")
@@ -122,5 +181,8 @@ def stated(readme: str, claims: Sequence[Claim] = CLAIMS) -> list[Stated]:
     for claim in claims:
         n = ids.count(claim.id)
         if n != 1:
-            raise SpecError(f"README.md: claim '{claim.id}' of elastic/certify/claims.py is marked {n} times there, not once")
+            raise SpecError(
+                f"README.md: claim '{claim.id}' of elastic/certify/claims.py is marked {n} times "
+                "there, not once"
+            )
     return found

@@ -1,6 +1,8 @@
-"""Writes docs/proven.md: each claim of the README, and where it ran, from the results that certify left in docs/certified.
+"""Writes docs/proven.md: each claim of the README, and where it ran, from the results that certify
+left in docs/certified.
 
-`python -m elastic.certify.proven` in the repository's root; with `--check` it only says whether the file is what it should be.
+`python -m elastic.certify.proven` in the repository's root; with `--check` it only says whether the
+file is what it should be.
 """
 
 from __future__ import annotations
@@ -19,17 +21,27 @@ from elastic.errors import SpecError
 
 README, RESULTS, PAGE = "README.md", "docs/certified", "docs/proven.md"
 TESTS = "tests/whole_run.json"  # what `make test-all` keeps of its last run
-COLUMNS: Mapping[Kind, str] = {"cpu-gloo": "CPU gloo", "one-gpu": "One GPU", "several-gpus": "Several GPUs"}
+COLUMNS: Mapping[Kind, str] = {
+    "cpu-gloo": "CPU gloo",
+    "one-gpu": "One GPU",
+    "several-gpus": "Several GPUs",
+}
 COMMAND = "python -m elastic.certify.proven"
 INTRO = f"""# Verification status
 
-Each claim of the [README](../README.md), and where `elastic certify` has tried it. Made by `{COMMAND}` from the results in
-[certified/](certified); [certify.md](certify.md) says what each check does and how to run it on your own machine.
+Each claim of the [README](../README.md), and where `elastic certify` has tried it. Made by
+`{COMMAND}` from the results in
+[certified/](certified); [certify.md](certify.md) says what each check does and how to run it on
+your own machine.
 
-- **pass**: every check named for the claim passed there. **part**: those that ran passed, others were not run.
-- **not run**: nobody has run it there, or its minutes were spent; it may work, nothing here says so.
-- **ran**: the claim names figures of one machine. The checks passed their own, wider bounds; what they measured stands beside.
-- A claim that certify has no check for is held by the tests of this repository alone, on the CPU with gloo.
+- **pass**: every check named for the claim passed there. **part**: those that ran passed, others
+  were not run.
+- **not run**: nobody has run it there, or its minutes were spent; it may work, nothing here says
+  so.
+- **ran**: the claim names figures of one machine. The checks passed their own, wider bounds; what
+  they measured stands beside.
+- A claim that certify has no check for is held by the tests of this repository alone, on the CPU
+  with gloo.
 """
 
 
@@ -40,7 +52,9 @@ def read_results(folder: Path) -> dict[str, CertifyReport]:
         try:
             out[file.name] = CertifyReport.from_plain(json.loads(file.read_text()), str(file))
         except ValueError as error:
-            raise SpecError(f"{file}: not JSON ({error}); run elastic certify --json again") from error
+            raise SpecError(
+                f"{file}: not JSON ({error}); run elastic certify --json again"
+            ) from error
     return out
 
 
@@ -49,19 +63,30 @@ def read_whole_run(file: Path) -> dict[str, Any] | None:
     return dict(json.loads(file.read_text())) if file.is_file() else None
 
 
-def page(readme: str, results: Mapping[str, CertifyReport], whole_run: Mapping[str, Any] | None = None) -> str:
+def page(
+    readme: str, results: Mapping[str, CertifyReport], whole_run: Mapping[str, Any] | None = None
+) -> str:
     """The text of docs/proven.md. `whole_run`: the last run of every tier of the tests."""
     for name, report in results.items():
         if report.place.get("kind") not in COLUMNS:
-            raise SpecError(f"{name}: kind '{report.place.get('kind')}' is none of {', '.join(COLUMNS)}")
+            raise SpecError(
+                f"{name}: kind '{report.place.get('kind')}' is none of {', '.join(COLUMNS)}"
+            )
     lines = [
         INTRO,
         "| claim of the README | " + " | ".join(COLUMNS.values()) + " | tests here |",
         "|---" * (len(COLUMNS) + 2) + "|",
     ]
     for one in stated(readme):
-        cells = [cell(one.claim, [r for r in results.values() if r.place["kind"] == kind]) for kind in COLUMNS]
-        lines.append(f"| {_plain(one.text)} | " + " | ".join(cells) + f" | {', '.join(map(_test, one.claim.tests))} |")
+        cells = [
+            cell(one.claim, [r for r in results.values() if r.place["kind"] == kind])
+            for kind in COLUMNS
+        ]
+        lines.append(
+            f"| {_plain(one.text)} | "
+            + " | ".join(cells)
+            + f" | {', '.join(map(_test, one.claim.tests))} |"
+        )
     lines += ["", *_tests(whole_run)] if whole_run is not None else []
     for name, report in results.items():
         lines += ["", *_place(name, report)]
@@ -72,15 +97,25 @@ def cell(claim: Claim, reports: Sequence[CertifyReport]) -> str:
     """What certify found of the claim in one kind of place."""
     if not claim.checks:
         return "no check"
-    found = [check for check in merged(reports) if any(matches(check.name, wanted) for wanted in claim.checks)]
+    found = [
+        check
+        for check in merged(reports)
+        if any(matches(check.name, wanted) for wanted in claim.checks)
+    ]
     failed = [check.name for check in found if check.verdict == "fail"]
     if failed:
         return f"**FAIL**: {', '.join(failed)}"
     passed = [check for check in found if check.verdict == "pass"]
     if not passed:
         return "not run"
-    missing = [wanted for wanted in claim.checks if not any(matches(check.name, wanted) for check in passed)]
-    missing += [check.name for check in found if check.verdict == "not run" and check.name not in missing]
+    missing = [
+        wanted
+        for wanted in claim.checks
+        if not any(matches(check.name, wanted) for check in passed)
+    ]
+    missing += [
+        check.name for check in found if check.verdict == "not run" and check.name not in missing
+    ]
     n = f"{len(passed)} check{'' if len(passed) == 1 else 's'}"
     word = "part" if missing else "ran" if claim.figures else "pass"
     rest = f"; not run: {', '.join(missing)}" if missing else ""
@@ -89,7 +124,9 @@ def cell(claim: Claim, reports: Sequence[CertifyReport]) -> str:
 
 
 def _figures(check: Check, claim: Claim) -> str:
-    return ", ".join(f"{name} {shown(check.figures[name])}" for name in claim.figures if name in check.figures)
+    return ", ".join(
+        f"{name} {shown(check.figures[name])}" for name in claim.figures if name in check.figures
+    )
 
 
 def matches(name: str, wanted: str) -> bool:
@@ -113,25 +150,39 @@ def _tests(ran: Mapping[str, Any]) -> list[str]:
     return [
         "## The tests of this repository",
         "",
-        f"The last whole run (`make test-all`): {ran['at']}, commit {ran['commit']}, {minutes:.0f} minutes on "
+        f"The last whole run (`make test-all`): {ran['at']}, commit {ran['commit']}, "
+        f"{minutes:.0f} minutes on "
         f"{ran['cpus']} cores.",
         "",
         "| tier | seconds | passed | failed | skipped |",
         "|---|---|---|---|---|",
-        *(f"| {t['tier']} | {t['seconds']:.0f} | {t['passed']} | {t['failed']} | {t['skipped']} |" for t in ran["tiers"]),
+        *(
+            (
+                f"| {t['tier']} | {t['seconds']:.0f} | {t['passed']} | {t['failed']} | "
+                f"{t['skipped']} "
+                "|"
+            )
+            for t in ran["tiers"]
+        ),
     ]
 
 
 def _place(name: str, report: CertifyReport) -> list[str]:
     place = report.place
     gpus = f", {' and '.join(map(str, place['gpus']))}" if place["gpus"] else ""
-    counts = f"{report.count('pass')} passed, {report.count('fail')} failed, {report.count('not run')} not run"
+    counts = (
+        f"{report.count('pass')} passed, {report.count('fail')} failed, {report.count('not run')} "
+        "not run"
+    )
     lines = [
         f"## {COLUMNS[place['kind']]}: [{name}](certified/{name})",
         "",
-        f"{place['at']}, {place.get('on', HERE)}: {place['ranks']} ranks{gpus}, {place['cpus']} CPU cores (load "
-        f"{place['load_1min']} at the end), torch {place['torch']}, Ray {place['ray']}, Python {place['python']}. {counts}, in "
-        f"{report.seconds:.0f} s of the {report.budget_s / 60:g} minutes given{', interrupted' if report.interrupted else ''}.",
+        f"{place['at']}, {place.get('on', HERE)}: {place['ranks']} ranks{gpus}, {place['cpus']} "
+        "CPU cores (load "
+        f"{place['load_1min']} at the end), torch {place['torch']}, Ray {place['ray']}, Python "
+        f"{place['python']}. {counts}, in "
+        f"{report.seconds:.0f} s of the {report.budget_s / 60:g} minutes "
+        f"given{', interrupted' if report.interrupted else ''}.",
         "",
         "| check | verdict | where | numbers | held against |",
         "|---|---|---|---|---|",
@@ -139,7 +190,10 @@ def _place(name: str, report: CertifyReport) -> list[str]:
     for check in report.checks:
         numbers = ", ".join(f"{key} {shown(value)}" for key, value in check.figures.items())
         text = "; ".join(part for part in (numbers, _plain(check.why)) if part)
-        lines.append(f"| {check.name} | {check.verdict} | {check.where} | {text} | {'; '.join(map(str, check.bounds))} |")
+        lines.append(
+            f"| {check.name} | {check.verdict} | {check.where} | {text} | "
+            f"{'; '.join(map(str, check.bounds))} |"
+        )
     return lines
 
 
@@ -154,13 +208,19 @@ def _test(path: str) -> str:
 def main(words: Sequence[str]) -> int:
     """Returns the exit code."""
     try:
-        text = page(Path(README).read_text(), read_results(Path(RESULTS)), read_whole_run(Path(TESTS)))
+        text = page(
+            Path(README).read_text(), read_results(Path(RESULTS)), read_whole_run(Path(TESTS))
+        )
     except (SpecError, FileNotFoundError) as error:
         print(f"elastic: {error}", file=sys.stderr)
         return 2
     if "--check" in words:
         same = Path(PAGE).is_file() and Path(PAGE).read_text() == text
-        print(f"{PAGE} is what the results say" if same else f"{PAGE} is not what the results say: {COMMAND}")
+        print(
+            f"{PAGE} is what the results say"
+            if same
+            else f"{PAGE} is not what the results say: {COMMAND}"
+        )
         return 0 if same else 1
     Path(PAGE).write_text(text)
     print(f"{PAGE} is written")

@@ -43,7 +43,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried. `why`: the error, or the reason that it was not run; `where`: on what it was tried."""
+    """One thing that was tried. `why`: the error, or the reason that it was not run; `where`: on
+    what it was tried."""
 
     name: str
     verdict: Verdict
@@ -57,12 +58,18 @@ class Check:
         """For a person: verdict, name, place, numbers, bounds, reason."""
         numbers = ", ".join(f"{name} {shown(value)}" for name, value in self.figures.items())
         held = "; ".join(map(str, self.bounds))
-        parts = [f"({self.where})" if self.where else "", numbers, f"[{held}]" if held else "", self.why]
+        parts = [
+            f"({self.where})" if self.where else "",
+            numbers,
+            f"[{held}]" if held else "",
+            self.why,
+        ]
         text = f"{self.verdict:7}  {self.name:34} {self.seconds:6.1f} s  "
         return (text + "  ".join(part for part in parts if part)).rstrip()
 
     def lines(self) -> list[str]:
-        """The same; what is too long continues in the next line, so that numbers and errors are whole."""
+        """The same; what is too long continues in the next line, so that numbers and errors are
+        whole."""
         out, line = [], self.line()
         while len(line) > WIDTH:
             cut = line.rfind(" ", 60, WIDTH)
@@ -73,18 +80,28 @@ class Check:
 
 
 def judge(name: str, figures: Mapping[str, Any], bounds: Sequence[Bound]) -> Check:
-    """Pass where every bound holds. Raises InternalError for a check without a bound: it could not fail."""
+    """Pass where every bound holds. Raises InternalError for a check without a bound: it could not
+    fail."""
     if not bounds or any((bound.most is None) == (bound.least is None) for bound in bounds):
-        raise InternalError(f"check '{name}' has no bound, or one without a number, so that it could not fail")
+        raise InternalError(
+            f"check '{name}' has no bound, or one without a number, so that it could not fail"
+        )
     broken = [text for text in (bound.broken_by(figures) for bound in bounds) if text]
-    rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in figures.items()}
+    rounded = {
+        key: float(f"{value:.6g}") if isinstance(value, float) else value
+        for key, value in figures.items()
+    }
     return Check(name, "fail" if broken else "pass", rounded, tuple(bounds), why="; ".join(broken))
 
 
 def failed(name: str, error: BaseException) -> Check:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return Check(
-        name, "fail", why=text if len(text) <= ERROR_MOST else text[: ERROR_MOST // 2] + " ... " + text[-ERROR_MOST // 2 :]
+        name,
+        "fail",
+        why=text
+        if len(text) <= ERROR_MOST
+        else text[: ERROR_MOST // 2] + " ... " + text[-ERROR_MOST // 2 :],
     )
 
 
@@ -107,7 +124,8 @@ class CertifyReport:
 
     @property
     def exit_code(self) -> int:
-        """0 all that ran passed (and something ran), 1 something failed or nothing ran, 3 stopped by a person."""
+        """0 all that ran passed (and something ran), 1 something failed or nothing ran, 3 stopped
+        by a person."""
         if self.count("fail"):
             return 1
         if self.interrupted:
@@ -116,37 +134,58 @@ class CertifyReport:
 
     def plain(self) -> dict[str, Any]:
         verdicts = {verdict.replace(" ", "_"): self.count(verdict) for verdict in VERDICTS}
-        checks = [asdict(check) | {"bounds": [asdict(bound) for bound in check.bounds]} for check in self.checks]
+        checks = [
+            asdict(check) | {"bounds": [asdict(bound) for bound in check.bounds]}
+            for check in self.checks
+        ]
         return {
-            "certify": FORMAT, "place": self.place, "budget_s": self.budget_s, "seconds": self.seconds,
-            "interrupted": self.interrupted, "verdicts": verdicts, "checks": checks,
+            "certify": FORMAT, "place": self.place, "budget_s": self.budget_s,
+            "seconds": self.seconds, "interrupted": self.interrupted, "verdicts": verdicts,
+            "checks": checks,
         }  # fmt: skip
 
     @classmethod
     def from_plain(cls, data: Any, where: str) -> CertifyReport:
         """The inverse of `plain`. Raises SpecError that begins with `where`."""
         if not isinstance(data, Mapping) or data.get("certify") != FORMAT:
-            raise SpecError(f'{where}: not what `elastic certify --json` prints ("certify": {FORMAT})')
+            raise SpecError(
+                f'{where}: not what `elastic certify --json` prints ("certify": {FORMAT})'
+            )
         try:
             checks = tuple(
-                Check(**{**check, "bounds": tuple(Bound(**bound) for bound in check["bounds"])}) for check in data["checks"]
+                Check(**{**check, "bounds": tuple(Bound(**bound) for bound in check["bounds"])})
+                for check in data["checks"]
             )
-            return cls(data["place"], checks, data["budget_s"], data["seconds"], data["interrupted"])
+            return cls(
+                data["place"], checks, data["budget_s"], data["seconds"], data["interrupted"]
+            )
         except (KeyError, TypeError) as error:
-            raise SpecError(f"{where}: a result of another form ({error}); run elastic certify --json again") from error
+            raise SpecError(
+                f"{where}: a result of another form ({error}); run elastic certify --json again"
+            ) from error
 
     def summary(self) -> list[str]:
         """What stands below the rows."""
-        counts = f"{self.count('pass')} passed, {self.count('fail')} failed, {self.count('not run')} not run"
+        counts = (
+            f"{self.count('pass')} passed, {self.count('fail')} failed, {self.count('not run')} "
+            "not run"
+        )
         broken = [check.name for check in self.checks if check.verdict == "fail"]
         end = " (interrupted)" if self.interrupted else ""
-        return ["", *([f"failed: {', '.join(broken)}"] if broken else []), f"{counts} in {self.seconds:.0f} s{end}"]
+        return [
+            "",
+            *([f"failed: {', '.join(broken)}"] if broken else []),
+            f"{counts} in {self.seconds:.0f} s{end}",
+        ]
 
 
 def place_lines(place: Mapping[str, Any]) -> list[str]:
     """What it ran on."""
     rows = [(key, value) for key, value in place.items() if value not in ("", None, [])]
-    return [f"{key:10} {', '.join(map(str, value)) if isinstance(value, list) else value}" for key, value in rows]
+    return [
+        f"{key:10} {', '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in rows
+    ]
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""The minutes, divided: each task gets its share of what is left, and what does not fit is said to be not run."""
+"""The minutes, divided: each task gets its share of what is left, and what does not fit is said to
+be not run."""
 
 from __future__ import annotations
 
@@ -46,8 +47,9 @@ class Limit:
 
 @dataclass(frozen=True)
 class Task:
-    """Checks that are made together. `work` yields them in the order of `names`; it is not begun with less than `least_s`;
-    `weight`: its share of what is left, against those that come after it; `where`: what its checks are tried on."""
+    """Checks that are made together. `work` yields them in the order of `names`; it is not begun
+    with less than `least_s`; `weight`: its share of what is left, against those that come after it;
+    `where`: what its checks are tried on."""
 
     names: tuple[str, ...]
     work: Callable[[Limit], Iterator[Check]]
@@ -65,10 +67,11 @@ class Tasks:
     interrupted: bool = False
 
     def run(self, tasks: Sequence[Task], budget_s: float) -> None:
-        """Returns also at Ctrl-C; what was not done by then is not run. What had too little time is tried once more at the end
-        if others have left half as much again as it had."""
+        """Returns also at Ctrl-C; what was not done by then is not run. What had too little time is
+        tried once more at the end if others have left half as much again as it had."""
         limit = Limit.after(budget_s)
-        short: list[tuple[Task, float, str]] = []  # task, the time that was not enough, what was said
+        # task, the time that was not enough, what was said
+        short: list[tuple[Task, float, str]] = []
         for i, task in enumerate(tasks):
             share_s = limit.left_s * task.weight / sum(later.weight for later in tasks[i:])
             share_s = max(share_s, min(task.least_s, limit.left_s))
@@ -84,7 +87,10 @@ class Tasks:
         if self.interrupted:
             self._rest(task, "interrupted before its turn")
         elif share_s < task.least_s:
-            return f"needs about {task.least_s:.0f} s, {max(0.0, share_s):.0f} s were left for it: give more --minutes"
+            return (
+                f"needs about {task.least_s:.0f} s, {max(0.0, share_s):.0f} s were left for it: "
+                "give more --minutes"
+            )
         else:
             try:
                 return self._one(task, Limit.after(share_s))
@@ -98,15 +104,29 @@ class Tasks:
         try:
             for check in task.work(limit):
                 if not self._has(check.name):  # a second try starts over
-                    self.note(replace(check, seconds=round(time.monotonic() - began, 2), where=check.where or task.where))
+                    self.note(
+                        replace(
+                            check,
+                            seconds=round(time.monotonic() - began, 2),
+                            where=check.where or task.where,
+                        )
+                    )
                 began = time.monotonic()
         except OutOfTime as reason:
             return str(reason)
         except TaskRefused as reason:
             self._rest(task, str(reason))
         except Exception as error:  # noqa: BLE001 - the boundary of a check: whatever is raised in it is its result
-            name = next((n for n in task.names if not self._has(n)), task.names[-1] + " (afterwards)")
-            self.note(replace(failed(name, error), seconds=round(time.monotonic() - began, 2), where=task.where))
+            name = next(
+                (n for n in task.names if not self._has(n)), task.names[-1] + " (afterwards)"
+            )
+            self.note(
+                replace(
+                    failed(name, error),
+                    seconds=round(time.monotonic() - began, 2),
+                    where=task.where,
+                )
+            )
             self._rest(task, f"{name} failed before its turn")
         self._rest(task, "it gave no result")
         return ""

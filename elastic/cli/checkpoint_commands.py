@@ -16,26 +16,66 @@ def add(verbs: Any) -> None:
     run_verb(actions, "verify", _verify, "read every byte of them and compare with the digests")
     made = run_verb(actions, "export", _export, "write the weights of one as safetensors")
     made.add_argument("--step", metavar="N", type=int, help="default: the newest")
-    made.add_argument("--to", metavar="FOLDER", required=True, help="an empty folder, or a URI; files of at most 5 GB")
-    made.add_argument("--job", metavar="JOB", help="folder of its job: also writes config.json and the like, or adapters alone")
-    made.add_argument("--merged", action="store_true", help="of a job with adapters: the whole model with them added")
+    made.add_argument(
+        "--to",
+        metavar="FOLDER",
+        required=True,
+        help="an empty folder, or a URI; files of at most 5 GB",
+    )
+    made.add_argument(
+        "--job",
+        metavar="JOB",
+        help="folder of its job: also writes config.json and the like, or adapters alone",
+    )
+    made.add_argument(
+        "--merged",
+        action="store_true",
+        help="of a job with adapters: the whole model with them added",
+    )
     about = "make a new run that begins with the weights (and moments) of another trainer"
     made = verb(actions, "import", _import, about)
-    made.add_argument("source", metavar="SOURCE", help="a .safetensors file, a folder of them, or a checkpoint of plain DCP")
-    made.add_argument("--into", metavar="RUN", required=True, help="name of the new run: elastic run JOB --run-name RUN")
-    made.add_argument("--job", metavar="JOB", required=True, help="folder with job.yaml and program.py")
-    made.add_argument("--at-step", metavar="N", type=natural, default=0, help="step that the run resumes from (default: 0)")
-    made.add_argument("--ignore-extra", action="store_true", help="leave out tensors that the program does not have")
+    made.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a .safetensors file, a folder of them, or a checkpoint of plain DCP",
+    )
+    made.add_argument(
+        "--into",
+        metavar="RUN",
+        required=True,
+        help="name of the new run: elastic run JOB --run-name RUN",
+    )
+    made.add_argument(
+        "--job", metavar="JOB", required=True, help="folder with job.yaml and program.py"
+    )
+    made.add_argument(
+        "--at-step",
+        metavar="N",
+        type=natural,
+        default=0,
+        help="step that the run resumes from (default: 0)",
+    )
+    made.add_argument(
+        "--ignore-extra",
+        action="store_true",
+        help="leave out tensors that the program does not have",
+    )
     made = run_verb(actions, "rm", _rm, "remove those of a step, whole or interrupted")
     made.add_argument("--step", metavar="N", type=int, required=True)
-    made.add_argument("--force", action="store_true", help="also the only good one, or the newest of a live run")
+    made.add_argument(
+        "--force", action="store_true", help="also the only good one, or the newest of a live run"
+    )
 
 
 def _ls(given: argparse.Namespace) -> int:
     found, problems = api.checkpoints(find_runs.open_storage_of(given.run, given.storage))
-    rows: list[tuple[str, ...]] = [("STEP", "GENERATION", "COMMITTED", "LAYOUT", "RANKS", "SIZE", "AGE", "URI")]
+    rows: list[tuple[str, ...]] = [
+        ("STEP", "GENERATION", "COMMITTED", "LAYOUT", "RANKS", "SIZE", "AGE", "URI")
+    ]
     rows += [run_tables.checkpoint(item) for item in found]
-    lines = run_tables.columns(rows, right=(0, 1, 4, 5, 6)) if found else ["no committed checkpoint"]
+    lines = (
+        run_tables.columns(rows, right=(0, 1, 4, 5, 6)) if found else ["no committed checkpoint"]
+    )
     show(given, {"checkpoints": found, "problems": problems}, lines + problems)
     return 0
 
@@ -43,29 +83,55 @@ def _ls(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace) -> int:
     found = api.verify(find_runs.open_storage_of(given.run, given.storage))
     bad = [item for item in found if item["problems"]]
-    lines = [f"step {c['step']}: {'; '.join(c['problems']) or 'every byte is as it was written'}" for c in found]
+    lines = [
+        f"step {c['step']}: {'; '.join(c['problems']) or 'every byte is as it was written'}"
+        for c in found
+    ]
     show(given, found, lines or ["no committed checkpoint"])
     return 1 if bad else 0
 
 
 def _export(given: argparse.Namespace) -> int:
-    done = api.export(find_runs.open_storage_of(given.run, given.storage), given.step, given.to, given.job, given.merged)
-    show(given, done, [f"step {done['step']}: {done['tensors']} tensors in {', '.join(done['files'])} under {done['to']}"])
+    done = api.export(
+        find_runs.open_storage_of(given.run, given.storage),
+        given.step,
+        given.to,
+        given.job,
+        given.merged,
+    )
+    show(
+        given,
+        done,
+        [
+            f"step {done['step']}: {done['tensors']} tensors in {', '.join(done['files'])} under "
+            f"{done['to']}"
+        ],
+    )
     return 0
 
 
 def _import(given: argparse.Namespace) -> int:
-    order = api.Import(given.source, given.into, given.job, given.storage, given.at_step, given.ignore_extra)
+    order = api.Import(
+        given.source, given.into, given.job, given.storage, given.at_step, given.ignore_extra
+    )
     done = api.import_state(order)
-    taken = f"{done['weights']} weights and {done['moments']} tensors of the optimizer are taken over"
+    taken = (
+        f"{done['weights']} weights and {done['moments']} tensors of the optimizer are taken over"
+    )
     lines = [f"{done['uri']}: {taken}", *(f"  {text}" for text in done["converted"][:8])]
     if done["ignored"]:
-        lines.append(f"  left out: {len(done['ignored'])} tensors, the first is {done['ignored'][0]}")
-    show(given, done, [*lines, f"continue with it: elastic run {given.job} --run-name {given.into}"])
+        lines.append(
+            f"  left out: {len(done['ignored'])} tensors, the first is {done['ignored'][0]}"
+        )
+    show(
+        given, done, [*lines, f"continue with it: elastic run {given.job} --run-name {given.into}"]
+    )
     return 0
 
 
 def _rm(given: argparse.Namespace) -> int:
-    gone = api.remove(find_runs.open_storage_of(given.run, given.storage, exact=True), given.step, given.force)
+    gone = api.remove(
+        find_runs.open_storage_of(given.run, given.storage, exact=True), given.step, given.force
+    )
     show(given, {"removed": gone}, [f"removed {uri}" for uri in gone])
     return 0

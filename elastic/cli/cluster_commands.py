@@ -18,34 +18,88 @@ def add(verbs: Any) -> None:
 
 
 def _add_prices(verbs: Any) -> None:
-    made = verb(verbs, "prices", _prices, "what instances cost: a cluster file's pools now, or the table that comes with this")
+    made = verb(
+        verbs,
+        "prices",
+        _prices,
+        "what instances cost: a cluster file's pools now, or the table that comes with this",
+    )
     instead = made.add_mutually_exclusive_group()
-    instead.add_argument("--cluster", metavar="FILE", help="a cluster file; AWS is asked for the prices of its pools")
-    instead.add_argument("--chips", action="store_true", help="the GPUs instead: peaks, memory, links, sources")
-    made.add_argument("--gpu", metavar="NAME", default="", help="only with this GPU, in any spelling, as h100 or A100-80GB")
-    made.add_argument("--cloud", metavar="NAME", default="", help="only of this cloud: aws, gcp, azure or one of your own")
+    instead.add_argument(
+        "--cluster", metavar="FILE", help="a cluster file; AWS is asked for the prices of its pools"
+    )
+    instead.add_argument(
+        "--chips", action="store_true", help="the GPUs instead: peaks, memory, links, sources"
+    )
+    made.add_argument(
+        "--gpu",
+        metavar="NAME",
+        default="",
+        help="only with this GPU, in any spelling, as h100 or A100-80GB",
+    )
+    made.add_argument(
+        "--cloud",
+        metavar="NAME",
+        default="",
+        help="only of this cloud: aws, gcp, azure or one of your own",
+    )
     made.add_argument("--region", metavar="NAME", default="", help="only in this region")
-    made.add_argument("--catalog", metavar="FILE", action="append", default=[], help="own entries (also: $ELASTIC_CATALOG)")
+    made.add_argument(
+        "--catalog",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="own entries (also: $ELASTIC_CATALOG)",
+    )
 
 
 def _add_cluster(verbs: Any) -> None:
     actions = verb_group(verbs, "cluster", "cluster files: what `ray up` launches")
-    made = verb(actions, "check", _cluster_check, "check a cluster file, and print its pools with their prices")
-    made.add_argument("file", metavar="FILE", help="a file of Ray's cluster launcher, or a RayCluster or RayJob of KubeRay")
+    made = verb(
+        actions,
+        "check",
+        _cluster_check,
+        "check a cluster file, and print its pools with their prices",
+    )
+    made.add_argument(
+        "file",
+        metavar="FILE",
+        help="a file of Ray's cluster launcher, or a RayCluster or RayJob of KubeRay",
+    )
     made.add_argument("--job", metavar="JOB", help="folder of a job: also whether it can run there")
-    made = verb(actions, "reap", _cluster_reap, "list the EC2 instances that a dead cluster has leaked, and terminate them")
+    made = verb(
+        actions,
+        "reap",
+        _cluster_reap,
+        "list the EC2 instances that a dead cluster has leaked, and terminate them",
+    )
     made.add_argument("file", metavar="FILE", help="the file that `ray up` launched it from")
     made.add_argument("--yes", action="store_true", help="end them")
     made.add_argument("--alive", action="store_true", help="also where the cluster's head runs")
 
 
 def _add_profile(verbs: Any) -> None:
-    about = "measure what a job computes on this machine, or on a node of each kind of the Ray cluster; plan and run read it"
+    about = (
+        "measure what a job computes on this machine, or on a node of each kind of the Ray "
+        "cluster; plan and run read it"
+    )
     made = verb(verbs, "profile", _profile, about)
     made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
-    made.add_argument("--local", action="store_true", help="this machine even if RAY_ADDRESS is set")
-    made.add_argument("--out", metavar="FILE", help="default: elastic/hardware/KIND.json in the user's cache folder")
-    made.add_argument("--seconds", metavar="S", type=natural, default=60, help="about how long it may take (default: 60)")
+    made.add_argument(
+        "--local", action="store_true", help="this machine even if RAY_ADDRESS is set"
+    )
+    made.add_argument(
+        "--out",
+        metavar="FILE",
+        help="default: elastic/hardware/KIND.json in the user's cache folder",
+    )
+    made.add_argument(
+        "--seconds",
+        metavar="S",
+        type=natural,
+        default=60,
+        help="about how long it may take (default: 60)",
+    )
     add_overrides(made)
 
 
@@ -56,28 +110,51 @@ def _prices(given: argparse.Namespace) -> int:
         show(given, {"chips": rows}, price_list.chips(rows))
         return 0
     found = api.prices(given.cluster, wanted)
-    show(given, found.plain(), [*price_list.prices(found.rows), *found.problems, f"table of {found.plain()['table_at']}"])
+    show(
+        given,
+        found.plain(),
+        [*price_list.prices(found.rows), *found.problems, f"table of {found.plain()['table_at']}"],
+    )
     return 0
 
 
 def _cluster_check(given: argparse.Namespace) -> int:
     found = api.check_cluster(given.file, given.job)
     rows: list[tuple[str, ...]] = [run_tables.POOLS]
-    rows += [run_tables.pool(pool, found.spec.prices_of.get(pool.name, "")) for pool in found.spec.pools]
+    rows += [
+        run_tables.pool(pool, found.spec.prices_of.get(pool.name, "")) for pool in found.spec.pools
+    ]
     n_errors = sum(not problem.warning for problem in found.problems)
     verdict = f"{given.file}: {n_errors} errors, {len(found.problems) - n_errors} warnings"
-    show(given, found.plain(), [*found.lines(), *run_tables.columns(rows, right=(3, 4, 5, 6)), verdict])
+    show(
+        given,
+        found.plain(),
+        [*found.lines(), *run_tables.columns(rows, right=(3, 4, 5, 6)), verdict],
+    )
     return 0 if found.ok else 2
 
 
 def _cluster_reap(given: argparse.Namespace) -> int:
     found = api.reap(given.file, given.yes, given.alive)
-    rows: list[tuple[str, ...]] = [run_tables.MACHINES, *(tuple(i.plain().values()) for i in found.instances)]
-    show(given, found.plain(), [*(run_tables.columns(rows) if found.instances else []), found.verdict()])
+    rows: list[tuple[str, ...]] = [
+        run_tables.MACHINES,
+        *(tuple(i.plain().values()) for i in found.instances),
+    ]
+    show(
+        given,
+        found.plain(),
+        [*(run_tables.columns(rows) if found.instances else []), found.verdict()],
+    )
     return 1 if found.left else 0
 
 
 def _profile(given: argparse.Namespace) -> int:
-    found = api.profile(given.job, api.ProfileRequest(given.out, given.seconds, overrides(given), given.local))
-    show(given, {"hardware": [one.plain() for one in found]}, [line for one in found for line in one.lines()])
+    found = api.profile(
+        given.job, api.ProfileRequest(given.out, given.seconds, overrides(given), given.local)
+    )
+    show(
+        given,
+        {"hardware": [one.plain() for one in found]},
+        [line for one in found for line in one.lines()],
+    )
     return 0

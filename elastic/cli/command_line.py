@@ -1,4 +1,5 @@
-"""`elastic`: main(), and all commands in the order of --help. Importing this module imports neither torch nor ray."""
+"""`elastic`: main(), and all commands in the order of --help. Importing this module imports neither
+torch nor ray."""
 
 from __future__ import annotations
 
@@ -8,22 +9,34 @@ from collections.abc import Sequence
 
 from elastic import __version__
 from elastic.certify import certify_command as certify
-from elastic.cli import checkpoint_commands, cluster_commands, order_commands, plan_command, read_commands, run_command
+from elastic.cli import (
+    checkpoint_commands,
+    cluster_commands,
+    order_commands,
+    plan_command,
+    read_commands,
+    run_command,
+)
 from elastic.cli.parser import Parser, carry_out, verb
 
-EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a person or budget,
-4 the driver has lost its run (storage out of reach, its Ray cluster gone, or another one drives it): run it again
+EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where),
+3 stopped by a person or budget, 4 the driver has lost its run (storage out of reach, its Ray
+cluster gone, or another one drives it): run it again
 
 JOB is a folder with job.yaml and program.py; RUN is a run name, its folder or its URI;
 or how its name begins, or the name of a job: its newest run.
-Runs are stored in ./elastic_runs, unless the job's `storage`, --storage or $ELASTIC_STORAGE says otherwise."""
+Runs are stored in ./elastic_runs, unless the job's `storage`, --storage or $ELASTIC_STORAGE says
+otherwise."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    cut = words.index("--") if "--" in words else len(words)  # what follows belongs to the user's script
-    return carry_out(parser().parse_args(words[:cut], argparse.Namespace(args=words[cut + 1 :], words=words)))
+    # what follows belongs to the user's script
+    cut = words.index("--") if "--" in words else len(words)
+    return carry_out(
+        parser().parse_args(words[:cut], argparse.Namespace(args=words[cut + 1 :], words=words))
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,8 +47,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"elastic {__version__}")
-    verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    for group in (run_command, plan_command, read_commands, order_commands, checkpoint_commands, cluster_commands):
+    verbs = top.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=Parser
+    )
+    for group in (
+        run_command,
+        plan_command,
+        read_commands,
+        order_commands,
+        checkpoint_commands,
+        cluster_commands,
+    ):
         group.add(verbs)
     certify.add_arguments(verb(verbs, "certify", certify.run, certify.ABOUT))
     return top

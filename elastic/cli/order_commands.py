@@ -11,13 +11,18 @@ from elastic.cli.parser import opened, run_verb, show
 
 def add(verbs: Any) -> None:
     made = run_verb(verbs, "stop", _stop, "ask a live run to save its state and stop")
-    made.add_argument("--reason", default="requested on the command line", help="written to the journal")
-    made = run_verb(verbs, "drill", _drill, "remove a node from a live run, or add one, to see what it does")
+    made.add_argument(
+        "--reason", default="requested on the command line", help="written to the journal"
+    )
+    made = run_verb(
+        verbs, "drill", _drill, "remove a node from a live run, or add one, to see what it does"
+    )
     made.add_argument(
         "entry",
         metavar="KEY=VALUE",
         nargs="+",
-        help="notice=NODE [deadline_s=30], kill=NODE, hang=NODE, partition=NODE [for_s=30] or add=POOL, at once or at_step=N; "
+        help="notice=NODE [deadline_s=30], kill=NODE, hang=NODE, partition=NODE [for_s=30] or "
+        "add=POOL, at once or at_step=N; "
         "NODE is any, any-spot, rank0, rank:N, a node id, or several with commas",
     )
 
@@ -25,7 +30,11 @@ def add(verbs: Any) -> None:
 def _stop(given: argparse.Namespace) -> int:
     run = opened(given)
     api.stop(run.storage, given.reason)
-    show(given, {"run": run.name, "asked": "stop"}, [f"run {run.name} is asked to stop: elastic status {given.run}"])
+    show(
+        given,
+        {"run": run.name, "asked": "stop"},
+        [f"run {run.name} is asked to stop: elastic status {given.run}"],
+    )
     return 0
 
 

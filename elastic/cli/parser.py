@@ -1,4 +1,5 @@
-"""What all commands share: --json and --storage, exit codes, how a RUN is named, errors in one line, Ctrl-C."""
+"""What all commands share: --json and --storage, exit codes, how a RUN is named, errors in one
+line, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,11 +25,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def verb(verbs: Any, name: str, handler: Handler, about: str) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about[:1].upper() + about[1:] + ".")
+    made: argparse.ArgumentParser = verbs.add_parser(
+        name, help=about, description=about[:1].upper() + about[1:] + "."
+    )
     made.set_defaults(handler=handler)
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument(
-        "--storage", metavar="URI", help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)"
+        "--storage",
+        metavar="URI",
+        help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)",
     )
     return made
 
@@ -43,12 +48,19 @@ def run_verb(verbs: Any, name: str, handler: Handler, about: str) -> argparse.Ar
 def verb_group(verbs: Any, name: str, about: str) -> Any:
     """Verbs of two words, as `checkpoint ls`: the second ones are added to what this returns."""
     made = verbs.add_parser(name, help=about, description=about.capitalize() + ".")
-    return made.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    return made.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=Parser
+    )
 
 
 def add_overrides(made: argparse.ArgumentParser) -> None:
     made.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="over job.yaml; repeatable",
     )
 
 
@@ -77,7 +89,10 @@ def carry_out(given: argparse.Namespace) -> int:
     """The exit code of the verb that was given. An error of ours is one line."""
     try:
         if given.args and getattr(given, "script", None) is None:
-            raise SpecError(f"'{given.args[0]}' after -- is an argument of a script; name that by --script FILE before the --")
+            raise SpecError(
+                f"'{given.args[0]}' after -- is an argument of a script; name that by --script "
+                "FILE before the --"
+            )
         return int(given.handler(given))
     except ElasticError as error:
         print(f"elastic: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""`elastic plan`: its arguments, which question they ask, and the answer as plain data and as lines."""
+"""`elastic plan`: its arguments, which question they ask, and the answer as plain data and as
+lines."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables
 from elastic.planner.offers import Aim, Purpose
 
-ABOUT = "which layout, how fast, how many dollars: a job on its pools, or a model on GPUs, before anything is started"
+ABOUT = (
+    "which layout, how fast, how many dollars: a job on its pools, or a model on GPUs, before "
+    "anything is started"
+)
 MOST_SAMPLES = 1_000_000  # of a step: more is a slip of the finger
 KINDS = "A100-80GB,H100,H200,B200"  # that --within looks at, where --gpus names none
 EPILOG = """examples:
@@ -32,8 +36,9 @@ EPILOG = """examples:
   elastic plan --model 8b --gpus H100 --scaling
   elastic plan --model llama3-70b --tokens 1T --within 3w --gpus H100,A100-80GB,B200
 
-GPUS are KIND:COUNT, KIND a GPU or an instance type; with commas several pools at once. Behind it may stand @2x8 (nodes x GPUs),
-@spot, @reserved or @owned, and @usd=2.50 (your price per GPU-hour; else the catalog's cheapest)."""
+GPUS are KIND:COUNT, KIND a GPU or an instance type; with commas several pools at once. Behind it
+may stand @2x8 (nodes x GPUs), @spot, @reserved or @owned, and @usd=2.50 (your price per GPU-hour;
+else the catalog's cheapest)."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +52,97 @@ def add(verbs: Any) -> None:
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     what = made.add_argument_group("what is trained")
     what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
-    what.add_argument("--model", metavar="NAME", help="or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...")
-    what.add_argument("--batch", metavar="N", type=_batch, help="sequences of an optimizer step (default: as published)")
-    what.add_argument("--precision", choices=("bfloat16", "float16", "float32"), help="(default: bfloat16, or the job's)")
-    what.add_argument("--check", action="store_true", help="compare first what the job's layouts compute (a small copy)")
-    what.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml")
+    what.add_argument(
+        "--model",
+        metavar="NAME",
+        help="or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...",
+    )
+    what.add_argument(
+        "--batch",
+        metavar="N",
+        type=_batch,
+        help="sequences of an optimizer step (default: as published)",
+    )
+    what.add_argument(
+        "--precision",
+        choices=("bfloat16", "float16", "float32"),
+        help="(default: bfloat16, or the job's)",
+    )
+    what.add_argument(
+        "--check",
+        action="store_true",
+        help="compare first what the job's layouts compute (a small copy)",
+    )
+    what.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="over job.yaml",
+    )
     where = made.add_argument_group("on what")
-    where.add_argument("--cluster", metavar="FILE", help="the pools of a cluster file (default: the job's own)")
-    where.add_argument("--nodes", metavar="POOL=N", action="append", default=[], help="not all that a pool may have")
-    where.add_argument("--gpus", metavar="GPUS", help="or GPUs by kind: H100:64, A100:16@2x8,H100:8@spot")
-    where.add_argument("--cloud", metavar="NAME", default="", help="prices and nodes of this cloud: aws, gcp, azure")
-    where.add_argument("--layout", metavar="LAYOUT", default="", help="this one: 'dp_shard=8,tp=4', or a part: 'auto,tp=4'")
+    where.add_argument(
+        "--cluster", metavar="FILE", help="the pools of a cluster file (default: the job's own)"
+    )
+    where.add_argument(
+        "--nodes",
+        metavar="POOL=N",
+        action="append",
+        default=[],
+        help="not all that a pool may have",
+    )
+    where.add_argument(
+        "--gpus", metavar="GPUS", help="or GPUs by kind: H100:64, A100:16@2x8,H100:8@spot"
+    )
+    where.add_argument(
+        "--cloud",
+        metavar="NAME",
+        default="",
+        help="prices and nodes of this cloud: aws, gcp, azure",
+    )
+    where.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        default="",
+        help="this one: 'dp_shard=8,tp=4', or a part: 'auto,tp=4'",
+    )
     why = made.add_argument_group("for what")
-    why.add_argument("--purpose", choices=get_args(Purpose), help="what the best one is (default: fastest, or deadline)")
-    why.add_argument("--tokens", metavar="N", help="to be trained on in all: 300B, 1T (default: the job's steps)")
-    why.add_argument("--within", metavar="TIME", help="3w, 10d, 36h; without counts of GPUs: how many it takes")
+    why.add_argument(
+        "--purpose",
+        choices=get_args(Purpose),
+        help="what the best one is (default: fastest, or deadline)",
+    )
+    why.add_argument(
+        "--tokens", metavar="N", help="to be trained on in all: 300B, 1T (default: the job's steps)"
+    )
+    why.add_argument(
+        "--within", metavar="TIME", help="3w, 10d, 36h; without counts of GPUs: how many it takes"
+    )
     shown = made.add_argument_group("what is shown")
     shown.add_argument("--top", metavar="N", type=_positive, default=5, help="offers (default: 5)")
-    shown.add_argument("--explain", metavar="N", type=_positive, nargs="?", const=1, help="where the time of offer N goes")
+    shown.add_argument(
+        "--explain",
+        metavar="N",
+        type=_positive,
+        nargs="?",
+        const=1,
+        help="where the time of offer N goes",
+    )
     shown.add_argument("--png", metavar="FILE", help="a picture of that, all offers side by side")
-    shown.add_argument("--what-if", metavar="GPUS", action="append", default=[], help="compare pools; repeatable")
-    shown.add_argument("--scaling", action="store_true", help="8, 16, 32 ... GPUs, until efficiency is under --efficiency")
-    shown.add_argument("--score", metavar="FILE", help="instead: predictions against the measurements of a CSV file")
+    shown.add_argument(
+        "--what-if", metavar="GPUS", action="append", default=[], help="compare pools; repeatable"
+    )
+    shown.add_argument(
+        "--scaling",
+        action="store_true",
+        help="8, 16, 32 ... GPUs, until efficiency is under --efficiency",
+    )
+    shown.add_argument(
+        "--score",
+        metavar="FILE",
+        help="instead: predictions against the measurements of a CSV file",
+    )
     shown.add_argument("--efficiency", metavar="X", type=_share, default=0.8, help="(default: 0.8)")
 
 
@@ -80,7 +154,9 @@ def _positive(text: str) -> int:
 
 def _batch(text: str) -> int:
     if _positive(text) > MOST_SAMPLES:
-        raise argparse.ArgumentTypeError(f"'{text}' must be at most {MOST_SAMPLES:,} sequences a step")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' must be at most {MOST_SAMPLES:,} sequences a step"
+        )
     return int(text)
 
 
@@ -111,7 +187,9 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
     subject = _subject(given)
     query = answers.Query(subject, _aim(given, subject, tokens, within_h))
     if given.what_if:
-        choices = [(text, _machines(gpus_of(text, "--what-if"), given.cloud)) for text in given.what_if]
+        choices = [
+            (text, _machines(gpus_of(text, "--what-if"), given.cloud)) for text in given.what_if
+        ]
         data = answers.what_if(query, choices)
         return PlanAnswer(data, plan_tables.what_if(data))
     if given.scaling:
@@ -127,16 +205,23 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
 
 def _scored(given: argparse.Namespace) -> PlanAnswer:
     if given.job or given.model:
-        raise SpecError(f"plan: {'JOB' if given.job else '--model'} and --score are two questions; ask one of them")
+        raise SpecError(
+            f"plan: {'JOB' if given.job else '--model'} and --score are two questions; ask one of "
+            "them"
+        )
     found = scoring.scored(given.score)
     data = found.plain()
     return PlanAnswer(data, plan_tables.scored(data, found.table()))
 
 
-def _plan(given: argparse.Namespace, query: answers.Query, found: tuple[MachineGroup, ...]) -> PlanAnswer:
+def _plan(
+    given: argparse.Namespace, query: answers.Query, found: tuple[MachineGroup, ...]
+) -> PlanAnswer:
     data = answers.plan(query, found)
     if given.explain and given.explain > len(data["offers"]):
-        raise SpecError(f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more")
+        raise SpecError(
+            f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more"
+        )
     lines = plan_tables.plan(data)
     if given.explain:
         width = min(100, shutil.get_terminal_size().columns)
@@ -151,7 +236,9 @@ def _picture(data: Mapping[str, Any], path: str) -> str:
     try:
         return str(plan_bars.save(data, path))
     except (OSError, ValueError) as error:
-        raise SpecError(f"--png {path}: cannot be written ({error}); give a file that ends in .png") from error
+        raise SpecError(
+            f"--png {path}: cannot be written ({error}); give a file that ends in .png"
+        ) from error
 
 
 def _colored(texts: Sequence[Text]) -> list[str]:
@@ -166,14 +253,16 @@ def _colored(texts: Sequence[Text]) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------ what is asked
+# ------------------------------------------------------------------------------------------ what is
+# asked
 
 
 def _check(given: argparse.Namespace) -> None:
     """Raises SpecError for what is missing or asked in two ways."""
     if not given.job and not given.model:
         raise SpecError(
-            "plan: JOB or --model is missing: elastic plan jobs/gpt2_124m, or elastic plan --model 8b --gpus H100:8"
+            "plan: JOB or --model is missing: elastic plan jobs/gpt2_124m, or elastic plan "
+            "--model 8b --gpus H100:8"
         )
     pairs = (
         ("JOB", given.job, "--model", given.model),
@@ -189,7 +278,10 @@ def _check(given: argparse.Namespace) -> None:
             raise SpecError(f"plan: {name} and {other_name} are two ways at once; give one of them")
     sized = given.within and given.tokens
     if given.model and not (given.gpus or given.cluster or given.what_if or sized or given.scaling):
-        raise SpecError("plan: --model needs nodes: --gpus H100:64, --cluster FILE, --what-if, or --tokens N --within TIME")
+        raise SpecError(
+            "plan: --model needs nodes: --gpus H100:64, --cluster FILE, --what-if, or --tokens N "
+            "--within TIME"
+        )
     if given.model and given.scaling and not (given.gpus or given.cluster):
         raise SpecError("plan: --scaling needs a kind of GPU: --gpus H100")
     if given.purpose == "deadline" and not given.within:
@@ -233,7 +325,10 @@ def _one(asked: Sequence[GpuRequest], cloud: str) -> MachineGroup:
 def _counted(asked: Sequence[GpuRequest], cloud: str) -> tuple[MachineGroup, ...]:
     for each in asked:
         if not each.n_gpus:
-            raise SpecError(f"--gpus {each.text}: how many? give {each.kind}:64 (or --tokens and --within, which find that)")
+            raise SpecError(
+                f"--gpus {each.text}: how many? give {each.kind}:64 (or --tokens and --within, "
+                "which find that)"
+            )
     return _machines(asked, cloud)
 
 

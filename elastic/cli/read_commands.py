@@ -1,4 +1,5 @@
-"""Commands that read a run and change nothing in it: ls, status, why, ledger, report, replay, logs, doctor."""
+"""Commands that read a run and change nothing in it: ls, status, why, ledger, report, replay, logs,
+doctor."""
 
 from __future__ import annotations
 
@@ -20,11 +21,21 @@ def add(verbs: Any) -> None:
         ("replay", _replay, "replay all decisions of a run from its journal and compare"),
     ):
         run_verb(verbs, name, handler, about)
-    verbs.choices["why"].add_argument("--last", metavar="N", type=int, default=0, help="only the last N lines")
-    made = run_verb(verbs, "logs", _logs, "what the workers of a run have printed: the end of each one's file")
-    made.add_argument("--last", metavar="N", type=natural, default=20, help="lines of each (default: 20; 0 = all)")
-    made.add_argument("--worker", metavar="NAME", default="", help="only files whose name begins so, as in spot-1")
-    made = verb(verbs, "doctor", _doctor, "check this machine; with RUN, what went wrong in that run")
+    verbs.choices["why"].add_argument(
+        "--last", metavar="N", type=int, default=0, help="only the last N lines"
+    )
+    made = run_verb(
+        verbs, "logs", _logs, "what the workers of a run have printed: the end of each one's file"
+    )
+    made.add_argument(
+        "--last", metavar="N", type=natural, default=20, help="lines of each (default: 20; 0 = all)"
+    )
+    made.add_argument(
+        "--worker", metavar="NAME", default="", help="only files whose name begins so, as in spot-1"
+    )
+    made = verb(
+        verbs, "doctor", _doctor, "check this machine; with RUN, what went wrong in that run"
+    )
     made.add_argument("run", metavar="RUN", nargs="?", help=RUN)
 
 
@@ -69,14 +80,32 @@ def _replay(given: argparse.Namespace) -> int:
     from elastic.sim.replay import replay
 
     found = replay(find_runs.lines_of(opened(given)))
-    data: dict[str, Any] = {"decisions": found.n_decisions, "identical": found.identical, "reworded": found.n_reworded}
-    lines = [f"{found.n_decisions} decisions replayed: {'all identical' if found.identical else 'NOT identical'}"]
+    data: dict[str, Any] = {
+        "decisions": found.n_decisions,
+        "identical": found.identical,
+        "reworded": found.n_reworded,
+    }
+    lines = [
+        f"{found.n_decisions} decisions replayed: "
+        f"{'all identical' if found.identical else 'NOT identical'}"
+    ]
     if found.n_reworded:
-        lines.append(f"{found.n_reworded} sentences are worded differently; their actions and wake-up times are the same")
+        lines.append(
+            f"{found.n_reworded} sentences are worded differently; their actions and wake-up "
+            "times are the same"
+        )
     if found.first_difference is not None:
         first = found.first_difference
-        data["first_difference"] = {"at_s": first.at_s, "recorded": first.recorded.reason, "again": first.again.reason}
-        lines += [f"first difference at {first.at_s:.3f} s:", f"  recorded: {first.recorded}", f"  again:    {first.again}"]
+        data["first_difference"] = {
+            "at_s": first.at_s,
+            "recorded": first.recorded.reason,
+            "again": first.again.reason,
+        }
+        lines += [
+            f"first difference at {first.at_s:.3f} s:",
+            f"  recorded: {first.recorded}",
+            f"  again:    {first.again}",
+        ]
     show(given, data, lines)
     return 0 if found.identical else 1
 
@@ -92,6 +121,9 @@ def _doctor(given: argparse.Namespace) -> int:
         checks = doctor.run_troubles(find_runs.view(opened(given)))
     else:
         checks = doctor.machine(find_runs.storage_uri(given.storage))
-    rows = [(check.verdict, check.name, check.found + (f"  ({check.hint})" if check.hint else "")) for check in checks]
+    rows = [
+        (check.verdict, check.name, check.found + (f"  ({check.hint})" if check.hint else ""))
+        for check in checks
+    ]
     show(given, [check.plain() for check in checks], run_tables.columns(rows))
     return 1 if any(check.verdict == "bad" for check in checks) else 0

@@ -1,4 +1,5 @@
-"""`elastic run`: a job or a script to its end, the same run again, or a driver that is watched and started again."""
+"""`elastic run`: a job or a script to its end, the same run again, or a driver that is watched and
+started again."""
 
 from __future__ import annotations
 
@@ -13,37 +14,77 @@ from elastic.cli.parser import EXIT, add_overrides, overrides, verb
 
 
 def add(verbs: Any) -> None:
-    made = verb(verbs, "run", _run, "train a job to its end; with the name of an interrupted run: resume it")
-    made.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py (with --script: without)")
+    made = verb(
+        verbs, "run", _run, "train a job to its end; with the name of an interrupted run: resume it"
+    )
     made.add_argument(
-        "--script", metavar="FILE", help="a training script instead of a program.py; its arguments come last, after --"
+        "job",
+        metavar="JOB",
+        nargs="?",
+        help="folder with job.yaml and program.py (with --script: without)",
+    )
+    made.add_argument(
+        "--script",
+        metavar="FILE",
+        help="a training script instead of a program.py; its arguments come last, after --",
     )
     made.set_defaults(refuse=made.error)
-    made.add_argument("--run-name", metavar="NAME", help="default: the job's name and the time; a known name is resumed")
     made.add_argument(
-        "--supervise", action="store_true", help="start a driver again that was killed or has lost its run; needs --run-name"
-    )
-    made.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # what --supervise starts
-    made.add_argument("--local", action="store_true", help="use an embedded cluster on this machine even if RAY_ADDRESS is set")
-    made.add_argument("--cluster", metavar="FILE", help="a cluster file; its pools are used instead of the job's own")
-    made.add_argument(
-        "--allow-changed", action="store_true", help="resume although program.py, the data or the mathematics have changed"
+        "--run-name",
+        metavar="NAME",
+        help="default: the job's name and the time; a known name is resumed",
     )
     made.add_argument(
-        "--from-checkpoint", action="store_true", help="of a run whose journal is damaged: resume from its newest checkpoint"
+        "--supervise",
+        action="store_true",
+        help="start a driver again that was killed or has lost its run; needs --run-name",
+    )
+    # what --supervise starts
+    made.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument(
+        "--local",
+        action="store_true",
+        help="use an embedded cluster on this machine even if RAY_ADDRESS is set",
     )
     made.add_argument(
-        "--no-budget", action="store_true", help="paid pools without a limit: the job has neither budget_usd nor max_nodes"
+        "--cluster",
+        metavar="FILE",
+        help="a cluster file; its pools are used instead of the job's own",
     )
-    made.add_argument("--drill", metavar="FILE", help="notices, kills and growth to carry out, instead of the job's own")
+    made.add_argument(
+        "--allow-changed",
+        action="store_true",
+        help="resume although program.py, the data or the mathematics have changed",
+    )
+    made.add_argument(
+        "--from-checkpoint",
+        action="store_true",
+        help="of a run whose journal is damaged: resume from its newest checkpoint",
+    )
+    made.add_argument(
+        "--no-budget",
+        action="store_true",
+        help="paid pools without a limit: the job has neither budget_usd nor max_nodes",
+    )
+    made.add_argument(
+        "--drill",
+        metavar="FILE",
+        help="notices, kills and growth to carry out, instead of the job's own",
+    )
     add_overrides(made)
 
 
 def _run(given: argparse.Namespace) -> int:
     if given.supervise:
         if not given.run_name:
-            given.refuse("--supervise needs --run-name NAME: by it a driver that is started again continues with the run")
-        return supervised(command_of(given.words), lambda text: print(f"elastic: {text}", file=sys.stderr, flush=True))
+            given.refuse(
+                "--supervise needs --run-name NAME: by it a driver that is started again "
+                "continues with the run"
+            )
+        return supervised(
+            command_of(given.words),
+            lambda text: print(f"elastic: {text}", file=sys.stderr, flush=True),
+        )
     options = api.Options(
         run_name=given.run_name,
         local=given.local,

@@ -1,4 +1,5 @@
-"""What stands under `data:` in job.yaml. Plain data: the sources themselves are opened by elastic/data."""
+"""What stands under `data:` in job.yaml. Plain data: the sources themselves are opened by
+elastic/data."""
 
 from __future__ import annotations
 
@@ -61,31 +62,50 @@ class SourceSpec(Strict):
     def _agree(self) -> SourceSpec:
         kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"a source has exactly one of {', '.join(KINDS)}, not {', '.join(kinds) or 'none'}")
+            raise ValueError(
+                f"a source has exactly one of {', '.join(KINDS)}, not {', '.join(kinds) or 'none'}"
+            )
         for key, of in ONLY_FOR.items():
-            if getattr(self, key) is not None and kinds[0] not in (*of, "mixture" if key in HANDED_ON else ""):
+            if getattr(self, key) is not None and kinds[0] not in (
+                *of,
+                "mixture" if key in HANDED_ON else "",
+            ):
                 raise ValueError(f"'{key}' belongs to {' or '.join(of)}, not to {kinds[0]}")
         if kinds[0] == "mixture":
             self._check_parts(self.mixture or {})
         if self.columns is not None and (self.text or self.tokenizer or self.pack or self.seq):
-            raise ValueError("'columns' are fields of numbers: leave text, tokenizer, seq and pack out, or columns")
+            raise ValueError(
+                "'columns' are fields of numbers: leave text, tokenizer, seq and pack out, or "
+                "columns"
+            )
         return self
 
     def _check_parts(self, parts: Mapping[str, SourceSpec]) -> None:
         if not parts:
-            raise ValueError("a mixture needs parts, as in mixture: {code: {folder: ..., weight: 2}, prose: {jsonl: ...}}")
+            raise ValueError(
+                "a mixture needs parts, as in mixture: {code: {folder: ..., weight: 2}, prose: "
+                "{jsonl: ...}}"
+            )
         with_weight = [name for name, part in parts.items() if part.weight is not None]
         if with_weight and len(with_weight) < len(parts):
             missing = next(name for name in parts if name not in with_weight)
-            raise ValueError(f"part '{missing}' of the mixture has no weight, '{with_weight[0]}' has one; give all or none")
+            raise ValueError(
+                f"part '{missing}' of the mixture has no weight, '{with_weight[0]}' has one; give "
+                "all or none"
+            )
         for name, part in parts.items():
             if part.mixture is not None:
-                raise ValueError(f"part '{name}' of the mixture is a mixture; put its parts beside the others")
+                raise ValueError(
+                    f"part '{name}' of the mixture is a mixture; put its parts beside the others"
+                )
 
     def parts(self) -> dict[str, SourceSpec]:
         """Of a mixture, with what it hands on."""
         handed = {key: getattr(self, key) for key in HANDED_ON if getattr(self, key) is not None}
-        return {name: SourceSpec(**_fitting(handed, part) | part.plain()) for name, part in (self.mixture or {}).items()}
+        return {
+            name: SourceSpec(**_fitting(handed, part) | part.plain())
+            for name, part in (self.mixture or {}).items()
+        }
 
     @property
     def unequal(self) -> bool:
@@ -103,11 +123,14 @@ class SourceSpec(Strict):
 def _fitting(handed: Mapping[str, Any], part: SourceSpec) -> dict[str, Any]:
     if part.kind == "rows" or part.columns is not None:
         return {}
-    return {key: value for key, value in handed.items() if part.kind in ONLY_FOR.get(key, (part.kind,))}
+    return {
+        key: value for key, value in handed.items() if part.kind in ONLY_FOR.get(key, (part.kind,))
+    }
 
 
 class DataSpec(Strict):
-    """`train` and `validation`: a source, or the folder of indexed rows; validation also as name -> source."""
+    """`train` and `validation`: a source, or the folder of indexed rows; validation also as name ->
+    source."""
 
     train: SourceSpec | None = None
     validation: dict[str, SourceSpec] | None = None  # under its name; a single one is called ""
@@ -130,18 +153,31 @@ class DataSpec(Strict):
         if isinstance(value, Mapping) and _is_source(value):
             return {"": value}
         if isinstance(value, Mapping):
-            return {name: {"rows": source} if isinstance(source, str) else source for name, source in value.items()}
+            return {
+                name: {"rows": source} if isinstance(source, str) else source
+                for name, source in value.items()
+            }
         return value
 
     def problem(self, microbatch_tokens: int | None) -> str:
-        """What is wrong with samples of unequal length and the micro-batches that are made of them; '' = nothing."""
+        """What is wrong with samples of unequal length and the micro-batches that are made of them;
+        '' = nothing."""
         found = {"data.train": self.train} if self.train is not None else {}
-        found |= {f"data.validation{'.' * bool(name)}{name}": one for name, one in (self.validation or {}).items()}
+        found |= {
+            f"data.validation{'.' * bool(name)}{name}": one
+            for name, one in (self.validation or {}).items()
+        }
         for where, source in found.items():
             if microbatch_tokens is None and source.unequal:
-                return f"{where}: 'pack: document' gives samples of unequal length; give microbatch_tokens, or take pack: pad"
+                return (
+                    f"{where}: 'pack: document' gives samples of unequal length; give "
+                    "microbatch_tokens, or take pack: pad"
+                )
             if microbatch_tokens is not None and source.longest() > microbatch_tokens:
-                return f"{where}: a sample of seq={source.longest()} does not fit into microbatch_tokens={microbatch_tokens}"
+                return (
+                    f"{where}: a sample of seq={source.longest()} does not fit into "
+                    f"microbatch_tokens={microbatch_tokens}"
+                )
         return ""
 
     def plain(self) -> dict[str, Any]:
@@ -150,4 +186,6 @@ class DataSpec(Strict):
 
 def _is_source(value: Mapping[str, Any]) -> bool:
     """One source, and not several by name (one of which may be called 'text')."""
-    return bool(set(value) & set(KINDS)) and not any(isinstance(v, Mapping) for k, v in value.items() if k != "mixture")
+    return bool(set(value) & set(KINDS)) and not any(
+        isinstance(v, Mapping) for k, v in value.items() if k != "mixture"
+    )

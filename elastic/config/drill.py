@@ -32,14 +32,16 @@ NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of the
 class DrillSpec(Strict):
     """One entry of a drill: exactly one of DRILL_KINDS; without `at_step` it happens at once.
 
-    hang: the node's processes are stopped (SIGSTOP). partition: for `for_s` seconds they reach neither the driver nor their
-    peers nor storage, or only those of `from` not; they work all the while. stall: they answer, and their training
-    stalls. corrupt: what they compute is wrong. slow: they take `factor` times as long as they would (1 = as before); with
-    `unit_s` each forward and backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`:
-    each pass by up to that part more or less. device_error: their next forward pass raises a CUDA error, and so does
-    everything after it; `place`: not the forward pass, but the backward pass, the optimizer, a host copy for the peers, or
-    the next transfer of the state. `gpu`: of the node's workers only this one. wrong_layout: from now on the layouts that the
-    run changes to compute something else than the one it has (of no node; for trials of the checks against that).
+    hang: the node's processes are stopped (SIGSTOP). partition: for `for_s` seconds they reach
+    neither the driver nor their peers nor storage, or only those of `from` not; they work all the
+    while. stall: they answer, and their training stalls. corrupt: what they compute is wrong. slow:
+    they take `factor` times as long as they would (1 = as before); with `unit_s` each forward and
+    backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`:
+    each pass by up to that part more or less. device_error: their next forward pass raises a CUDA
+    error, and so does everything after it; `place`: not the forward pass, but the backward pass,
+    the optimizer, a host copy for the peers, or the next transfer of the state. `gpu`: of the
+    node's workers only this one. wrong_layout: from now on the layouts that the run changes to
+    compute something else than the one it has (of no node; for trials of the checks against that).
     """
 
     at_step: int | None = Field(None, ge=0, le=STEPS_MOST)
@@ -67,11 +69,17 @@ class DrillSpec(Strict):
     def _one_kind(self) -> DrillSpec:
         kinds = [kind for kind in DRILL_KINDS if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"a drill entry has exactly one of {', '.join(DRILL_KINDS)}, not {', '.join(kinds) or 'none'}")
+            raise ValueError(
+                f"a drill entry has exactly one of {', '.join(DRILL_KINDS)}, not "
+                f"{', '.join(kinds) or 'none'}"
+            )
         for option, of in OPTIONS.items():
             if getattr(self, option) is not None and kinds[0] not in of:
                 option = type(self).model_fields[option].alias or option
-                raise ValueError(f"{option} belongs to {'a notice' if of == ('notice',) else ' or '.join(of)} only")
+                raise ValueError(
+                    f"{option} belongs to {'a notice' if of == ('notice',) else ' or '.join(of)} "
+                    "only"
+                )
         if self.slow is not None and self.factor is None:
             raise ValueError("slow needs a factor, such as 2.0")
         if self.slow is not None and self.unit_s is None and (self.factor or 1) < 1:

@@ -1,4 +1,5 @@
-"""What must stay the same for a run to continue along the same curve: the program's code, its data, the job's mathematics.
+"""What must stay the same for a run to continue along the same curve: the program's code, its data,
+the job's mathematics.
 
 Plain data: it stands in the journal (DriverStarted.job) and in every checkpoint.
 """
@@ -16,14 +17,17 @@ from elastic.config.masking import STARS, masked
 from elastic.types import Job, ModelProfile
 
 JOB_KEYS = (
-    "global_batch", "seed", "clip_grad_norm", "precision", "reduce_dtype", "float8", "args", "lr_schedule", "lr_scaling",
-    "base_global_batch",
+    "global_batch", "seed", "clip_grad_norm", "precision", "reduce_dtype", "float8", "args",
+    "lr_schedule", "lr_scaling", "base_global_batch",
 )  # fmt: skip
 KEY = "fingerprint"  # in DriverStarted.job and in a checkpoint's meta
 
 
-def fingerprint(program: str | Path, job: Job, model: ModelProfile, n_samples: int | None) -> dict[str, Any]:
-    """`n_samples`: length of the dataset, None = not known here. It holds no secret of the job, but tells another one."""
+def fingerprint(
+    program: str | Path, job: Job, model: ModelProfile, n_samples: int | None
+) -> dict[str, Any]:
+    """`n_samples`: length of the dataset, None = not known here. It holds no secret of the job, but
+    tells another one."""
     keys = job.plain()
     found = {
         "program": _code(Path(program)),
@@ -34,17 +38,23 @@ def fingerprint(program: str | Path, job: Job, model: ModelProfile, n_samples: i
         "settings of the optimizer": job.optimizer,
         "optimizer": _digest(repr(_kept(model))),
         "optimizers": _split(model),
-        "tensors": _digest(repr(sorted((s.fqn, s.shape, s.dtype, s.trainable, s.tied_to or "") for s in model.specs))),
+        "tensors": _digest(
+            repr(
+                sorted((s.fqn, s.shape, s.dtype, s.trainable, s.tied_to or "") for s in model.specs)
+            )
+        ),
     }
     return _without_secrets(found, found)
 
 
 def _without_secrets(mark: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
-    """A digest in the place of each secret, slow to compute for who tries many; `of`: the salt follows from what no run changes
-    in this mark."""
+    """A digest in the place of each secret, slow to compute for who tries many; `of`: the salt
+    follows from what no run changes in this mark."""
     salt = f"{of.get('tensors')} {of.get('seed')}"
 
-    return dict(masked(dict(mark), lambda name, secret: STARS + _slow_digest(secret, f"{salt} {name}")))
+    return dict(
+        masked(dict(mark), lambda name, secret: STARS + _slow_digest(secret, f"{salt} {name}"))
+    )
 
 
 @cache
@@ -53,8 +63,9 @@ def _slow_digest(secret: str, salt: str) -> str:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In one line, without secrets; '' = none. What only one of the two knows is not compared. What was recorded as "***" may
-    have been anything, and secrets that were recorded as they are compare with their digests."""
+    """In one line, without secrets; '' = none. What only one of the two knows is not compared. What
+    was recorded as "***" may have been anything, and secrets that were recorded as they are compare
+    with their digests."""
     words = {
         "program": "the code of its program.py",
         "optimizer": "what its optimizer keeps",
@@ -67,25 +78,33 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         new = now.get(key)
         if key not in now or _same(old, new) or (key == "n_samples" and None in (old, new)):
             continue
-        found.append(words.get(key) or f"{'samples in the dataset' if key == 'n_samples' else key} ({old}, now {new})")
+        found.append(
+            words.get(key)
+            or f"{'samples in the dataset' if key == 'n_samples' else key} ({old}, now {new})"
+        )
     return ", ".join(found)
 
 
 def _same(old: Any, new: Any) -> bool:
     if isinstance(old, dict) and isinstance(new, dict):
-        return old.keys() == new.keys() and all(_same(value, new[key]) for key, value in old.items())
+        return old.keys() == new.keys() and all(
+            _same(value, new[key]) for key, value in old.items()
+        )
     return old == new or (old == STARS and isinstance(new, str))
 
 
 def batch_changed(run: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Why the run cannot continue with another batch, in one line; '' = it has the same. Its steps are counted in batches: step
-    s has the samples from s * global_batch on, so another batch would read some twice and others never."""
+    """Why the run cannot continue with another batch, in one line; '' = it has the same. Its steps
+    are counted in batches: step s has the samples from s * global_batch on, so another batch would
+    read some twice and others never."""
     old, new = was.get("global_batch"), now.get("global_batch")
     if old is None or new is None or old == new:
         return ""
     return (
-        f"run '{run}' was started with global_batch={old}, the job says {new}: the place in the data is counted in batches, so "
-        "that cannot change within a run; change it back, or begin a new run with this one's state (elastic checkpoint import "
+        f"run '{run}' was started with global_batch={old}, the job says {new}: the place in the "
+        "data is counted in batches, so "
+        "that cannot change within a run; change it back, or begin a new run with this one's "
+        "state (elastic checkpoint import "
         "URI --into NAME --job JOB), where lr_scaling holds from its start"
     )
 
@@ -116,7 +135,14 @@ def _split(model: ModelProfile) -> str | None:
     if len(model.optimizers) < 2:
         return None
     trained = [spec for spec in model.specs if spec.trainable and not spec.buffer]
-    return _digest(repr(sorted(sorted(s.fqn for s in trained if s.optimizer == i) for i in range(len(model.optimizers)))))
+    return _digest(
+        repr(
+            sorted(
+                sorted(s.fqn for s in trained if s.optimizer == i)
+                for i in range(len(model.optimizers))
+            )
+        )
+    )
 
 
 def digest_of_file(path: Path) -> str:

@@ -1,7 +1,8 @@
-"""The file in which `elastic profile` leaves what it has measured, and which plan and run read: one per kind of accelerator.
+"""The file in which `elastic profile` leaves what it has measured, and which plan and run read: one
+per kind of accelerator.
 
-It stands in $ELASTIC_HARDWARE (a folder, or one file that ends in .json), else in elastic/hardware under $XDG_CACHE_HOME
-(~/.cache).
+It stands in $ELASTIC_HARDWARE (a folder, or one file that ends in .json), else in elastic/hardware
+under $XDG_CACHE_HOME (~/.cache).
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ def path_of(accelerator_type: str, environment: Mapping[str, str] = os.environ) 
     if given:
         folder = Path(given).expanduser()
     else:
-        folder = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic" / "hardware"
+        folder = (
+            Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+            / "elastic"
+            / "hardware"
+        )
     return folder / f"{accelerator_type.replace('/', '-')}.json"
 
 
 def write_hardware(path: Path, profile: HardwareProfile, about: Mapping[str, Any]) -> None:
-    """`about`: plain data: where and when it was measured, and all else that was. Raises SpecError where that cannot be."""
+    """`about`: plain data: where and when it was measured, and all else that was. Raises SpecError
+    where that cannot be."""
     data = {"schema": SCHEMA, **about, "profile": asdict(profile)}
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -45,7 +51,9 @@ def write_hardware(path: Path, profile: HardwareProfile, about: Mapping[str, Any
     except OSError as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        raise SpecError(f"{path}: cannot be written ({error.strerror}); give another --out FILE") from error
+        raise SpecError(
+            f"{path}: cannot be written ({error.strerror}); give another --out FILE"
+        ) from error
 
 
 def check_writable(path: Path) -> None:
@@ -63,17 +71,26 @@ def read_hardware(path: Path) -> HardwareProfile:
         schema, found = data["schema"], data["profile"]
         if schema > SCHEMA:
             raise SpecError(
-                f"{path}: was written by a newer version of elastic (schema {schema}, this one reads {SCHEMA}); {AGAIN}"
+                f"{path}: was written by a newer version of elastic (schema {schema}, this one "
+                f"reads {SCHEMA}); {AGAIN}"
             )
         return _profile(found)
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror}); give a file that elastic profile has written") from error
+        raise SpecError(
+            f"{path}: cannot be read ({error.strerror}); give a file that elastic profile has "
+            "written"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"{path}: not a hardware profile ({type(error).__name__}: {error}); {AGAIN}") from error
+        raise SpecError(
+            f"{path}: not a hardware profile ({type(error).__name__}: {error}); {AGAIN}"
+        ) from error
 
 
-def known_hardware(kinds: Iterable[str], environment: Mapping[str, str] = os.environ) -> tuple[HardwareProfile, ...]:
-    """What was measured of these kinds of accelerator; nothing for those that never were. Raises SpecError for a bad file."""
+def known_hardware(
+    kinds: Iterable[str], environment: Mapping[str, str] = os.environ
+) -> tuple[HardwareProfile, ...]:
+    """What was measured of these kinds of accelerator; nothing for those that never were. Raises
+    SpecError for a bad file."""
     paths = {kind: path_of(kind, environment) for kind in dict.fromkeys(kinds)}
     found = {kind: read_hardware(path) for kind, path in paths.items() if path.is_file()}
     return tuple(profile for kind, profile in found.items() if profile.accelerator_type == kind)
@@ -85,7 +102,11 @@ def _profile(data: Mapping[str, Any]) -> HardwareProfile:
     given = {f.name: data[f.name] for f in fields(HardwareProfile) if f.name in data}
     for name, value in given.items():
         wanted = type(getattr(plain, name))
-        fits = isinstance(value, list) if wanted is tuple else isinstance(value, int | float if wanted is float else wanted)
+        fits = (
+            isinstance(value, list)
+            if wanted is tuple
+            else isinstance(value, int | float if wanted is float else wanted)
+        )
         if not fits or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}")
     return HardwareProfile(**{name: _tuples(value) for name, value in given.items()})

@@ -1,4 +1,5 @@
-"""JobSpec: what stands in job.yaml, checked. Every error is one line: the file, the key, what is wrong, what would be right."""
+"""JobSpec: what stands in job.yaml, checked. Every error is one line: the file, the key, what is
+wrong, what would be right."""
 
 from __future__ import annotations
 
@@ -7,13 +8,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from elastic.catalog.bounded_yaml import SHOWN_MOST, read_yaml, yaml_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
 from elastic.config.key_names import STORED, shown_key, stored_keys
-from elastic.config.optimization import OWNERS, Guards, LrSchedule, NoiseScaleSettings, OptimizerKey, problem
+from elastic.config.optimization import (
+    OWNERS,
+    Guards,
+    LrSchedule,
+    NoiseScaleSettings,
+    OptimizerKey,
+    problem,
+)
 from elastic.config.strict import (
     BYTES_MOST,
     GB_MOST,
@@ -32,7 +47,16 @@ from elastic.config.strict import (
     shown_of,
 )
 from elastic.errors import SpecError
-from elastic.types import AUTO, Job, Layout, MarketType, Pool, is_auto, named_after_auto, parse_layout
+from elastic.types import (
+    AUTO,
+    Job,
+    Layout,
+    MarketType,
+    Pool,
+    is_auto,
+    named_after_auto,
+    parse_layout,
+)
 from elastic.types.typed_job import Auto, Axis, LrScaling, Precision, Purpose, Recompute, Schedule
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -63,7 +87,10 @@ class PoolSpec(Strict):
     @model_validator(mode="after")
     def _min_below_max(self) -> PoolSpec:
         if self.min_nodes > self.max_nodes:
-            raise ValueError(f"pool '{self.name}': min_nodes={self.min_nodes} is more than max_nodes={self.max_nodes}")
+            raise ValueError(
+                f"pool '{self.name}': min_nodes={self.min_nodes} is more than "
+                f"max_nodes={self.max_nodes}"
+            )
         return self
 
     def pool(self) -> Pool:
@@ -71,21 +98,32 @@ class PoolSpec(Strict):
 
 
 def embedded_pools(n_gpus: int = 0) -> list[PoolSpec]:
-    """What the embedded cluster gives a job without pools: spot and on-demand nodes of two processes each, or this machine's
-    GPUs, two to a node where there are four or more."""
+    """What the embedded cluster gives a job without pools: spot and on-demand nodes of two
+    processes each, or this machine's GPUs, two to a node where there are four or more."""
     if not n_gpus:
         spot, on_demand = {"gpus_per_node": 2, "max_nodes": 2}, {"gpus_per_node": 2, "max_nodes": 1}
         kind = "CPU"
     else:
         each = 2 if n_gpus >= 4 else 1
-        spot, on_demand = {"gpus_per_node": each, "max_nodes": n_gpus // each - 1}, {"gpus_per_node": each, "max_nodes": 1}
+        spot, on_demand = (
+            {"gpus_per_node": each, "max_nodes": n_gpus // each - 1},
+            {"gpus_per_node": each, "max_nodes": 1},
+        )
         kind = "GPU"
-    found = [PoolSpec(name="spot", accelerator_type=kind, market_type="spot", **spot)] if spot["max_nodes"] else []
-    return [*found, PoolSpec(name="on-demand", accelerator_type=kind, market_type="on-demand", **on_demand)]
+    found = (
+        [PoolSpec(name="spot", accelerator_type=kind, market_type="spot", **spot)]
+        if spot["max_nodes"]
+        else []
+    )
+    return [
+        *found,
+        PoolSpec(name="on-demand", accelerator_type=kind, market_type="on-demand", **on_demand),
+    ]
 
 
 class JobSpec(Strict):
-    """A job. `folder` and `program` are absolute paths; `layout` as a map is keyed by the number of workers, as text."""
+    """A job. `folder` and `program` are absolute paths; `layout` as a map is keyed by the number of
+    workers, as text."""
 
     name: str = Field(min_length=1, max_length=NAME_MOST, pattern=NAME)
     folder: str
@@ -99,16 +137,22 @@ class JobSpec(Strict):
     optimizer: OptimizerKey | None = None  # instead of Program.optimizer
     lr_schedule: LrSchedule | None = None  # instead of Program.lr_factor
     lr_scaling: LrScaling = Job.lr_scaling
-    base_global_batch: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # that the learning rates were found with
+    # that the learning rates were found with
+    base_global_batch: int | None = Field(None, gt=0, le=SAMPLES_MOST)
     noise_scale: NoiseScaleSettings | None = None  # None = not measured
     guards: Guards = Guards()
-    precision: Precision = Job.precision  # of forward and backward pass; parameters stay as they are
-    reduce_dtype: Literal["float32", "bfloat16"] = Job.reduce_dtype  # in which gradients are added up
+    # of forward and backward pass; parameters stay as they are
+    precision: Precision = Job.precision
+    # in which gradients are added up
+    reduce_dtype: Literal["float32", "bfloat16"] = Job.reduce_dtype
     layout: str | dict[str, str] = AUTO
     schedule: Schedule | None = None  # None, here and below: 'auto' chooses
-    virtual_stages: int | None = Field(None, gt=1, le=NODES_MOST)  # pipeline stages per rank under interleaved1f1b
-    microbatch_size: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # of a data-parallel rank, computed at once
-    microbatch_tokens: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # likewise, for samples of unequal length
+    # pipeline stages per rank under interleaved1f1b
+    virtual_stages: int | None = Field(None, gt=1, le=NODES_MOST)
+    # of a data-parallel rank, computed at once
+    microbatch_size: int | None = Field(None, gt=0, le=SAMPLES_MOST)
+    # likewise, for samples of unequal length
+    microbatch_tokens: int | None = Field(None, gt=0, le=SAMPLES_MOST)
     activation_checkpointing: Recompute | None = None
     zero_stage: Literal[1, 2, 3] | None = None
     compile: bool = Job.compile
@@ -125,25 +169,33 @@ class JobSpec(Strict):
     keep_every: int = Field(Job.keep_every, ge=0, le=STEPS_MOST)
     keep_best: int = Field(Job.keep_best, ge=0, le=STEPS_MOST)
     storage_quota_gb: float | None = Field(None, gt=0, le=GB_MOST)
-    verify_copies: bool = Job.verify_copies  # the newest is read back before an older one is removed
+    # the newest is read back before an older one is removed
+    verify_copies: bool = Job.verify_copies
     data: DataSpec = DataSpec()  # instead of the program's own datasets
     storage: str | None = None
     budget_usd: float | None = Field(None, gt=0, le=USD_MOST)
-    head_usd_per_h: float = Field(Job.head_usd_per_h, ge=0, le=USD_MOST)  # on the bill while a driver runs
+    # on the bill while a driver runs
+    head_usd_per_h: float = Field(Job.head_usd_per_h, ge=0, le=USD_MOST)
     max_nodes: int | None = Field(None, gt=0, le=NODES_MOST)
     deadline_h: float | None = Field(None, gt=0, le=HOURS_MOST)  # since the run's first start
-    on_demand_floor: Auto | Literal["copy"] | int = Job.on_demand_floor  # nodes; copy = as many as hold the state once
-    waiting_usd_per_h: Auto | float = Job.waiting_usd_per_h  # what an hour is worth in which too few nodes are there
+    # nodes; copy = as many as hold the state once
+    on_demand_floor: Auto | Literal["copy"] | int = Job.on_demand_floor
+    # what an hour is worth in which too few nodes are there
+    waiting_usd_per_h: Auto | float = Job.waiting_usd_per_h
     max_silence_s: float | None = Field(None, ge=SILENCE_LEAST_S, le=SECONDS_MOST)
     orphan_lease_s: float = Field(Job.orphan_lease_s, ge=LEASE_LEAST_S, le=LEASE_MOST_S)
     purpose: Purpose = Job.purpose  # auto = cheapest with deadline_h or on_demand_floor
     pools: list[PoolSpec] = Field(default_factory=embedded_pools, min_length=1)
     trusted_axes: list[Axis] = []  # taken as right, whatever the checks before the start find
-    rebalance: bool = Job.rebalance  # shares and stages follow measured speeds; nodes that cost more than they give are left
-    across_zones: bool = Job.across_zones  # stages, shards and tp peers may stand in different zones, not only replicas
-    check_numbers_every: Auto | int = Job.check_numbers_every  # steps between comparisons of what must be equal; 0 = none
+    # shares and stages follow measured speeds; nodes that cost more than they give are left
+    rebalance: bool = Job.rebalance
+    # stages, shards and tp peers may stand in different zones, not only replicas
+    across_zones: bool = Job.across_zones
+    # steps between comparisons of what must be equal; 0 = none
+    check_numbers_every: Auto | int = Job.check_numbers_every
     drill: list[DrillSpec] = []
-    script: str | None = None  # the file of `program` is a script that enters elastic.loop, called with `args`
+    # the file of `program` is a script that enters elastic.loop, called with `args`
+    script: str | None = None
     args: list[str] = []
     _where: str = PrivateAttr("job")
 
@@ -160,7 +212,9 @@ class JobSpec(Strict):
             for workers, text in value.items():
                 n = parse_layout(text).world_size
                 if workers != str(n):
-                    raise ValueError(f"the entry for {workers} workers is '{text}', a layout of {n}")
+                    raise ValueError(
+                        f"the entry for {workers} workers is '{text}', a layout of {n}"
+                    )
             if not value:
                 raise ValueError("the map is empty")
         elif is_auto(value):
@@ -179,7 +233,8 @@ class JobSpec(Strict):
     def _some_copies(cls, value: Auto | int) -> Auto | int:
         if value != "auto" and not 0 <= value <= NODES_MOST:
             raise ValueError(
-                f"must be 'auto' or a number of copies on other nodes (0 = none), not {shown_of(value)}; at most {NODES_MOST:g}"
+                "must be 'auto' or a number of copies on other nodes (0 = none), not "
+                f"{shown_of(value)}; at most {NODES_MOST:g}"
             )
         return value
 
@@ -187,38 +242,57 @@ class JobSpec(Strict):
     @classmethod
     def _none_below_zero(cls, value: str | float) -> str | float:
         if not isinstance(value, str) and not 0 <= value <= USD_MOST:
-            raise ValueError(f"must be a word or a number of at least 0, not {shown_of(value)}; at most {USD_MOST:g}")
+            raise ValueError(
+                f"must be a word or a number of at least 0, not {shown_of(value)}; at most "
+                f"{USD_MOST:g}"
+            )
         return value
 
     @field_validator("peer_every", "durable_every", "check_numbers_every")
     @classmethod
     def _not_negative(cls, value: Auto | int) -> Auto | int:
         if value != "auto" and not 0 <= value <= STEPS_MOST:
-            raise ValueError(f"must be 'auto' or a number of steps (0 = off), not {shown_of(value)}; at most {STEPS_MOST:g}")
+            raise ValueError(
+                f"must be 'auto' or a number of steps (0 = off), not {shown_of(value)}; at most "
+                f"{STEPS_MOST:g}"
+            )
         return value
 
     @model_validator(mode="after")
     def _agree(self) -> JobSpec:
         if self.max_workers is not None and self.max_workers < self.min_workers:
-            raise ValueError(f"max_workers={self.max_workers} is less than min_workers={self.min_workers}")
+            raise ValueError(
+                f"max_workers={self.max_workers} is less than min_workers={self.min_workers}"
+            )
         for text in self.layouts() or [str(self.layout)]:
             layout = Layout(**named_after_auto(text)) if is_auto(text) else parse_layout(text)
             if layout.cp > 1 and self.compile:
-                raise ValueError(f"layout '{text}' has cp={layout.cp}, compile: true does not go with that; take one of them")
+                raise ValueError(
+                    f"layout '{text}' has cp={layout.cp}, compile: true does not go with that; "
+                    "take one of them"
+                )
             if layout.tp > 1 and self.compile and self.microbatch_tokens:
                 raise ValueError(
-                    f"layout '{text}' has tp={layout.tp}; compile: true goes with it or with microbatch_tokens, not with both"
+                    f"layout '{text}' has tp={layout.tp}; compile: true goes with it or with "
+                    "microbatch_tokens, not with both"
                 )
             if layout.tp > 1 and self.float8:
-                raise ValueError(f"layout '{text}' has tp={layout.tp}, float8: true does not go with that; take one of them")
+                raise ValueError(
+                    f"layout '{text}' has tp={layout.tp}, float8: true does not go with that; "
+                    "take one of them"
+                )
             if layout.dp > self.global_batch:
                 raise ValueError(
-                    f"layout '{text}' has {layout.dp} data-parallel ranks, global_batch={self.global_batch} has fewer samples"
+                    f"layout '{text}' has {layout.dp} data-parallel ranks, "
+                    f"global_batch={self.global_batch} has fewer samples"
                 )
             if self.microbatch_tokens and (layout.pp > 1 or layout.microbatch_size):
                 raise ValueError(f"layout '{text}': {_no_budget(layout)}")
         if self.microbatch_tokens and self.microbatch_size:
-            raise ValueError("microbatch_tokens and microbatch_size both say what is computed at once; take one of them")
+            raise ValueError(
+                "microbatch_tokens and microbatch_size both say what is computed at once; take "
+                "one of them"
+            )
         wrong = problem(self.steps, self.lr_schedule, self.lr_scaling, self.base_global_batch)
         wrong = wrong or self.data.problem(self.microbatch_tokens)
         if wrong:
@@ -226,12 +300,20 @@ class JobSpec(Strict):
         if self.args and self.script is None:
             raise ValueError("'args' are those of a 'script', which is not given")
         if self.float8 and self.precision != "bfloat16":
-            raise ValueError(f"float8: true needs precision: bfloat16 for all that is no matrix product, not {self.precision}")
+            raise ValueError(
+                "float8: true needs precision: bfloat16 for all that is no matrix product, not "
+                f"{self.precision}"
+            )
         if self.precision == "float16" and self.script is not None:
-            raise ValueError("precision: float16 needs a loss scale, which a script's own loss does not get; take bfloat16")
+            raise ValueError(
+                "precision: float16 needs a loss scale, which a script's own loss does not get; "
+                "take bfloat16"
+            )
         for key in ("microbatch_size", "microbatch_tokens"):
             if getattr(self, key) and self.script is not None:
-                raise ValueError(f"a script gets its whole share of a step at once; leave {key} out")
+                raise ValueError(
+                    f"a script gets its whole share of a step at once; leave {key} out"
+                )
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError(f"two pools have the same name ({', '.join(names)})")
@@ -246,13 +328,17 @@ class JobSpec(Strict):
         return [] if is_auto(self.layout) else [self.layout]
 
     def least_layouts(self) -> list[Layout]:
-        """Those, with the keys' options; for 'auto' what the job pins of it, with one rank on each other axis."""
+        """Those, with the keys' options; for 'auto' what the job pins of it, with one rank on each
+        other axis."""
         job = self.job()
         return [job.layout_of(text) for text in self.layouts()] or [Layout(**job.pins)]
 
     def plain(self) -> dict[str, Any]:
         """As plain data: what DriverStarted.job holds."""
-        return self.model_dump() | {"drill": [entry.plain() for entry in self.drill], "data": self.data.plain()}
+        return self.model_dump() | {
+            "drill": [entry.plain() for entry in self.drill],
+            "data": self.data.plain(),
+        }
 
     def job(self) -> Job:
         return Job.from_plain(self.plain())
@@ -261,7 +347,10 @@ class JobSpec(Strict):
 def _no_budget(layout: Layout) -> str:
     """Why it does not go with microbatch_tokens."""
     if layout.pp > 1:
-        return f"pp={layout.pp} needs micro-batches of one shape, microbatch_tokens makes unequal ones; take pp=1"
+        return (
+            f"pp={layout.pp} needs micro-batches of one shape, microbatch_tokens makes unequal "
+            "ones; take pp=1"
+        )
     return "microbatch_tokens says already what is computed at once; leave microbatch_size out"
 
 
@@ -276,23 +365,32 @@ def load_job(folder: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
 def folder_job(folder: str | Path, data: Mapping[str, Any], shown: str) -> JobSpec:
     """The same of what `job_data` has read."""
     if "script" in data:
-        raise SpecError(f"{shown}: its 'script' is started by `elastic run {folder}` alone; a 'program' can be given here too")
+        raise SpecError(
+            f"{shown}: its 'script' is started by `elastic run {folder}` alone; a 'program' can "
+            "be given here too"
+        )
     program = Path(folder).resolve() / str(data.get("program", "program.py"))
     job = job_of(data, program, shown)
     if not program.is_file():
-        raise SpecError(f"{Path(folder) / program.name}: no such file; a job folder needs a program.py that defines `program`")
+        raise SpecError(
+            f"{Path(folder) / program.name}: no such file; a job folder needs a program.py that "
+            "defines `program`"
+        )
     return job
 
 
 def job_data(folder: str | Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
-    """What stands in a folder's job.yaml, with `overrides` and unchecked, and the file as errors name it. Raises SpecError."""
+    """What stands in a folder's job.yaml, with `overrides` and unchecked, and the file as errors
+    name it. Raises SpecError."""
     root = Path(folder).resolve()
     file = root / "job.yaml"
     shown = Path(folder) / "job.yaml"
     if not root.is_dir():
         raise SpecError(f"{folder}: no such folder; a job is a folder with job.yaml and program.py")
     if not file.is_file():
-        raise SpecError(f"{shown}: no such file; a job folder needs a job.yaml (steps, global_batch ...)")
+        raise SpecError(
+            f"{shown}: no such file; a job folder needs a job.yaml (steps, global_batch ...)"
+        )
     data = read_yaml(file, str(shown))
     if not isinstance(data, dict):
         raise SpecError(f"{shown}: it must hold keys and values, not {_kind(data)}")
@@ -305,12 +403,17 @@ def overridden(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def job_of(data: Mapping[str, Any], program: Path, where: str = "job") -> JobSpec:
-    """The job that `data` describes, with the Program in the file `program`. Raises SpecError that begins with `where`."""
+    """The job that `data` describes, with the Program in the file `program`. Raises SpecError that
+    begins with `where`."""
     if "folder" in data:
         raise SpecError(f"{where}: unknown key 'folder'; it is the folder of the program")
     root = program.resolve().parent
     job = _checked(
-        JobSpec, {"name": root.name} | stored_keys(data, where) | {"folder": str(root), "program": str(program)}, where
+        JobSpec,
+        {"name": root.name}
+        | stored_keys(data, where)
+        | {"folder": str(root), "program": str(program)},
+        where,
     )
     job._where = where
     return job
@@ -320,10 +423,16 @@ def load_drill(file: str | Path) -> list[DrillSpec]:
     """The entries of a drill file, in order of their step. Raises SpecError."""
     path = Path(file)
     if not path.is_file():
-        raise SpecError(f"{file}: no such file; a drill file is a list such as `- {{at_step: 40, notice: any-spot}}`")
+        raise SpecError(
+            f"{file}: no such file; a drill file is a list such as `- {{at_step: 40, notice: "
+            f"any-spot}}`"
+        )
     data = read_yaml(path, str(file))
     if not isinstance(data, list):
-        raise SpecError(f"{file}: it must be a list such as `- {{at_step: 40, notice: any-spot}}`, not {_kind(data)}")
+        raise SpecError(
+            f"{file}: it must be a list such as `- {{at_step: 40, notice: any-spot}}`, not "
+            f"{_kind(data)}"
+        )
     entries = [drill_entry(entry, f"{file}, entry {i}") for i, entry in enumerate(data, 1)]
     for i, entry in enumerate(entries, 1):
         if entry.at_step is None:
@@ -334,52 +443,78 @@ def load_drill(file: str | Path) -> list[DrillSpec]:
 def drill_entry(data: Any, where: str = "drill") -> DrillSpec:
     """One drill entry as plain data -> DrillSpec. Raises SpecError that begins with `where`."""
     if not isinstance(data, dict):
-        raise SpecError(f"{where}: it must be keys and values such as {{kill: any}}, not {_kind(data)}")
+        raise SpecError(
+            f"{where}: it must be keys and values such as {{kill: any}}, not {_kind(data)}"
+        )
     return _checked(DrillSpec, data, where)
 
 
 def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
     """Can the job ever run on these pools? Raises SpecError with the numbers."""
     n_workers = sum(pool.max_nodes * pool.gpus_per_node for pool in pools)
-    listed = " + ".join(f"{pool.name} {pool.max_nodes} x {pool.gpus_per_node}" for pool in pools) or "no pool"
+    listed = (
+        " + ".join(f"{pool.name} {pool.max_nodes} x {pool.gpus_per_node}" for pool in pools)
+        or "no pool"
+    )
     smallest = min(job.least_layouts(), key=lambda layout: layout.world_size)
     if smallest.world_size > n_workers:
         raise SpecError(
-            f"{job.name}: layout '{smallest}' needs {smallest.world_size} workers; the pools give at most {n_workers} "
+            f"{job.name}: layout '{smallest}' needs {smallest.world_size} workers; the pools give "
+            f"at most {n_workers} "
             f"({listed})"
         )
     if job.min_workers > n_workers:
-        raise SpecError(f"{job.name}: min_workers={job.min_workers}; the pools give at most {n_workers} ({listed})")
+        raise SpecError(
+            f"{job.name}: min_workers={job.min_workers}; the pools give at most {n_workers} "
+            f"({listed})"
+        )
     _check_float8(job, pools)
-    if job.on_demand_floor not in ("auto", 0) and all(pool.market_type != "on-demand" for pool in pools):
+    if job.on_demand_floor not in ("auto", 0) and all(
+        pool.market_type != "on-demand" for pool in pools
+    ):
         kinds = ", ".join(f"{pool.name} is {pool.market_type}" for pool in pools)
-        raise SpecError(f"{job.name}: on_demand_floor={job.on_demand_floor}, but no pool is on-demand ({kinds})")
+        raise SpecError(
+            f"{job.name}: on_demand_floor={job.on_demand_floor}, but no pool is on-demand ({kinds})"
+        )
     names = [pool.name for pool in pools]
     for entry in job.drill:
         if entry.add is not None and entry.add not in names:
-            raise SpecError(f"{job.name}: the drill adds to pool '{entry.add}'; the pools are {', '.join(names)}")
+            raise SpecError(
+                f"{job.name}: the drill adds to pool '{entry.add}'; the pools are "
+                f"{', '.join(names)}"
+            )
 
 
 def unlimited(job: Job, pools: Sequence[Pool]) -> str:
-    """Why a run of this job on these pools may cost any amount; '' = a limit is given, or no pool is paid."""
+    """Why a run of this job on these pools may cost any amount; '' = a limit is given, or no pool
+    is paid."""
     paid = [pool for pool in pools if pool.paid]
     if not paid or job.budget_usd or job.max_nodes:
         return ""
     listed = " + ".join(
-        f"{pool.name} {pool.max_nodes} x {f'${pool.usd_per_node_h:,.2f}/h' if pool.usd_per_node_h else 'no known price'}"
+        (
+            f"{pool.name} {pool.max_nodes} x "
+            f"{f'${pool.usd_per_node_h:,.2f}/h' if pool.usd_per_node_h else 'no known price'}"
+        )
         for pool in paid
     )
     usd_per_h = sum(pool.max_nodes * pool.usd_per_node_h for pool in paid)
     return (
-        f"keys 'budget_usd' and 'max_nodes' are missing, and nodes are paid for: up to ${usd_per_h:,.2f} an hour ({listed}) "
-        "until the run ends; give budget_usd (dollars in all) or max_nodes (nodes at a time), or say --no-budget"
+        "keys 'budget_usd' and 'max_nodes' are missing, and nodes are paid for: up to "
+        f"${usd_per_h:,.2f} an hour ({listed}) "
+        "until the run ends; give budget_usd (dollars in all) or max_nodes (nodes at a time), or "
+        "say --no-budget"
     )
 
 
 def check_budget(job: JobSpec, pools: Sequence[Pool], no_budget: bool = False) -> None:
-    """Paid pools need a limit. `no_budget`: somebody has said that there shall be none. Raises SpecError."""
+    """Paid pools need a limit. `no_budget`: somebody has said that there shall be none. Raises
+    SpecError."""
     if no_budget and job.budget_usd is not None:
-        raise SpecError(f"{job.where}: key 'budget_usd' is {job.budget_usd:g}, and --no-budget says none; give one of them")
+        raise SpecError(
+            f"{job.where}: key 'budget_usd' is {job.budget_usd:g}, and --no-budget says none; "
+            "give one of them"
+        )
     why = "" if no_budget else unlimited(job.job(), pools)
     if why:
         raise SpecError(f"{job.where}: {why}")
@@ -389,10 +524,13 @@ def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:
     kinds = list(dict.fromkeys(pool.accelerator_type for pool in pools))
     if job.float8 and kinds == ["CPU"]:
         raise SpecError(
-            f"{job.name}: float8: true needs GPUs that compute in float8 (H100, H200, B200, L4, L40S); there are none"
+            f"{job.name}: float8: true needs GPUs that compute in float8 (H100, H200, B200, L4, "
+            "L40S); there are none"
         )
     if job.float8 and len(kinds) > 1:
-        raise SpecError(f"{job.name}: float8: true needs GPUs of one kind, the pools have {' and '.join(kinds)}")
+        raise SpecError(
+            f"{job.name}: float8: true needs GPUs of one kind, the pools have {' and '.join(kinds)}"
+        )
 
 
 def pool_of(data: Mapping[str, Any], where: str) -> PoolSpec:
@@ -417,24 +555,34 @@ def _checked(model: type[Model], data: dict[str, Any], where: str) -> Model:
 
 
 def _first(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem, in words; unknown keys come first since a misspelled key also shows as a missing one."""
+    """The first problem, in words; unknown keys come first since a misspelled key also shows as a
+    missing one."""
     problem = min(error.errors(), key=_late)
     location = problem["loc"]
     if problem["type"] == "extra_forbidden":
         return f"unknown key '{_dotted(location)}'{_nearest(location, model)}"
-    key = _dotted(part for part in location if isinstance(part, int) or (part.isidentifier() and part not in TYPE_NAMES))
+    key = _dotted(
+        part
+        for part in location
+        if isinstance(part, int) or (part.isidentifier() and part not in TYPE_NAMES)
+    )
     if problem["type"] == "missing":
         return f"key '{key}' is missing"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "none_required":
         message = "not in this version; leave it out"
     given = problem.get("input")
-    shown = f" (it is {shown_of(given)})" if isinstance(given, str | int | float) and problem["type"] != "value_error" else ""
+    shown = (
+        f" (it is {shown_of(given)})"
+        if isinstance(given, str | int | float) and problem["type"] != "value_error"
+        else ""
+    )
     return f"key {shown_key(key)}: {message[:1].lower()}{message[1:]}{shown}" if key else message
 
 
 def _late(problem: Any) -> tuple[bool, bool]:
-    """Of several problems the first: where a word or a number may stand, what is wrong with a number says more."""
+    """Of several problems the first: where a word or a number may stand, what is wrong with a
+    number says more."""
     other_word = problem["type"] == "literal_error" and not isinstance(problem.get("input"), str)
     return problem["type"] != "extra_forbidden", other_word
 
@@ -444,7 +592,12 @@ def _dotted(path: Iterable[str | int]) -> str:
 
 
 def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
-    owners: dict[str, type[BaseModel]] = {"pools": PoolSpec, "drill": DrillSpec, "data": DataSpec, **OWNERS}
+    owners: dict[str, type[BaseModel]] = {
+        "pools": PoolSpec,
+        "drill": DrillSpec,
+        "data": DataSpec,
+        **OWNERS,
+    }
     owner = next((owners[str(part)] for part in reversed(path[:-1]) if part in owners), model)
     owner = SourceSpec if owner is DataSpec and len(path) > 2 else owner
     names = [name for name in owner.__pydantic_fields__ if name != "folder"]
@@ -454,4 +607,6 @@ def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
 
 
 def _kind(data: Any) -> str:
-    return {dict: "keys and values", list: "a list", str: "text", type(None): "nothing"}.get(type(data), f"{data!r}")
+    return {dict: "keys and values", list: "a list", str: "text", type(None): "nothing"}.get(
+        type(data), f"{data!r}"
+    )

@@ -1,8 +1,10 @@
-"""Secrets in plain data and in texts: what is written to journal, checkpoints and reports has a mark in their place.
+"""Secrets in plain data and in texts: what is written to journal, checkpoints and reports has a
+mark in their place.
 
-A value is secret by the name it stands under (`hf_token`, `--wandb-api-key`, a password in a URI), by its form (`hf_...`), or
-since it is that of a variable with such a name in this process's environment, wherever it stands.
-Under `data` and `optimizer` names are the user's own, or those of files and tokens of text: there only URIs and forms count.
+A value is secret by the name it stands under (`hf_token`, `--wandb-api-key`, a password in a URI),
+by its form (`hf_...`), or since it is that of a variable with such a name in this process's
+environment, wherever it stands. Under `data` and `optimizer` names are the user's own, or those of
+files and tokens of text: there only URIs and forms count.
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ LEAST_LETTERS = 8  # of a secret of the environment: shorter ones may be words
 NAMES_SAY_NOTHING = ("data", "data.train", "optimizer", "settings of the optimizer")
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_SECRET = re.compile(r"(pass(word|wd|phrase|code)|pwd|secret|credential|apikey|accesskey|signature|sig)s?")  # a word of a name
+# a word of a name
+_SECRET = re.compile(
+    r"(pass(word|wd|phrase|code)|pwd|secret|credential|apikey|accesskey|signature|sig)s?"
+)
 _OF_TEXT = re.compile(  # before `token` or `key`: no secret
     "begin|bos|cls|column|data|end|eos|eot|field|group|image|index|input|label|mask|next|output|pad|primary|prompt|sep|sort|special"
     "|start|stop|target|text|unk"
 )
-_OF_ACCESS = re.compile("access|api|auth|bearer|hf|huggingface|private|refresh|session|signing|ssh|wandb")  # before the plural
+# before the plural
+_OF_ACCESS = re.compile(
+    "access|api|auth|bearer|hf|huggingface|private|refresh|session|signing|ssh|wandb"
+)
 _MARKED = re.compile(r"\*\*\*[0-9a-f]*")
 _ASSIGNED = re.compile(r"([-+]*([A-Za-z][\w.-]*)=)(.+)", re.DOTALL)
 _URI = re.compile(r"([a-z][\w+.-]*://[^\s/:@]*:)([^\s/@]+)(?=@)", re.IGNORECASE)
@@ -32,7 +40,8 @@ _FORM = re.compile(
     r"(?<![\w-])(?:hf_[A-Za-z0-9]{20,}|sk-(?:proj-|ant-)?\w{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
     r"|xox[a-z]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
-_MAY_HOLD = re.compile(r"://|(?<![\w-])-|hf_|sk-|gh[a-z]_|github_|glpat|xox|eyJ")  # a quick look at many short texts
+# a quick look at many short texts
+_MAY_HOLD = re.compile(r"://|(?<![\w-])-|hf_|sk-|gh[a-z]_|github_|glpat|xox|eyJ")
 
 Mark = Callable[[str, str], str]  # name, secret -> what is written
 
@@ -42,7 +51,8 @@ def stars(name: str, secret: str) -> str:
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Is what stands under this name, as a key, an option or a variable, a secret? Numbers are tokens of text, no keys."""
+    """Is what stands under this name, as a key, an option or a variable, a secret? Numbers are
+    tokens of text, no keys."""
     words = [word.lower() for word in _WORD.findall(name)]
     if any(_SECRET.fullmatch(word) for word in words):
         return True
@@ -55,13 +65,22 @@ def is_secret(name: str, value: str = "") -> bool:
 
 
 def masked(value: Any, mark: Mark = stars, name: str = "", named: bool = True) -> Any:
-    """Plain data with a mark for each secret; what is marked already stays. `name`: of the secret that
-    it stands under; `named`: do names count?"""
+    """Plain data with a mark for each secret; what is marked already stays. `name`: of the secret
+    that it stands under; `named`: do names count?"""
     if isinstance(value, str):
-        return _marked(mark, name, value) if named and is_secret(name, value) else masked_text(value, mark)
+        return (
+            _marked(mark, name, value)
+            if named and is_secret(name, value)
+            else masked_text(value, mark)
+        )
     if isinstance(value, dict):
         return {
-            key: masked(item, mark, key if is_secret(str(key)) else name, named and key not in NAMES_SAY_NOTHING)
+            key: masked(
+                item,
+                mark,
+                key if is_secret(str(key)) else name,
+                named and key not in NAMES_SAY_NOTHING,
+            )
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -72,14 +91,17 @@ def masked(value: Any, mark: Mark = stars, name: str = "", named: bool = True) -
 
 
 def masked_text(text: str, mark: Mark = stars) -> str:
-    """A text of any kind: secrets of the environment, passwords in URIs, values of options, well-known forms."""
+    """A text of any kind: secrets of the environment, passwords in URIs, values of options,
+    well-known forms."""
     of_environment = _of_environment()
     if of_environment is not None:
         text = of_environment.sub(lambda m: _marked(mark, "", m[0]), text)
     if not _MAY_HOLD.search(text):
         return text
     text = _URI.sub(lambda m: m[1] + _marked(mark, "", m[2]), text)
-    text = _OPTION.sub(lambda m: m[1] + _marked(mark, m[2], m[3]) if is_secret(m[2], m[3]) else m[0], text)
+    text = _OPTION.sub(
+        lambda m: m[1] + _marked(mark, m[2], m[3]) if is_secret(m[2], m[3]) else m[0], text
+    )
     return _FORM.sub(lambda m: _marked(mark, "", m[0]), text)
 
 
@@ -91,7 +113,11 @@ def _of_environment() -> re.Pattern[str] | None:
         for name, value in os.environ.items()
         if len(value) >= LEAST_LETTERS and not value.startswith("/") and is_secret(name, value)
     }
-    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None
+    return (
+        re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))))
+        if found
+        else None
+    )
 
 
 def _arguments(texts: Sequence[str], mark: Mark) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Keys of job.yaml for the optimization: the optimizer and its learning rates, what guards watch and what they do."""
+"""Keys of job.yaml for the optimization: the optimizer and its learning rates, what guards watch
+and what they do."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 class Guard(Strict):
-    """`do`: skip = the step counts, its samples are used up, the update is left out; rollback = back to the newest copy that is
-    older than the step, the same samples again; stop. After `rollbacks` roll-backs of a run, and where a step trips again that
-    was rolled back for, it does `again`. `in_a_row`: steps skipped one after another before the run stops all the same."""
+    """`do`: skip = the step counts, its samples are used up, the update is left out; rollback =
+    back to the newest copy that is older than the step, the same samples again; stop. After
+    `rollbacks` roll-backs of a run, and where a step trips again that was rolled back for, it does
+    `again`. `in_a_row`: steps skipped one after another before the run stops all the same."""
 
     do: Do = GuardRule.do
     again: Literal["skip", "stop"] = GuardRule.again
@@ -48,8 +50,8 @@ class NotFinite(Guard):
 
 
 class LossSpike(Guard):
-    """The train_loss is more than `z` robust deviations above the median of the last `window` steps that were applied, in
-    logarithms; silent before `after` steps."""
+    """The train_loss is more than `z` robust deviations above the median of the last `window` steps
+    that were applied, in logarithms; silent before `after` steps."""
 
     z: float = Field(LossSpikeRule.z, gt=0, le=NORM_MOST)
     window: int = Field(LossSpikeRule.window, ge=8, le=4096)
@@ -57,8 +59,8 @@ class LossSpike(Guard):
 
 
 class GradNorm(Guard):
-    """The gradient's norm is above `most` (exploding) or below `least` (vanishing), or `z` robust deviations above the median
-    of the last `window` steps, in logarithms. Before clipping."""
+    """The gradient's norm is above `most` (exploding) or below `least` (vanishing), or `z` robust
+    deviations above the median of the last `window` steps, in logarithms. Before clipping."""
 
     most: float | None = Field(None, gt=0, le=NORM_MOST)
     least: float | None = Field(None, gt=0, le=NORM_MOST)
@@ -74,8 +76,8 @@ class GradNorm(Guard):
 
 
 class BlockNorm(Guard):
-    """The norm of the gradient of one block (or of what stands before or after the blocks) is above `most` or below `least`;
-    looked at every `every` steps."""
+    """The norm of the gradient of one block (or of what stands before or after the blocks) is above
+    `most` or below `least`; looked at every `every` steps."""
 
     most: float | None = Field(None, gt=0, le=NORM_MOST)
     least: float | None = Field(None, gt=0, le=NORM_MOST)
@@ -102,13 +104,16 @@ def _number(value: Any) -> Any:
         return [_number(item) for item in value]
     value = float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no number that a class of optimizers takes; give a finite one")
+        raise ValueError(
+            f"{value} is no number that a class of optimizers takes; give a finite one"
+        )
     return value
 
 
 class OptimizerKeys(Strict):
-    """`path`: import path of the class; `no_decay`: patterns of parameter names that get weight_decay 0; the other keys are
-    those of the class. Under a name, among several: `parameters`, patterns of the names of its own; without it: the rest."""
+    """`path`: import path of the class; `no_decay`: patterns of parameter names that get
+    weight_decay 0; the other keys are those of the class. Under a name, among several:
+    `parameters`, patterns of the names of its own; without it: the rest."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -121,7 +126,10 @@ class OptimizerKeys(Strict):
         """To YAML `3e-4` without a point is a text; here it is the number that everybody means."""
         if not isinstance(data, Mapping):
             return data
-        return {key: value if key in ("path", "no_decay", "parameters") else _number(value) for key, value in data.items()}
+        return {
+            key: value if key in ("path", "no_decay", "parameters") else _number(value)
+            for key, value in data.items()
+        }
 
 
 class NamedOptimizerKeys(OptimizerKeys):
@@ -130,7 +138,9 @@ class NamedOptimizerKeys(OptimizerKeys):
     parameters: list[str] | None = None
 
 
-class SeveralOptimizers(RootModel[dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], NamedOptimizerKeys]]):
+class SeveralOptimizers(
+    RootModel[dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], NamedOptimizerKeys]]
+):
     """Name -> optimizer."""
 
     model_config = ConfigDict(frozen=True)
@@ -139,22 +149,32 @@ class SeveralOptimizers(RootModel[dict[Annotated[str, Field(pattern=r"^[A-Za-z_]
     def _one_has_the_rest(self) -> SeveralOptimizers:
         rest = [name for name, keys in self.root.items() if keys.parameters is None]
         if len(rest) > 1:
-            raise ValueError(f"{' and '.join(rest)} have no `parameters`; one of them can have the rest")
+            raise ValueError(
+                f"{' and '.join(rest)} have no `parameters`; one of them can have the rest"
+            )
         return self
 
 
 def _form(value: Any) -> str:
-    several = isinstance(value, Mapping) and value and all(isinstance(item, Mapping) for item in value.values())
+    several = (
+        isinstance(value, Mapping)
+        and value
+        and all(isinstance(item, Mapping) for item in value.values())
+    )
     return SEVERAL if several or isinstance(value, SeveralOptimizers) else ONE
 
 
 ONE, SEVERAL = "", "+"  # forms of the key `optimizer`; no part of the place that an error names
-OptimizerKey = Annotated[Annotated[OptimizerKeys, Tag(ONE)] | Annotated[SeveralOptimizers, Tag(SEVERAL)], Discriminator(_form)]
+OptimizerKey = Annotated[
+    Annotated[OptimizerKeys, Tag(ONE)] | Annotated[SeveralOptimizers, Tag(SEVERAL)],
+    Discriminator(_form),
+]
 
 
 class LrSchedule(Strict):
-    """Factor on the optimizer's learning rates: linear warm-up, then `kind`. `decay_steps`: how long it falls to `min_factor`
-    (default: cosine and linear to the end of the job, wsd its last tenth)."""
+    """Factor on the optimizer's learning rates: linear warm-up, then `kind`. `decay_steps`: how
+    long it falls to `min_factor` (default: cosine and linear to the end of the job, wsd its last
+    tenth)."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"]
     warmup_steps: int = Field(LrCurve.warmup_steps, ge=0, le=STEPS_MOST)
@@ -169,23 +189,29 @@ class LrSchedule(Strict):
 
 
 class NoiseScaleSettings(Strict):
-    """The gradient noise scale is measured every `every` steps: advice for the batch, in the report."""
+    """The gradient noise scale is measured every `every` steps: advice for the batch, in the
+    report."""
 
     every: int = Field(NoiseMeasure.every, ge=1, le=STEPS_MOST)
 
 
-def problem(steps: int, schedule: LrSchedule | None, scaling: LrScaling, base_global_batch: int | None) -> str:
+def problem(
+    steps: int, schedule: LrSchedule | None, scaling: LrScaling, base_global_batch: int | None
+) -> str:
     """What is wrong with them together, in one line; '' = nothing."""
     if schedule is not None and schedule.warmup_steps + (schedule.decay_steps or 0) > steps:
         parts = f"warmup_steps={schedule.warmup_steps}"
         parts += f" and decay_steps={schedule.decay_steps}" if schedule.decay_steps else ""
         return f"lr_schedule: {parts} are more than the job's {steps} steps"
     if (scaling == "none") != (base_global_batch is None):
-        return "lr_scaling (linear or sqrt) and base_global_batch, for which the learning rate was found, belong together"
+        return (
+            "lr_scaling (linear or sqrt) and base_global_batch, for which the learning rate was "
+            "found, belong together"
+        )
     return ""
 
 
 OWNERS: Mapping[str, type[Strict]] = {  # whose keys may stand under a key of job.yaml
-    "guards": Guards, "not_finite": NotFinite, "loss_spike": LossSpike, "grad_norm": GradNorm, "block_norm": BlockNorm,
-    "lr_schedule": LrSchedule, "noise_scale": NoiseScaleSettings,
+    "guards": Guards, "not_finite": NotFinite, "loss_spike": LossSpike, "grad_norm": GradNorm,
+    "block_norm": BlockNorm, "lr_schedule": LrSchedule, "noise_scale": NoiseScaleSettings,
 }  # fmt: skip

@@ -1,5 +1,5 @@
-"""What all that people write goes through: models in which unknown keys are errors, finite numbers, and none that is larger
-than anybody can mean. (Files of YAML: catalog/bounded_yaml.py.)
+"""What all that people write goes through: models in which unknown keys are errors, finite numbers,
+and none that is larger than anybody can mean. (Files of YAML: catalog/bounded_yaml.py.)
 """
 
 from __future__ import annotations

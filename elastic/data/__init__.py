@@ -1,1 +1,2 @@
-"""What a step trains on: which sample ids in which order, where they are read from, packing, mixing, and the loader."""
+"""What a step trains on: which sample ids in which order, where they are read from, packing,
+mixing, and the loader."""

@@ -16,14 +16,19 @@ Stack = Callable[[str, list[Any]], Any]
 
 
 def collated(items: Sequence[Mapping[str, Any]], stack: Stack) -> dict[str, Any]:
-    """`stack`(key, values) for each key of the items. Raises ProgramError where they are no dicts of equal keys."""
+    """`stack`(key, values) for each key of the items. Raises ProgramError where they are no dicts
+    of equal keys."""
     if not items:
         raise ProgramError("a batch needs at least one item")
     for item in items:
         if not isinstance(item, Mapping):
-            raise ProgramError(f"an item of the dataset must be a dict of tensors, not {type(item).__name__}")
+            raise ProgramError(
+                f"an item of the dataset must be a dict of tensors, not {type(item).__name__}"
+            )
         if item.keys() != items[0].keys():
-            raise ProgramError(f"items of one batch differ in their keys: {sorted(items[0])} and {sorted(item)}")
+            raise ProgramError(
+                f"items of one batch differ in their keys: {sorted(items[0])} and {sorted(item)}"
+            )
     return {key: stack(key, [item[key] for item in items]) for key in items[0]}
 
 
@@ -32,7 +37,9 @@ def check_shapes(key: str, values: list[Any]) -> None:
     shapes = {tuple(getattr(value, "shape", ())) for value in values}
     if len(shapes) > 1:
         first, second = sorted(map(list, shapes))[:2]
-        raise ProgramError(f"items of one batch differ in the shape of '{key}': {first} and {second}")
+        raise ProgramError(
+            f"items of one batch differ in the shape of '{key}': {first} and {second}"
+        )
 
 
 def stack_arrays(key: str, values: list[Any]) -> Any:
@@ -44,8 +51,11 @@ def stack_arrays(key: str, values: list[Any]) -> Any:
     return found
 
 
-def batch_of(dataset: Any, part: Microbatch, collate: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
-    """The batch of these samples; without samples what one would be, of length 0: its keys and shapes are needed all the same.
+def batch_of(
+    dataset: Any, part: Microbatch, collate: Callable[[list[Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The batch of these samples; without samples what one would be, of length 0: its keys and
+    shapes are needed all the same.
 
     Raises Unread, which names the sample that failed.
     """
@@ -69,23 +79,34 @@ def item_of(dataset: Any, sample: int, length: int | None) -> Any:
 
 
 def filled(item: Any, n: int, length: int) -> dict[str, Any]:
-    """A sample of `n` tokens with `length` places: every array whose first dimension is `n` is filled up at its end, `target`
-    and `labels` with -100, `document` with one more document, others with 0. Raises ProgramError where nothing says what is
-    filling, or no array has `n` tokens."""
+    """A sample of `n` tokens with `length` places: every array whose first dimension is `n` is
+    filled up at its end, `target` and `labels` with -100, `document` with one more document, others
+    with 0. Raises ProgramError where nothing says what is filling, or no array has `n` tokens."""
     if not isinstance(item, Mapping):
-        raise ProgramError(f"an item of the dataset must be a dict of tensors, not {type(item).__name__}")
-    along = [key for key, value in item.items() if (getattr(value, "shape", None) or (None,))[0] == n]
+        raise ProgramError(
+            f"an item of the dataset must be a dict of tensors, not {type(item).__name__}"
+        )
+    along = [
+        key for key, value in item.items() if (getattr(value, "shape", None) or (None,))[0] == n
+    ]
     if not along:
-        shapes = ", ".join(f"'{key}' {list(getattr(value, 'shape', ()))}" for key, value in item.items())
-        raise ProgramError(f"length() says {n} tokens, but no array begins with that dimension: {shapes}")
+        shapes = ", ".join(
+            f"'{key}' {list(getattr(value, 'shape', ()))}" for key, value in item.items()
+        )
+        raise ProgramError(
+            f"length() says {n} tokens, but no array begins with that dimension: {shapes}"
+        )
     if length == n:
         return dict(item)
     if not set(along) & {*SAYS_WHAT_COUNTS}:
         raise ProgramError(
-            f"a sample has {', '.join(sorted(along))}: none of {', '.join(SAYS_WHAT_COUNTS)} says what is filling; add one "
+            f"a sample has {', '.join(sorted(along))}: none of {', '.join(SAYS_WHAT_COUNTS)} says "
+            "what is filling; add one "
             "(attention_mask: ones)"
         )
-    return {key: _longer(key, value, length) if key in along else value for key, value in item.items()}
+    return {
+        key: _longer(key, value, length) if key in along else value for key, value in item.items()
+    }
 
 
 def _longer(key: str, value: Any, length: int) -> Any:
@@ -93,7 +114,11 @@ def _longer(key: str, value: Any, length: int) -> Any:
     filling = NO_TARGET if key in ("target", "labels") else 0
     if key == "document":
         filling = int(value[-1]) + 1 if len(value) else 0
-    out = value.new_full(shape, filling) if hasattr(value, "new_full") else np.full(shape, filling, value.dtype)
+    out = (
+        value.new_full(shape, filling)
+        if hasattr(value, "new_full")
+        else np.full(shape, filling, value.dtype)
+    )
     out[: len(value)] = value
     return out
 
@@ -106,5 +131,9 @@ class Unread(Exception):
         self.sample, self.text = sample, text
 
     def at(self, step: int) -> ProgramError:
-        where = f"sample {self.sample} of step {step}" if self.sample is not None else f"the batch of step {step}"
+        where = (
+            f"sample {self.sample} of step {step}"
+            if self.sample is not None
+            else f"the batch of step {step}"
+        )
         return ProgramError(f"the dataset failed at {where}: {self.text}")

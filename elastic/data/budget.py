@@ -1,7 +1,8 @@
-"""Samples of unequal length: a step's samples dealt to the ranks and cut into micro-batches of a budget of tokens.
+"""Samples of unequal length: a step's samples dealt to the ranks and cut into micro-batches of a
+budget of tokens.
 
-All of it is a function of the lengths, so every rank finds the same cut by itself, and all ranks have the same number of
-micro-batches, as the collectives of sharded parameters need it.
+All of it is a function of the lengths, so every rank finds the same cut by itself, and all ranks
+have the same number of micro-batches, as the collectives of sharded parameters need it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ KEY = "microbatch_tokens"
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples that are computed at once, each filled up to `length` tokens; None = all samples have one shape. Without samples
-    its tensors have no rows."""
+    """Samples that are computed at once, each filled up to `length` tokens; None = all samples have
+    one shape. Without samples its tensors have no rows."""
 
     ids: Sequence[int]
     length: int | None = None
@@ -36,15 +37,16 @@ Cut = tuple[tuple[Microbatch, ...], ...]  # [data-parallel rank][micro-batch]
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """`tokens`: the most places of a micro-batch, rows x longest row, filling included. `length`: sample id -> its tokens.
-    Rows are filled up to a multiple of `multiple`."""
+    """`tokens`: the most places of a micro-batch, rows x longest row, filling included. `length`:
+    sample id -> its tokens. Rows are filled up to a multiple of `multiple`."""
 
     length: Callable[[int], int]
     tokens: int
     multiple: int = 1
 
     def cut(self, ids: Sequence[int], weights: Sequence[int]) -> Cut:
-        """Samples `ids` for ranks that take shares in proportion to `weights` (0 = none), in equally many micro-batches each.
+        """Samples `ids` for ranks that take shares in proportion to `weights` (0 = none), in
+        equally many micro-batches each.
 
         Raises ProgramError for a sample that is longer than the budget.
         """
@@ -52,10 +54,14 @@ class TokenBudget:
         for sample, length in zip(ids, lengths, strict=True):
             if self.filled(length) > self.tokens:
                 raise ProgramError(
-                    f"sample {sample} has {length} tokens (filled up: {self.filled(length)}), {KEY} is {self.tokens}; cut it "
+                    f"sample {sample} has {length} tokens (filled up: {self.filled(length)}), "
+                    f"{KEY} is {self.tokens}; cut it "
                     "shorter in the dataset, or raise the budget"
                 )
-        ranks = [self._fitted([(lengths[i], ids[i]) for i in dealt]) for dealt in partition(lengths, weights)]
+        ranks = [
+            self._fitted([(lengths[i], ids[i]) for i in dealt])
+            for dealt in partition(lengths, weights)
+        ]
         n = max(1, *(len(rank) for rank in ranks))
         return tuple(tuple(self._microbatch(part) for part in split(rank, n)) for rank in ranks)
 
@@ -68,7 +74,8 @@ class TokenBudget:
         return Microbatch((sample,) * max(1, min(times, self.tokens // length)), length)
 
     def _fitted(self, rows: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Rows (length, sample), the longest first, in the fewest pieces of neighbors that the budget allows."""
+        """Rows (length, sample), the longest first, in the fewest pieces of neighbors that the
+        budget allows."""
         found: list[list[tuple[int, int]]] = []
         for row in rows:
             if not found or (len(found[-1]) + 1) * self.filled(found[-1][0][0]) > self.tokens:
@@ -77,13 +84,16 @@ class TokenBudget:
         return found
 
     def _microbatch(self, rows: Sequence[tuple[int, int]]) -> Microbatch:
-        return Microbatch(tuple(sample for _, sample in rows), self.filled(rows[0][0] if rows else self.length(0)))
+        return Microbatch(
+            tuple(sample for _, sample in rows), self.filled(rows[0][0] if rows else self.length(0))
+        )
 
 
 def partition(lengths: Sequence[int], weights: Sequence[int]) -> list[list[int]]:
-    """Places in `lengths` for each rank, the longest first: each goes where it would be finished first, when a rank gets
-    through `weights[rank]` tokens at once (0: it gets none). Longest processing time first (Graham 1969): with equal weights
-    no rank has more than the mean and one sample, nor more than 4/3 of the best there is."""
+    """Places in `lengths` for each rank, the longest first: each goes where it would be finished
+    first, when a rank gets through `weights[rank]` tokens at once (0: it gets none). Longest
+    processing time first (Graham 1969): with equal weights no rank has more than the mean and one
+    sample, nor more than 4/3 of the best there is."""
     found: list[list[int]] = [[] for _ in weights]
     speeds = np.asarray(weights, dtype=np.float64)
     loads = np.where(speeds > 0, 0.0, np.inf)
@@ -96,10 +106,15 @@ def partition(lengths: Sequence[int], weights: Sequence[int]) -> list[list[int]]
 
 
 def split(pieces: Sequence[list[tuple[int, int]]], n: int) -> list[list[tuple[int, int]]]:
-    """As `n` pieces: the one with the most places is halved until there are enough, or each has one row; then empty ones."""
+    """As `n` pieces: the one with the most places is halved until there are enough, or each has one
+    row; then empty ones."""
     found = list(pieces)
     while len(found) < n:
-        i = max(range(len(found)), key=lambda i: (len(found[i]) > 1, len(found[i]) * found[i][0][0]), default=-1)
+        i = max(
+            range(len(found)),
+            key=lambda i: (len(found[i]) > 1, len(found[i]) * found[i][0][0]),
+            default=-1,
+        )
         if i < 0 or len(found[i]) < 2:
             break
         half = len(found[i]) // 2
@@ -120,16 +135,20 @@ def budget_of(job: Job, dataset: Any, multiple: int = 1) -> TokenBudget | None:
 
 
 def check_lengths(job: Job, dataset: Any, what: str) -> None:
-    """Raises SpecError that begins with `what` where the job needs lengths that the dataset does not know, or has a sample that
-    fits into no micro-batch."""
+    """Raises SpecError that begins with `what` where the job needs lengths that the dataset does
+    not know, or has a sample that fits into no micro-batch."""
     tokens = job.microbatch_tokens
     if not tokens:
         return
     if not callable(getattr(dataset, "length", None)):
         raise SpecError(
-            f"{what}: {KEY} needs the length of a sample before it is read; give {type(dataset).__name__} a method "
+            f"{what}: {KEY} needs the length of a sample before it is read; give "
+            f"{type(dataset).__name__} a method "
             "length(sample id) -> tokens"
         )
     longest = getattr(dataset, "longest", None)
     if longest is not None and longest()[0] > tokens:
-        raise SpecError(f"{what}: {longest()[1]}: a sample of {longest()[0]} tokens, {KEY} is {tokens}; raise it")
+        raise SpecError(
+            f"{what}: {longest()[1]}: a sample of {longest()[0]} tokens, {KEY} is {tokens}; raise "
+            "it"
+        )

@@ -15,7 +15,8 @@ Batch = dict[str, Tensor]
 
 
 def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
-    """Stacks items (dicts of tensors, arrays or numbers, equal in keys and shapes) along a new first dimension.
+    """Stacks items (dicts of tensors, arrays or numbers, equal in keys and shapes) along a new
+    first dimension.
 
     Raises ProgramError naming the key and the shapes that differ.
     """

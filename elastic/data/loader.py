@@ -18,8 +18,8 @@ from elastic.types import Job
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """How far a loader reads ahead: steps (those being read included), and bytes of what is ready and being read; one batch may
-    be larger."""
+    """How far a loader reads ahead: steps (those being read included), and bytes of what is ready
+    and being read; one batch may be larger."""
 
     steps: int = 2
     most_bytes: int = 1 << 30
@@ -32,11 +32,12 @@ class ReadAhead:
 class Loader:
     """Reads the batches of the steps `first_step`, `first_step` + 1, ... ahead.
 
-    dataset: map-style; with `readers` they read it, each a step at a time. parts_of_step: step -> the micro-batches that this
-    rank reads in it, each of which becomes a batch (without ids: tensors of length 0). finish: what a batch is made into, in
-    the thread that reads it (pinned, for a GPU). What the dataset raises comes out of `take` as ProgramError with the sample
-    id, the end of a loader process as LoaderLost. `take` and `restart` belong to one thread; `close` may come from any, and
-    frees a `take` that waits.
+    dataset: map-style; with `readers` they read it, each a step at a time. parts_of_step: step ->
+    the micro-batches that this rank reads in it, each of which becomes a batch (without ids:
+    tensors of length 0). finish: what a batch is made into, in the thread that reads it (pinned,
+    for a GPU). What the dataset raises comes out of `take` as ProgramError with the sample id, the
+    end of a loader process as LoaderLost. `take` and `restart` belong to one thread; `close` may
+    come from any, and frees a `take` that waits.
     """
 
     def __init__(
@@ -52,24 +53,32 @@ class Loader:
         self._dataset, self._parts_of_step, self._finish = dataset, parts_of_step, finish
         each: tuple[Reader | None, ...] = readers.each if readers is not None else (None,)
         ahead = ReadAhead(ahead) if isinstance(ahead, int) else ahead
-        self._steps, self._most_bytes = max(1, ahead.steps, len(each) if readers is not None else 1), ahead.most_bytes
+        self._steps, self._most_bytes = (
+            max(1, ahead.steps, len(each) if readers is not None else 1),
+            ahead.most_bytes,
+        )
         self._changed = threading.Condition()
         self._ready: dict[int, list[Batch] | Exception] = {}
         self._reading: set[int] = set()  # steps of this round
         self._batch_bytes = 0  # of the largest so far
         self._next, self._round, self._closed = first_step, 0, False
         self._wanted = first_step  # the step that will be preempted next
-        self._threads = [threading.Thread(target=self._run, args=(one,), name="elastic-loader", daemon=True) for one in each]
+        self._threads = [
+            threading.Thread(target=self._run, args=(one,), name="elastic-loader", daemon=True)
+            for one in each
+        ]
         for thread in self._threads:
             thread.start()
 
     @property
     def n_ahead(self) -> int:
-        """Steps from the one that will be preempted next on that may be read already: the same on all ranks of a job."""
+        """Steps from the one that will be preempted next on that may be read already: the same on
+        all ranks of a job."""
         return self._steps
 
     def take(self, step: int) -> tuple[list[Batch], float]:
-        """The batches of `step` and the seconds that they were waited for. A step out of turn starts reading there anew."""
+        """The batches of `step` and the seconds that they were waited for. A step out of turn
+        starts reading there anew."""
         start = time.monotonic()
         if step != self._wanted:
             self.restart(step)
@@ -86,13 +95,15 @@ class Loader:
         return found, time.monotonic() - start
 
     def ready(self, step: int) -> list[Batch]:
-        """The batches of a step that was read already, without taking them; none where it was not, or could not be."""
+        """The batches of a step that was read already, without taking them; none where it was not,
+        or could not be."""
         with self._changed:
             found = self._ready.get(step)
             return found if isinstance(found, list) else []
 
     def restart(self, step: int) -> None:
-        """Forgets what was read ahead and reads from `step` on: for a rank whose share of the samples has changed."""
+        """Forgets what was read ahead and reads from `step` on: for a rank whose share of the
+        samples has changed."""
         with self._changed:
             self._ready.clear()
             self._reading.clear()
@@ -101,7 +112,8 @@ class Loader:
             self._changed.notify_all()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Ends the threads; False when the dataset has not come back within `timeout_s` (they end when it does)."""
+        """Ends the threads; False when the dataset has not come back within `timeout_s` (they end
+        when it does)."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -118,9 +130,14 @@ class Loader:
         if self._next == self._wanted:
             return True
         ready = sum(_n_bytes(found) for found in self._ready.values())
-        unknown = not self._batch_bytes  # until the first batch is there nobody knows how large they are: one for each reader
+        # until the first batch is there nobody knows how large they are: one for each reader
+        unknown = not self._batch_bytes
         others = len(self._reading) + 1
-        return ready + others * self._batch_bytes <= self._most_bytes if not unknown else others <= len(self._threads)
+        return (
+            ready + others * self._batch_bytes <= self._most_bytes
+            if not unknown
+            else others <= len(self._threads)
+        )
 
     def _run(self, reader: Reader | None) -> None:
         while True:
@@ -145,7 +162,8 @@ class Loader:
             if reader is None:
                 return [self._finish(batch_of(self._dataset, part, collate)) for part in parts]
             return [
-                self._finish({key: tensor_of(key, values) for key, values in batch.items()}) for batch in reader.load(parts)
+                self._finish({key: tensor_of(key, values) for key, values in batch.items()})
+                for batch in reader.load(parts)
             ]
         except LoaderLost as error:
             return LoaderLost(f"{error} (step {step})")

@@ -1,7 +1,8 @@
-"""Loader processes: each opens the job's data for itself, and reads the batches that it is asked for.
+"""Loader processes: each opens the job's data for itself, and reads the batches that it is asked
+for.
 
-A process ends when its parent does: its pipe then has no other end. `python -m elastic.data.loader_processes FD` is the
-process.
+A process ends when its parent does: its pipe then has no other end. `python -m
+elastic.data.loader_processes FD` is the process.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Recipe:
 
 
 class Reader:
-    """One loader process. `load` may be called from any thread, one at a time; a process that is gone is started over by the
-    next call. Raises LoaderLost, or Unread where the dataset raised."""
+    """One loader process. `load` may be called from any thread, one at a time; a process that is
+    gone is started over by the next call. Raises LoaderLost, or Unread where the dataset raised."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -56,7 +57,8 @@ class Reader:
         return self._process.pid if self._process is not None else 0
 
     def load(self, parts: Sequence[Microbatch]) -> list[dict[str, Any]]:
-        """The batch of each of these, as arrays (or tensors, where the dataset gives tensors that NumPy has no type for)."""
+        """The batch of each of these, as arrays (or tensors, where the dataset gives tensors that
+        NumPy has no type for)."""
         with self._lock:
             if self._closed:
                 raise LoaderLost("the loader processes have been ended")
@@ -88,9 +90,15 @@ class Reader:
     def _start(self) -> None:
         ours, theirs = Pipe()
         paths = [path for path in sys.path if path]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         command = [sys.executable, "-m", "elastic.data.loader_processes", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment
+        )
         theirs.close()
         ours.send_bytes(pickle.dumps(self._recipe, 5))
         self._pipe = ours
@@ -106,8 +114,16 @@ class Reader:
         self._drop()
         if code is None:
             return f"loader process {pid} has closed its pipe while it read a batch"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        more = "; was the node out of memory? (fewer data.loader_workers, less data.prefetch_mb)" if code == -9 else ""
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        more = (
+            "; was the node out of memory? (fewer data.loader_workers, less data.prefetch_mb)"
+            if code == -9
+            else ""
+        )
         return f"loader process {pid} {how} while it read a batch{more}"
 
 
@@ -123,17 +139,20 @@ class Readers:
 
 
 def readers_of(job: Job) -> Readers | None:
-    """As many as the job asks for; None = the worker reads for itself. Raises ProgramError where no other process can."""
+    """As many as the job asks for; None = the worker reads for itself. Raises ProgramError where no
+    other process can."""
     n = job.data.loader_workers
     if n and job.script and not job.data.train:
         raise ProgramError(
-            "data.loader_workers: the dataset stands in the script, which other processes do not run; take 0, or data.train"
+            "data.loader_workers: the dataset stands in the script, which other processes do not "
+            "run; take 0, or data.train"
         )
     keep = Job(folder=job.folder, program=job.program, seed=job.seed, data=job.data)
     return Readers(Recipe(keep), n) if n else None
 
 
-# ------------------------------------------------------------------------------------------------ in the process
+# ------------------------------------------------------------------------------------------------
+# in the process
 
 
 def _dataset(recipe: Recipe) -> Any:
@@ -142,7 +161,9 @@ def _dataset(recipe: Recipe) -> Any:
     from elastic.program import Program, load_program
 
     if recipe.job.data.train:
-        return dataset_of(Program(model=_nothing, optimizer=_nothing, dataset=None, loss=_nothing), recipe.job)
+        return dataset_of(
+            Program(model=_nothing, optimizer=_nothing, dataset=None, loss=_nothing), recipe.job
+        )
     return dataset_of(load_program(recipe.job.program), recipe.job)
 
 
@@ -170,7 +191,10 @@ def _serve(pipe: Connection) -> None:
     try:
         dataset = _dataset(recipe)
     except Exception as error:  # noqa: BLE001 - a boundary: the answer to whatever is asked for
-        problem = Unread(None, str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}")
+        problem = Unread(
+            None,
+            str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}",
+        )
     while True:
         parts = pickle.loads(pipe.recv_bytes())
         answer: Any = problem

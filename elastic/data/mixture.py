@@ -1,4 +1,5 @@
-"""A weighted mixture of map-style sets: which sample of which set is a function of the sample id, with exact weights."""
+"""A weighted mixture of map-style sets: which sample of which set is a function of the sample id,
+with exact weights."""
 
 from __future__ import annotations
 
@@ -17,14 +18,19 @@ from elastic.errors import SpecError
 class Mixture:
     """`sets` in the shares of `weights`; without weights each sample of each set once.
 
-    An epoch has `n_samples`; by default so many that every set has been gone through at least once. Of them, set c has
-    n_c = weight * n_samples (rounded so that they add up), in a keyed order of its own: the first n_c of its samples, or all of
-    them as often as they fit in and then the first of another order. Ids of one set are neighbors: the order of the run
-    shuffles them. Raises SpecError where a set is empty or a weight is not positive.
+    An epoch has `n_samples`; by default so many that every set has been gone through at least once.
+    Of them, set c has n_c = weight * n_samples (rounded so that they add up), in a keyed order of
+    its own: the first n_c of its samples, or all of them as often as they fit in and then the first
+    of another order. Ids of one set are neighbors: the order of the run shuffles them. Raises
+    SpecError where a set is empty or a weight is not positive.
     """
 
     def __init__(
-        self, sets: Mapping[str, Any], weights: Mapping[str, float] | None = None, n_samples: int | None = None, seed: int = 0
+        self,
+        sets: Mapping[str, Any],
+        weights: Mapping[str, float] | None = None,
+        n_samples: int | None = None,
+        seed: int = 0,
     ) -> None:
         self.names, self.sets, self.seed = tuple(sets), tuple(sets.values()), seed
         lengths = [len(one) for one in self.sets]
@@ -34,13 +40,23 @@ class Mixture:
         if not lengths:
             raise SpecError("mixture: it has no sets")
         if weights is not None and set(weights) != set(self.names):
-            raise SpecError(f"mixture: weights are for {', '.join(weights)}, the sets are {', '.join(self.names)}")
-        given = [Fraction(weights[name]) if weights is not None else Fraction(n) for name, n in zip(self.names, lengths)]
+            raise SpecError(
+                f"mixture: weights are for {', '.join(weights)}, the sets are "
+                f"{', '.join(self.names)}"
+            )
+        given = [
+            Fraction(weights[name]) if weights is not None else Fraction(n)
+            for name, n in zip(self.names, lengths)
+        ]
         for name, weight in zip(self.names, given):
             if weight <= 0:
-                raise SpecError(f"mixture: the weight of '{name}' is {float(weight):g}; it must be more than 0")
+                raise SpecError(
+                    f"mixture: the weight of '{name}' is {float(weight):g}; it must be more than 0"
+                )
         shares = [weight / sum(given) for weight in given]
-        self.n_samples = n_samples or max(ceil(length / share) for length, share in zip(lengths, shares))
+        self.n_samples = n_samples or max(
+            ceil(length / share) for length, share in zip(lengths, shares)
+        )
         self.counts = apportioned(self.n_samples, shares)
         self._starts = [0, *accumulate(self.counts)]
 
@@ -66,7 +82,9 @@ class Mixture:
         return self.sets[one][sample]
 
     def _key(self, one: int) -> int:
-        return int.from_bytes(sha256(f"{self.seed} {self.names[one]}".encode()).digest()[:8], "little")
+        return int.from_bytes(
+            sha256(f"{self.seed} {self.names[one]}".encode()).digest()[:8], "little"
+        )
 
 
 def apportioned(n: int, shares: list[Fraction]) -> list[int]:

@@ -1,4 +1,5 @@
-"""Opens what a job trains on: the sources that `data:` in job.yaml names, else the program's own datasets."""
+"""Opens what a job trains on: the sources that `data:` in job.yaml names, else the program's own
+datasets."""
 
 from __future__ import annotations
 
@@ -33,12 +34,15 @@ class Sets(dict[str, Any]):
 
 
 def dataset_of(program: Program, job: Job) -> Any:
-    """The job's training data: what its key `data.train` names, else the program's own. Raises SpecError without either."""
+    """The job's training data: what its key `data.train` names, else the program's own. Raises
+    SpecError without either."""
     data = DataSpec.model_validate(job.data.plain())
     if data.train is not None:
         return _with_lengths(_named("data.train", data.train, _place(job, data)), "data.train", job)
     if program.dataset is None:
-        raise SpecError("there is no data: Program.dataset is None, and the job names no data.train")
+        raise SpecError(
+            "there is no data: Program.dataset is None, and the job names no data.train"
+        )
     dataset = program.dataset()
     if is_stream(dataset) and not _is_map(dataset):
         return _with_lengths(Stream(dataset, job.global_batch or 1), "Program.dataset", job)
@@ -57,12 +61,17 @@ def validation_of(program: Program, job: Job) -> Any:
         place = _place(job, data)
         shown = {name: "data.validation" + (f".{name}" if name else "") for name in data.validation}
         found = Sets(
-            {name: _with_lengths(_named(shown[name], one, place), shown[name], job) for name, one in data.validation.items()}
+            {
+                name: _with_lengths(_named(shown[name], one, place), shown[name], job)
+                for name, one in data.validation.items()
+            }
         )
         return found[""] if [*found] == [""] else found
     if program.validation is None:
         return None
-    return _with_lengths(checked(program.validation(), "Program.validation"), "Program.validation", job)
+    return _with_lengths(
+        checked(program.validation(), "Program.validation"), "Program.validation", job
+    )
 
 
 def _is_map(dataset: Any) -> bool:
@@ -77,18 +86,23 @@ def checked(dataset: Any, what: str) -> Any:
     kind = type(dataset).__name__
     if not hasattr(dataset, "__getitem__"):
         raise SpecError(
-            f"{what}: a {kind} has no [sample id]; a dataset is map-style: len() and [sample id] -> dict of tensors"
+            f"{what}: a {kind} has no [sample id]; a dataset is map-style: len() and [sample id] "
+            "-> dict of tensors"
         )
     try:
         n_samples = len(dataset)
     except (TypeError, NotImplementedError) as error:
-        raise SpecError(f"{what}: a {kind} has no len() (nor state_dict() and load_state_dict(), as a stream needs)") from error
+        raise SpecError(
+            f"{what}: a {kind} has no len() (nor state_dict() and load_state_dict(), as a stream "
+            "needs)"
+        ) from error
     if not n_samples:
         raise SpecError(f"{what}: it has no samples")
     return dataset
 
 
-# ------------------------------------------------------------------------------------------------ of the job
+# ------------------------------------------------------------------------------------------------
+# of the job
 
 
 @dataclass(frozen=True)
@@ -131,10 +145,16 @@ def _opened(source: SourceSpec, place: _Place) -> Any:
     if source.kind == "rows":
         return Rows(open_storage(where))
     if source.kind == "tokens":
-        files = files_at(where, source.pattern or "**/*.{bin,npy}", place.cache() if "://" in where else None)
+        files = files_at(
+            where, source.pattern or "**/*.{bin,npy}", place.cache() if "://" in where else None
+        )
         if isinstance(source.end_token, str):
-            raise SpecError(f"end_token '{source.end_token}': a token file has ids only; give the id")
-        return _samples(TokenFiles(files, source.dtype, source.end_token, place.cache()), source, place)
+            raise SpecError(
+                f"end_token '{source.end_token}': a token file has ids only; give the id"
+            )
+        return _samples(
+            TokenFiles(files, source.dtype, source.end_token, place.cache()), source, place
+        )
     if source.kind == "folder":
         return _samples(_folder(where, source, place), source, place)
     records = _records(where, source, place.cache())
@@ -145,19 +165,26 @@ def _opened(source: SourceSpec, place: _Place) -> Any:
 
 def _mixture(source: SourceSpec, place: _Place) -> Mixture:
     parts = source.parts()
-    sets = {name: _named(f"part '{name}' of the mixture", part, place) for name, part in parts.items()}
+    sets = {
+        name: _named(f"part '{name}' of the mixture", part, place) for name, part in parts.items()
+    }
     first, *others = sets
     shapes = {name: _shapes(one[0], parts[name].unequal) for name, one in sets.items()}
     for name in others:
         if shapes[name] != shapes[first]:
-            raise SpecError(f"part '{name}' of the mixture gives {shapes[name]}, part '{first}' {shapes[first]}")
+            raise SpecError(
+                f"part '{name}' of the mixture gives {shapes[name]}, part '{first}' {shapes[first]}"
+            )
     weights = {name: part.weight for name, part in parts.items() if part.weight is not None}
     return Mixture(sets, weights or None, source.samples, place.seed)
 
 
 def _shapes(item: Mapping[str, Any], unequal: bool) -> str:
     """`unequal`: the first dimension differs from sample to sample."""
-    shapes = {key: ["...", *value.shape[1:]] if unequal and value.ndim else list(value.shape) for key, value in item.items()}
+    shapes = {
+        key: ["...", *value.shape[1:]] if unequal and value.ndim else list(value.shape)
+        for key, value in item.items()
+    }
     return ", ".join(f"{key} {value.dtype} {shapes[key]}" for key, value in sorted(item.items()))
 
 
@@ -178,8 +205,13 @@ def _folder(where: str, source: SourceSpec, place: _Place) -> Corpus:
 
 def _tokenized(texts: Any, name: str, source: SourceSpec, place: _Place) -> Corpus:
     if source.tokenizer is None:
-        raise SpecError("key 'tokenizer' is missing: bytes, the path of a tokenizer.json, or none where the field holds ids")
-    path = source.tokenizer if source.tokenizer in ("bytes", "none") else place.path(source.tokenizer)
+        raise SpecError(
+            "key 'tokenizer' is missing: bytes, the path of a tokenizer.json, or none where the "
+            "field holds ids"
+        )
+    path = (
+        source.tokenizer if source.tokenizer in ("bytes", "none") else place.path(source.tokenizer)
+    )
     end = None if source.end_token is None else str(source.end_token)
     return Tokenized(texts, name, tokenizer_of(path, end), place.cache())
 
@@ -189,10 +221,17 @@ def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:
         raise SpecError("key 'seq' is missing: the tokens of a sample")
     if source.pack == "whole":
         return Whole(corpus, source.seq, place.cache())
-    kinds: dict[str | None, type[Windows | Documents]] = {"cut": MaskedWindows, "pad": Padded, "document": Documents}
+    kinds: dict[str | None, type[Windows | Documents]] = {
+        "cut": MaskedWindows,
+        "pad": Padded,
+        "document": Documents,
+    }
     found = kinds.get(source.pack, Windows)(corpus, source.seq)
     if not len(found):
-        raise SpecError(f"it holds {n_tokens(corpus)} tokens; one sample of seq={source.seq} needs {source.seq + 1}")
+        raise SpecError(
+            f"it holds {n_tokens(corpus)} tokens; one sample of seq={source.seq} needs "
+            f"{source.seq + 1}"
+        )
     return found
 
 

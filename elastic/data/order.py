@@ -1,9 +1,11 @@
-"""Sample ids of a step as a function of (seed, step): nothing is kept, whatever the number of samples.
+"""Sample ids of a step as a function of (seed, step): nothing is kept, whatever the number of
+samples.
 
-The run reads one stream of positions 0, 1, 2, ...: step s takes `global_batch` of them. Position p is the (p mod n)-th sample
-of epoch p // n in the order of that epoch, a keyed permutation of 0..n-1: an alternating Feistel network over a x b >= n with
-cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 5). Since a x b < n + a + b,
-one walk is nearly always enough.
+The run reads one stream of positions 0, 1, 2, ...: step s takes `global_batch` of them. Position p
+is the (p mod n)-th sample of epoch p // n in the order of that epoch, a keyed permutation of
+0..n-1: an alternating Feistel network over a x b >= n with cycle walking (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 5). Since a x b < n + a + b, one walk
+is nearly always enough.
 """
 
 from __future__ import annotations
@@ -23,21 +25,30 @@ _LOW = (1 << HASH_BITS) - 1
 
 
 def sample_ids(n_samples: int, global_batch: int, seed: int, step: int) -> list[int]:
-    """Ids of the samples of optimizer step `step` (from 0). Each sample of an epoch comes up exactly once."""
+    """Ids of the samples of optimizer step `step` (from 0). Each sample of an epoch comes up
+    exactly once."""
     if n_samples < 1 or global_batch < 1 or step < 0:
-        raise SpecError(f"step {step} of {global_batch} samples from a dataset of {n_samples}: all must be positive")
+        raise SpecError(
+            f"step {step} of {global_batch} samples from a dataset of {n_samples}: all must be "
+            "positive"
+        )
     first = step * global_batch
-    return [permuted(n_samples, seed, *divmod(position, n_samples)) for position in range(first, first + global_batch)]
+    return [
+        permuted(n_samples, seed, *divmod(position, n_samples))
+        for position in range(first, first + global_batch)
+    ]
 
 
 def share(samples: tuple[int, ...], dp: int) -> slice:
-    """The part of a step's ids that data-parallel rank `dp` reads, when rank d reads `samples[d]` of them."""
+    """The part of a step's ids that data-parallel rank `dp` reads, when rank d reads `samples[d]`
+    of them."""
     start = sum(samples[:dp])
     return slice(start, start + samples[dp])
 
 
 def digest(ids: Iterable[int]) -> tuple[int, int]:
-    """Two sums of 26-bit hashes, one per id: they add over shares and are exact in float64 up to 2**27 ids."""
+    """Two sums of 26-bit hashes, one per id: they add over shares and are exact in float64 up to
+    2**27 ids."""
     one = two = 0
     for sample in ids:
         hashed = _mix(sample * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03)
@@ -53,13 +64,14 @@ def digest_text(pair: Sequence[int | float]) -> str:
 
 
 def chained(before: str, step: int, text: str) -> str:
-    """The running digest of the sample ids of all steps up to this one. `before`: of those before it, NO_STEP at step 1;
-    `text`: the digest of its own."""
+    """The running digest of the sample ids of all steps up to this one. `before`: of those before
+    it, NO_STEP at step 1; `text`: the digest of its own."""
     return sha256(f"{before}:{step}:{text}".encode()).hexdigest()[:16]
 
 
 def permuted(n: int, seed: int, epoch: int, index: int) -> int:
-    """The id at place `index` of the order of `epoch`: a permutation of 0 .. n-1 for each (seed, epoch)."""
+    """The id at place `index` of the order of `epoch`: a permutation of 0 .. n-1 for each (seed,
+    epoch)."""
     high = isqrt(n - 1) + 1  # ceil of the root
     low = -(-n // high)
     keys = _keys(seed, epoch)
@@ -81,7 +93,8 @@ def _permute(index: int, high: int, low: int, keys: tuple[int, ...]) -> int:
 @lru_cache(maxsize=8)
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(
-        int.from_bytes(sha256(f"elastic order {seed} {epoch} {i}".encode()).digest()[:8], "little") for i in range(ROUNDS)
+        int.from_bytes(sha256(f"elastic order {seed} {epoch} {i}".encode()).digest()[:8], "little")
+        for i in range(ROUNDS)
     )
 
 

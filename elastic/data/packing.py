@@ -1,9 +1,11 @@
-"""A row of tokens as samples: windows, windows with document masks, whole documents packed together, or each by itself.
+"""A row of tokens as samples: windows, windows with document masks, whole documents packed
+together, or each by itself.
 
 Every sample is a function of its number. A packed sample has, int64 [seq] each:
 input      token ids
 target     the next token of the same document, -100 where there is none
-document   0, 1, ... rising: which of its documents a place belongs to (filling is a document of its own)
+document   0, 1, ... rising: which of its documents a place belongs to (filling is a document of its
+           own)
 position   0, 1, ... from the first token of each document that is here
 """
 
@@ -28,7 +30,8 @@ Item = dict[str, NDArray[np.int64]]
 
 
 class Windows:
-    """Sample i: {"input", "target"}, tokens i*seq .. i*seq+seq and one later, whatever documents they are from."""
+    """Sample i: {"input", "target"}, tokens i*seq .. i*seq+seq and one later, whatever documents
+    they are from."""
 
     def __init__(self, corpus: Corpus, seq: int) -> None:
         self.corpus, self.seq = corpus, seq
@@ -47,14 +50,16 @@ class Windows:
 
 
 class MaskedWindows(Windows):
-    """The same windows, with document masks: a document that continues beyond a window is cut there."""
+    """The same windows, with document masks: a document that continues beyond a window is cut
+    there."""
 
     def __getitem__(self, index: int) -> Item:
         start = _inside(index, self._n) * self.seq
         stop = start + self.seq
         ids, ends = self.corpus.read(start, stop + 1), self.corpus.ends
         at = int(np.searchsorted(ends, start, side="right"))
-        inside = np.asarray(ends[at : int(np.searchsorted(ends, stop, side="right"))]) - start  # 1 .. seq
+        # 1 .. seq
+        inside = np.asarray(ends[at : int(np.searchsorted(ends, stop, side="right"))]) - start
         begins = np.concatenate(([0], inside[inside < self.seq])).astype(np.int64)
         target = ids[1:].copy()
         target[inside - 1] = NO_TARGET
@@ -62,8 +67,8 @@ class MaskedWindows(Windows):
 
 
 class Whole:
-    """Documents that are not cut unless they are longer than seq, best-fit packed into samples in their own order, LOOK_AHEAD
-    at a time. The plan is made once per node and kept in the cache."""
+    """Documents that are not cut unless they are longer than seq, best-fit packed into samples in
+    their own order, LOOK_AHEAD at a time. The plan is made once per node and kept in the cache."""
 
     def __init__(self, corpus: Corpus, seq: int, cache: BlockCache | None = None) -> None:
         self.corpus, self.seq = corpus, _checked(seq)
@@ -92,9 +97,13 @@ class Whole:
     def __getitem__(self, index: int) -> Item:
         _inside(index, len(self))
         pieces = self._pieces[int(self._firsts[index]) : int(self._firsts[index + 1])]
-        source, target = np.zeros(self.seq, dtype=np.int64), np.full(self.seq, NO_TARGET, dtype=np.int64)
+        source, target = (
+            np.zeros(self.seq, dtype=np.int64),
+            np.full(self.seq, NO_TARGET, dtype=np.int64),
+        )
         begins, at = [], 0
-        for start, length, more in pieces.tolist():  # more: 1 where the document continues behind the piece
+        # more: 1 where the document continues behind the piece
+        for start, length, more in pieces.tolist():
             ids = self.corpus.read(start, start + length + more)
             source[at : at + length] = ids[:length]
             target[at : at + length - 1 + more] = ids[1:]
@@ -102,11 +111,16 @@ class Whole:
             at += length
         if at < self.seq:
             begins.append(at)
-        return {"input": source, "target": target, **_masks(np.asarray(begins, dtype=np.int64), self.seq)}
+        return {
+            "input": source,
+            "target": target,
+            **_masks(np.asarray(begins, dtype=np.int64), self.seq),
+        }
 
 
 class Documents:
-    """One document per sample: {"input", "target"}, cut at seq, as long as it is; the target of its last token is -100."""
+    """One document per sample: {"input", "target"}, cut at seq, as long as it is; the target of its
+    last token is -100."""
 
     def __init__(self, corpus: Corpus, seq: int) -> None:
         self.corpus, self.seq = corpus, _checked(seq)
@@ -126,7 +140,10 @@ class Documents:
         start, stop = self._span(index)
         ids = self.corpus.read(start, min(stop, start + self.seq + 1))
         n, places = min(len(ids), self.seq), self.length(index)
-        source, target = np.zeros(places, dtype=np.int64), np.full(places, NO_TARGET, dtype=np.int64)
+        source, target = (
+            np.zeros(places, dtype=np.int64),
+            np.full(places, NO_TARGET, dtype=np.int64),
+        )
         source[:n] = ids[:n]
         target[: len(ids) - 1] = ids[1:]
         return {"input": source, "target": target}
@@ -140,8 +157,9 @@ class Padded(Documents):
 
 
 def packed(ends: NDArray[np.int64], seq: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The pieces [pieces, 3] (first token, length, does its document continue?) in the order of their samples, and the first
-    piece of each sample, [samples + 1]. A function of its arguments."""
+    """The pieces [pieces, 3] (first token, length, does its document continue?) in the order of
+    their samples, and the first piece of each sample, [samples + 1]. A function of its
+    arguments."""
     starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
     n_cuts = -(-(ends - starts) // seq)
     document = np.repeat(np.arange(len(ends)), n_cuts)
@@ -160,7 +178,8 @@ def packed(ends: NDArray[np.int64], seq: int) -> tuple[NDArray[np.int64], NDArra
 
 
 def _fitted(lengths: list[int], seq: int) -> list[list[int]]:
-    """Best-fit decreasing: each piece, the longest first, goes where it leaves the least room. Indices of each."""
+    """Best-fit decreasing: each piece, the longest first, goes where it leaves the least room.
+    Indices of each."""
     samples: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, sample), rising
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

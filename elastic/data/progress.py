@@ -1,4 +1,5 @@
-"""Long work on data says that it makes progress, to whoever waits for it in the same thread: a worker that prepares."""
+"""Long work on data says that it makes progress, to whoever waits for it in the same thread: a
+worker that prepares."""
 
 from __future__ import annotations
 

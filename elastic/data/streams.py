@@ -1,8 +1,9 @@
-"""Iterable datasets with state_dict(): read from the front by every rank, each keeping its own share of a step.
+"""Iterable datasets with state_dict(): read from the front by every rank, each keeping its own
+share of a step.
 
-The state of the stream behind the last committed step travels with the model, so a change of the workers neither reads a sample
-twice nor passes one over, as long as the dataset resumes from its own state exactly. What it gave has no sample ids: nobody can
-check that afterwards.
+The state of the stream behind the last committed step travels with the model, so a change of the
+workers neither reads a sample twice nor passes one over, as long as the dataset resumes from its
+own state exactly. What it gave has no sample ids: nobody can check that afterwards.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ from elastic.types import Job
 STATE = "dataset"  # the name of the stream's state among the extra state
 N_POSITIONS = 1 << 40  # a stream says of itself
 SENTENCE = (
-    "the dataset is a stream: its state travels with the model, but its samples have no ids, so that each came up exactly once "
+    "the dataset is a stream: its state travels with the model, but its samples have no ids, so "
+    "that each came up exactly once "
     "is not checked (samples_exact: null); every rank reads all of it"
 )
 
 
 def is_stream(dataset: Any) -> bool:
-    return all(callable(getattr(dataset, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
+    return all(
+        callable(getattr(dataset, name, None))
+        for name in ("__iter__", "state_dict", "load_state_dict")
+    )
 
 
 class Stream:
-    """An iterable dataset by positions, which must rise; position 0 can always be looked at. At its end it starts over.
+    """An iterable dataset by positions, which must rise; position 0 can always be looked at. At its
+    end it starts over.
 
-    The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads, through `reader()`: loading a
-    state waits for the item that is being read, and cuts off whoever reads for an older generation.
+    The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads,
+    through `reader()`: loading a state waits for the item that is being read, and cuts off whoever
+    reads for an older generation.
     """
 
     def __init__(self, source: Any, global_batch: int) -> None:
@@ -43,7 +50,8 @@ class Stream:
         self._first: Any = None
         self._at = self._boundary = 0
         self._n_loads = 0
-        self._states: dict[int, Any] = {0: deepcopy(source.state_dict())}  # at the boundaries between steps
+        # at the boundaries between steps
+        self._states: dict[int, Any] = {0: deepcopy(source.state_dict())}
 
     def __len__(self) -> int:
         return N_POSITIONS
@@ -57,15 +65,19 @@ class Stream:
             return StreamReader(self, self._n_loads)
 
     def read(self, position: int, n_loads: int | None) -> Any:
-        """The item at `position`. Raises ProgramError where it was passed already, or where `n_loads` (None: whatever it is) is
-        not how often a state has been loaded."""
+        """The item at `position`. Raises ProgramError where it was passed already, or where
+        `n_loads` (None: whatever it is) is not how often a state has been loaded."""
         with self._lock:
             if n_loads not in (None, self._n_loads):
-                raise ProgramError(f"sample {position} of a stream was asked for by a generation that is over")
+                raise ProgramError(
+                    f"sample {position} of a stream was asked for by a generation that is over"
+                )
             if position == 0 and self._first is not None and self._at != 0:
                 return self._first
             if position < self._at:
-                raise ProgramError(f"sample {position} of a stream was asked for, which is at {self._at} already")
+                raise ProgramError(
+                    f"sample {position} of a stream was asked for, which is at {self._at} already"
+                )
             while self._at < position:
                 self._next()
             item = self._next()
@@ -102,10 +114,13 @@ class Stream:
             self._items = iter(self.source)
             item = next(self._items, None)
             if item is None:
-                raise ProgramError("the dataset is a stream that gives nothing when it starts over") from None
+                raise ProgramError(
+                    "the dataset is a stream that gives nothing when it starts over"
+                ) from None
         self._at += 1
         if self._at % self.global_batch == 0:
-            self._states[self._at] = deepcopy(self.source.state_dict())  # it may be the very one that reading changes
+            # it may be the very one that reading changes
+            self._states[self._at] = deepcopy(self.source.state_dict())
         return item
 
 
@@ -124,13 +139,20 @@ class StreamReader:
 
 
 def with_stream(program: Program, dataset: Any, job: Job) -> Program:
-    """The program with the stream's state as extra state, where its dataset is one. Raises SpecError where that cannot be."""
+    """The program with the stream's state as extra state, where its dataset is one. Raises
+    SpecError where that cannot be."""
     if not isinstance(dataset, Stream):
         return program
     if job.script:
-        raise SpecError("elastic.loop: a stream cannot be the dataset of a script; give one with len() and [sample id]")
+        raise SpecError(
+            "elastic.loop: a stream cannot be the dataset of a script; give one with len() and "
+            "[sample id]"
+        )
     if job.data.loader_workers:
         raise SpecError("data.loader_workers: a stream is read by its worker alone; leave it out")
     if STATE in program.extra_state:
-        raise SpecError(f"extra_state['{STATE}']: the name is taken by the dataset, which is a stream; choose another")
+        raise SpecError(
+            f"extra_state['{STATE}']: the name is taken by the dataset, which is a stream; choose "
+            "another"
+        )
     return replace(program, extra_state={**program.extra_state, STATE: dataset})

@@ -1,8 +1,8 @@
 """Where the time and the money went: journal lines in, an Account out. Pure.
 
-Every paid GPU-second falls in exactly one category, so the categories sum to the bill. `seconds` divides the wall clock: a
-moment at which three of four GPUs train and one is idle counts as 3/4 productive and 1/4 idle_remainder; a moment without any
-node is waiting_for_capacity.
+Every paid GPU-second falls in exactly one category, so the categories sum to the bill. `seconds`
+divides the wall clock: a moment at which three of four GPUs train and one is idle counts as 3/4
+productive and 1/4 idle_remainder; a moment without any node is waiting_for_capacity.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from elastic.types import (
 )
 
 CATEGORIES = (
-    "productive", "program_startup", "data_loading", "evaluation", "copy", "checkpoint_save", "checkpoint_restore", "reshard",
-    "wasted_progress", "waiting_for_capacity", "idle_remainder", "other",
+    "productive", "program_startup", "data_loading", "evaluation", "copy", "checkpoint_save",
+    "checkpoint_restore", "reshard", "wasted_progress", "waiting_for_capacity", "idle_remainder",
+    "other",
 )  # fmt: skip
 PHASES = ("detect", "quiesce", "groups", "build", "transfer", "probe", "first_step")
 RECENT_STEPS = 21  # whose median is the ordinary step
@@ -52,10 +53,11 @@ RECENT_STEPS = 21  # whose median is the ordinary step
 
 @dataclass(frozen=True)
 class Transition:
-    """One generation that was entered. `pause_s`: from the last step finished before to the first one after, less one
-    ordinary step; 0 for the first start. In `phases_s`, `quiesce` of a live transition is spent training. `loss_equal`: does
-    its layout compute the loss that the one before did, None = nothing was known; one that does not may have been rolled back
-    before it was entered. `probe_s`: what finding that out took."""
+    """One generation that was entered. `pause_s`: from the last step finished before to the first
+    one after, less one ordinary step; 0 for the first start. In `phases_s`, `quiesce` of a live
+    transition is spent training. `loss_equal`: does its layout compute the loss that the one before
+    did, None = nothing was known; one that does not may have been rolled back before it was
+    entered. `probe_s`: what finding that out took."""
 
     generation: int
     cause: str
@@ -113,7 +115,8 @@ def account(lines: Iterable[Line]) -> Account:
 
 @dataclass(slots=True)
 class _Amount:
-    """Wall seconds, GPU-seconds, dollars; and `wall_s`, the undivided time that they were gathered in."""
+    """Wall seconds, GPU-seconds, dollars; and `wall_s`, the undivided time that they were gathered
+    in."""
 
     seconds: float = 0.0
     gpu_s: float = 0.0
@@ -145,8 +148,9 @@ class _Step:
 
 @dataclass
 class _Books:
-    """Reads the journal in order. `group` and `wait` hold time that has passed but is not yet classified. Waiting while storage
-    is away was waiting for it, where the next plan begins from there."""
+    """Reads the journal in order. `group` and `wait` hold time that has passed but is not yet
+    classified. Waiting while storage is away was waiting for it, where the next plan begins from
+    there."""
 
     at_s: float | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -162,7 +166,9 @@ class _Books:
     n_steps: int = 0
     ended: bool = False
     stopped_at_s: float = 0.0
-    sums: dict[str, _Amount] = field(default_factory=lambda: {name: _Amount() for name in CATEGORIES})
+    sums: dict[str, _Amount] = field(
+        default_factory=lambda: {name: _Amount() for name in CATEGORIES}
+    )
     group: _Amount = field(default_factory=_Amount)
     wait: _Amount = field(default_factory=_Amount)
     wait_away: _Amount = field(default_factory=_Amount)  # the same, while storage was
@@ -171,20 +177,25 @@ class _Books:
     steps: list[_Step] = field(default_factory=list)
     carry_s: float = 0.0
     stall_s: float = 0.0
-    first_of: tuple[str, str] = ("", "")  # category of a slow first step: of the step to come, of the last one
+    # category of a slow first step: of the step to come, of the last one
+    first_of: tuple[str, str] = ("", "")
     timing: _Timing = field(default_factory=lambda: _Timing())
     checks: LossChecks = field(default_factory=LossChecks)
 
-    # ------------------------------------------------------------------------------------------ time
+    # ------------------------------------------------------------------------------------------
+    # time
 
     def advance(self, at_s: float) -> None:
-        """Book the time up to `at_s` on every machine that is paid for; of the head, without GPU-seconds, dollars alone."""
+        """Book the time up to `at_s` on every machine that is paid for; of the head, without
+        GPU-seconds, dollars alone."""
         passed_s = 0.0 if self.at_s is None or self.ended else max(0.0, at_s - self.at_s)
         self.at_s = at_s if self.at_s is None else max(self.at_s, at_s)
         if not passed_s:
             return
         self.sums["other"].usd += passed_s * self.head_usd_per_h / 3600
-        paid = [(node.pool, node.gpus, self._place(node)) for node in self.nodes.values()] + self._no_nodes()
+        paid = [
+            (node.pool, node.gpus, self._place(node)) for node in self.nodes.values()
+        ] + self._no_nodes()
         if not paid:
             self.sums["waiting_for_capacity"].add(_Amount(passed_s, wall_s=passed_s))
             return
@@ -212,12 +223,17 @@ class _Books:
         if self.plan is not None and node.node_id in self.plan.workers_per_node:
             return self.group
         if self.target is not None:
-            return self.sums[_entering(self.target) if node.node_id in self.target.nodes_taking_part else "idle_remainder"]
+            return self.sums[
+                _entering(self.target)
+                if node.node_id in self.target.nodes_taking_part
+                else "idle_remainder"
+            ]
         if self.plan is not None:
             return self.sums["idle_remainder"]
         return self.wait if self.away_since_s is None else self.wait_away
 
-    # ------------------------------------------------------------------------------------------ events
+    # ------------------------------------------------------------------------------------------
+    # events
 
     def event(self, event: Event, at_s: float) -> None:
         self.checks.event(event, at_s)
@@ -231,7 +247,9 @@ class _Books:
             self.stopped_at_s, self.ended = at_s, True
         self.advance(at_s)
         if isinstance(event, NodeReady):
-            if event.node.node_id not in self.nodes and (seen := self.machines.get(event.node.pool)):
+            if event.node.node_id not in self.nodes and (
+                seen := self.machines.get(event.node.pool)
+            ):
                 self.machines[seen.pool] = replace(seen, starting=max(0, seen.starting - 1))
             self.nodes.setdefault(event.node.node_id, event.node)
         elif isinstance(event, InstancesSeen):
@@ -248,9 +266,17 @@ class _Books:
             self.usd_per_node_h[event.pool] = event.usd_per_node_h
         elif isinstance(event, StepDone):
             self._step(event, at_s)
-        elif isinstance(event, GroupRan) and self.plan is not None and event.generation == self.plan.generation:
+        elif (
+            isinstance(event, GroupRan)
+            and self.plan is not None
+            and event.generation == self.plan.generation
+        ):
             self.sums["productive"].add(self.group.taken())
-        elif isinstance(event, Evaluated) and self.plan is not None and event.generation == self.plan.generation:
+        elif (
+            isinstance(event, Evaluated)
+            and self.plan is not None
+            and event.generation == self.plan.generation
+        ):
             self._evaluated(event)
         elif isinstance(event, PlansFound):
             for plan in event.plans:
@@ -267,8 +293,9 @@ class _Books:
             self.timing.drill_at_s = at_s
 
     def _started(self, event: DriverStarted, at_s: float) -> None:
-        """A driver that does not attach found nothing alive: its predecessor's nodes ended with it, at its last line unless the
-        event says until when they were paid for. Time continues by this driver's clock."""
+        """A driver that does not attach found nothing alive: its predecessor's nodes ended with it,
+        at its last line unless the event says until when they were paid for. Time continues by this
+        driver's clock."""
         if event.attached or event.paid_until_s is not None:
             self.advance(at_s if event.paid_until_s is None else min(at_s, event.paid_until_s))
         if not event.attached:
@@ -303,14 +330,19 @@ class _Books:
 
     def _step(self, event: StepDone, at_s: float) -> None:
         plan = self.plan
-        if plan is None or event.generation != plan.generation or (self.steps and event.step <= self.steps[-1].step):
+        if (
+            plan is None
+            or event.generation != plan.generation
+            or (self.steps and event.step <= self.steps[-1].step)
+        ):
             return
         gathered = self.group.taken()
         parts = {name: _Amount() for name in ("productive", "data_loading", "copy")}
         if gathered.wall_s > 0:
             owed_s = event.step_time_s + self.carry_s
             step_s = min(gathered.wall_s, owed_s)
-            self.carry_s = min(owed_s - step_s, event.step_time_s)  # reports reach the journal early or late
+            # reports reach the journal early or late
+            self.carry_s = min(owed_s - step_s, event.step_time_s)
             data_s = min(event.data_s, step_s)
             copy_s = min(event.copy_s, step_s - data_s)
             save_s = min(self.stall_s, gathered.wall_s - step_s)
@@ -319,7 +351,9 @@ class _Books:
             parts["copy"].add(gathered, copy_s / gathered.wall_s)
             parts["productive"].add(gathered, (step_s - data_s - copy_s) / gathered.wall_s)
             self.sums["checkpoint_save"].add(gathered, save_s / gathered.wall_s)
-            self.sums["other"].add(gathered, max(0.0, gathered.wall_s - step_s - save_s) / gathered.wall_s)
+            self.sums["other"].add(
+                gathered, max(0.0, gathered.wall_s - step_s - save_s) / gathered.wall_s
+            )
         self._take_off_first(parts["productive"].wall_s)
         self.steps.append(_Step(event.step, event.tokens, event.train_loss, parts))
         self.timing.step(event, at_s)
@@ -332,7 +366,8 @@ class _Books:
             self.group.add(replace(self.group), -share)
 
     def _take_off_first(self, second_s: float) -> None:
-        """The first step of a generation also builds and compiles: what it took above the second is not progress."""
+        """The first step of a generation also builds and compiles: what it took above the second is
+        not progress."""
         to_come, of_last = self.first_of
         if of_last and not to_come and self.steps:
             first = self.steps[-1].parts["productive"]
@@ -359,7 +394,8 @@ class _Books:
         for part in step.parts.values():
             self.sums["wasted_progress"].add(part)
 
-    # ------------------------------------------------------------------------------------------ decisions
+    # ------------------------------------------------------------------------------------------
+    # decisions
 
     def decision(self, decision: Decision, at_s: float) -> None:
         self.advance(at_s)
@@ -381,7 +417,9 @@ class _Books:
             self.plan = None
         self.sums["waiting_for_capacity"].add(self.wait.taken())
         restored = plan.resume.source == "durable"
-        self.sums["checkpoint_restore" if restored else "waiting_for_capacity"].add(self.wait_away.taken())
+        self.sums["checkpoint_restore" if restored else "waiting_for_capacity"].add(
+            self.wait_away.taken()
+        )
         self.target, self.saving = plan, False
         self.timing.ordered_at_s = at_s
 
@@ -428,7 +466,11 @@ class _Books:
             final_loss=self.steps[-1].train_loss if self.steps else None,
             launch_to_first_step_s=self.timing.launch_to_first_step_s,
             storage_away_s=self.away_s
-            + (0.0 if self.away_since_s is None else max(0.0, (self.at_s or 0.0) - self.away_since_s)),
+            + (
+                0.0
+                if self.away_since_s is None
+                else max(0.0, (self.at_s or 0.0) - self.away_since_s)
+            ),
         )
         return Account(
             {name: amount.seconds for name, amount in sums.items()},
@@ -442,15 +484,18 @@ class _Books:
         """With those that were rolled back before they were entered."""
         equal, probe_s = self.checks.equal, self.checks.probe_s
         found = [*self.timing.transitions, *(_undone(one) for one in self.checks.undone.values())]
-        found = [replace(t, loss_equal=equal.get(t.generation), probe_s=probe_s.get(t.generation, 0.0)) for t in found]
+        found = [
+            replace(t, loss_equal=equal.get(t.generation), probe_s=probe_s.get(t.generation, 0.0))
+            for t in found
+        ]
         return tuple(sorted(found, key=lambda t: t.generation))
 
 
 def _undone(one: Undone) -> Transition:
     plan, before = one.plan, one.plan.resume.layout
     return Transition(
-        plan.generation, plan.cause, one.step, 0, 0.0, dict.fromkeys(PHASES, 0.0), str(before) if before else "",
-        str(plan.layout), plan.resume.source, 0, None, one.at_s,
+        plan.generation, plan.cause, one.step, 0, 0.0, dict.fromkeys(PHASES, 0.0),
+        str(before) if before else "", str(plan.layout), plan.resume.source, 0, None, one.at_s,
     )  # fmt: skip
 
 
@@ -474,7 +519,8 @@ class _Timing:
     last_step: int = 0
     last_step_at_s: float | None = None
     before: str = ""  # layout of the generation entered last
-    gap_s: float | None = None  # of the newest transition: from the last step before to the first one after
+    # of the newest transition: from the last step before to the first one after
+    gap_s: float | None = None
     recent_s: list[float] = field(default_factory=list)
     open: tuple[Plan, PlanEntered, float] | None = None  # entered, without a step yet
     transitions: list[Transition] = field(default_factory=list)
@@ -502,11 +548,15 @@ class _Timing:
         self.last_step, self.last_step_at_s = event.step, at_s
 
     def digest(self, event: DigestChecked) -> None:
-        self.transitions = [replace(t, digest_ok=event.ok) if t.generation == event.generation else t for t in self.transitions]
+        self.transitions = [
+            replace(t, digest_ok=event.ok) if t.generation == event.generation else t
+            for t in self.transitions
+        ]
         self.early = event
 
     def close(self, first_step_at_s: float | None) -> None:
-        """The open transition is complete with its first step, or was overtaken by the next (None)."""
+        """The open transition is complete with its first step, or was overtaken by the next
+        (None)."""
         if self.open is None:
             return
         plan, event, at_s = self.open
@@ -516,13 +566,16 @@ class _Timing:
             self.gap_s = first_step_at_s - self.last_step_at_s
             pause_s = max(0.0, self.gap_s - self.ordinary_s)
         phases_s = {name: round(float(event.phases_s.get(name, 0.0)), 4) for name in PHASES}
-        phases_s["first_step"] = round(first_step_at_s - at_s, 4) if first_step_at_s is not None else 0.0
+        phases_s["first_step"] = (
+            round(first_step_at_s - at_s, 4) if first_step_at_s is not None else 0.0
+        )
         phases_s |= self._before_entering(event)
         early = self.early if self.early and self.early.generation == plan.generation else None
         self.transitions.append(
             Transition(
-                plan.generation, plan.cause, event.step, max(0, self.last_step - event.step), round(pause_s, 4), phases_s,
-                self.before, str(plan.layout), plan.resume.source, event.bytes_moved, early.ok if early else None, at_s,
+                plan.generation, plan.cause, event.step, max(0, self.last_step - event.step),
+                round(pause_s, 4), phases_s, self.before, str(plan.layout), plan.resume.source,
+                event.bytes_moved, early.ok if early else None, at_s,
             )
         )  # fmt: skip
         self.before = str(plan.layout)
@@ -538,7 +591,10 @@ class _Timing:
                 since_s = self.last_step_at_s + self.ordinary_s
             detect_s = 0.0 if since_s is None else max(0.0, self.aborted_at_s - since_s)
             settled_at_s = self.settled_at_s if self.settled_at_s is not None else self.ordered_at_s
-            return {"detect": round(detect_s, 4), "quiesce": round(max(0.0, settled_at_s - self.aborted_at_s), 4)}
+            return {
+                "detect": round(detect_s, 4),
+                "quiesce": round(max(0.0, settled_at_s - self.aborted_at_s), 4),
+            }
         left_at_s = event.left_at_s if event.left_at_s is not None else self.last_step_at_s
         if left_at_s is None or "quiesce" in event.phases_s:
             return {}

@@ -1,4 +1,5 @@
-"""Appends lines to a file in a thread of its own: who writes is never held up for long by a disk that is full or silent."""
+"""Appends lines to a file in a thread of its own: who writes is never held up for long by a disk
+that is full or silent."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ MOST_BYTES = 256 << 20  # of lines that wait in memory
 
 
 class Appender:
-    """Lines that cannot be written wait in memory, and follow in order once they can be. `end`: the length of the file with all
-    of them in it. `trouble`: why the last try failed, None = it did not."""
+    """Lines that cannot be written wait in memory, and follow in order once they can be. `end`: the
+    length of the file with all of them in it. `trouble`: why the last try failed, None = it did
+    not."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,11 +41,14 @@ class Appender:
         return bool(self._owed)
 
     def write(self, data: bytes, sync: bool) -> None:
-        """Waits until it is in the file (`sync`: on the disk), at most WAIT_S; not at all while there is trouble. Raises
-        what `close` raises where too much waits already."""
+        """Waits until it is in the file (`sync`: on the disk), at most WAIT_S; not at all while
+        there is trouble. Raises what `close` raises where too much waits already."""
         with self._change:
             if self._owed_bytes + len(data) > MOST_BYTES:
-                text = f"{self.path}: {len(self._owed)} lines wait to be written, and memory holds no more"
+                text = (
+                    f"{self.path}: {len(self._owed)} lines wait to be written, and memory holds "
+                    "no more"
+                )
                 raise unwritten(self.trouble or TimeoutError("it does not answer"), text)
             self._owed.append((data, sync))
             self._owed_bytes += len(data)
@@ -51,11 +56,14 @@ class Appender:
             self._n_taken += 1
             mine = self._n_taken
             self._change.notify_all()
-            if self.trouble is None and not self._change.wait_for(lambda: self._n_written >= mine or self.trouble, WAIT_S):
+            if self.trouble is None and not self._change.wait_for(
+                lambda: self._n_written >= mine or self.trouble, WAIT_S
+            ):
                 self._failed(TimeoutError(f"it has not answered for {WAIT_S:.0f} s"))
 
     def begin_anew(self, closed: Path) -> None:
-        """What is in the file, all of it written, stands in `closed` from then on; the file is empty. Raises OSError."""
+        """What is in the file, all of it written, stands in `closed` from then on; the file is
+        empty. Raises OSError."""
         with self._change:
             assert not self._owed
             fresh = closed.with_name(f".tmp-{closed.name}")
@@ -66,7 +74,8 @@ class Appender:
             self._fd, self.end = fd, 0
 
     def close(self) -> None:
-        """Raises StorageFull where the disk is full, LostContact where it does not answer: the file lacks its end."""
+        """Raises StorageFull where the disk is full, LostContact where it does not answer: the file
+        lacks its end."""
         if self.closed:
             return
         with self._change:
@@ -75,10 +84,13 @@ class Appender:
         self._thread.join(CLOSE_MOST_S)
         if self._owed:
             error = self.trouble or TimeoutError("it does not answer")
-            raise unwritten(error, f"{self.path}: its last {len(self._owed)} lines could not be written")
+            raise unwritten(
+                error, f"{self.path}: its last {len(self._owed)} lines could not be written"
+            )
         os.close(self._fd)
 
-    # ------------------------------------------------------------------------------------------ in the thread
+    # ------------------------------------------------------------------------------------------ in
+    # the thread
 
     def _run(self) -> None:
         while True:
@@ -116,6 +128,10 @@ class Appender:
 
     def _failed(self, error: OSError) -> None:
         if self.trouble is None:
-            log.warning("%s cannot be written (%s): its lines wait in memory, training continues", self.path, error)
+            log.warning(
+                "%s cannot be written (%s): its lines wait in memory, training continues",
+                self.path,
+                error,
+            )
         self.trouble = error
         self._change.notify_all()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the state on (index 0 = state, 1 = parent, 19 = start time); None = no such process."""
+    """Fields of /proc/<pid>/stat from the state on (index 0 = state, 1 = parent, 19 = start time);
+    None = no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):
@@ -18,7 +19,8 @@ def stat(pid: int) -> list[str] | None:
 
 
 def started(pid: int) -> int | None:
-    """Ticks from boot to the start of the process: with the pid, a name that is never reused. None = gone or a zombie."""
+    """Ticks from boot to the start of the process: with the pid, a name that is never reused. None
+    = gone or a zombie."""
     fields = stat(pid)
     return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
 

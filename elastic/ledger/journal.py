@@ -1,15 +1,17 @@
 """The journal of a run: append-only JSONL, one line per tick.
 
-    {"v": 1, "at_s": 12.5, "epoch": 1, "events": [[12.5, {"kind": "NodeLost", ...}]], "decision": {"actions": [...], ...},
-     "after": "07ab34cd", "crc": "89ab01ef"}
+    {"v": 1, "at_s": 12.5, "epoch": 1, "events": [[12.5, {"kind": "NodeLost", ...}]],
+     "decision": {"actions": [...], ...}, "after": "07ab34cd", "crc": "89ab01ef"}
 
-`crc` is the CRC-32 of the line without it, `after`, in the first line of a driver or of a file, that of the whole line before
-it, all of it: a damaged line between two drivers was a torn one when the second came, or was altered since. Lines that were
-recorded without are read all the same. A file that has become large is closed and packed with the State after it: see parts.py.
+`crc` is the CRC-32 of the line without it, `after`, in the first line of a driver or of a file,
+that of the whole line before it, all of it: a damaged line between two drivers was a torn one when
+the second came, or was altered since. Lines that were recorded without are read all the same. A
+file that has become large is closed and packed with the State after it: see parts.py.
 
-`encode` and `decode` turn every dataclass of `elastic.types` into plain data and back. An event, an action and whatever is
-given to `encode` directly carries its class name as "kind"; nested values whose class follows from the field do not. A field
-that is itself called `kind` is written "kind_" where the class name is written too. Secrets are written as "***".
+`encode` and `decode` turn every dataclass of `elastic.types` into plain data and back. An event, an
+action and whatever is given to `encode` directly carries its class name as "kind"; nested values
+whose class follows from the field do not. A field that is itself called `kind` is written "kind_"
+where the class name is written too. Secrets are written as "***".
 """
 
 from __future__ import annotations
@@ -38,28 +40,36 @@ from elastic.types import Decision, EnterPlan, Event, Job, RollForward, StepDone
 T = TypeVar("T")
 VERSION = 1
 VERSION_OF_STATE = 2  # of a line that holds a State
-PLAN_CHANGES = (EnterPlan, RollForward, Stop)  # a line with one of these is stored before it is carried out
+# a line with one of these is stored before it is carried out
+PLAN_CHANGES = (EnterPlan, RollForward, Stop)
 MERGE_S = 1.0  # ticks that hold only StepDone become at most one line in this time
 
 CLASSES: dict[str, type] = {
-    name: cls for name, cls in vars(types).items() if dataclasses.is_dataclass(cls) and isinstance(cls, type)
+    name: cls
+    for name, cls in vars(types).items()
+    if dataclasses.is_dataclass(cls) and isinstance(cls, type)
 }
 CLOSED = "journal-closed.jsonl"  # a file that is being packed
 NO_LINE = "00000000"  # what `after` says where there is no line before
 SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}$')
 SEALED = ',"crc":"{}"}}'
-_MORE = re.compile(rb',"crc":"[0-9a-f]{8}"\}.')  # two lines that have become one; a torn one ends before its checksum
+# two lines that have become one; a torn one ends before its checksum
+_MORE = re.compile(rb',"crc":"[0-9a-f]{8}"\}.')
 FREE = ("job", "drill")  # fields of plain data: in them a name may say that a value is secret
 _OPEN: tuple[type, ...] = (types.Event, types.Action)  # fields of these types hold any subclass
 
 
-# ------------------------------------------------------------------------------------------------ codec
+# ------------------------------------------------------------------------------------------------
+# codec
 
 
 def encode(obj: Any) -> dict[str, Any]:
     """A dataclass of `elastic.types` as plain JSON data, with its class name as "kind"."""
     if type(obj).__name__ not in CLASSES:
-        raise InternalError(f"{type(obj).__name__} is not a noun of elastic.types; it cannot be written to a journal")
+        raise InternalError(
+            f"{type(obj).__name__} is not a noun of elastic.types; it cannot be written to a "
+            "journal"
+        )
     data = {"kind": type(obj).__name__}
     for name, value in _fields(obj):
         data["kind_" if name == "kind" else name] = value
@@ -70,8 +80,12 @@ def decode(data: dict[str, Any]) -> Any:
     """The inverse of `encode`. Fields that this version does not know are ignored."""
     name = data.get("kind", "")
     if name not in CLASSES:
-        raise SpecError(f"journal: unknown kind '{name}'; it was written by another version of elastic")
-    plain = {("kind" if key == "kind_" else key): value for key, value in data.items() if key != "kind"}
+        raise SpecError(
+            f"journal: unknown kind '{name}'; it was written by another version of elastic"
+        )
+    plain = {
+        ("kind" if key == "kind_" else key): value for key, value in data.items() if key != "kind"
+    }
     return _reader_of(CLASSES[name])(plain)
 
 
@@ -115,7 +129,9 @@ def _reader_of(cls: type) -> Callable[[dict[str, Any]], Any]:
     readers = {name: _reader(hints[name]) for name in _names(cls)}
 
     def build(data: dict[str, Any]) -> Any:
-        return cls(**{name: readers[name](value) for name, value in data.items() if name in readers})
+        return cls(
+            **{name: readers[name](value) for name, value in data.items() if name in readers}
+        )
 
     return build
 
@@ -136,7 +152,9 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda value: kind(item(v) for v in value)
     if origin in (dict, Mapping):
         key, item = int if args[0] is int else _reader(args[0]), _reader(args[1])
-        return lambda value: {key(k): item(v) for k, v in (value.items() if isinstance(value, dict) else value)}
+        return lambda value: {
+            key(k): item(v) for k, v in (value.items() if isinstance(value, dict) else value)
+        }
     if isinstance(hint, type) and hint in _OPEN:
         return decode
     if hint is Job:
@@ -157,13 +175,14 @@ def built(cls: type[T], data: dict[str, Any]) -> T:
     return typing.cast(T, read(cls)(data))
 
 
-# ------------------------------------------------------------------------------------------------ lines
+# ------------------------------------------------------------------------------------------------
+# lines
 
 
 @dataclass(frozen=True)
 class Line:
-    """One tick: its time, the driver's epoch, the events with their own times, and what was decided. `state`: instead of these,
-    the State that the lines before end with, as plain data."""
+    """One tick: its time, the driver's epoch, the events with their own times, and what was
+    decided. `state`: instead of these, the State that the lines before end with, as plain data."""
 
     at_s: float
     epoch: int
@@ -174,7 +193,8 @@ class Line:
 
 @dataclass(frozen=True)
 class _Read:
-    """A line as it was found. `sealed`: it has its checksum; `after`: '' = it is not the first of a driver, or not sealed."""
+    """A line as it was found. `sealed`: it has its checksum; `after`: '' = it is not the first of a
+    driver, or not sealed."""
 
     line: Line
     sealed: bool
@@ -182,7 +202,8 @@ class _Read:
 
 
 def write_line(line: Line, after: str = "") -> str:
-    """The line as JSON text, without the newline. `after`: checksum of the line before a driver's first."""
+    """The line as JSON text, without the newline. `after`: checksum of the line before a driver's
+    first."""
     data = {
         "v": VERSION if line.state is None else VERSION_OF_STATE,
         "at_s": line.at_s,
@@ -190,13 +211,16 @@ def write_line(line: Line, after: str = "") -> str:
         "events": [[at_s, encode(event)] for at_s, event in line.events],
         "decision": None if line.decision is None else _plain(line.decision),
     }
-    more = ({"after": after} if after else {}) | ({"state": line.state} if line.state is not None else {})
+    more = ({"after": after} if after else {}) | (
+        {"state": line.state} if line.state is not None else {}
+    )
     text = json.dumps(data | more, separators=(",", ":"), allow_nan=False)
     return text[:-1] + SEALED.format(crc_of(text.encode()))
 
 
 def parse_line(text: str) -> Line:
-    """Raises ValueError when the text is not a line as it was written, SpecError when a newer version wrote it."""
+    """Raises ValueError when the text is not a line as it was written, SpecError when a newer
+    version wrote it."""
     return _parsed(text.encode()).line
 
 
@@ -239,24 +263,30 @@ def crc_of(text: bytes) -> str:
 def read(path: str | Path) -> list[Line]:
     """The lines of a journal, in order.
 
-    A damaged last line (of the file, or of a driver before a newer one took over) was torn and is left out. Lines of an older
-    epoch after a line of a newer one are ignored: their driver had lost its lease. Raises JournalDamaged for other damage.
+    A damaged last line (of the file, or of a driver before a newer one took over) was torn and is
+    left out. Lines of an older epoch after a line of a newer one are ignored: their driver had lost
+    its lease. Raises JournalDamaged for other damage.
     """
     return read_text(Path(path).read_bytes(), str(path))
 
 
 def read_text(text: bytes, where: str, place: Callable[[int], str] | None = None) -> list[Line]:
-    """The lines of a journal's text, as `read`; `where` is for messages, and what `place` adds to it for an offset."""
+    """The lines of a journal's text, as `read`; `where` is for messages, and what `place` adds to
+    it for an offset."""
     lines, damage = sift(text)
     if damage is not None:
         raise damaged(where, damage, place)
     return lines
 
 
-def damaged(where: str, damage: Damage, place: Callable[[int], str] | None = None) -> JournalDamaged:
+def damaged(
+    where: str, damage: Damage, place: Callable[[int], str] | None = None
+) -> JournalDamaged:
     """What is said of a damaged line; as `read_text`."""
     more = place(damage.offset) if place is not None else ""
-    return JournalDamaged(f"{where}, line {damage.number}{more}: it was altered after it was written; {GO_ON}")
+    return JournalDamaged(
+        f"{where}, line {damage.number}{more}: it was altered after it was written; {GO_ON}"
+    )
 
 
 @dataclass(frozen=True)
@@ -268,14 +298,15 @@ class Damage:
 
 
 def sift(text: bytes) -> tuple[list[Line], Damage | None]:
-    """The lines of a journal's text up to a damaged one that no driver left so; None = all are whole."""
+    """The lines of a journal's text up to a damaged one that no driver left so; None = all are
+    whole."""
     sieve = Sieve()
     return list(sieve.lines(text)), sieve.damage
 
 
 class Sieve:
-    """The whole lines of texts that follow each other. `last`: checksum of the newest; `damage`: where it ended for good, in
-    the text that it was given last."""
+    """The whole lines of texts that follow each other. `last`: checksum of the newest; `damage`:
+    where it ended for good, in the text that it was given last."""
 
     def __init__(self, epoch: int = 0, last: str = NO_LINE) -> None:
         self.last = last
@@ -296,13 +327,19 @@ class Sieve:
                 if not found.sealed and found.line.epoch == self._sealed:
                     raise ValueError("its checksum is missing")
             except ValueError:
-                self.damage = (self._torn or Damage(number, start)) if self._torn or _MORE.search(one) else None
+                self.damage = (
+                    (self._torn or Damage(number, start))
+                    if self._torn or _MORE.search(one)
+                    else None
+                )
                 if self.damage:
                     return
                 self._torn = Damage(number, start)
                 continue
             line = found.line
-            if self._torn and (line.epoch <= self._epoch or (found.sealed and found.after != self.last)):
+            if self._torn and (
+                line.epoch <= self._epoch or (found.sealed and found.after != self.last)
+            ):
                 self.damage = self._torn
                 return
             self._torn, self.last = None, crc_of(one)
@@ -322,18 +359,20 @@ class Closing(Protocol):
         """The one before is packed."""
 
     def begin(self, path: Path, line: Callable[[], str], counted: dict[str, int]) -> None:
-        """`path`: the closed file; `line`: the State after it; `counted`: epoch -> segments that hold it and all before."""
+        """`path`: the closed file; `line`: the State after it; `counted`: epoch -> segments that
+        hold it and all before."""
 
     def close(self) -> None:
         """What is not packed is left to the next driver."""
 
 
 class Journal:
-    """Appends to the journal file of a run. Before `append` returns, lines that hold actions reach the disk, and plan changes
-    the run's storage; where these do not answer, it waits 10 s at most, once, and `settled` is False.
+    """Appends to the journal file of a run. Before `append` returns, lines that hold actions reach
+    the disk, and plan changes the run's storage; where these do not answer, it waits 10 s at most,
+    once, and `settled` is False.
 
-    `segments`: where the run is in object storage, they take the lines there. `parts`: closes a file that has become large.
-    `last`: checksum of the line before the file's first.
+    `segments`: where the run is in object storage, they take the lines there. `parts`: closes a
+    file that has become large. `last`: checksum of the line before the file's first.
     """
 
     def __init__(self, path: str | Path, epoch: int, last: str = NO_LINE) -> None:
@@ -352,8 +391,11 @@ class Journal:
         if self._file.end and not self._ends_with_newline():
             self._file.write(b"\n", sync=False)  # a torn line of the driver before us
 
-    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
-        """One tick. Ticks of only StepDone, without actions, are held back and merged for up to MERGE_S."""
+    def append(
+        self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None
+    ) -> None:
+        """One tick. Ticks of only StepDone, without actions, are held back and merged for up to
+        MERGE_S."""
         quiet = decision is None or not decision.actions
         if events and quiet and all(isinstance(event, StepDone) for _, event in events):
             self._pending += events
@@ -378,8 +420,8 @@ class Journal:
             self._write(Line(events[-1][0], self.epoch, events, decision), sync=False)
 
     def close_part(self, state: Any) -> None:
-        """Goes on in another file, where this one is large and its lines are all where they must be. `state`: what they end
-        with; a dataclass."""
+        """Goes on in another file, where this one is large and its lines are all where they must
+        be. `state`: what they end with; a dataclass."""
         parts = self.parts
         if parts is None or self._file.end < parts.most_bytes or not parts.free:
             return
@@ -396,12 +438,16 @@ class Journal:
         if counted is None:
             return
         self._after, self._stored_to = after, 0
-        parts.begin(closed, lambda: write_line(Line(at_s, epoch, state=plain(state)), after), counted)
+        parts.begin(
+            closed, lambda: write_line(Line(at_s, epoch, state=plain(state)), after), counted
+        )
 
     @property
     def settled(self) -> bool:
         """The lines of plan changes are where the next driver finds them."""
-        return not self._file.owes and (self.segments is None or self.segments.stored(self._stored_to))
+        return not self._file.owes and (
+            self.segments is None or self.segments.stored(self._stored_to)
+        )
 
     @property
     def trouble(self) -> Exception | None:
@@ -426,7 +472,9 @@ class Journal:
         self._after, self._newest, self._at_s = "", crc_of(text), line.at_s
         if self.segments is None:
             return
-        if line.decision is not None and any(isinstance(action, PLAN_CHANGES) for action in line.decision.actions):
+        if line.decision is not None and any(
+            isinstance(action, PLAN_CHANGES) for action in line.decision.actions
+        ):
             self._stored_to = self._file.end
             self.segments.store(self._stored_to)
         elif sync:
@@ -444,7 +492,8 @@ def _last(path: Path, before: str) -> str:
         end, n = file.seek(0, os.SEEK_END), 1 << 16
         while True:
             file.seek(max(0, end - n))
-            found = newest_of(file.read().split(b"\n")[n < end :])  # the first may be the end of a line
+            # the first may be the end of a line
+            found = newest_of(file.read().split(b"\n")[n < end :])
             if found or n >= end:
                 return found or before
             n *= 8
@@ -472,7 +521,9 @@ class MemoryJournal:
         self.lines: list[Line] = []
         self.due_at_s: float | None = None
 
-    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+    def append(
+        self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None
+    ) -> None:
         self.lines.append(Line(at_s, self.epoch, tuple(events), decision))
 
     def close_part(self, state: Any) -> None:

@@ -1,7 +1,9 @@
-"""How long a node takes from its request to the end of the first step that it takes part in, by pool. Pure: journal lines in.
+"""How long a node takes from its request to the end of the first step that it takes part in, by
+pool. Pure: journal lines in.
 
-The request counts from the decision that asks for the node. Nodes answer the requests of their pool in order, as the policy
-counts them; one that nobody asked for (it was there, or somebody else's) is left out.
+The request counts from the decision that asks for the node. Nodes answer the requests of their pool
+in order, as the policy counts them; one that nobody asked for (it was there, or somebody else's) is
+left out.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from elastic.ledger.journal import Line
-from elastic.types import DriverStarted, EnterPlan, Event, NodeLost, NodeReady, RequestFailed, RequestNodes, StepDone
+from elastic.types import (
+    DriverStarted,
+    EnterPlan,
+    Event,
+    NodeLost,
+    NodeReady,
+    RequestFailed,
+    RequestNodes,
+    StepDone,
+)
 
 
 @dataclass
@@ -23,11 +34,13 @@ class _Asked:
 
 @dataclass
 class Launches:
-    """Built by `add`. `seconds`: pool -> of each of its nodes, in the order of their first steps."""
+    """Built by `add`. `seconds`: pool -> of each of its nodes, in the order of their first
+    steps."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     _asked: dict[str, _Asked] = field(default_factory=dict)  # by request
-    _coming: dict[str, _Asked] = field(default_factory=dict)  # nodes that have no step yet, by the request that they answer
+    # nodes that have no step yet, by the request that they answer
+    _coming: dict[str, _Asked] = field(default_factory=dict)
     _there: set[str] = field(default_factory=set)
     _plans: dict[int, tuple[str, ...]] = field(default_factory=dict)  # generation -> nodes
 
@@ -36,7 +49,9 @@ class Launches:
             self._event(event, at_s)
         for action in line.decision.actions if line.decision is not None else ():
             if isinstance(action, RequestNodes) and action.count > 0:
-                self._asked.setdefault(action.request_id, _Asked(action.pool, action.count, line.at_s))
+                self._asked.setdefault(
+                    action.request_id, _Asked(action.pool, action.count, line.at_s)
+                )
             elif isinstance(action, RequestNodes):
                 self._asked.pop(action.request_id, None)
             elif isinstance(action, EnterPlan):
@@ -75,7 +90,8 @@ class Launches:
     def medians(self) -> dict[str, dict[str, float]]:
         """By pool: the median in seconds, and of how many nodes."""
         return {
-            pool: {"median_s": round(median(found), 3), "nodes": len(found)} for pool, found in sorted(self.seconds.items())
+            pool: {"median_s": round(median(found), 3), "nodes": len(found)}
+            for pool, found in sorted(self.seconds.items())
         }
 
 

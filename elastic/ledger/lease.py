@@ -1,16 +1,19 @@
-"""One driver per run: a lease in the run's storage, as objects that are only ever created, never changed.
+"""One driver per run: a lease in the run's storage, as objects that are only ever created, never
+changed.
 
-`lease/<epoch>-<n>.json` is the n-th sign of life of the driver of that epoch. A driver takes the run over by creating object 0
-of the next epoch; of several that try, storage lets one win. The epoch fences whatever the older driver still tries to do.
+`lease/<epoch>-<n>.json` is the n-th sign of life of the driver of that epoch. A driver takes the
+run over by creating object 0 of the next epoch; of several that try, storage lets one win. The
+epoch fences whatever the older driver still tries to do.
 
-Clocks of two machines are never trusted: a holder counts its own seconds since its last sign of life, and one
-that looks expired is watched for its whole time to live before it is replaced.
+Clocks of two machines are never trusted: a holder counts its own seconds since its last sign of
+life, and one that looks expired is watched for its whole time to live before it is replaced.
 
-What stands under `lease/` and is no such object (anybody who can write there may have put it) is passed over and named once: it
-ends no run and keeps none from being taken over.
+What stands under `lease/` and is no such object (anybody who can write there may have put it) is
+passed over and named once: it ends no run and keeps none from being taken over.
 
-A holder that cannot renew has lost nothing yet: it keeps its epoch, and is not `certain` until a renewal succeeds. The lease is
-`lost` once a newer epoch was seen. Workers obey the newest epoch that they have seen, so whoever is not certain may order them.
+A holder that cannot renew has lost nothing yet: it keeps its epoch, and is not `certain` until a
+renewal succeeds. The lease is `lost` once a newer epoch was seen. Workers obey the newest epoch
+that they have seen, so whoever is not certain may order them.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ NAME = re.compile(re.escape(PREFIX) + r"([0-9]{8})-([0-9]{8})\.json")
 GRACE_S = 1.0
 RELEASE_MOST_S = 10.0
 MOST_EPOCH = 1_000_000  # each driver that begins makes one
-MOST = {"pid": 2**31, "started": 2**63, "since_s": 2.5e11, "at_s": 2.5e11, "ttl_s": 86400.0}  # times end with the year 9892
+# times end with the year 9892
+MOST = {"pid": 2**31, "started": 2**63, "since_s": 2.5e11, "at_s": 2.5e11, "ttl_s": 86400.0}
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,13 @@ class Times:
 
 
 class Lease:
-    """Raises SpecError when another driver holds the run. `attached`: there was a driver before that did not end in order.
-    `patient`: one on another machine that has just been heard of may be dead: it is watched, and not refused at once."""
+    """Raises SpecError when another driver holds the run. `attached`: there was a driver before
+    that did not end in order. `patient`: one on another machine that has just been heard of may be
+    dead: it is watched, and not refused at once."""
 
-    def __init__(self, storage: Storage, run: str, times: Times = Times(), patient: bool = False) -> None:
+    def __init__(
+        self, storage: Storage, run: str, times: Times = Times(), patient: bool = False
+    ) -> None:
         self.storage, self.run, self.times = storage, run, times
         self.trouble: Exception | None = None  # why the last renewal did not succeed
         self._lost, self._said = threading.Event(), False
@@ -81,21 +88,26 @@ class Lease:
         place = Machine.here()
         now_s = time.time()
         me: dict[str, Any] = {
-            "host": place.host, "boot": place.boot, "pid": os.getpid(), "started": started(os.getpid()) or 0,
-            "since_s": now_s, "ttl_s": times.ttl_s,
+            "host": place.host, "boot": place.boot, "pid": os.getpid(),
+            "started": started(os.getpid()) or 0, "since_s": now_s, "ttl_s": times.ttl_s,
         }  # fmt: skip
         before = newest(storage)
         if before is not None:
             self._refuse_living(before, patient)
         self.attached = before is not None and not before.released
         self.sign = Sign(epoch=before.epoch + 1 if before else 1, n=0, at_s=now_s, **me)
-        self._good_s = time.monotonic()  # when the last sign of life that was given began to be written
+        # when the last sign of life that was given began to be written
+        self._good_s = time.monotonic()
         self._begin()
         if self._write(self.sign):
-            raise SpecError(f"{storage.uri}: it overwrites what must not be (no If-None-Match); no run can be kept safe there")
+            raise SpecError(
+                f"{storage.uri}: it overwrites what must not be (no If-None-Match); no run can be "
+                "kept safe there"
+            )
         older = [key for key in storage.list(PREFIX) if NAME.fullmatch(key) and key < self.sign.key]
         if before is not None and max(older, default="") > before.key and not before.released:
-            time.sleep(before.ttl_s)  # it was heard again just now: it sees this epoch within its time to live
+            # it was heard again just now: it sees this epoch within its time to live
+            time.sleep(before.ttl_s)
         for key in older:
             storage.delete(key)
         self.storage = storage.hasty(times.ttl_s / 3)
@@ -137,7 +149,8 @@ class Lease:
             self._write(self._next(released=True))
 
     def _begin(self) -> None:
-        """Takes the next epoch. Something that is no sign of life may stand under its name: then the one after it."""
+        """Takes the next epoch. Something that is no sign of life may stand under its name: then
+        the one after it."""
         while self.sign.epoch <= MOST_EPOCH:
             if self._write(self.sign):
                 return
@@ -146,17 +159,23 @@ class Lease:
                 raise SpecError(self._refusal(winner))
             self.sign = replace(self.sign, epoch=self.sign.epoch + 1)
         where = self.storage.uri_of(PREFIX)
-        raise SpecError(f"{where}: epoch {MOST_EPOCH} is there, the last one: remove what is under it if no driver lives")
+        raise SpecError(
+            f"{where}: epoch {MOST_EPOCH} is there, the last one: remove what is under it if no "
+            "driver lives"
+        )
 
     def _refuse_living(self, before: Sign, patient: bool) -> None:
         if before.released or self._dead_here(before):
             return
         if not patient and 0.0 <= time.time() - before.at_s <= before.ttl_s:
             raise SpecError(self._refusal(before))
-        self._watch(before)  # its clock may be behind or ahead of ours, or this machine stalled: does it still give signs?
+        # its clock may be behind or ahead of ours, or this machine stalled: does it still give
+        # signs?
+        self._watch(before)
 
     def _watch(self, before: Sign) -> None:
-        """Raises SpecError when a new sign of life comes while the last one expires by our own clock."""
+        """Raises SpecError when a new sign of life comes while the last one expires by our own
+        clock."""
         until_s = time.monotonic() + before.ttl_s
         while time.monotonic() < until_s:
             time.sleep(min(self.times.renew_s, before.ttl_s))
@@ -170,12 +189,16 @@ class Lease:
     def _refusal(self, holder: Sign) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(holder.since_s))
         return (
-            f"run '{self.run}' is driven by process {holder.pid} on {holder.host} since {since} (its last sign of life is "
-            f"{max(0.0, time.time() - holder.at_s):.0f} s old); stop it first, or choose another --run-name"
+            f"run '{self.run}' is driven by process {holder.pid} on {holder.host} since {since} "
+            "(its last sign of life is "
+            f"{max(0.0, time.time() - holder.at_s):.0f} s old); stop it first, or choose another "
+            "--run-name"
         )
 
     def _next(self, released: bool = False) -> Sign:
-        return Sign(**{**asdict(self.sign), "n": self.sign.n + 1, "at_s": time.time(), "released": released})
+        return Sign(
+            **{**asdict(self.sign), "n": self.sign.n + 1, "at_s": time.time(), "released": released}
+        )
 
     def _write(self, sign: Sign) -> bool:
         return self.storage.put(sign.key, json.dumps(asdict(sign)).encode(), if_absent=True)
@@ -194,14 +217,19 @@ class Lease:
                 if self._said:
                     self._said = False
                     log.warning(
-                        "%s answers again: the run continues under its own lease (epoch %d)", self.storage.uri, self.epoch
+                        "%s answers again: the run continues under its own lease (epoch %d)",
+                        self.storage.uri,
+                        self.epoch,
                     )
 
     def _not_renewed(self, error: Exception) -> None:
         self.trouble = error
         if not self.certain and not self._said:
             self._said = True
-            text = "%s has taken no sign of life for %.0f s (%s): training and changes of plan continue, the run's end waits"
+            text = (
+                "%s has taken no sign of life for %.0f s (%s): training and changes of plan "
+                "continue, the run's end waits"
+            )
             log.warning(text, self.storage.uri, self.unheard_s, error)
 
     def _renewed(self) -> bool:
@@ -221,12 +249,14 @@ class Lease:
         self.sign = sign
         if not certain and self._replaced():  # it was taken over between the look and the sign
             return False
-        with suppress(OSError):  # the next one removes only its own predecessor; a new driver removes all
+        # the next one removes only its own predecessor; a new driver removes all
+        with suppress(OSError):
             self.storage.delete(before.key)
         return True
 
     def _replaced(self) -> bool:
-        """A newer epoch is there. A sign of our own whose answer was lost is the newest from then on."""
+        """A newer epoch is there. A sign of our own whose answer was lost is the newest from then
+        on."""
         after = newest(self.storage)
         if after is not None and after.epoch > self.epoch:
             return True
@@ -236,12 +266,18 @@ class Lease:
 
     def _mine(self, sign: Sign) -> bool:
         me = self.sign
-        return (sign.epoch, sign.boot, sign.pid, sign.since_s) == (me.epoch, me.boot, me.pid, me.since_s)
+        return (sign.epoch, sign.boot, sign.pid, sign.since_s) == (
+            me.epoch,
+            me.boot,
+            me.pid,
+            me.since_s,
+        )
 
 
 def newest(storage: Storage) -> Sign | None:
     """The last sign of life of the newest epoch. Raises OSError where storage does not answer."""
-    gone: set[str] = set()  # listed, and not there: replaced by the next one since, or a link to nothing
+    # listed, and not there: replaced by the next one since, or a link to nothing
+    gone: set[str] = set()
     for _ in range(20):
         found, n_gone = None, len(gone)
         for key in sorted(set(storage.list(PREFIX)) - gone, reverse=True):
@@ -256,7 +292,9 @@ def newest(storage: Storage) -> Sign | None:
                 break
         if len(gone) == n_gone:
             return found
-    raise OSError(errno.EAGAIN, "its objects change faster than they can be read", storage.uri_of(PREFIX))
+    raise OSError(
+        errno.EAGAIN, "its objects change faster than they can be read", storage.uri_of(PREFIX)
+    )
 
 
 def sign_at(storage: Storage, key: str) -> Sign | None:
@@ -273,7 +311,8 @@ def sign_at(storage: Storage, key: str) -> Sign | None:
 
 
 def decode(key: str, data: bytes) -> Sign:
-    """Raises ValueError for what is no sign of life of this name. Keys that a newer version may have added do not count."""
+    """Raises ValueError for what is no sign of life of this name. Keys that a newer version may
+    have added do not count."""
     try:
         found = json.loads(data)
     except RecursionError as error:
@@ -282,7 +321,9 @@ def decode(key: str, data: bytes) -> Sign:
         raise ValueError("it is no JSON object")
     given = {field.name: found[field.name] for field in fields(Sign) if field.name in found}
     for name, value in given.items():
-        kinds = {"host": (str,), "boot": (str,), "released": (bool,)}.get(name, (int, float) if name.endswith("_s") else (int,))
+        kinds = {"host": (str,), "boot": (str,), "released": (bool,)}.get(
+            name, (int, float) if name.endswith("_s") else (int,)
+        )
         if type(value) not in kinds:
             raise ValueError(f"its {name} is a {type(value).__name__}")
         if name in MOST and not 0 <= value <= MOST[name]:

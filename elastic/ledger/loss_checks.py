@@ -1,5 +1,5 @@
-"""Of each transition: did the new layout compute the same loss as the one before? From the probe sample, from steps that were
-done again, and from what was rolled back for it. Pure."""
+"""Of each transition: did the new layout compute the same loss as the one before? From the probe
+sample, from steps that were done again, and from what was rolled back for it. Pure."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Undone:
 
 @dataclass
 class LossChecks:
-    """`equal`: by generation; one that is not there: nothing was known. `probe_s`: seconds of its probes, that of the
-    generation before where it had stopped included."""
+    """`equal`: by generation; one that is not there: nothing was known. `probe_s`: seconds of its
+    probes, that of the generation before where it had stopped included."""
 
     equal: dict[int, bool] = field(default_factory=dict)
     probe_s: dict[int, float] = field(default_factory=dict)
@@ -67,9 +67,15 @@ class LossChecks:
                 if plan := self._plans.pop(event.generation, None):
                     self.undone[event.generation] = Undone(plan, event.step, at_s)
             case WrongNumbers():
-                self._losses = {step: known for step, known in self._losses.items() if step <= event.good_step}
+                self._losses = {
+                    step: known for step, known in self._losses.items() if step <= event.good_step
+                }
             case DigestChecked(ok=False):  # those before it are right
-                self._losses = {step: known for step, known in self._losses.items() if known[2] < event.generation}
+                self._losses = {
+                    step: known
+                    for step, known in self._losses.items()
+                    if known[2] < event.generation
+                }
             case _:
                 pass
 

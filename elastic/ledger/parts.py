@@ -1,8 +1,10 @@
-"""The closed parts of a journal: packed without loss, in the run's storage, each with the State that it ends with.
+"""The closed parts of a journal: packed without loss, in the run's storage, each with the State
+that it ends with.
 
-`journal-parts/<number>-<epoch>.xz` holds the text of a part: a head line, then lines of one form column by column, all of it
-compressed (xz, which has a checksum). `journal-parts/<number>-<epoch>.state` is one journal line that holds the State after it;
-of these the newest are kept. Of two parts with one number that of the newer epoch counts.
+`journal-parts/<number>-<epoch>.xz` holds the text of a part: a head line, then lines of one form
+column by column, all of it compressed (xz, which has a checksum).
+`journal-parts/<number>-<epoch>.state` is one journal line that holds the State after it; of these
+the newest are kept. Of two parts with one number that of the newer epoch counts.
 """
 
 from __future__ import annotations
@@ -29,16 +31,25 @@ VERSION = 1
 PART_BYTES = 8 << 20  # of text: a resume reads and folds about so much
 KEPT_STATES = 3
 _NAME = re.compile(re.escape(PREFIX) + r"(\d{8})-(\d{8})\.(xz|state)")
-_TOKEN = re.compile(rb'-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|"[0-9a-f]{8,}"')  # what differs between lines of one form
+# what differs between lines of one form
+_TOKEN = re.compile(rb'-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|"[0-9a-f]{8,}"')
 _HOLE, _NEWLINE = b"\0", b"\n"
 
 
-# ------------------------------------------------------------------------------------------------ packing
+# ------------------------------------------------------------------------------------------------
+# packing
 
 
 def pack(text: bytes, counted: dict[str, int] | None = None) -> bytes:
-    """Whole lines, compressed. `counted`: epoch -> segments that this part and those before it stand for."""
-    head = {"v": VERSION, "n_bytes": len(text), "crc": crc32(text), "counted": counted or {}, "forms": None}
+    """Whole lines, compressed. `counted`: epoch -> segments that this part and those before it
+    stand for."""
+    head = {
+        "v": VERSION,
+        "n_bytes": len(text),
+        "crc": crc32(text),
+        "counted": counted or {},
+        "forms": None,
+    }
     if _HOLE in text or not text.endswith(_NEWLINE):
         body = text
     else:
@@ -47,7 +58,8 @@ def pack(text: bytes, counted: dict[str, int] | None = None) -> bytes:
 
 
 def _columns(text: bytes) -> tuple[list[tuple[int, int, bool]], bytes]:
-    """Per form: how many lines, values in each, and whether their checksum follows from the rest."""
+    """Per form: how many lines, values in each, and whether their checksum follows from the
+    rest."""
     numbers: dict[tuple[bytes, bool], int] = {}
     rows: list[list[list[bytes]]] = []
     order = []
@@ -66,35 +78,57 @@ def _columns(text: bytes) -> tuple[list[tuple[int, int, bool]], bytes]:
         out.append(form_text)
         for column in zip(*found, strict=True):
             out += column
-    forms = [(len(found), len(found[0]), sealed) for (_, sealed), found in zip(numbers, rows, strict=True)]
+    forms = [
+        (len(found), len(found[0]), sealed)
+        for (_, sealed), found in zip(numbers, rows, strict=True)
+    ]
     return forms, _NEWLINE.join(out + order)
 
 
 def unpack(data: bytes) -> tuple[dict[str, int], bytes]:
-    """`counted` and the text. Raises ValueError when it is not as it was packed, SpecError when a newer version packed it."""
+    """`counted` and the text. Raises ValueError when it is not as it was packed, SpecError when a
+    newer version packed it."""
     try:
         line, _, body = lzma.decompress(data).partition(_NEWLINE)
         head = json.loads(line)
         if head["v"] > VERSION:
-            raise SpecError(f"journal part: version {head['v']} is newer than {VERSION}, the newest that this elastic reads")
+            raise SpecError(
+                f"journal part: version {head['v']} is newer than {VERSION}, the newest that this "
+                "elastic reads"
+            )
         text = body if head["forms"] is None else _joined(head["forms"], body.split(_NEWLINE))
         if (len(text), crc32(text)) != (head["n_bytes"], head["crc"]):
             raise ValueError("its checksum is another")
         return counts_of(head["counted"]), text
-    except (lzma.LZMAError, EOFError, KeyError, TypeError, IndexError, StopIteration, RecursionError) as error:
+    except (
+        lzma.LZMAError,
+        EOFError,
+        KeyError,
+        TypeError,
+        IndexError,
+        StopIteration,
+        RecursionError,
+    ) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _joined(forms: list[tuple[int, int, bool]], rows: list[bytes]) -> bytes:
     at, found = 0, list[Iterator[bytes]]()
     for n_lines, n_values, sealed in forms:
-        if not 0 <= n_lines <= len(rows) or not 0 <= n_values <= len(rows) or at + n_lines * n_values >= len(rows):
+        if (
+            not 0 <= n_lines <= len(rows)
+            or not 0 <= n_values <= len(rows)
+            or at + n_lines * n_values >= len(rows)
+        ):
             raise ValueError("its head counts lines that are not there")
         form = rows[at].replace(b"%", b"%%").replace(_HOLE, b"%s")
         columns = [rows[at + 1 + k * n_lines : at + 1 + (k + 1) * n_lines] for k in range(n_values)]
         at += 1 + n_lines * n_values
-        found.append(_lines(form, list(zip(*columns, strict=True)) if n_values else [()] * n_lines, sealed))
-    return b"".join([next(found[int(number)]) + _NEWLINE for number in rows[at:]])  # a generator would hide the StopIteration
+        found.append(
+            _lines(form, list(zip(*columns, strict=True)) if n_values else [()] * n_lines, sealed)
+        )
+    # a generator would hide the StopIteration
+    return b"".join([next(found[int(number)]) + _NEWLINE for number in rows[at:]])
 
 
 def _lines(form: bytes, values: list[tuple[bytes, ...]], sealed: bool) -> Iterator[bytes]:
@@ -103,7 +137,8 @@ def _lines(form: bytes, values: list[tuple[bytes, ...]], sealed: bool) -> Iterat
         yield text + SEALED.format(crc_of(text + b"}")).encode() if sealed else text
 
 
-# ------------------------------------------------------------------------------------------------ in storage
+# ------------------------------------------------------------------------------------------------
+# in storage
 
 
 @dataclass(frozen=True)
@@ -122,18 +157,23 @@ class JournalParts:
     storage: Storage
     names: tuple[Name, ...] = ()
     states: frozenset[Name] = frozenset()
-    _texts: dict[Name, tuple[dict[str, int], bytes]] = field(default_factory=dict)  # the newest that was read
+    # the newest that was read
+    _texts: dict[Name, tuple[dict[str, int], bytes]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, storage: Storage) -> JournalParts:
         """Raises JournalDamaged where one is missing."""
         found = [match for key in storage.list(PREFIX) if (match := _NAME.fullmatch(key))]
         newest: dict[int, Name] = {}
-        for name in sorted((Name(int(m[1]), int(m[2])) for m in found if m[3] == "xz"), key=lambda name: name.epoch):
+        for name in sorted(
+            (Name(int(m[1]), int(m[2])) for m in found if m[3] == "xz"), key=lambda name: name.epoch
+        ):
             newest[name.number] = name
         for number in range(len(newest)):
             if number not in newest:
-                raise JournalDamaged(f"{storage.uri_of(PREFIX)}: part {number} of the journal is missing; {GO_ON}")
+                raise JournalDamaged(
+                    f"{storage.uri_of(PREFIX)}: part {number} of the journal is missing; {GO_ON}"
+                )
         names = tuple(newest[number] for number in sorted(newest))
         states = {Name(int(m[1]), int(m[2])) for m in found if m[3] == "state"}
         return cls(storage, names, frozenset(states & set(names)))
@@ -145,19 +185,24 @@ class JournalParts:
                 found = unpack(self.storage.get(name.key("xz")))
             except (ValueError, FileNotFoundError) as error:
                 where = self.storage.uri_of(name.key("xz"))
-                raise JournalDamaged(f"{where}: it was altered after it was written ({error}); {GO_ON}") from error
+                raise JournalDamaged(
+                    f"{where}: it was altered after it was written ({error}); {GO_ON}"
+                ) from error
             self._texts.clear()
             self._texts[name] = found
         return self._texts[name]
 
     def newest_state(self) -> tuple[Line | None, str, int]:
-        """The newest State that is whole, the checksum of the line before, and how many parts it stands for."""
+        """The newest State that is whole, the checksum of the line before, and how many parts it
+        stands for."""
         for name in reversed([name for name in self.names if name in self.states]):
             try:
                 return *parse_state(self.storage.get(name.key("state"))), name.number + 1
             except (ValueError, OSError) as error:
                 where = self.storage.uri_of(name.key("state"))
-                log.warning("%s is damaged (%s): an older one counts, with the lines since", where, error)
+                log.warning(
+                    "%s is damaged (%s): an older one counts, with the lines since", where, error
+                )
         return None, NO_LINE, 0
 
     def last(self) -> str:
@@ -175,8 +220,8 @@ class JournalParts:
 
 
 class Packing:
-    """Packs what the journal has closed and puts it into the run's storage; tries again until it can. `number`: of the next
-    part; `counted`: what the parts before stand for."""
+    """Packs what the journal has closed and puts it into the run's storage; tries again until it
+    can. `number`: of the next part; `counted`: what the parts before stand for."""
 
     def __init__(self, storage: Storage, epoch: int, number: int, counted: dict[str, int]) -> None:
         self.most_bytes = PART_BYTES
@@ -191,7 +236,9 @@ class Packing:
     def begin(self, path: Path, line: Callable[[], str], counted: dict[str, int]) -> None:
         name = Name(self._number, self._epoch)
         self._number += 1
-        self._thread = threading.Thread(target=self._run, args=(name, path, line, counted), name="pack-journal", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(name, path, line, counted), name="pack-journal", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -199,7 +246,9 @@ class Packing:
         if self._thread is not None:
             self._thread.join(CLOSE_MOST_S)
 
-    def _run(self, name: Name, path: Path, line: Callable[[], str], counted: dict[str, int]) -> None:
+    def _run(
+        self, name: Name, path: Path, line: Callable[[], str], counted: dict[str, int]
+    ) -> None:
         said = False
         while True:
             try:
@@ -212,11 +261,16 @@ class Packing:
             if self._done.wait(AGAIN_S):
                 return
 
-    def _pack(self, name: Name, path: Path, line: Callable[[], str], counted: dict[str, int]) -> None:
+    def _pack(
+        self, name: Name, path: Path, line: Callable[[], str], counted: dict[str, int]
+    ) -> None:
         self._storage.put(name.key("xz"), pack(path.read_bytes(), counted))
         self._storage.put(name.key("state"), line().encode())
         path.unlink()
-        for key in [key for key in self._storage.list(PREFIX) if key.endswith(".state")][:-KEPT_STATES]:
+        for key in [key for key in self._storage.list(PREFIX) if key.endswith(".state")][
+            :-KEPT_STATES
+        ]:
             self._storage.delete(key)
-        remove_covered(self._storage, self._counted)  # of the parts before: a driver that was replaced may have packed this one
+        # of the parts before: a driver that was replaced may have packed this one
+        remove_covered(self._storage, self._counted)
         self._counted = counted

@@ -1,8 +1,9 @@
 """A run: its storage, and the local folder with its journal file, report and curve.
 
-Where the storage is a folder, the two are one. Where it is s3://, the driver's folder is ./elastic_runs/<run> (where that is of
-a run in another storage ./elastic_runs/<run>-<hash>): the journal is written there and stored as segments; a machine without
-that folder reads the segments. In both cases a journal file that has become large is closed and packed into the storage.
+Where the storage is a folder, the two are one. Where it is s3://, the driver's folder is
+./elastic_runs/<run> (where that is of a run in another storage ./elastic_runs/<run>-<hash>): the
+journal is written there and stored as segments; a machine without that folder reads the segments.
+In both cases a journal file that has become large is closed and packed into the storage.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from elastic.storage import LocalStorage, Storage, open_storage
 DEFAULT_STORAGE = "elastic_runs"
 JOURNAL = "journal.jsonl"
 ASIDE = "journal-damaged-{}.jsonl"
-OF_NODE = "elastic-logs-"  # and the user's number: a folder of a node, in one where everybody may write
+# and the user's number: a folder of a node, in one where everybody may write
+OF_NODE = "elastic-logs-"
 LOGS = "logs"  # what the workers print, a file for each process
 STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
 
 
 def key_of(uri: str) -> str:
-    """Of a run, by its storage, for what runs share: a Ray cluster, a folder. Two runs in two storages may have one name."""
+    """Of a run, by its storage, for what runs share: a Ray cluster, a folder. Two runs in two
+    storages may have one name."""
     place = uri if "://" in uri else os.path.realpath(uri)
     return f"{uri.rstrip('/').rpartition('/')[2]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
@@ -45,7 +48,8 @@ def _of_another(folder: Path, uri: str) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """Of a journal: its closed parts, the text after them, what storage holds of that. `where`: of the text, for messages."""
+    """Of a journal: its closed parts, the text after them, what storage holds of that. `where`: of
+    the text, for messages."""
 
     parts: JournalParts
     text: bytes
@@ -74,8 +78,8 @@ class _Found:
 
 @dataclass(frozen=True)
 class JournalCut:
-    """Of a damaged journal: what is said of it, the file that gets the whole text, and what the journal begins with instead.
-    What is stored stays, and counts no more."""
+    """Of a damaged journal: what is said of it, the file that gets the whole text, and what the
+    journal begins with instead. What is stored stays, and counts no more."""
 
     said: str
     aside: str
@@ -92,17 +96,25 @@ class RunFolder:
 
     @classmethod
     def of(cls, storage: Storage) -> RunFolder:
-        """Raises SpecError where a folder says that the run is elsewhere, and another user has put that there: whoever looks at
-        the run would ask that place with rights of their own."""
+        """Raises SpecError where a folder says that the run is elsewhere, and another user has put
+        that there: whoever looks at the run would ask that place with rights of their own."""
         if not isinstance(storage, LocalStorage):
             folder = Path(DEFAULT_STORAGE).absolute() / storage.uri.rpartition("/")[2]
-            return cls(storage, folder.with_name(key_of(storage.uri)) if _of_another(folder, storage.uri) else folder)
+            return cls(
+                storage,
+                folder.with_name(key_of(storage.uri))
+                if _of_another(folder, storage.uri)
+                else folder,
+            )
         mark = storage.root / STORED_AT
         if not mark.is_file():
             return cls(storage, storage.root)
         uri, owner = mark.read_text().strip(), mark.lstat().st_uid
         if owner != os.getuid():
-            raise SpecError(f"{mark}: user {owner} says there that the run is {uri}; if you trust that, name {uri} yourself")
+            raise SpecError(
+                f"{mark}: user {owner} says there that the run is {uri}; if you trust that, name "
+                f"{uri} yourself"
+            )
         return cls(open_storage(uri), storage.root)
 
     @property
@@ -124,7 +136,8 @@ class RunFolder:
         return self.folder / LOGS
 
     def logs_of_workers(self, here: bool) -> Path:
-        """Where workers write it. `here`: all run on this machine. Nodes without a folder in common keep those of their own."""
+        """Where workers write it. `here`: all run on this machine. Nodes without a folder in common
+        keep those of their own."""
         of_node = Path(tempfile.gettempdir(), f"{OF_NODE}{os.getuid()}", self.name)
         return self.logs if here or not self.storage.remote else of_node
 
@@ -134,12 +147,16 @@ class RunFolder:
         return self.journal.is_file()
 
     def lines(self) -> Iterable[Line]:
-        """The journal as far as it is known here; of a long one, one part after the other is read while it is gone through."""
+        """The journal as far as it is known here; of a long one, one part after the other is read
+        while it is gone through."""
         found = self._found()
-        return found if found.parts.names else read_text(found.text, found.where, found.stored.place)
+        return (
+            found if found.parts.names else read_text(found.text, found.where, found.stored.place)
+        )
 
     def age_s(self) -> float:
-        """Seconds since the journal was last written; between clocks of two machines only as good as they are."""
+        """Seconds since the journal was last written; between clocks of two machines only as good
+        as they are."""
         if self.storage.remote:
             newest = [*self.storage.list(PREFIX)[-1:], *self.storage.list(PARTS)[-1:]]
             newest_s = max((self.storage.modified_s(key) for key in newest), default=0.0)
@@ -148,8 +165,8 @@ class RunFolder:
         return max(0.0, time.time() - newest_s)
 
     def take_over(self) -> tuple[list[Line], StoredJournal]:
-        """What earlier drivers wrote: the newest State and the lines since, where there is one. Makes this machine's journal
-        file begin with what is stored. Raises JournalDamaged."""
+        """What earlier drivers wrote: the newest State and the lines since, where there is one.
+        Makes this machine's journal file begin with what is stored. Raises JournalDamaged."""
         if not self.storage.remote and self._here() is None:
             return [], StoredJournal()
         found = self._found()
@@ -160,8 +177,8 @@ class RunFolder:
         return lines, found.stored
 
     def without_damage(self) -> tuple[list[Line], StoredJournal, JournalCut]:
-        """Instead of `take_over`, where the journal is damaged: what stands before the damage. Nothing is written before
-        `open_journal`. Raises SpecError where nothing is damaged."""
+        """Instead of `take_over`, where the journal is damaged: what stands before the damage.
+        Nothing is written before `open_journal`. Raises SpecError where nothing is damaged."""
         try:
             found = self._found()
             stored, text = found.stored, found.text
@@ -170,18 +187,27 @@ class RunFolder:
             found, text = None, self._here() or b""
             stored, damage = StoredJournal(), Damage(1, 0)
         if damage is None:
-            raise SpecError(f"run '{self.name}': its journal is whole; leave --from-checkpoint out, it continues as it is")
+            raise SpecError(
+                f"run '{self.name}': its journal is whole; leave --from-checkpoint out, it "
+                "continues as it is"
+            )
         kept = text[: damage.offset]
         if damage.offset < len(stored.text):
             stored = stored.until(damage.offset)
             kept = stored.text
         lines = sift(kept)[0] if found is None else replace(found, text=kept).newest()
         aside = next(path for n in count(1) if not (path := self.folder / ASIDE.format(n)).exists())
-        said = f"its journal was damaged: {len(lines)} lines before that count, the whole text is in {aside}"
+        said = (
+            f"its journal was damaged: {len(lines)} lines before that count, the whole text is in "
+            f"{aside}"
+        )
         return lines, stored, JournalCut(said, aside.name, text, kept)
 
-    def open_journal(self, epoch: int, before: StoredJournal, cut: JournalCut | None = None) -> Journal:
-        """To append to. Where the run is in object storage, a plan is stored before `append` returns."""
+    def open_journal(
+        self, epoch: int, before: StoredJournal, cut: JournalCut | None = None
+    ) -> Journal:
+        """To append to. Where the run is in object storage, a plan is stored before `append`
+        returns."""
         if cut is not None:
             local = LocalStorage(self.folder)
             if self.storage.remote:
@@ -211,7 +237,9 @@ class RunFolder:
                     raise found
                 return found
             parts = now
-        raise StorageFailed(f"{self.storage.uri_of(PARTS)}: the journal grows faster than it can be read; try again")
+        raise StorageFailed(
+            f"{self.storage.uri_of(PARTS)}: the journal grows faster than it can be read; try again"
+        )
 
     def _look(self, parts: JournalParts) -> _Found | JournalDamaged:
         here = self._here()
@@ -241,7 +269,8 @@ class RunFolder:
         texts = [_text(self.journal), _text(self.folder / CLOSED)]
         if texts[0] is None or texts[1] is None or texts[0].startswith(texts[1]):
             return texts[0] if texts[0] is not None else texts[1]
-        return texts[1] if texts[1].startswith(texts[0]) else texts[1] + texts[0]  # the same: it was closed in between
+        # the same: it was closed in between
+        return texts[1] if texts[1].startswith(texts[0]) else texts[1] + texts[0]
 
     def _begin_with(self, text: bytes) -> None:
         """The journal file, one alone, holds this text and no more."""

@@ -1,9 +1,11 @@
-"""The journal of a run in storage that cannot be appended to: whole pieces of it, as objects that are only ever created.
+"""The journal of a run in storage that cannot be appended to: whole pieces of it, as objects that
+are only ever created.
 
-`journal/<epoch>-<first>-<last>.jsonl` holds the segments first .. last of the driver of that epoch: a head line, then journal
-lines. Sixty segments become one object, sixty such objects the next larger one, so that a run of weeks is read in a few
-hundred requests. The head of an epoch's first segment says how many segments of each older epoch its driver had read; what an
-older driver stored after that does not count.
+`journal/<epoch>-<first>-<last>.jsonl` holds the segments first .. last of the driver of that epoch:
+a head line, then journal lines. Sixty segments become one object, sixty such objects the next
+larger one, so that a run of weeks is read in a few hundred requests. The head of an epoch's first
+segment says how many segments of each older epoch its driver had read; what an older driver stored
+after that does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from elastic.errors import JournalDamaged, LostContact, SpecError, StorageDamaged, StorageFailed, StorageRefused
+from elastic.errors import (
+    JournalDamaged,
+    LostContact,
+    SpecError,
+    StorageDamaged,
+    StorageFailed,
+    StorageRefused,
+)
 from elastic.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -31,11 +40,14 @@ EVERY_S = 10.0
 FAN = 60  # so many segments become one object
 N_LOOKS = 5  # an object may be replaced by a larger one between list and get
 N_READERS = 8
-WAIT_S = 10.0  # the longest that a plan change waits for storage; the workers tell the next driver of a plan without line
+# the longest that a plan change waits for storage; the workers tell the next driver of a plan
+# without line
+WAIT_S = 10.0
 AGAIN_S = 2.0  # between tries
 CLOSE_MOST_S = 15.0
 GO_ON = (
-    "its checkpoints are whole: `elastic run` with this --run-name and --from-checkpoint sets the journal aside, keeps what "
+    "its checkpoints are whole: `elastic run` with this --run-name and --from-checkpoint sets the "
+    "journal aside, keeps what "
     "stands before the damage, and resumes from the newest checkpoint"
 )
 
@@ -59,7 +71,8 @@ class Span:
 
 @dataclass(frozen=True)
 class SegmentHead:
-    """First line of an object. `n_bytes`: of each segment in it; `before`: older epoch -> its segments that count."""
+    """First line of an object. `n_bytes`: of each segment in it; `before`: older epoch -> its
+    segments that count."""
 
     v: int
     epoch: int
@@ -70,7 +83,8 @@ class SegmentHead:
 
 @dataclass(frozen=True)
 class Piece:
-    """One segment of what was read, and the object that it is in: the pieces of an object follow each other."""
+    """One segment of what was read, and the object that it is in: the pieces of an object follow
+    each other."""
 
     uri: str
     epoch: int
@@ -79,8 +93,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredJournal:
-    """What storage holds of a journal after its closed parts. `counted`: epoch -> segments of it that count; `base`: those of
-    them that the parts stand for; `fits`: drivers that came after had read these."""
+    """What storage holds of a journal after its closed parts. `counted`: epoch -> segments of it
+    that count; `base`: those of them that the parts stand for; `fits`: drivers that came after had
+    read these."""
 
     text: bytes = b""
     counted: dict[str, int] = field(default_factory=dict)
@@ -95,11 +110,13 @@ class StoredJournal:
             begin, uri = (begin if piece.uri == uri else at), piece.uri
             at += piece.n_bytes
             if offset < at:
-                return f" ({uri}, line {self.text.count(NEWLINE, begin, offset) + 2})"  # the first is the head
+                # the first is the head
+                return f" ({uri}, line {self.text.count(NEWLINE, begin, offset) + 2})"
         return ""
 
     def until(self, offset: int) -> StoredJournal:
-        """The segments that end there or before: the others count no more, and stay where they are."""
+        """The segments that end there or before: the others count no more, and stay where they
+        are."""
         kept, at = list[Piece](), 0
         for piece in self.pieces:
             if at + piece.n_bytes > offset:
@@ -111,8 +128,8 @@ class StoredJournal:
 
 
 def read_stored(storage: Storage, base: dict[str, int] | None = None) -> StoredJournal:
-    """All segments that count after `base`, joined. A last one that is missing or not whole is left out. Raises JournalDamaged
-    for a gap."""
+    """All segments that count after `base`, joined. A last one that is missing or not whole is left
+    out. Raises JournalDamaged for a gap."""
     hole: JournalDamaged | None = None
     looked: list[Span] = []
     for _ in range(N_LOOKS):
@@ -125,7 +142,9 @@ def read_stored(storage: Storage, base: dict[str, int] | None = None) -> StoredJ
             hole = None
         except JournalDamaged as error:  # or objects were merged while they were listed
             hole, looked = error, spans
-    raise StorageFailed(f"{storage.uri_of(PREFIX)}: its objects change faster than they can be read; try again")
+    raise StorageFailed(
+        f"{storage.uri_of(PREFIX)}: its objects change faster than they can be read; try again"
+    )
 
 
 def _spans(keys: Sequence[str]) -> list[Span]:
@@ -147,11 +166,21 @@ def _join(storage: Storage, spans: list[Span], base: dict[str, int]) -> StoredJo
             continue
         before = pieces[0][0].before
         older = sorted((int(older), n) for older, n in before.items())
-        found = [item for number, n in older for item in _of_older(storage, spans, number, (base.get(str(number), 0), n))]
+        found = [
+            item
+            for number, n in older
+            for item in _of_older(storage, spans, number, (base.get(str(number), 0), n))
+        ]
         found += _segments(storage, pieces)
         counted = before | {str(epoch): begin + sum(len(head.n_bytes) for head, _ in pieces)}
         fits = all(counted.get(known, 0) >= n for known, n in base.items())
-        return StoredJournal(b"".join(text for _, text in found), counted, tuple(piece for piece, _ in found), base, fits)
+        return StoredJournal(
+            b"".join(text for _, text in found),
+            counted,
+            tuple(piece for piece, _ in found),
+            base,
+            fits,
+        )
     return StoredJournal(counted=dict(base), base=base)
 
 
@@ -162,19 +191,33 @@ def remove_covered(storage: Storage, counted: dict[str, int]) -> None:
             storage.delete(span.key)
 
 
-def _of_older(storage: Storage, spans: list[Span], epoch: int, wanted: tuple[int, int]) -> list[tuple[Piece, bytes]]:
+def _of_older(
+    storage: Storage, spans: list[Span], epoch: int, wanted: tuple[int, int]
+) -> list[tuple[Piece, bytes]]:
     """Segments wanted[0] .. wanted[1] - 1 of an epoch."""
     begin, n = wanted
-    row = [span for span in _row([span for span in spans if span.epoch == epoch], begin) if span.first < n]
+    row = [
+        span
+        for span in _row([span for span in spans if span.epoch == epoch], begin)
+        if span.first < n
+    ]
     if sum(span.n for span in row) < n - begin:
-        raise JournalDamaged(f"{storage.uri_of(PREFIX)}: of epoch {epoch}, segments before the {n}th are missing; {GO_ON}")
+        raise JournalDamaged(
+            f"{storage.uri_of(PREFIX)}: of epoch {epoch}, segments before the {n}th are missing; "
+            f"{GO_ON}"
+        )
     return _segments(storage, _pieces(storage, row, last_may_be_torn=False))[: max(0, n - begin)]
 
 
-def _segments(storage: Storage, pieces: Sequence[tuple[SegmentHead, bytes]]) -> list[tuple[Piece, bytes]]:
+def _segments(
+    storage: Storage, pieces: Sequence[tuple[SegmentHead, bytes]]
+) -> list[tuple[Piece, bytes]]:
     found = []
     for head, body in pieces:
-        uri, at = storage.uri_of(Span(head.epoch, head.first, head.first + len(head.n_bytes) - 1).key), 0
+        uri, at = (
+            storage.uri_of(Span(head.epoch, head.first, head.first + len(head.n_bytes) - 1).key),
+            0,
+        )
         for n in head.n_bytes:
             found.append((Piece(uri, head.epoch, n), body[at : at + n]))
             at += n
@@ -182,7 +225,8 @@ def _segments(storage: Storage, pieces: Sequence[tuple[SegmentHead, bytes]]) -> 
 
 
 def _row(spans: Sequence[Span], at: int) -> list[Span]:
-    """Objects of one epoch that follow each other from segment `at` on; the larger ones where there are several."""
+    """Objects of one epoch that follow each other from segment `at` on; the larger ones where there
+    are several."""
     spans = [span for span in spans if span.first >= at]
     largest: dict[int, Span] = {}
     for span in spans:
@@ -195,12 +239,15 @@ def _row(spans: Sequence[Span], at: int) -> list[Span]:
     beyond = [span for span in spans if span.first > at]
     if beyond:
         raise JournalDamaged(
-            f"journal segment {at} of epoch {beyond[0].epoch} is missing, and {beyond[0].key} is there; {GO_ON}"
+            f"journal segment {at} of epoch {beyond[0].epoch} is missing, and {beyond[0].key} is "
+            f"there; {GO_ON}"
         )
     return row
 
 
-def _pieces(storage: Storage, row: Sequence[Span], last_may_be_torn: bool) -> list[tuple[SegmentHead, bytes]]:
+def _pieces(
+    storage: Storage, row: Sequence[Span], last_may_be_torn: bool
+) -> list[tuple[SegmentHead, bytes]]:
     with ThreadPoolExecutor(N_READERS) as pool:
         texts = list(pool.map(lambda span: _text(storage, span), row))
     found = []
@@ -210,7 +257,9 @@ def _pieces(storage: Storage, row: Sequence[Span], last_may_be_torn: bool) -> li
         except ValueError as error:
             if last_may_be_torn and i == len(row) - 1:
                 break
-            raise JournalDamaged(f"{storage.uri_of(span.key)}: {error}; it was altered; {GO_ON}") from error
+            raise JournalDamaged(
+                f"{storage.uri_of(span.key)}: {error}; it was altered; {GO_ON}"
+            ) from error
     return found
 
 
@@ -231,14 +280,25 @@ def _parsed(text: bytes, span: Span) -> tuple[SegmentHead, bytes]:
     if not isinstance(data, dict) or not isinstance(data.get("v"), int):
         raise ValueError("its head is not that of a journal segment")
     if data["v"] > VERSION:
-        raise SpecError(f"{span.key}: version {data['v']} is newer than {VERSION}, the newest that this elastic reads")
+        raise SpecError(
+            f"{span.key}: version {data['v']} is newer than {VERSION}, the newest that this "
+            "elastic reads"
+        )
     try:
-        head = SegmentHead(data["v"], data["epoch"], data["first"], tuple(data["n_bytes"]), counts_of(data["before"]))
+        head = SegmentHead(
+            data["v"],
+            data["epoch"],
+            data["first"],
+            tuple(data["n_bytes"]),
+            counts_of(data["before"]),
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"its head lacks {error}") from error
     if not all(type(n) is int and n >= 0 for n in head.n_bytes):
         raise ValueError("its head gives lengths that are none")
-    if (head.epoch, head.first, len(head.n_bytes)) != (span.epoch, span.first, span.n) or sum(head.n_bytes) != len(body):
+    if (head.epoch, head.first, len(head.n_bytes)) != (span.epoch, span.first, span.n) or sum(
+        head.n_bytes
+    ) != len(body):
         raise ValueError("its head does not fit its name and length")
     return head, body
 
@@ -253,25 +313,40 @@ def counts_of(data: object) -> dict[str, int]:
 
 
 class Segments:
-    """Stores what is appended to the local journal file: at once when told to, else every `every_s` seconds (EVERY_S).
+    """Stores what is appended to the local journal file: at once when told to, else every `every_s`
+    seconds (EVERY_S).
 
-    `before`: what was stored when this driver took the run over; the file begins with exactly that text.
+    `before`: what was stored when this driver took the run over; the file begins with exactly that
+    text.
     """
 
-    def __init__(self, storage: Storage, epoch: int, path: Path, before: StoredJournal, every_s: float | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        epoch: int,
+        path: Path,
+        before: StoredJournal,
+        every_s: float | None = None,
+    ) -> None:
         self._storage, self._epoch, self._path, self._before = storage, epoch, path, before
         self._every_s = EVERY_S if every_s is None else every_s
         self._at = len(before.text)
         self._next, self._working = 0, threading.Lock()
-        self._kept: list[tuple[Span, int, int]] = []  # objects that stand, and where their text is in the file
+        # objects that stand, and where their text is in the file
+        self._kept: list[tuple[Span, int, int]] = []
         self.trouble: Exception | None = None  # why what is in the file could not be stored
-        self._change, self._wake, self._done = threading.Condition(), threading.Event(), threading.Event()
+        self._change, self._wake, self._done = (
+            threading.Condition(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._thread = threading.Thread(target=self._follow, name="elastic-segments", daemon=True)
         self._thread.start()
 
     def store(self, to: int) -> bool:
-        """Whole lines up to byte `to` of the file are in storage when it returns True. False = storage does not take them now,
-        or not within WAIT_S: they are stored when it does. Raises SpecError where another driver writes the journal."""
+        """Whole lines up to byte `to` of the file are in storage when it returns True. False =
+        storage does not take them now, or not within WAIT_S: they are stored when it does. Raises
+        SpecError where another driver writes the journal."""
         if self.trouble is None:
             with self._change:
                 self._wake.set()
@@ -285,8 +360,8 @@ class Segments:
         return self._at >= to
 
     def begin_anew(self, swap: Callable[[], None]) -> dict[str, int] | None:
-        """`swap` lets the file, which is stored to its end, start over, while nobody reads it: epoch -> segments that hold what
-        it was. None = not now, and it goes on."""
+        """`swap` lets the file, which is stored to its end, start over, while nobody reads it:
+        epoch -> segments that hold what it was. None = not now, and it goes on."""
         if not self._working.acquire(blocking=False):
             return None
         try:
@@ -301,16 +376,20 @@ class Segments:
         self._wake.set()
 
     def close(self) -> None:
-        """Stores what is left. Raises LostContact where that is not possible within CLOSE_MOST_S."""
+        """Stores what is left. Raises LostContact where that is not possible within
+        CLOSE_MOST_S."""
         self._done.set()
         self._wake.set()
         self._thread.join(CLOSE_MOST_S)
         if self._thread.is_alive() or self.trouble is not None:
             self.stored(0)
             why = self.trouble or f"{self._storage.uri} does not answer"
-            raise LostContact(f"{why}; the journal's last lines are only in {self._path}; run it again from here")
+            raise LostContact(
+                f"{why}; the journal's last lines are only in {self._path}; run it again from here"
+            )
 
-    # ------------------------------------------------------------------------------------------ in the thread
+    # ------------------------------------------------------------------------------------------ in
+    # the thread
 
     def _follow(self) -> None:
         while True:
@@ -357,10 +436,13 @@ class Segments:
             text = text[n:]
 
     def _known(self, span: Span, text: bytes) -> int:
-        """Length of a segment that was stored by a try whose answer was lost. Raises SpecError when it is another's."""
+        """Length of a segment that was stored by a try whose answer was lost. Raises SpecError when
+        it is another's."""
         _, body = _parsed(self._storage.get(span.key), span)
         if not body or not text.startswith(body):
-            raise SpecError(f"{self._storage.uri_of(span.key)}: another driver writes the journal of this epoch")
+            raise SpecError(
+                f"{self._storage.uri_of(span.key)}: another driver writes the journal of this epoch"
+            )
         return len(body)
 
     def _merge(self) -> None:
@@ -379,9 +461,15 @@ class Segments:
             for kept, _, _ in last:
                 self._storage.delete(kept.key)
 
-    def _packed(self, span: Span, texts: Sequence[bytes], sizes: Sequence[int] | None = None) -> bytes:
-        head = SegmentHead(VERSION, span.epoch, span.first, tuple(sizes or map(len, texts)), self._before.counted)
-        return b"\n".join([json.dumps(asdict(head), separators=(",", ":")).encode(), b"".join(texts)])
+    def _packed(
+        self, span: Span, texts: Sequence[bytes], sizes: Sequence[int] | None = None
+    ) -> bytes:
+        head = SegmentHead(
+            VERSION, span.epoch, span.first, tuple(sizes or map(len, texts)), self._before.counted
+        )
+        return b"\n".join(
+            [json.dumps(asdict(head), separators=(",", ":")).encode(), b"".join(texts)]
+        )
 
     def _text(self, start: int, end: int | None) -> bytes:
         with self._path.open("rb") as file:

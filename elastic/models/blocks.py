@@ -6,7 +6,8 @@ from torch import nn
 
 
 def blocks_of(module: nn.Module) -> str:
-    """The pattern of the repeated blocks: of the longest list of modules of one class with parameters, else 'layers.*'."""
+    """The pattern of the repeated blocks: of the longest list of modules of one class with
+    parameters, else 'layers.*'."""
     lists = {
         name: len(child)
         for name, child in module.named_modules()
@@ -16,4 +17,6 @@ def blocks_of(module: nn.Module) -> str:
 
 
 def _repeats(blocks: nn.ModuleList | nn.Sequential) -> bool:
-    return len({type(block) for block in blocks}) == 1 and all(next(block.parameters(), None) is not None for block in blocks)
+    return len({type(block) for block in blocks}) == 1 and all(
+        next(block.parameters(), None) is not None for block in blocks
+    )

@@ -1,8 +1,10 @@
-"""Models of transformers as pipeline stages: their own forward, with modules of other stages passed through.
+"""Models of transformers as pipeline stages: their own forward, with modules of other stages passed
+through.
 
-A later stage is called with the hidden state in the place of embedded tokens (`inputs_embeds`); masks and rotary positions are
-computed on each stage again. Whether a model can be cut so is tried: without its blocks, embeddings, norm and head its forward
-must release exactly what it is called with.
+A later stage is called with the hidden state in the place of embedded tokens (`inputs_embeds`);
+masks and rotary positions are computed on each stage again. Whether a model can be cut so is tried:
+without its blocks, embeddings, norm and head its forward must release exactly what it is called
+with.
 """
 
 from __future__ import annotations
@@ -53,14 +55,19 @@ def stage_factory(model: nn.Module, blocks: str) -> Callable[[nn.Module, int, in
 
 
 def passes_through(model: nn.Module, blocks: str) -> bool:
-    """Does the model without what the first and the last stage have, and without blocks, release its `inputs_embeds`?"""
+    """Does the model without what the first and the last stage have, and without blocks, release
+    its `inputs_embeds`?"""
     config: Any = model.config
     hidden = getattr(config.get_text_config(), "hidden_size", None)
     if not isinstance(hidden, int):
         return False
     shell = copy.deepcopy(model)
     nothing, through = _before_blocks(shell, blocks)
-    names = {name.rpartition(".")[0] for name, _ in shell.named_parameters(remove_duplicate=False) if not _inside(name, blocks)}
+    names = {
+        name.rpartition(".")[0]
+        for name, _ in shell.named_parameters(remove_duplicate=False)
+        if not _inside(name, blocks)
+    }
     names |= {name for name, _ in shell.named_modules() if _is_block(name, blocks)}
     _replace(shell, sorted((names | set(through)) - set(nothing)), _Through)
     _replace(shell, nothing, _Nothing)
@@ -71,21 +78,32 @@ def passes_through(model: nn.Module, blocks: str) -> bool:
     try:
         with torch.no_grad():
             found = shell(inputs_embeds=x).logits
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):  # its forward wants more
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        KeyError,
+    ):  # its forward wants more
         return False
     return isinstance(found, Tensor) and torch.equal(found, x)
 
 
 def fill_plain_buffers(model: nn.Module) -> bool:
-    """Program.buffers: values of buffers that no checkpoint holds, as transformers' own initialization gives them. False where
-    it gives none for one of them."""
+    """Program.buffers: values of buffers that no checkpoint holds, as transformers' own
+    initialization gives them. False where it gives none for one of them."""
     kept = set(model.state_dict())
     owners = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name not in kept}
     for owner in owners:
         module = model.get_submodule(owner)
         if next(module.parameters(recurse=False), None) is not None:
             return False  # its parameters would be initialized too
-        plain = [buffer for name, buffer in module.named_buffers(recurse=False) if f"{owner}.{name}".lstrip(".") not in kept]
+        plain = [
+            buffer
+            for name, buffer in module.named_buffers(recurse=False)
+            if f"{owner}.{name}".lstrip(".") not in kept
+        ]
         if not all(buffer.is_floating_point() for buffer in plain):
             return False
         with torch.no_grad():
@@ -97,19 +115,31 @@ def fill_plain_buffers(model: nn.Module) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------ modules
+# ------------------------------------------------------------------------------------------------
+# modules
 
 
 def _before_blocks(model: nn.Module, blocks: str) -> tuple[list[str], list[str]]:
-    """Outside of the blocks: embeddings besides that of the tokens, and what has no parameters but drops."""
+    """Outside of the blocks: embeddings besides that of the tokens, and what has no parameters but
+    drops."""
     tokens = model.get_input_embeddings()  # type: ignore[operator]
-    outside = [(name, module) for name, module in model.named_modules() if name and not _inside(name, blocks)]
-    nothing = [name for name, module in outside if isinstance(module, nn.Embedding) and module is not tokens]
+    outside = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name and not _inside(name, blocks)
+    ]
+    nothing = [
+        name
+        for name, module in outside
+        if isinstance(module, nn.Embedding) and module is not tokens
+    ]
     return nothing, [name for name, module in outside if isinstance(module, nn.Dropout)]
 
 
 def _is_block(name: str, blocks: str) -> bool:
-    return name.rpartition(".")[0] == blocks.removesuffix(".*") and name.rpartition(".")[2].isdigit()
+    return (
+        name.rpartition(".")[0] == blocks.removesuffix(".*") and name.rpartition(".")[2].isdigit()
+    )
 
 
 def _inside(name: str, blocks: str) -> bool:

@@ -1,11 +1,17 @@
-"""Causal language models of Hugging Face's transformers as a Program. Nothing is fetched: from a config or a local folder.
+"""Causal language models of Hugging Face's transformers as a Program. Nothing is fetched: from a
+config or a local folder.
 
 ```python
-program = causal_lm("models/smollm", dataset=lambda: Tokens(...), optimizer=lambda named: AdamW([p for _, p in named], 1e-5))
+program = causal_lm(
+    "models/smollm",
+    dataset=lambda: Tokens(...),
+    optimizer=lambda named: AdamW([p for _, p in named], 1e-5),
+)
 ```
-A sample is {"input_ids": int64 [seq]} with, if some tokens are not to be learned, {"labels": int64 [seq]} (-100 = left out; not
-shifted: the shift is done here), and, where it is padded, {"attention_mask": int64 [seq]} (0 = padding, left or right). All
-samples have one length. Rows of the job's `data` ({"input", "target"}: already shifted) will do as well; with the "position" of
+A sample is {"input_ids": int64 [seq]} with, if some tokens are not to be learned, {"labels": int64
+[seq]} (-100 = left out; not shifted: the shift is done here), and, where it is padded,
+{"attention_mask": int64 [seq]} (0 = padding, left or right). All samples have one length. Rows of
+the job's `data` ({"input", "target"}: already shifted) will do as well; with the "position" of
 packed ones (0 at the first token of each document) documents do not see each other.
 """
 
@@ -33,26 +39,30 @@ if TYPE_CHECKING:
 IGNORED = -100
 # transformers' names of tensor-parallel styles -> those of elastic.Program.tp
 STYLES = {
-    "colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "colwise_gather", "embedding_rowwise": "vocab",
-    "replicated_with_grad_allreduce": "summed",
+    "colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "colwise_gather",
+    "embedding_rowwise": "vocab", "replicated_with_grad_allreduce": "summed",
 }  # fmt: skip
 BESIDE = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
-    "chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*",
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*",
 )  # fmt: skip
 
 
 def causal_lm(
-    source: str | Path | PreTrainedConfig, dataset: Callable[[], Any], optimizer: Callable[[Any], Any], **more: Any
+    source: str | Path | PreTrainedConfig,
+    dataset: Callable[[], Any],
+    optimizer: Callable[[Any], Any],
+    **more: Any,
 ) -> Program:
     """A Program for any model that `AutoModelForCausalLM` knows, in float32.
 
-    source: a config (random weights, under the job's seed), or a local folder with config.json and, for pretrained weights,
-    safetensors: each rank reads its own part of them. more: other fields of `elastic.Program` (validation, lr_factor ...).
-    Blocks are found in the module tree; tp follows the model's own plan where elastic has all of its styles, else tp = 1;
-    pipeline stages are possible where the model without its blocks releases the hidden state it is called with; parts of
-    sequences (cp) where its attention is causal and no more (`hf_sequence.why_whole`).
-    Raises SpecError where transformers or files are missing.
+    source: a config (random weights, under the job's seed), or a local folder with config.json and,
+    for pretrained weights, safetensors: each rank reads its own part of them. more: other fields of
+    `elastic.Program` (validation, lr_factor ...). Blocks are found in the module tree; tp follows
+    the model's own plan where elastic has all of its styles, else tp = 1; pipeline stages are
+    possible where the model without its blocks releases the hidden state it is called with; parts
+    of sequences (cp) where its attention is causal and no more (`hf_sequence.why_whole`). Raises
+    SpecError where transformers or files are missing.
     """
     config, folder = _config(source)
     direct = folder is not None and not _converted(config)
@@ -61,21 +71,26 @@ def causal_lm(
         model = build()
     blocks = blocks_of(model)
     fields: dict[str, Any] = {
-        "blocks": blocks, "tp": tp_hints(model), "tp_limit": tp_limit(config), "loss": loss_sum, "count": count,
-        "inputs": lambda batch: batch["input_ids" if "input_ids" in batch else "input"], "keywords": keywords,
-        "pipeline": passes_through(model, blocks), "stage": stage_factory(model, blocks),
-        "buffers": fill_plain_buffers, "weights": Weights(folder) if folder is not None and direct else None,
+        "blocks": blocks, "tp": tp_hints(model), "tp_limit": tp_limit(config), "loss": loss_sum,
+        "count": count,
+        "inputs": lambda batch: batch["input_ids" if "input_ids" in batch else "input"],
+        "keywords": keywords, "pipeline": passes_through(model, blocks),
+        "stage": stage_factory(model, blocks), "buffers": fill_plain_buffers,
+        "weights": Weights(folder) if folder is not None and direct else None,
         "files": lambda: folder_files(config, type(model).__name__, source),
         "before_cut": before_cut, "no_cp": why_whole(model),
     }  # fmt: skip
     if "keywords" in more and "before_cut" not in more:
-        fields["no_cp"] = "causal_lm was given keywords without before_cut, and both say which positions a part has"
+        fields["no_cp"] = (
+            "causal_lm was given keywords without before_cut, and both say which positions a part "
+            "has"
+        )
     return Program(model=build, dataset=dataset, optimizer=optimizer, **(fields | more))
 
 
 def keywords(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of rows that are padded: the mask, and positions that begin at the first token. Of rows with positions of their own:
-    those, by which transformers keeps packed documents apart."""
+    """Of rows that are padded: the mask, and positions that begin at the first token. Of rows with
+    positions of their own: those, by which transformers keeps packed documents apart."""
     mask = batch.get("attention_mask")
     if mask is not None:
         return {"attention_mask": mask, "position_ids": _behind_padding(mask)}
@@ -92,8 +107,8 @@ def _behind_padding(mask: Tensor) -> Tensor:
 
 
 def before_cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Program.before_cut: targets that are shifted, positions in the whole sequence, and which tokens see each other (those of
-    one document; padding is one more), all int64 [batch, seq]."""
+    """Program.before_cut: targets that are shifted, positions in the whole sequence, and which
+    tokens see each other (those of one document; padding is one more), all int64 [batch, seq]."""
     own = ("labels", "attention_mask", "document")
     whole = {key: value for key, value in batch.items() if key not in own}
     mask, ids = batch.get("attention_mask"), batch["input_ids" if "input_ids" in batch else "input"]
@@ -109,11 +124,14 @@ def before_cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def loss_sum(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of each next token, summed over the batch (left out: tokens labeled -100, padding, and the first token
-    after padding). `output`: logits [batch, seq, vocab], or the model's output that holds them."""
+    """Cross entropy of each next token, summed over the batch (left out: tokens labeled -100,
+    padding, and the first token after padding). `output`: logits [batch, seq, vocab], or the
+    model's output that holds them."""
     logits = getattr(output, "logits", output).float()
     logits = logits if "target" in batch else logits[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def count(batch: Mapping[str, Tensor]) -> int:
@@ -122,7 +140,8 @@ def count(batch: Mapping[str, Tensor]) -> int:
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
-    """[batch, seq - 1]: what each token but the last is followed by; [batch, seq] of rows that tell it themselves."""
+    """[batch, seq - 1]: what each token but the last is followed by; [batch, seq] of rows that tell
+    it themselves."""
     if "target" in batch:
         return batch["target"]
     labels = (batch["labels"] if "labels" in batch else batch["input_ids"])[:, 1:]
@@ -130,11 +149,13 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     return labels if mask is None else labels.masked_fill(mask[:, 1:] * mask[:, :-1] == 0, IGNORED)
 
 
-# ------------------------------------------------------------------------------------------------ the model
+# ------------------------------------------------------------------------------------------------
+# the model
 
 
 def model_factory(config: PreTrainedConfig, folder: Path | None = None) -> Callable[[], nn.Module]:
-    """Builds the model in float32; with the weights in `folder`, unless it is built on the meta device."""
+    """Builds the model in float32; with the weights in `folder`, unless it is built on the meta
+    device."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
@@ -143,7 +164,9 @@ def model_factory(config: PreTrainedConfig, folder: Path | None = None) -> Calla
     def build() -> nn.Module:
         mine = copy.deepcopy(config)  # its modules keep it, and it changes with the layout
         if folder is not None and torch.get_default_device().type != "meta":
-            model = AutoModelForCausalLM.from_pretrained(folder, config=mine, dtype=torch.float32, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=mine, dtype=torch.float32, local_files_only=True
+            )
         else:
             model = AutoModelForCausalLM.from_config(mine, dtype=torch.float32)
         follow_layout(model)
@@ -153,10 +176,15 @@ def model_factory(config: PreTrainedConfig, folder: Path | None = None) -> Calla
 
 
 def tp_hints(model: nn.Module) -> dict[str, str]:
-    """The model's own tensor-parallel plan in elastic's words; empty where it has none, or a style that elastic has not."""
+    """The model's own tensor-parallel plan in elastic's words; empty where it has none, or a style
+    that elastic has not."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     names = {name for name, _ in model.named_modules()}
-    used = {pattern: style for pattern, style in plan.items() if any(_named(pattern, name) for name in names)}
+    used = {
+        pattern: style
+        for pattern, style in plan.items()
+        if any(_named(pattern, name) for name in names)
+    }
     if not set(used.values()) <= set(STYLES):
         return {}
     hints = {pattern: STYLES[style] for pattern, style in used.items()}
@@ -172,19 +200,22 @@ def _named(pattern: str, name: str) -> bool:
 
 
 def tp_limit(config: PreTrainedConfig) -> int:
-    """tp must divide the number of heads, and of key-value heads; 1 where the config does not tell them."""
+    """tp must divide the number of heads, and of key-value heads; 1 where the config does not tell
+    them."""
     n_heads = int(getattr(config, "num_attention_heads", 1) or 1)
     return math.gcd(n_heads, int(getattr(config, "num_key_value_heads", None) or n_heads))
 
 
 def folder_files(config: PreTrainedConfig, architecture: str, source: Any) -> dict[str, bytes]:
-    """What `from_pretrained` wants beside the weights: config.json, and what a folder holds of tokenizers and generation.
+    """What `from_pretrained` wants beside the weights: config.json, and what a folder holds of
+    tokenizers and generation.
 
     Raises SpecError for a kind of model that transformers stores under other names.
     """
     if _converted(config):
         raise SpecError(
-            f"transformers stores models of type {config.model_type} otherwise than it names them; export without --job"
+            f"transformers stores models of type {config.model_type} otherwise than it names "
+            "them; export without --job"
         )
     config = copy.deepcopy(config)
     config.architectures, config.dtype = [architecture], torch.float32
@@ -197,7 +228,8 @@ def folder_files(config: PreTrainedConfig, architecture: str, source: Any) -> di
 
 
 def _converted(config: PreTrainedConfig) -> bool:
-    """Are tensors of this kind of model stored otherwise than it names and shapes them? Then transformers loads them."""
+    """Are tensors of this kind of model stored otherwise than it names and shapes them? Then
+    transformers loads them."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     return bool(get_checkpoint_conversion_mapping(config.model_type))
@@ -207,11 +239,16 @@ def _config(source: str | Path | PreTrainedConfig) -> tuple[PreTrainedConfig, Pa
     try:
         from transformers import AutoConfig, PreTrainedConfig
     except ImportError as error:
-        raise SpecError("elastic.models.huggingface needs transformers: pip install 'elastic-ray[huggingface]'") from error
+        raise SpecError(
+            "elastic.models.huggingface needs transformers: pip install 'elastic-ray[huggingface]'"
+        ) from error
     if isinstance(source, PreTrainedConfig):
         return source, None
     folder = Path(source).expanduser()
     if not (folder / "config.json").is_file():
-        raise SpecError(f"causal_lm('{source}'): no config.json there; give a local folder (nothing is fetched) or a config")
+        raise SpecError(
+            f"causal_lm('{source}'): no config.json there; give a local folder (nothing is "
+            "fetched) or a config"
+        )
     weights = any(folder.glob("*.safetensors"))
     return AutoConfig.from_pretrained(folder, local_files_only=True), folder if weights else None

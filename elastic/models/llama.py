@@ -1,8 +1,10 @@
-"""A reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
+"""A reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied
+head.
 
-Written so that any layout can cut it. The forward pass is a plain chain of modules: a pipeline stage deletes blocks and puts
-pass-through modules in the place of `embed`, `norm` and `head` (its input is then the hidden state). No size is read but from
-the tensors themselves, so a tensor-parallel rank with fewer local heads runs the same code. Building it reads no value.
+Written so that any layout can cut it. The forward pass is a plain chain of modules: a pipeline
+stage deletes blocks and puts pass-through modules in the place of `embed`, `norm` and `head` (its
+input is then the hidden state). No size is read but from the tensors themselves, so a
+tensor-parallel rank with fewer local heads runs the same code. Building it reads no value.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a decoder. `ffn_hidden` 0 = 8/3 of hidden, rounded up to 32; `head_dim` 0 = hidden / n_heads."""
+    """Sizes of a decoder. `ffn_hidden` 0 = 8/3 of hidden, rounded up to 32; `head_dim` 0 = hidden /
+    n_heads."""
 
     vocab_size: int = 256
     hidden: int = 128
@@ -40,29 +43,44 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if not self.head_dim:
             if self.hidden % self.n_heads:
-                raise SpecError(f"LlamaConfig: hidden={self.hidden} is no multiple of n_heads={self.n_heads}; set head_dim")
+                raise SpecError(
+                    f"LlamaConfig: hidden={self.hidden} is no multiple of n_heads={self.n_heads}; "
+                    "set head_dim"
+                )
             object.__setattr__(self, "head_dim", self.hidden // self.n_heads)
         if not self.ffn_hidden:
             object.__setattr__(self, "ffn_hidden", -(-self.hidden * 8 // (3 * 32)) * 32)
         if self.n_heads % self.n_kv_heads:
-            raise SpecError(f"LlamaConfig: n_heads={self.n_heads} is no multiple of n_kv_heads={self.n_kv_heads}")
+            raise SpecError(
+                f"LlamaConfig: n_heads={self.n_heads} is no multiple of "
+                f"n_kv_heads={self.n_kv_heads}"
+            )
         if self.head_dim % 2:
-            raise SpecError(f"LlamaConfig: head_dim={self.head_dim} is odd; rotary positions turn pairs")
+            raise SpecError(
+                f"LlamaConfig: head_dim={self.head_dim} is odd; rotary positions turn pairs"
+            )
 
 
 @lru_cache(maxsize=16)
-def _rotary_table(seq: int, head_dim: int, theta: float, device: torch.device, part: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq, head_dim]; RoFormer (Su et al. 2021), section 3.2.2, halves turned as in the public Llama weights.
-    `part`: of the sequence, as `elastic.models.attention.where` says; `positions` are its own."""
-    with torch.inference_mode(False), torch.no_grad():  # a table first made while evaluating also serves training
-        inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+def _rotary_table(
+    seq: int, head_dim: int, theta: float, device: torch.device, part: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [seq, head_dim]; RoFormer (Su et al. 2021), section 3.2.2, halves turned as in
+    the public Llama weights. `part`: of the sequence, as `elastic.models.attention.where` says;
+    `positions` are its own."""
+    # a table first made while evaluating also serves training
+    with torch.inference_mode(False), torch.no_grad():
+        inverse = theta ** (
+            -torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+        )
         angle = torch.outer(positions(seq, torch.device("cpu")).double(), inverse)
         table = torch.cat((angle, angle), dim=-1)
         return table.cos().float().to(device), table.sin().float().to(device)
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
-    """Turn each pair (i, i + head_dim/2) of x [batch, heads, seq, head_dim] by its position's angle."""
+    """Turn each pair (i, i + head_dim/2) of x [batch, heads, seq, head_dim] by its position's
+    angle."""
     cos, sin = _rotary_table(x.shape[-2], x.shape[-1], theta, x.device, where())
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -84,7 +102,10 @@ class LlamaAttention(nn.Module):
         """[batch, seq, heads * head_dim] -> [batch, heads, seq, head_dim]."""
         heads, rest = divmod(x.shape[-1], self.head_dim)
         if rest:
-            raise SpecError(f"tensor parallelism cuts a head: {x.shape[-1]} columns per rank, head_dim={self.head_dim}")
+            raise SpecError(
+                f"tensor parallelism cuts a head: {x.shape[-1]} columns per rank, "
+                f"head_dim={self.head_dim}"
+            )
         return x.view(x.shape[0], x.shape[1], heads, self.head_dim).transpose(1, 2)
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -125,8 +146,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids [batch, seq] -> logits [batch, seq, vocab]. `documents`: ids [batch, seq] of packed documents, which do not see
-    each other (`Program.keywords` gives them)."""
+    """Token ids [batch, seq] -> logits [batch, seq, vocab]. `documents`: ids [batch, seq] of packed
+    documents, which do not see each other (`Program.keywords` gives them)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -153,10 +174,12 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def init_weights(model: Llama) -> None:
-    """Fill a materialized model, parameter by parameter in named order: the same torch seed gives the same values.
+    """Fill a materialized model, parameter by parameter in named order: the same torch seed gives
+    the same values.
 
-    Normal of 0.02 as in GPT-2, the two projections that write to the residual stream scaled by 1/sqrt(2 * n_layers)
-    (Radford et al. 2019, section 2.3); norms are 1. A tie that `to_empty` broke is made again.
+    Normal of 0.02 as in GPT-2, the two projections that write to the residual stream scaled by
+    1/sqrt(2 * n_layers) (Radford et al. 2019, section 2.3); norms are 1. A tie that `to_empty`
+    broke is made again.
     """
     config = model.config
     if config.tied:
@@ -170,17 +193,32 @@ def init_weights(model: Llama) -> None:
 
 
 def tp_plan(vocab: bool = False, sequence: bool = False) -> dict[str, str]:
-    """Patterns for Program.tp; tp may be any divisor of n_kv_heads. `vocab` also cuts embedding and head by vocabulary rows
-    (both or neither, so that it holds for a tied head too). `sequence`: between the cut modules each tp rank has a part of the
-    sequence only (Korthikanti et al. 2022, section 4.2.2); with `vocab` the logits stay cut for the loss."""
-    plan = {f"layers.*.attn.{name}": "colwise" for name in ("wq", "wk", "wv")} | {"layers.*.attn.wo": "rowwise"}
-    plan |= {"layers.*.mlp.w1": "colwise", "layers.*.mlp.w3": "colwise", "layers.*.mlp.w2": "rowwise"}
+    """Patterns for Program.tp; tp may be any divisor of n_kv_heads. `vocab` also cuts embedding and
+    head by vocabulary rows (both or neither, so that it holds for a tied head too). `sequence`:
+    between the cut modules each tp rank has a part of the sequence only (Korthikanti et al. 2022,
+    section 4.2.2); with `vocab` the logits stay cut for the loss."""
+    plan = {f"layers.*.attn.{name}": "colwise" for name in ("wq", "wk", "wv")} | {
+        "layers.*.attn.wo": "rowwise"
+    }
+    plan |= {
+        "layers.*.mlp.w1": "colwise",
+        "layers.*.mlp.w3": "colwise",
+        "layers.*.mlp.w2": "rowwise",
+    }
     if not sequence:
         return plan | ({"embed": "vocab", "head": "colwise_gather"} if vocab else {})
-    plan |= {"layers.*.attn.wo": "rowwise_scatter", "layers.*.mlp.w2": "rowwise_scatter", "norm": "sequence"}
+    plan |= {
+        "layers.*.attn.wo": "rowwise_scatter",
+        "layers.*.mlp.w2": "rowwise_scatter",
+        "norm": "sequence",
+    }
     for name in ("attn", "mlp"):
         plan |= {f"layers.*.{name}_norm": "sequence", f"layers.*.{name}": "gather"}
-    ends = {"embed": "vocab_scatter", "head": "sequence_colwise_loss"} if vocab else {"embed": "scatter", "head": "gather"}
+    ends = (
+        {"embed": "vocab_scatter", "head": "sequence_colwise_loss"}
+        if vocab
+        else {"embed": "scatter", "head": "gather"}
+    )
     return plan | ends
 
 
@@ -188,27 +226,38 @@ def n_params(config: LlamaConfig) -> int:
     """Number of parameters, a tied head counted once."""
     width = config.head_dim * (config.n_heads + config.n_kv_heads)
     block = 2 * config.hidden * width + 3 * config.hidden * config.ffn_hidden + 2 * config.hidden
-    return config.n_layers * block + config.hidden + config.vocab_size * config.hidden * (1 if config.tied else 2)
+    return (
+        config.n_layers * block
+        + config.hidden
+        + config.vocab_size * config.hidden * (1 if config.tied else 2)
+    )
 
 
 def flop_per_token(config: LlamaConfig, seq: int = 0) -> float:
-    """Training FLOP per token, forward and backward, without recomputation: 6 N + 12 L H Q T with N the weights that are
-    multiplied (head included, embedding lookup not). PaLM (Chowdhery et al. 2022), appendix B. `seq` 0 = max_seq."""
+    """Training FLOP per token, forward and backward, without recomputation: 6 N + 12 L H Q T with N
+    the weights that are multiplied (head included, embedding lookup not). PaLM (Chowdhery et al.
+    2022), appendix B. `seq` 0 = max_seq."""
     width = config.head_dim * (config.n_heads + config.n_kv_heads)
     block = 2 * config.hidden * width + 3 * config.hidden * config.ffn_hidden
     weights = config.n_layers * block + config.vocab_size * config.hidden
-    return 6.0 * weights + 12.0 * config.n_layers * config.n_heads * config.head_dim * (seq or config.max_seq)
+    return 6.0 * weights + 12.0 * config.n_layers * config.n_heads * config.head_dim * (
+        seq or config.max_seq
+    )
 
 
 def loss_sum(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy in float32, summed over the tokens of batch["target"] [batch, seq] that are not -100."""
+    """Cross entropy in float32, summed over the tokens of batch["target"] [batch, seq] that are not
+    -100."""
     logits = output.float().reshape(-1, output.shape[-1])
     return F.cross_entropy(logits, batch["target"].reshape(-1), ignore_index=-100, reduction="sum")
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt_ids: Sequence[int], n: int, temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """Prompt and `n` sampled tokens. `temperature` 0 = the likeliest token. Each token sees the last `max_seq` ones."""
+def generate(
+    model: nn.Module, prompt_ids: Sequence[int], n: int, temperature: float = 1.0, seed: int = 0
+) -> list[int]:
+    """Prompt and `n` sampled tokens. `temperature` 0 = the likeliest token. Each token sees the
+    last `max_seq` ones."""
     config = getattr(model, "config", None)
     window = config.max_seq if isinstance(config, LlamaConfig) else 1024
     device = next(model.parameters()).device
@@ -219,5 +268,7 @@ def generate(model: nn.Module, prompt_ids: Sequence[int], n: int, temperature: f
         if temperature <= 0:
             ids.append(int(logits.argmax()))
             continue
-        ids.append(int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=draw)))
+        ids.append(
+            int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=draw))
+        )
     return ids

@@ -1,10 +1,13 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): a program of which only small matrices beside its linear layers are trained.
+"""Low-rank adapters (LoRA, Hu et al. 2021): a program of which only small matrices beside its
+linear layers are trained.
 
 ```python
-program = lora(causal_lm("models/qwen3", dataset=..., optimizer=...), ("q_proj", "v_proj"), r=16, alpha=32)
+whole = causal_lm("models/qwen3", dataset=..., optimizer=...)
+program = lora(whole, ("q_proj", "v_proj"), r=16, alpha=32)
 ```
-The elastic state is what is trained: copies, checkpoints and re-layouts carry adapters only. The frozen weights are read by
-each rank from the program's `weights`, again in each new layout. (A program without `weights` keeps them in its state.)
+The elastic state is what is trained: copies, checkpoints and re-layouts carry adapters only. The
+frozen weights are read by each rank from the program's `weights`, again in each new layout. (A
+program without `weights` keeps them in its state.)
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ from elastic.program import Adapter, Program, Weights
 
 BASE, DOWN, UP = "base_layer", "lora_A", "lora_B"
 SHOWN = 6
-# what a linear layer's style means for the two matrices beside it: one takes the layer's input, the other gives its output. One
-# that is whole and sees a part of the sequence, or gives one, has a part of its gradient on each rank: "sequence" adds them up
+# what a linear layer's style means for the two matrices beside it: one takes the layer's input, the
+# other gives its output. One that is whole and sees a part of the sequence, or gives one, has a
+# part of its gradient on each rank: "sequence" adds them up
 STYLES = {
-    "colwise": {UP: "colwise"}, "colwise_gather": {UP: "colwise_gather"}, "rowwise": {DOWN: "rowwise"},
-    "rowwise_scatter": {DOWN: "rowwise_scatter", UP: "sequence"},
+    "colwise": {UP: "colwise"}, "colwise_gather": {UP: "colwise_gather"},
+    "rowwise": {DOWN: "rowwise"}, "rowwise_scatter": {DOWN: "rowwise_scatter", UP: "sequence"},
     "sequence_colwise_gather": {DOWN: "sequence", UP: "sequence_colwise_gather"},
     "sequence_colwise_loss": {DOWN: "sequence", UP: "sequence_colwise_loss"},
     "summed": {DOWN: "summed", UP: "summed"}, "sequence": {DOWN: "sequence", UP: "sequence"},
@@ -55,12 +59,14 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        whole = x.to_local() if isinstance(x, DTensor) else x  # of a sequence that was gathered for layers cut by columns
+        # of a sequence that was gathered for layers cut by columns
+        whole = x.to_local() if isinstance(x, DTensor) else x
         return self.base_layer(x) + self.lora_B(self.lora_A(whole)) * self.scale  # type: ignore[no-any-return]
 
 
 def lora(program: Program, targets: Collection[str], r: int = 8, alpha: float = 16.0) -> Program:
-    """The same program with everything frozen but adapters on the linear layers whose names end in one of `targets`.
+    """The same program with everything frozen but adapters on the linear layers whose names end in
+    one of `targets`.
 
     Raises SpecError where a target names none, or one whose tp style adapters cannot follow.
     """
@@ -105,7 +111,11 @@ def base_name(name: str) -> str:
 def _linears(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
     found: list[str] = []
     for target in targets:
-        mine = [name for name, _ in model.named_modules() if name == target or name.endswith("." + target)]
+        mine = [
+            name
+            for name, _ in model.named_modules()
+            if name == target or name.endswith("." + target)
+        ]
         linear = [name for name in mine if type(model.get_submodule(name)) is nn.Linear]
         if not linear:
             layers = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -118,7 +128,8 @@ def _linears(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _tp(model: nn.Module, plan: Mapping[str, str], names: set[str]) -> dict[str, str]:
-    """A pattern that meets a layer with an adapter is written out. Raises SpecError for a style that adapters cannot follow."""
+    """A pattern that meets a layer with an adapter is written out. Raises SpecError for a style
+    that adapters cannot follow."""
     out: dict[str, str] = {}
     for pattern, style in plan.items():
         met = [name for name, _ in model.named_modules() if _matches(pattern, name)]
@@ -131,7 +142,8 @@ def _tp(model: nn.Module, plan: Mapping[str, str], names: set[str]) -> dict[str,
                 continue
             if style not in STYLES:
                 raise SpecError(
-                    f"lora: {name} has the tp style '{style}', which its adapters cannot follow; leave it out of the targets"
+                    f"lora: {name} has the tp style '{style}', which its adapters cannot follow; "
+                    "leave it out of the targets"
                 )
             out[f"{name}.{BASE}"] = style
             out |= {f"{name}.{part}": kind for part, kind in STYLES[style].items()}
@@ -147,7 +159,10 @@ def _weights(weights: Weights) -> Weights:
     def fresh(name: str, shape: tuple[int, ...]) -> Tensor:
         if f".{DOWN}." not in f".{name}" and f".{UP}." not in f".{name}":
             if weights.fresh is None:
-                raise SpecError(f"{weights.path}: it has no tensor {weights.name(base_name(name))}; weights of another model?")
+                raise SpecError(
+                    f"{weights.path}: it has no tensor {weights.name(base_name(name))}; weights "
+                    "of another model?"
+                )
             return weights.fresh(base_name(name), shape)  # type: ignore[no-any-return]
         value = torch.zeros(shape)
         return nn.init.kaiming_uniform_(value, a=math.sqrt(5)) if f"{DOWN}." in name else value
@@ -155,7 +170,8 @@ def _weights(weights: Weights) -> Weights:
     return Weights(weights.path, lambda name: weights.name(base_name(name)), fresh)
 
 
-# ------------------------------------------------------------------------------------------------ peft's folder
+# ------------------------------------------------------------------------------------------------
+# peft's folder
 
 
 def peft_name(name: str) -> str:
@@ -166,7 +182,8 @@ def peft_name(name: str) -> str:
 def peft_config(adapter: Adapter, weights: Weights | None) -> dict[str, Any]:
     """adapter_config.json, as peft's LoraConfig reads it."""
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": adapter.r, "lora_alpha": adapter.alpha, "lora_dropout": 0.0,
-        "bias": "none", "target_modules": list(adapter.targets), "fan_in_fan_out": False, "inference_mode": True,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": adapter.r, "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0, "bias": "none", "target_modules": list(adapter.targets),
+        "fan_in_fan_out": False, "inference_mode": True,
         "base_model_name_or_path": None if weights is None else str(Path(weights.path)),
     }  # fmt: skip

@@ -24,8 +24,9 @@ MIN_MEMORY_BYTES = 4 << 30
 MIN_DISK_BYTES = 2 << 30
 MIN_FILES = 4096
 TROUBLES = {
-    "NodeLost": "nodes lost", "WorkerFailed": "worker failures", "Silent": "silent workers", "PlanFailed": "failed plans",
-    "DigestChecked": "content that differs", "CopyFailed": "checkpoints not made", "CopyDamaged": "damaged copies",
+    "NodeLost": "nodes lost", "WorkerFailed": "worker " "failures", "Silent": "silent workers",
+    "PlanFailed": "failed plans", "DigestChecked": "content that differs",
+    "CopyFailed": "checkpoints " "not " "made", "CopyDamaged": "damaged copies",
     "RequestFailed": "requests without a node", "WrongNumbers": "silent data corruption",
 }  # fmt: skip
 
@@ -46,28 +47,54 @@ class DoctorCheck:
 def machine(storage: str = ".") -> list[DoctorCheck]:
     """All checks of this machine; starts nothing and changes nothing."""
     return [
-        _python(), _package("torch"), _package("ray"), _gpus(), _cpus(), _memory(), _shm(), _disk(storage), _ports(), _files(),
-        _open_clusters(),
+        _python(), _package("torch"), _package("ray"), _gpus(), _cpus(), _memory(), _shm(),
+        _disk(storage), _ports(), _files(), _open_clusters(),
     ]  # fmt: skip
 
 
 def run_troubles(view: View) -> list[DoctorCheck]:
     """What a journal shows that a person should know."""
-    checks = [DoctorCheck("phase", f"{view.phase} at step {view.progress}", "bad" if view.phase == "failed" else "ok", "")]
+    checks = [
+        DoctorCheck(
+            "phase",
+            f"{view.phase} at step {view.progress}",
+            "bad" if view.phase == "failed" else "ok",
+            "",
+        )
+    ]
     for kind, name in TROUBLES.items():
         notes = [note for note in view.notes if note.kind == kind]
         if kind == "NodeLost":
             notes = [note for note in notes if " was released" not in note.text]
         if notes:
             verdict: Verdict = "bad" if kind == "DigestChecked" else "look"
-            checks.append(DoctorCheck(name, f"{len(notes)}, the last at step {notes[-1].step}: {notes[-1].text}", verdict))
+            checks.append(
+                DoctorCheck(
+                    name,
+                    f"{len(notes)}, the last at step {notes[-1].step}: {notes[-1].text}",
+                    verdict,
+                )
+            )
     lost = len(view.points) - len(view.curve())
     if lost:
         checks.append(
-            DoctorCheck("steps trained again", str(lost), "look", "elastic ledger shows their price (wasted_progress)")
+            DoctorCheck(
+                "steps trained again",
+                str(lost),
+                "look",
+                "elastic ledger shows their price (wasted_progress)",
+            )
         )
-    if view.saved_step is None and view.step and not view.job.restarted:  # a script keeps its own copies
-        checks.append(DoctorCheck("checkpoint", "none", "look", "set checkpoint_every, or the loss of all nodes ends the run"))
+    # a script keeps its own copies
+    if view.saved_step is None and view.step and not view.job.restarted:
+        checks.append(
+            DoctorCheck(
+                "checkpoint",
+                "none",
+                "look",
+                "set checkpoint_every, or the loss of all nodes ends the run",
+            )
+        )
     return checks
 
 
@@ -106,10 +133,14 @@ def _gpus() -> DoctorCheck:
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
-        return DoctorCheck("gpus", "nvidia-smi does not answer", "bad", "the driver hangs; restart the machine")
+        return DoctorCheck(
+            "gpus", "nvidia-smi does not answer", "bad", "the driver hangs; restart the machine"
+        )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        return DoctorCheck("gpus", "nvidia-smi fails", "bad", (done.stderr or done.stdout).strip()[:120])
+        return DoctorCheck(
+            "gpus", "nvidia-smi fails", "bad", (done.stderr or done.stdout).strip()[:120]
+        )
     return DoctorCheck("gpus", "; ".join(lines))
 
 
@@ -130,7 +161,12 @@ def _memory() -> DoctorCheck:
 
 def _shm() -> DoctorCheck:
     if not Path("/dev/shm").is_dir():
-        return DoctorCheck("/dev/shm", "not there", "look", "Ray keeps its objects in temporary files instead; slower")
+        return DoctorCheck(
+            "/dev/shm",
+            "not there",
+            "look",
+            "Ray keeps its objects in temporary files instead; slower",
+        )
     free = shutil.disk_usage("/dev/shm").free
     hint = "in a container: --shm-size=2g or more"
     return _checked("/dev/shm free", size(free), free >= MIN_SHM_BYTES, hint)
@@ -141,7 +177,9 @@ def _disk(storage: str) -> DoctorCheck:
     free = place.free_bytes()
     if free is None:
         return _answers(place)
-    return _checked(f"disk free at {place.uri}", size(free), free >= MIN_DISK_BYTES, "checkpoints need room")
+    return _checked(
+        f"disk free at {place.uri}", size(free), free >= MIN_DISK_BYTES, "checkpoints need room"
+    )
 
 
 def _answers(place: Storage) -> DoctorCheck:
@@ -153,15 +191,24 @@ def _answers(place: Storage) -> DoctorCheck:
 
 def _ports() -> DoctorCheck:
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
             pass
     except OSError as error:
-        return DoctorCheck("ports", f"a local connection fails: {error}", "bad", "workers talk over TCP; look at the firewall")
+        return DoctorCheck(
+            "ports",
+            f"a local connection fails: {error}",
+            "bad",
+            "workers talk over TCP; look at the firewall",
+        )
     return DoctorCheck("ports", "a local TCP connection works")
 
 
 def _open_clusters(processes: Path = Path("/proc")) -> DoctorCheck:
-    """Ray clusters of this user on this machine, and whether a stranger on the network could run code there."""
+    """Ray clusters of this user on this machine, and whether a stranger on the network could run
+    code there."""
     heads: dict[str, bool] = {}
     for folder in processes.glob("[0-9]*"):
         try:
@@ -174,9 +221,13 @@ def _open_clusters(processes: Path = Path("/proc")) -> DoctorCheck:
         heads[folder.name] = closed or "--node-ip-address=127.0.0.1" in words
     exposed = sorted(pid for pid, closed in heads.items() if not closed)
     if not exposed:
-        return DoctorCheck("ray clusters here", f"{len(heads)}, none open to the network" if heads else "none")
+        return DoctorCheck(
+            "ray clusters here", f"{len(heads)}, none open to the network" if heads else "none"
+        )
     found = f"process {', '.join(exposed)} takes code from anyone who reaches this machine"
-    return DoctorCheck("ray clusters here", found, "look", "start Ray with RAY_AUTH_MODE=token (docs/network.md)")
+    return DoctorCheck(
+        "ray clusters here", found, "look", "start Ray with RAY_AUTH_MODE=token (docs/network.md)"
+    )
 
 
 def _files() -> DoctorCheck:

@@ -8,7 +8,12 @@ from elastic import types
 from elastic.types import Event, Node, Plan
 
 # where a generation takes its state from, in the words of a message
-SOURCES: dict[str, str] = {"fresh": "fresh initialization", "live": "live GPUs", "peer": "peer memory", "durable": "checkpoint"}
+SOURCES: dict[str, str] = {
+    "fresh": "fresh initialization",
+    "live": "live GPUs",
+    "peer": "peer memory",
+    "durable": "checkpoint",
+}
 
 
 class NamedThings(Protocol):
@@ -24,7 +29,11 @@ def of(event: Event, view: NamedThings) -> str | None:
     match event:
         case types.DriverStarted():
             again = "driver attached again" if event.attached else "driver started"
-            found = f", newest checkpoint at step {max(copy.step for copy in event.durable)}" if event.durable else ""
+            found = (
+                f", newest checkpoint at step {max(copy.step for copy in event.durable)}"
+                if event.durable
+                else ""
+            )
             cut = f"; {event.cut}" if event.cut else ""
             return f"{again} (run {event.run}, epoch {event.epoch}){found}{cut}"
         case types.NodeReady(node):
@@ -33,43 +42,64 @@ def of(event: Event, view: NamedThings) -> str | None:
             return f"{node_name(event.node_id, view)} is rejected: {event.reason}"
         case types.Notice():
             return (
-                f"notice: {node_name(event.node_id, view)} will be preempted in {max(0.0, event.deadline_s - view.at_s):.0f} s"
+                f"notice: {node_name(event.node_id, view)} will be preempted in "
+                f"{max(0.0, event.deadline_s - view.at_s):.0f} s"
             )
         case types.NoticeWithdrawn():
             return f"notice withdrawn: {node_name(event.node_id, view)} stays"
         case types.NodeWarned():
-            return f"{node_name(event.node_id, view)}: {event.what}; it stays until there is a notice"
+            return (
+                f"{node_name(event.node_id, view)}: {event.what}; it stays until there is a notice"
+            )
         case types.NodeLost():
-            return f"{node_name(event.node_id, view)} was {'released' if event.cause == 'released' else f'lost: {event.cause}'}"
+            return (
+                f"{node_name(event.node_id, view)} was "
+                f"{'released' if event.cause == 'released' else f'lost: {event.cause}'}"
+            )
         case types.RequestFailed():
-            return f"pool {event.pool} has no further node: {event.reason.removeprefix('no capacity: ')}"
+            return (
+                f"pool {event.pool} has no further node: "
+                f"{event.reason.removeprefix('no capacity: ')}"
+            )
         case types.PlanEntered():
             return _entered(event, view)
         case types.GroupsFormed():
-            why = f" were not made ahead: {event.error}" if event.error else f" made ahead in {event.seconds:.1f} s"
+            why = (
+                f" were not made ahead: {event.error}"
+                if event.error
+                else f" made ahead in {event.seconds:.1f} s"
+            )
             return f"groups of generation {event.generation}{why}"
         case types.PlanFailed():
             return f"generation {event.generation} cannot run: {event.reason}"
         case types.Evaluated():
-            return f"validation at step {event.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in event.metrics.items())
+            return f"validation at step {event.step}: " + ", ".join(
+                f"{k} {v:.4f}" for k, v in event.metrics.items()
+            )
         case types.CopyStored(copy) if copy.kind == "durable":
             return f"checkpoint of step {copy.step} ({size(copy.n_bytes)}, {event.seconds:.2f} s)"
         case types.StorageSeen(answers=True):
             return f"storage answers again after {duration(view.at_s - event.since_s)}"
         case types.StorageSeen():
             return (
-                f"storage has not answered for {max(0.0, view.at_s - event.since_s):.0f} s ({event.what}): training continues"
+                f"storage has not answered for {max(0.0, view.at_s - event.since_s):.0f} s "
+                f"({event.what}): training continues"
             )
         case types.PlansFound(plans):
             numbers = ", ".join(str(plan.generation) for plan in plans)
-            return f"generation {numbers} was found with the workers: ordered while storage was away"
+            return (
+                f"generation {numbers} was found with the workers: ordered while storage was away"
+            )
         case _:
             return _trouble(event)
 
 
 def of_model(model: types.ModelProfile) -> list[str]:
     """What a person should know before it trains."""
-    return [*(f"no {axis} for this model: {why}" for axis, why in model.closed.items()), *(f"note: {t}" for t in model.notes)]
+    return [
+        *(f"no {axis} for this model: {why}" for axis, why in model.closed.items()),
+        *(f"note: {t}" for t in model.notes),
+    ]
 
 
 def _trouble(event: Event) -> str | None:
@@ -77,29 +107,49 @@ def _trouble(event: Event) -> str | None:
         case types.GuardTripped():
             return f"guard {event.guard} ({event.do}): {event.reason}"
         case types.CopyFailed():
-            return f"no checkpoint of step {event.step}: {event.reason}; training continues, the copies before it stay"
+            return (
+                f"no checkpoint of step {event.step}: {event.reason}; training continues, the "
+                "copies before it stay"
+            )
         case types.CopyDamaged():
             return f"a checkpoint cannot be read: {event.reason}"
         case types.CopyRemoved():
             return f"removed {event.uri}"
         case types.WorkerFailed(kind="device"):
-            return f"the GPU of worker {event.worker} failed{_in_step(event.step)}: {first_line(event.error)}"
+            return (
+                f"the GPU of worker {event.worker} failed{_in_step(event.step)}: "
+                f"{first_line(event.error)}"
+            )
         case types.WorkerFailed(do="retry"):
-            return f"worker {event.worker} failed ({event.kind}), to be tried once more: {first_line(event.error)}"
+            return (
+                f"worker {event.worker} failed ({event.kind}), to be tried once more: "
+                f"{first_line(event.error)}"
+            )
         case types.WorkerFailed():
             return f"worker {event.worker} failed ({event.kind}): {first_line(event.error)}"
         case types.Silent():
             why = f": {event.why}" if event.why else ""
-            return f"worker {event.worker} is silent for {event.silent_s:.1f} s ({event.phase}){why}"
+            return (
+                f"worker {event.worker} is silent for {event.silent_s:.1f} s ({event.phase}){why}"
+            )
         case types.SharesSet():
-            return f"samples a step from step {event.from_step + 1} on: {', '.join(map(str, event.samples))}"
+            return (
+                f"samples a step from step {event.from_step + 1} on: "
+                f"{', '.join(map(str, event.samples))}"
+            )
         case types.WrongNumbers():
             who = ", ".join(map(str, event.workers)) or "faulty rank unknown"
-            return f"silent data corruption at step {event.step}, right until step {event.good_step} ({who}): {event.reason}"
+            return (
+                f"silent data corruption at step {event.step}, right until step {event.good_step} "
+                f"({who}): {event.reason}"
+            )
         case types.DeviceNoted():
             return f"GPU of worker {event.worker}: {event.note or 'no findings any more'}"
         case types.PinningFailed():
-            return f"worker {event.worker} has no pinned host memory, its copies go through pageable memory: {event.reason}"
+            return (
+                f"worker {event.worker} has no pinned host memory, its copies go through pageable "
+                f"memory: {event.reason}"
+            )
         case types.DigestChecked(ok=False):
             return f"generation {event.generation}: the content of the state changed on its way"
         case types.StopAsked():
@@ -120,14 +170,19 @@ def _entered(event: types.PlanEntered, view: NamedThings) -> str:
         return f"generation {event.generation} entered at step {event.step}"
     moved = f", {size(event.bytes_moved)} moved" if event.bytes_moved else ""
     return (
-        f"generation {event.generation} started at step {event.step}: {plan.layout} on {n_of(len(plan.ranks), 'worker')}, "
+        f"generation {event.generation} started at step {event.step}: {plan.layout} on "
+        f"{n_of(len(plan.ranks), 'worker')}, "
         f"source: {SOURCES[plan.resume.source]}{moved}"
     )
 
 
 def drill(entry: dict[str, Any]) -> str:
     """`{'at_step': 9, 'kill': 'a'}` -> `kill a (at step 9)`."""
-    what = " ".join(f"{key} {_names(value)}" for key, value in entry.items() if key not in ("at_step", "deadline_s", "error"))
+    what = " ".join(
+        f"{key} {_names(value)}"
+        for key, value in entry.items()
+        if key not in ("at_step", "deadline_s", "error")
+    )
     failed = f": not carried out: {entry['error']}" if entry.get("error") else ""
     when = f" (at step {entry['at_step']})" if entry.get("at_step") is not None else ""
     return what.replace(" True", "") + when + failed

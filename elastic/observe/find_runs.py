@@ -1,4 +1,5 @@
-"""Run folders: a run by its name, its folder or its URI; all runs of a storage folder; orders to a live run."""
+"""Run folders: a run by its name, its folder or its URI; all runs of a storage folder; orders to a
+live run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-DATED = re.compile(r"-\d{8}-\d{6}")  # what the name of a run adds to that of its job, where none was given
+# what the name of a run adds to that of its job, where none was given
+DATED = re.compile(r"-\d{8}-\d{6}")
 
 
 def storage_uri(asked: str | None) -> str:
@@ -34,8 +36,8 @@ def storage_uri(asked: str | None) -> str:
 
 
 def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFolder:
-    """A run that is there; unless `exact` also by the name of its job, the newest one, or by how its name begins. Raises
-    SpecError."""
+    """A run that is there; unless `exact` also by the name of its job, the newest one, or by how
+    its name begins. Raises SpecError."""
     places = [run] if "://" in run else [run, f"{storage_uri(storage)}/{run}"]
     for place in places:
         found = RunFolder.of(open_storage(place))
@@ -52,12 +54,15 @@ def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFo
 
 def _alike(run: str, known: list[str]) -> list[str]:
     """The newest run of the job of that name; else all that begin so."""
-    of_job = [name for name in known if DATED.fullmatch(name.removeprefix(run)) and name.startswith(run)]
+    of_job = [
+        name for name in known if DATED.fullmatch(name.removeprefix(run)) and name.startswith(run)
+    ]
     return [max(of_job)] if of_job else [name for name in known if run and name.startswith(run)]
 
 
 def open_storage_of(run: str, storage: str | None = None, exact: bool = False) -> Storage:
-    """The storage of a run, also of one that has checkpoints but no journal yet (imported). Raises SpecError."""
+    """The storage of a run, also of one that has checkpoints but no journal yet (imported). Raises
+    SpecError."""
     places = [run] if "://" in run else [run, f"{storage_uri(storage)}/{run}"]
     for place in places:
         found = RunFolder.of(open_storage(place))
@@ -94,7 +99,8 @@ def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:
 
 
 def order(run: Storage, data: dict[str, Any]) -> str:
-    """Put an order, such as {"stop": reason} or {"drill": {...}}, into the inbox of a run; returns its key."""
+    """Put an order, such as {"stop": reason} or {"drill": {...}}, into the inbox of a run; returns
+    its key."""
     key = f"inbox/{time.time_ns():020d}-{secrets.token_hex(4)}.json"
     run.put(key, json.dumps(data).encode(), if_absent=True)
     return key

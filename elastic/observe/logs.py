@@ -28,16 +28,21 @@ class Log:
 
 
 def logs(run: RunFolder, last: int = 0, worker: str = "") -> list[Log]:
-    """In the order in which they were last written to. `last` > 0: only that many lines of each. `worker`: only files whose
-    name begins with it. Raises SpecError where there is none."""
+    """In the order in which they were last written to. `last` > 0: only that many lines of each.
+    `worker`: only files whose name begins with it. Raises SpecError where there is none."""
     found = sorted(run.logs.glob("*.log*"), key=lambda file: file.stat().st_mtime)
     if not found:
-        where = f"; each node has those of its own workers: {run.logs_of_workers(False)}" if run.storage.remote else ""
+        where = (
+            f"; each node has those of its own workers: {run.logs_of_workers(False)}"
+            if run.storage.remote
+            else ""
+        )
         raise SpecError(f"run '{run.name}': no worker's output in {run.logs}{where}")
     chosen = [file for file in found if file.name.startswith(worker.replace("/", "-"))]
     if not chosen:
         raise SpecError(
-            f"run '{run.name}': no log begins with '{worker}'; there are {', '.join(file.name for file in found[-8:])}"
+            f"run '{run.name}': no log begins with '{worker}'; there are "
+            f"{', '.join(file.name for file in found[-8:])}"
         )
     return [_read(file, last) for file in chosen]
 
@@ -52,13 +57,16 @@ def shown(found: Sequence[Log]) -> list[str]:
 
 def traceback_of(run: RunFolder, worker: str) -> list[str]:
     """The last traceback that a worker has printed; none where its log is not here."""
-    files = sorted(run.logs.glob(f"{worker.replace('/', '-')}-*.log"), key=lambda file: file.stat().st_mtime)
+    files = sorted(
+        run.logs.glob(f"{worker.replace('/', '-')}-*.log"), key=lambda file: file.stat().st_mtime
+    )
     lines = list(_read(files[-1], 1 << 20).lines) if files else []
     begins = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
     if not begins:
         return []
     after = range(begins[-1] + 1, len(lines))
-    end = next((i for i in after if not lines[i].startswith(" ")), len(lines) - 1)  # the line of the error itself
+    # the line of the error itself
+    end = next((i for i in after if not lines[i].startswith(" ")), len(lines) - 1)
     found = lines[begins[-1] : end + 1]
     return found if len(found) <= TRACEBACK_MOST else [found[0], "  ...", *found[-TRACEBACK_MOST:]]
 

@@ -1,4 +1,5 @@
-"""loss.png: the loss of every optimizer step that counts, with what happened to the cluster marked on the curve."""
+"""loss.png: the loss of every optimizer step that counts, with what happened to the cluster marked
+on the curve."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from elastic.observe.run_view import View
 from elastic.types import Plan
 
 COLORS = {
-    "start": "#888888", "notice": "#d98e04", "loss": "#c0392b", "growth": "#1e8449", "release": "#7d6608",
+    "start": "#888888", "notice": "#d98e04", "loss": "#c0392b", "growth": "#1e8449",
+    "release": "#7d6608",
     "rebalance": "#2471a3", "infeasible": "#7d3c98", "rollback": "#c0392b",
 }  # fmt: skip
 
@@ -24,17 +26,37 @@ def save_loss(view: View, path: str | Path) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     curve = view.curve()
-    axes.plot([p.step for p in curve], [p.train_loss for p in curve], color="#34495e", linewidth=1.2, label="train_loss")
+    axes.plot(
+        [p.step for p in curve],
+        [p.train_loss for p in curve],
+        color="#34495e",
+        linewidth=1.2,
+        label="train_loss",
+    )
     measured = {
-        step: metrics["validation_loss"] for step, metrics in sorted(view.evaluations.items()) if "validation_loss" in metrics
+        step: metrics["validation_loss"]
+        for step, metrics in sorted(view.evaluations.items())
+        if "validation_loss" in metrics
     }
     if measured:
-        axes.plot(list(measured), list(measured.values()), "o", color="#2471a3", markersize=5, label="validation loss")
+        axes.plot(
+            list(measured),
+            list(measured.values()),
+            "o",
+            color="#2471a3",
+            markersize=5,
+            label="validation loss",
+        )
     _lost(axes, view)
     _marks(axes, view)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss per {view.unit.removesuffix('s')}")
-    axes.set_title(f"{view.run}: {view.step} steps, {len(view.entered)} generations", loc="left", fontsize=11, pad=12)
+    axes.set_title(
+        f"{view.run}: {view.step} steps, {len(view.entered)} generations",
+        loc="left",
+        fontsize=11,
+        pad=12,
+    )
     axes.grid(alpha=0.25)
     axes.margins(x=0.01, y=0.14)
     if curve:
@@ -42,7 +64,8 @@ def save_loss(view: View, path: str | Path) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "constrained_layout not applied")  # a run without a step has a small picture
+        # a run without a step has a small picture
+        warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(target, dpi=120)
     return target
 
@@ -52,7 +75,14 @@ def _lost(axes: Any, view: View) -> None:
     counted = {(p.step, p.generation) for p in view.curve()}
     lost = [p for p in view.points if (p.step, p.generation) not in counted]
     if lost:
-        axes.plot([p.step for p in lost], [p.train_loss for p in lost], "x", color="#c0392b", markersize=5, label="lost steps")
+        axes.plot(
+            [p.step for p in lost],
+            [p.train_loss for p in lost],
+            "x",
+            color="#c0392b",
+            markersize=5,
+            label="lost steps",
+        )
 
 
 def _marks(axes: Any, view: View) -> None:

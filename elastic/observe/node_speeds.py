@@ -1,4 +1,5 @@
-"""What a person sees of the nodes' speeds: relative ones, samples of a step, and why a node is slow or was quarantined."""
+"""What a person sees of the nodes' speeds: relative ones, samples of a step, and why a node is slow
+or was quarantined."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ ALIKE = 0.05
 
 @dataclass
 class NodeSpeeds:
-    """Seconds per unit of work as last told, what GPUs say of themselves, and why nodes were quarantined."""
+    """Seconds per unit of work as last told, what GPUs say of themselves, and why nodes were
+    quarantined."""
 
     unit_s: dict[WorkerId, float] = field(default_factory=dict)
     notes: dict[WorkerId, str] = field(default_factory=dict)
@@ -52,7 +54,11 @@ class NodeSpeeds:
                 pass
 
     def decided(self, decision: Decision) -> None:
-        self.aside |= {action.node_id: action.reason for action in decision.actions if isinstance(action, Quarantine)}
+        self.aside |= {
+            action.node_id: action.reason
+            for action in decision.actions
+            if isinstance(action, Quarantine)
+        }
 
     def _forget(self, node_id: str) -> None:
         for known in (self.unit_s, self.notes):
@@ -60,26 +66,37 @@ class NodeSpeeds:
                 del known[worker]
 
     def speeds(self, nodes: Mapping[str, Node]) -> dict[WorkerId, float]:
-        """Of each measured worker, relative to the faster half of its pool: 0.5 = takes twice as long."""
+        """Of each measured worker, relative to the faster half of its pool: 0.5 = takes twice as
+        long."""
         slower = times_slower(self.unit_s, lambda worker: _pool(nodes, worker), self.places)
         return {worker: 1 / times for worker, times in slower.items()}
 
     def of_node(self, nodes: Mapping[str, Node], node_id: str) -> list[float]:
         """Relative speeds of its GPUs, in order; [] = not measured."""
-        return [round(speed, 3) for worker, speed in sorted(self.speeds(nodes).items()) if worker.node_id == node_id]
+        return [
+            round(speed, 3)
+            for worker, speed in sorted(self.speeds(nodes).items())
+            if worker.node_id == node_id
+        ]
 
     def why(self, nodes: Mapping[str, Node], node_id: str) -> str:
         """What is to be said of the node; '' = nothing."""
         if node_id in self.aside:
             return f"quarantined: {self.aside[node_id]}"
         mine = self.of_node(nodes, node_id)
-        notes = dict.fromkeys(note for worker, note in self.notes.items() if worker.node_id == node_id and note)
+        notes = dict.fromkeys(
+            note for worker, note in self.notes.items() if worker.node_id == node_id and note
+        )
         said = f" (the device says: {', '.join(notes)})" if notes else ""
         if not mine or min(mine) > SLOW:
             return said.strip(" ()")
         slow = [k for k, speed in enumerate(mine) if speed <= SLOW]
         which = (
-            "" if len(mine) == 1 else " on all GPUs" if len(slow) == len(mine) else f" on GPU {', '.join(map(str, slow))} only"
+            ""
+            if len(mine) == 1
+            else " on all GPUs"
+            if len(slow) == len(mine)
+            else f" on GPU {', '.join(map(str, slow))} only"
         )
         return f"{1 / min(mine):.2g} times slower than the faster ones of its pool{which}{said}"
 
@@ -99,8 +116,12 @@ def shown(speeds: list[float]) -> str:
 
 
 def samples_of(plan: Plan | None, node_id: str) -> int:
-    """Of a step, those that go through the node; 0 where the plan deals none out (a script reads its own)."""
+    """Of a step, those that go through the node; 0 where the plan deals none out (a script reads
+    its own)."""
     if plan is None or not plan.samples:
         return 0
     ranks = [rank for rank, worker in enumerate(plan.ranks) if worker.node_id == node_id]
-    return sum(plan.samples[dp] for dp in {coordinates(plan.layout, rank).dp(plan.layout) for rank in ranks})
+    return sum(
+        plan.samples[dp]
+        for dp in {coordinates(plan.layout, rank).dp(plan.layout) for rank in ranks}
+    )

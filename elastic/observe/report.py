@@ -1,4 +1,5 @@
-"""The end of a run on paper: transitions, where time and money went, losses, a sample. Also writes report.json and loss.png."""
+"""The end of a run on paper: transitions, where time and money went, losses, a sample. Also writes
+report.json and loss.png."""
 
 from __future__ import annotations
 
@@ -19,20 +20,31 @@ from elastic.observe.run_view import View, view_of
 from elastic.observe.step_times import shown, step_times
 
 FILE, PLOT = "report.json", "loss.png"
-EXTRAS = ("launch_to_first_step_s", "samples_exact", "sample")  # known to the driver only: kept when a report is written again
-MUCH = 0.1  # of the steps' time in which they wait, or of tokens that one rank has more: worth a line
+# known to the driver only: kept when a report is written again
+EXTRAS = ("launch_to_first_step_s", "samples_exact", "sample")
+# of the steps' time in which they wait, or of tokens that one rank has more: worth a line
+MUCH = 0.1
 
 
-def write(run: RunFolder, extras: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Write report.json and loss.png of a run; returns the data and the lines to print. `extras`: see EXTRAS."""
+def write(
+    run: RunFolder, extras: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Write report.json and loss.png of a run; returns the data and the lines to print. `extras`:
+    see EXTRAS."""
     lines = run.lines()
     view, books = view_of(lines), account(lines)
-    data = summary(view, books) | {name: value for name, value in (extras or _kept(run)).items() if name in EXTRAS}
+    data = summary(view, books) | {
+        name: value for name, value in (extras or _kept(run)).items() if name in EXTRAS
+    }
     run.folder.mkdir(parents=True, exist_ok=True)
     save_loss(view, run.folder / PLOT)
     run.keep(PLOT)
     run.storage.put(FILE, json.dumps(data | {"ledger": _plain(books)}, indent=1).encode())
-    return data, text(view, books, data) + ["", f"curve: {run.folder / PLOT}", f"data:  {run.storage.uri_of(FILE)}"]
+    return data, text(view, books, data) + [
+        "",
+        f"curve: {run.folder / PLOT}",
+        f"data:  {run.storage.uri_of(FILE)}",
+    ]
 
 
 def summary(view: View, books: Account) -> dict[str, Any]:
@@ -68,7 +80,15 @@ def summary(view: View, books: Account) -> dict[str, Any]:
 
 def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     """The report for a person."""
-    lines = [*_head(data), "", "TRANSITIONS", *transitions(books.transitions), "", "TIME AND COST BY CATEGORY", *spent(books)]
+    lines = [
+        *_head(data),
+        "",
+        "TRANSITIONS",
+        *transitions(books.transitions),
+        "",
+        "TIME AND COST BY CATEGORY",
+        *spent(books),
+    ]
     if data.get("sample"):
         lines += ["", "SAMPLE", *(f"  {line}" for line in str(data["sample"]).splitlines())]
     return lines
@@ -80,19 +100,39 @@ def ledger(lines: Iterable[Line]) -> tuple[dict[str, Any], list[str]]:
     said = sentence(by_pool)
     started = ["", f"from a node's request to its first step: {said} (medians)"] if said else []
     rows = shown(times)
-    text = [*spent(books), "", *transitions(books.transitions), *started, *(["", *rows] if rows else [])]
+    text = [
+        *spent(books),
+        "",
+        *transitions(books.transitions),
+        *started,
+        *(["", *rows] if rows else []),
+    ]
     return _plain(books) | {"launch_to_first_step_s_by_pool": by_pool, "step_times": times}, text
 
 
 def transitions(found: Sequence[Transition]) -> list[str]:
     """A row per generation, and where the pause of each went."""
-    head = ("GEN", "CAUSE", "AT STEP", "LOST", "PAUSE", "FROM", "TO", "SOURCE", "MOVED", "CONTENT", "LOSS", "PHASES")
+    head = (
+        "GEN",
+        "CAUSE",
+        "AT STEP",
+        "LOST",
+        "PAUSE",
+        "FROM",
+        "TO",
+        "SOURCE",
+        "MOVED",
+        "CONTENT",
+        "LOSS",
+        "PHASES",
+    )
     rows = [
         (
-            t.generation, t.cause, t.at_step, t.steps_lost, f"{t.pause_s:.2f} s", t.from_layout or "-", t.to_layout, t.source,
-            size(t.bytes_moved), {True: "equal", False: "DIFFERS", None: "-"}[t.digest_ok],
-            {True: "equal", False: "differs", None: "-"}[t.loss_equal],
-            " ".join(f"{name} {seconds:.2f}" for name, seconds in t.phases_s.items() if seconds >= 0.005),
+            t.generation, t.cause, t.at_step, t.steps_lost, f"{t.pause_s:.2f} s",
+            t.from_layout or "-", t.to_layout, t.source, size(t.bytes_moved), {True: "equal",
+            False: "DIFFERS", None: "-"}[t.digest_ok], {True: "equal", False: "differs",
+            None: "-"}[t.loss_equal], " ".join(f"{name} {seconds:.2f}" for name,
+            seconds in t.phases_s.items() if seconds >= 0.005),
         )
         for t in found
     ]  # fmt: skip
@@ -106,8 +146,24 @@ def spent(books: Account) -> list[str]:
     for name, gpu_s in books.gpu_seconds.items():
         if gpu_s >= 0.05 or books.seconds[name] >= 0.05:
             share = f"{100 * gpu_s / total_s:.1f} %" if total_s else "-"
-            rows.append((name, f"{gpu_s:.1f}", share, f"{books.seconds[name]:.1f} s", f"{books.usd[name]:.4f}"))
-    rows.append(("sum", f"{total_s:.1f}", "", f"{sum(books.seconds.values()):.1f} s", f"{sum(books.usd.values()):.4f}"))
+            rows.append(
+                (
+                    name,
+                    f"{gpu_s:.1f}",
+                    share,
+                    f"{books.seconds[name]:.1f} s",
+                    f"{books.usd[name]:.4f}",
+                )
+            )
+    rows.append(
+        (
+            "sum",
+            f"{total_s:.1f}",
+            "",
+            f"{sum(books.seconds.values()):.1f} s",
+            f"{sum(books.usd.values()):.4f}",
+        )
+    )
     away_s = books.totals.storage_away_s
     return columns(rows, right=(1, 2, 3, 4)) + (
         [f"storage accepted no write of the driver for {away_s:.0f} s"] if away_s else []
@@ -123,33 +179,56 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         ("run", f"{data['run']}: {data['outcome']} ({data['reason']})"),
         (
             "steps",
-            f"{data['steps']}, {data['tokens']:,} {unit} in {data['wall_s']:.1f} s: {data['tokens_per_s']:,.0f} {unit}/s",
+            f"{data['steps']}, {data['tokens']:,} {unit} in {data['wall_s']:.1f} s: "
+            f"{data['tokens_per_s']:,.0f} {unit}/s",
         ),
         ("train_loss", f"{shown('final_loss')}   validation {shown('validation_loss')}"),
         (
             "goodput",
-            f"{100 * data['goodput']:.1f} % of paid GPU-seconds were productive; ${data['usd']:.4f} by the pools' prices",
+            f"{100 * data['goodput']:.1f} % of paid GPU-seconds were productive; "
+            f"${data['usd']:.4f} by the pools' prices",
         ),
     ]
     if data["samples_exact"] is not None:
-        words = {True: "every step trained on exactly its own samples", False: "DIFFER from the order of the job"}
+        words = {
+            True: "every step trained on exactly its own samples",
+            False: "DIFFER from the order of the job",
+        }
         rows.append(("samples", words[data["samples_exact"]]))
     if data.get("noise_scale"):
         rows.append(("noise scale", data["noise_scale"]["advice"]))
     if data["copies_failed"]:
-        rows.append(("copies", f"{data['copies_failed']} checkpoints not made or not readable: elastic why {data['run']}"))
+        rows.append(
+            (
+                "copies",
+                f"{data['copies_failed']} checkpoints not made or not readable: elastic why "
+                f"{data['run']}",
+            )
+        )
     rows += [(f"no {name}", why) for name, why in data["unusable"].items()]
     rows += [("note", text) for text in data["notes"]]
     if data["data_wait"] > MUCH:
         more = "more data.loader_workers, or more data.prefetch_steps"
-        rows.append(("data", f"steps waited {100 * data['data_wait']:.0f} % of their time for data: {more} (docs/data.md)"))
+        rows.append(
+            (
+                "data",
+                f"steps waited {100 * data['data_wait']:.0f} % of their time for data: {more} "
+                "(docs/data.md)",
+            )
+        )
     if data["token_imbalance"] is not None and data["token_imbalance"] > 1 + MUCH:
         most = (
-            f"the fullest rank of a step has {100 * (data['token_imbalance'] - 1):.0f} % more tokens per sample than the mean"
+            f"the fullest rank of a step has {100 * (data['token_imbalance'] - 1):.0f} % more "
+            "tokens per sample than the mean"
         )
         rows.append(("tokens", f"{most}: the others wait for it; pack evens it out (docs/data.md)"))
     if data["pad_share"] is not None:
-        rows.append(("filling", f"{100 * data['pad_share']:.1f} % of the places of the micro-batches held no token"))
+        rows.append(
+            (
+                "filling",
+                f"{100 * data['pad_share']:.1f} % of the places of the micro-batches held no token",
+            )
+        )
     if data["launch_to_first_step_s"] is not None:
         rows.append(("first step", f"{data['launch_to_first_step_s']:.1f} s after the launch"))
     if by_pool := sentence(data["launch_to_first_step_s_by_pool"]):
@@ -175,13 +254,26 @@ def _noise(view: View) -> dict[str, Any]:
         return {}
     found = estimate(view.noise)
     if found is None:
-        text = f"measured in {len(view.noise)} steps only (the layouts that ran may give no two batch sizes): too few to say"
-        return {"noise_scale": {"samples": None, "low": None, "high": None, "n_steps": len(view.noise), "advice": text}}
+        text = (
+            f"measured in {len(view.noise)} steps only (the layouts that ran may give no two "
+            "batch sizes): too few to say"
+        )
+        return {
+            "noise_scale": {
+                "samples": None,
+                "low": None,
+                "high": None,
+                "n_steps": len(view.noise),
+                "advice": text,
+            }
+        }
     return {"noise_scale": {**asdict(found), "advice": advice(found, view.job.global_batch)}}
 
 
 def _validation_loss(view: View) -> float | None:
-    return view.evaluations[max(view.evaluations)].get("validation_loss") if view.evaluations else None
+    return (
+        view.evaluations[max(view.evaluations)].get("validation_loss") if view.evaluations else None
+    )
 
 
 def _transition(found: Transition) -> dict[str, Any]:
@@ -191,7 +283,11 @@ def _transition(found: Transition) -> dict[str, Any]:
 def _plain(books: Account) -> dict[str, Any]:
     return {
         "categories": {
-            name: {"seconds": books.seconds[name], "gpu_seconds": books.gpu_seconds[name], "usd": books.usd[name]}
+            name: {
+                "seconds": books.seconds[name],
+                "gpu_seconds": books.gpu_seconds[name],
+                "usd": books.usd[name],
+            }
             for name in books.gpu_seconds
         },
         "transitions": [_transition(t) for t in books.transitions],

@@ -36,12 +36,16 @@ class Row:
 
 
 def columns(rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as lines with aligned columns; nothing is cut off. `right`: columns that are aligned to the right."""
+    """Rows as lines with aligned columns; nothing is cut off. `right`: columns that are aligned to
+    the right."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts)]
     lines = []
     for row in texts:
-        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        cells = [
+            cell.rjust(w) if i in right else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths))
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines
 
@@ -52,11 +56,30 @@ def checkpoint(item: Mapping[str, Any]) -> tuple[str, ...]:
     committed = "yes" if item["committed"] else "no"
     ranks = str(item["world_size"]) if item["committed"] else "-"
     layout = item["layout"] or "-"
-    return (str(item["step"]), str(item["generation"]), committed, layout, ranks, size(item["n_bytes"]), age, item["uri"])
+    return (
+        str(item["step"]),
+        str(item["generation"]),
+        committed,
+        layout,
+        ranks,
+        size(item["n_bytes"]),
+        age,
+        item["uri"],
+    )
 
 
 MACHINES = ("INSTANCE", "NODE", "NODE TYPE", "TYPE", "MARKET", "STATE", "ZONE", "SINCE (UTC)")
-POOLS = ("POOL", "TYPE", "MARKET", "NODES", "GPUS", "USD/NODE-H", "USD/GPU-H", "WHERE", "PRICE FROM")
+POOLS = (
+    "POOL",
+    "TYPE",
+    "MARKET",
+    "NODES",
+    "GPUS",
+    "USD/NODE-H",
+    "USD/GPU-H",
+    "WHERE",
+    "PRICE FROM",
+)
 
 
 def pool(item: Pool, price_from: str) -> tuple[str, ...]:
@@ -95,7 +118,15 @@ def ls(rows: Sequence[Row]) -> list[str]:
     for row in sorted(rows, key=lambda row: row.age_s):
         data = row.plain()
         shown = "-" if data["train_loss"] is None else f"{data['train_loss']:.4f}"
-        body.append((data["run"], data["phase"], row.view.progress.replace(" of ", "/"), shown, f"{duration(row.age_s)} ago"))
+        body.append(
+            (
+                data["run"],
+                data["phase"],
+                row.view.progress.replace(" of ", "/"),
+                shown,
+                f"{duration(row.age_s)} ago",
+            )
+        )
     return columns([head, *body], right=(2, 3))
 
 
@@ -105,7 +136,11 @@ def status(view: View, holder: str = "") -> list[str]:
     rows = [
         ("run", f"{view.run} (job {view.job.name or '-'}, epoch {view.epoch})"),
         ("phase", phase(view, bool(holder)) + (f", driven by {holder}" if holder else "")),
-        ("step", view.progress + (f", ETA {duration(view.eta_s())}" if view.steps and not view.ended else "")),
+        (
+            "step",
+            view.progress
+            + (f", ETA {duration(view.eta_s())}" if view.steps and not view.ended else ""),
+        ),
         ("train_loss", "-" if now is None else f"{now:.4f}"),
         *(
             (name, f"{value:.4f} at step {step}")
@@ -116,12 +151,20 @@ def status(view: View, holder: str = "") -> list[str]:
         *([("storage", away)] if (away := _away(view)) else []),
         *((f"no {name}", why) for name, why in view.unusable.items()),
         *(("note", text) for text in (view.model.notes if view.model else ())),
-        *([("first step", f"{said} after its node was asked for")] if (said := sentence(view.launches.medians())) else []),
+        *(
+            [("first step", f"{said} after its node was asked for")]
+            if (said := sentence(view.launches.medians()))
+            else []
+        ),
         ("reason", view.reason or "-"),
     ]
     lines = columns(rows)
     if view.plan is not None and not view.ended:
-        lines += ["", f"generation {view.plan.generation}: {view.plan.layout} on {n_of(len(view.plan.ranks), 'worker')}"]
+        lines += [
+            "",
+            f"generation {view.plan.generation}: {view.plan.layout} on "
+            f"{n_of(len(view.plan.ranks), 'worker')}",
+        ]
         lines += [f"  {line}" for line in draw(view.plan, letters(list(view.nodes)))]
     if view.nodes:
         lines += ["", *nodes(view)]
@@ -129,7 +172,8 @@ def status(view: View, holder: str = "") -> list[str]:
 
 
 def nodes(view: View) -> list[str]:
-    """`SPEED`: relative to the faster ones of the pool; below the table why a node is slow, or was quarantined."""
+    """`SPEED`: relative to the faster ones of the pool; below the table why a node is slow, or was
+    quarantined."""
     head = ("", "NODE", "POOL", "MARKET", "WORKERS", "SPEED", "SAMPLES", "STATUS")
     names = letters(list(view.nodes))
     rows = []
@@ -139,9 +183,23 @@ def nodes(view: View) -> list[str]:
             node_speeds.shown(view.node_speeds.of_node(view.nodes, node.node_id)),
             node_speeds.samples_of(view.plan, node.node_id),
         )
-        rows.append((names[node.node_id], node.node_id, node.pool, market, node.gpus, speed, n or "-", view.status(node)))
+        rows.append(
+            (
+                names[node.node_id],
+                node.node_id,
+                node.pool,
+                market,
+                node.gpus,
+                speed,
+                n or "-",
+                view.status(node),
+            )
+        )
     whys = {name: why for name in view.nodes if (why := view.node_speeds.why(view.nodes, name))}
-    return [*columns([head, *rows]), *(f"{names[name]} {name}: {why}" for name, why in whys.items())]
+    return [
+        *columns([head, *rows]),
+        *(f"{names[name]} {name}: {why}" for name, why in whys.items()),
+    ]
 
 
 def status_plain(view: View, holder: str = "") -> dict[str, Any]:
@@ -166,9 +224,9 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "layout": str(view.plan.layout) if view.plan else None,
         "nodes": [
             {
-                "node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n), "deadline_s": n.deadline_s,
-                "speeds": view.node_speeds.of_node(view.nodes, n.node_id),
-                "samples": node_speeds.samples_of(view.plan, n.node_id),
+                "node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n),
+                "deadline_s": n.deadline_s, "speeds": view.node_speeds.of_node(view.nodes,
+                n.node_id), "samples": node_speeds.samples_of(view.plan, n.node_id),
                 "why": view.node_speeds.why(view.nodes, n.node_id),
             }
             for n in view.nodes.values()
@@ -183,20 +241,34 @@ def why(view: View, last: int = 0) -> list[str]:
     lines = []
     for note in view.notes:
         mark = "=> " if note.kind == "Decision" else "   "
-        lines.append(f"{note.at_s - view.started_at_s:8.1f} s  step {note.step:<5} {mark}{note.text}")
+        lines.append(
+            f"{note.at_s - view.started_at_s:8.1f} s  step {note.step:<5} {mark}{note.text}"
+        )
     return lines[-last:] if last else lines
 
 
 def why_plain(view: View, last: int = 0) -> list[dict[str, Any]]:
     """The same as data: events and decisions in order."""
     notes = view.notes[-last:] if last else view.notes
-    return [{"at_s": round(n.at_s - view.started_at_s, 3), "step": n.step, "kind": n.kind, "text": n.text} for n in notes]
+    return [
+        {
+            "at_s": round(n.at_s - view.started_at_s, 3),
+            "step": n.step,
+            "kind": n.kind,
+            "text": n.text,
+        }
+        for n in notes
+    ]
 
 
 def _away(view: View) -> str:
     """'' = storage answers."""
     seen = view.away
-    return f"does not answer since {duration(view.at_s - seen.since_s)} ({seen.what})" if seen and not view.ended else ""
+    return (
+        f"does not answer since {duration(view.at_s - seen.since_s)} ({seen.what})"
+        if seen and not view.ended
+        else ""
+    )
 
 
 def _durable(view: View) -> str:

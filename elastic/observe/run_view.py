@@ -1,4 +1,5 @@
-"""journal lines -> View: what a person wants to know of a run, and Tail, which follows a journal that is still written."""
+"""journal lines -> View: what a person wants to know of a run, and Tail, which follows a journal
+that is still written."""
 
 from __future__ import annotations
 
@@ -78,13 +79,15 @@ class View:
     run: str = ""
     epoch: int = 0
     job: Job = Job()
-    noise: dict[int, tuple[float, float]] = field(default_factory=dict)  # step -> of the gradient, see NoiseSeen
+    # step -> of the gradient, see NoiseSeen
+    noise: dict[int, tuple[float, float]] = field(default_factory=dict)
     pools: dict[str, Pool] = field(default_factory=dict)
     model: ModelProfile | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)  # of those that are gone: released
     planned: dict[int, Plan] = field(default_factory=dict)
-    closed: dict[str, str] = field(default_factory=dict)  # axes and layouts that the run has closed for itself -> why
+    # axes and layouts that the run has closed for itself -> why
+    closed: dict[str, str] = field(default_factory=dict)
     plan: Plan | None = None
     phase: str = "waiting"
     step: int = 0
@@ -122,7 +125,8 @@ class View:
 
     @property
     def unusable(self) -> dict[str, str]:
-        """Axes (and layouts) that may not be used, and why: what is known of the model, and what this run has found out."""
+        """Axes (and layouts) that may not be used, and why: what is known of the model, and what
+        this run has found out."""
         return {**(self.model.closed if self.model else {}), **self.closed}
 
     @property
@@ -147,33 +151,50 @@ class View:
 
     @property
     def unit(self) -> str:
-        """What the losses are summed over. Where each step counts as many as it has samples, it counts samples."""
+        """What the losses are summed over. Where each step counts as many as it has samples, it
+        counts samples."""
         batch = self.job.global_batch
-        return "samples" if batch and self.points and all(p.tokens == batch for p in self.points[-RECENT:]) else "tokens"
+        return (
+            "samples"
+            if batch and self.points and all(p.tokens == batch for p in self.points[-RECENT:])
+            else "tokens"
+        )
 
     def eta_s(self) -> float | None:
         each = self.step_time_s()
         return None if each is None or not self.steps else (self.steps - self.step) * each
 
     def curve(self) -> list[Point]:
-        """The steps that count: of a step that was trained again, the time that the last state comes of, which need not be the
-        newest (a checkpoint may be committed after an older one was resumed from). A step that was undone is none of them, also
-        where a driver was killed before it wrote down that the step was trained again."""
+        """The steps that count: of a step that was trained again, the time that the last state
+        comes of, which need not be the newest (a checkpoint may be committed after an older one was
+        resumed from). A step that was undone is none of them, also where a driver was killed before
+        it wrote down that the step was trained again."""
         found: dict[int, Point] = {}
-        began = {p.generation: p.step - 1 for p in reversed(self.points)}  # of which no more may have been written down
+        # of which no more may have been written down
+        began = {p.generation: p.step - 1 for p in reversed(self.points)}
         began |= {event.generation: event.step for _, event in self.entered}
         generation, last = max(began, default=0), self.step
         while generation in self.planned:
             resume = self.planned[generation].resume
             first = began.get(generation, self._left_at(resume))
-            found |= {p.step: p for p in self.points if p.generation == generation and first < p.step <= last}
+            found |= {
+                p.step: p
+                for p in self.points
+                if p.generation == generation and first < p.step <= last
+            }
             generation, last = resume.generation, min(last, first)
-        before = {p.step: p for p in self.points if p.step <= last}  # where these lines do not tell of its plan
+        # where these lines do not tell of its plan
+        before = {p.step: p for p in self.points if p.step <= last}
         return sorted((before | found).values(), key=lambda p: p.step)
 
     def _left_at(self, resume: Resume) -> int:
-        """The step that a generation began from, where no line tells: live memory is left later than was planned."""
-        told = [p.step for p in self.points if p.generation == resume.generation] if resume.source == "live" else []
+        """The step that a generation began from, where no line tells: live memory is left later
+        than was planned."""
+        told = (
+            [p.step for p in self.points if p.generation == resume.generation]
+            if resume.source == "live"
+            else []
+        )
         return max([resume.step, *told])
 
     def add(self, line: Line) -> list[Note]:
@@ -189,7 +210,10 @@ class View:
             if text:
                 self.notes.append(Note(at_s, self.step, type(event).__name__, text))
             if isinstance(event, DriverStarted) and not event.attached:
-                self.notes += [Note(at_s, self.step, "ModelNoted", text) for text in event_messages.of_model(event.model)]
+                self.notes += [
+                    Note(at_s, self.step, "ModelNoted", text)
+                    for text in event_messages.of_model(event.model)
+                ]
         self.at_s = max(self.at_s, line.at_s)
         if line.decision is not None:
             self._decided(line.decision, line.at_s)
@@ -214,7 +238,9 @@ class View:
 
     def status(self, node: Node) -> str:
         """In a word, for a person."""
-        return "released" if node.status == "lost" and node.node_id in self.released else node.status
+        return (
+            "released" if node.status == "lost" and node.node_id in self.released else node.status
+        )
 
     def _node(self, node_id: str, **changes: Any) -> None:
         if node_id in self.nodes:
@@ -260,7 +286,8 @@ class View:
             case Evaluated():
                 self.evaluations[event.step] = event.metrics
             case CopyStored(copy):
-                known = self.copies.get(copy.kind, event).copy  # an older one may be committed after a newer one
+                # an older one may be committed after a newer one
+                known = self.copies.get(copy.kind, event).copy
                 if (copy.generation, copy.step) >= (known.generation, known.step):
                     self.copies[copy.kind] = event
             case StopAsked():
@@ -269,11 +296,23 @@ class View:
                 pass
 
     def _point(self, done: StepDone) -> Point:
-        numbers = (done.generation, done.tokens, done.step_time_s, done.digest, done.imbalance, done.pad_share)
+        numbers = (
+            done.generation,
+            done.tokens,
+            done.step_time_s,
+            done.digest,
+            done.imbalance,
+            done.pad_share,
+        )
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 
     def _started(self, event: DriverStarted) -> None:
-        self.run, self.epoch, self.job, self.model = event.run, event.epoch, Job.from_plain(event.job), event.model
+        self.run, self.epoch, self.job, self.model = (
+            event.run,
+            event.epoch,
+            Job.from_plain(event.job),
+            event.model,
+        )
         self.pools = {pool.name: pool for pool in event.pools}
         self.started_at_s = self.started_at_s or self.at_s
         self.wanted, self.away = {}, None
@@ -291,8 +330,8 @@ def view_of(lines: Iterable[Line]) -> View:
 
 
 class Tail:
-    """Reads what was added to a journal since the last call; half-written lines wait for their end. Where another file has
-    taken the place of one that became large, it continues with that."""
+    """Reads what was added to a journal since the last call; half-written lines wait for their end.
+    Where another file has taken the place of one that became large, it continues with that."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

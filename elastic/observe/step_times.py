@@ -15,8 +15,9 @@ LEAST = 3  # steps behind a generation's first one, which also builds and compil
 
 
 def step_times(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """A row per generation that trained: seconds as expected when it was ordered, as the cost model alone said (None = it did
-    not), and as measured (median without the first step, waiting for data and copies left out; None = too few steps)."""
+    """A row per generation that trained: seconds as expected when it was ordered, as the cost model
+    alone said (None = it did not), and as measured (median without the first step, waiting for data
+    and copies left out; None = too few steps)."""
     plans, took = {}, defaultdict(list)
     for line in lines:
         for action in line.decision.actions if line.decision else ():
@@ -48,6 +49,9 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         expected, measured = row["expected_s"], row["measured_s"]
         off = f"{expected / measured - 1:+.0%}" if expected and measured else "-"
-        seconds = (f"{row[name]:.3f} s" if row[name] else "-" for name in ("expected_s", "model_s", "measured_s"))
+        seconds = (
+            f"{row[name]:.3f} s" if row[name] else "-"
+            for name in ("expected_s", "model_s", "measured_s")
+        )
         table.append((str(row["generation"]), row["layout"], str(row["steps"]), *seconds, off))
     return columns(table, right=(0, 2, 3, 4, 5, 6))

@@ -1,4 +1,5 @@
-"""Live progress on the terminal. A thread follows the journal file; where the output is no terminal, plain lines."""
+"""Live progress on the terminal. A thread follows the journal file; where the output is no
+terminal, plain lines."""
 
 from __future__ import annotations
 
@@ -27,12 +28,33 @@ N_NOTES, N_LOST = 10, 3
 KEPT = 200  # steps and notes that it remembers
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
-    "Decision": "cyan", "Notice": "yellow", "NodeLost": "red", "WorkerFailed": "red", "Silent": "red", "PlanFailed": "red",
-    "DigestChecked": "bold red", "DrillAsked": "magenta", "PlanEntered": "bold green", "Evaluated": "blue",
-    "SharesSet": "green", "ModelNoted": "yellow", "WrongNumbers": "bold red", "DeviceNoted": "yellow",
-    "PinningFailed": "yellow", "RequestFailed": "yellow", "CopyFailed": "red", "CopyDamaged": "bold red", "StopAsked": "yellow",
-}  # fmt: skip
-STATUS_STYLES = {"prepared": "green", "ready": "cyan", "draining": "yellow", "quarantined": "red", "lost": "dim strike"}
+    "Decision": "cyan",
+    "Notice": "yellow",
+    "NodeLost": "red",
+    "WorkerFailed": "red",
+    "Silent": "red",
+    "PlanFailed": "red",
+    "DigestChecked": "bold red",
+    "DrillAsked": "magenta",
+    "PlanEntered": "bold green",
+    "Evaluated": "blue",
+    "SharesSet": "green",
+    "ModelNoted": "yellow",
+    "WrongNumbers": "bold red",
+    "DeviceNoted": "yellow",
+    "PinningFailed": "yellow",
+    "RequestFailed": "yellow",
+    "CopyFailed": "red",
+    "CopyDamaged": "bold red",
+    "StopAsked": "yellow",
+}
+STATUS_STYLES = {
+    "prepared": "green",
+    "ready": "cyan",
+    "draining": "yellow",
+    "quarantined": "red",
+    "lost": "dim strike",
+}
 
 
 class Terminal:
@@ -58,7 +80,8 @@ class Terminal:
         return any(line.endswith(text) for line in self._kept)
 
     def start(self, before: Iterable[Line] = ()) -> None:
-        """`before`: what the journal holds already, taken in silently (an earlier driver showed it)."""
+        """`before`: what the journal holds already, taken in silently (an earlier driver showed
+        it)."""
         self._tail.skip()
         for line in before:
             self.view.add(line)
@@ -83,7 +106,12 @@ class Terminal:
 
     def _follow(self) -> None:
         if self._console.is_terminal:
-            with Live(console=self._console, refresh_per_second=4, transient=False, get_renderable=lambda: render(self.view)):
+            with Live(
+                console=self._console,
+                refresh_per_second=4,
+                transient=False,
+                get_renderable=lambda: render(self.view),
+            ):
                 while not self._stopping.wait(LOOK_S):
                     self._take()
                     self._told()
@@ -99,7 +127,11 @@ class Terminal:
             self._print(plain_note(self.view, note))
         self._told()
         view = self.view
-        if view.points and (last or view.at_s - self._said_at_s >= PLAIN_EVERY_S) and view.points[-1].at_s > self._said_at_s:
+        if (
+            view.points
+            and (last or view.at_s - self._said_at_s >= PLAIN_EVERY_S)
+            and view.points[-1].at_s > self._said_at_s
+        ):
             self._said_at_s = view.at_s
             self._print(progress_line(view))
 
@@ -122,8 +154,10 @@ def progress_line(view: View) -> str:
     point = view.points[-1]
     speed = view.tokens_per_s()
     return (
-        f"{view.at_s - view.started_at_s:8.1f} s  step {view.step}/{view.steps}  train_loss {point.train_loss:.4f}  "
-        f"{speed or 0:,.0f} {view.unit}/s  {view.plan.layout if view.plan else '-'}  ETA {duration(view.eta_s())}"
+        f"{view.at_s - view.started_at_s:8.1f} s  step {view.step}/{view.steps}  train_loss "
+        f"{point.train_loss:.4f}  "
+        f"{speed or 0:,.0f} {view.unit}/s  {view.plan.layout if view.plan else '-'}  ETA "
+        f"{duration(view.eta_s())}"
     )
 
 
@@ -141,13 +175,21 @@ def render(view: View) -> RenderableType:
 def _progress(view: View) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     loss = f"{view.points[-1].train_loss:.4f}" if view.points else "-"
-    validation = view.evaluations[max(view.evaluations)].get("validation_loss") if view.evaluations else None
+    validation = (
+        view.evaluations[max(view.evaluations)].get("validation_loss") if view.evaluations else None
+    )
     speed = view.tokens_per_s()
-    table.add_row("", ProgressBar(total=max(1, view.steps), completed=min(view.step, view.steps), width=30))
+    table.add_row(
+        "", ProgressBar(total=max(1, view.steps), completed=min(view.step, view.steps), width=30)
+    )
     table.add_row("step", f"{view.step} / {view.steps or '-'}   ({view.phase})")
-    table.add_row("train_loss", loss + (f"   validation {validation:.4f}" if validation is not None else ""))
+    table.add_row(
+        "train_loss", loss + (f"   validation {validation:.4f}" if validation is not None else "")
+    )
     table.add_row("speed", f"{speed:,.0f} {view.unit}/s" if speed else "-")
-    table.add_row("checkpoint", f"step {view.saved_step}" if view.saved_step is not None else "none yet")
+    table.add_row(
+        "checkpoint", f"step {view.saved_step}" if view.saved_step is not None else "none yet"
+    )
     table.add_row("ETA", duration(view.eta_s()))
     return table
 
@@ -159,36 +201,64 @@ def _names(view: View) -> dict[str, str]:
 def _layout(view: View) -> RenderableType:
     if view.plan is None:
         return Text("no generation yet", style="dim")
-    head = f"generation {view.plan.generation}   {view.plan.layout}   {n_of(len(view.plan.ranks), 'worker')}"
+    head = (
+        f"generation {view.plan.generation}   {view.plan.layout}   "
+        f"{n_of(len(view.plan.ranks), 'worker')}"
+    )
     return Group(Text(head, style="bold"), *(Text(line) for line in draw(view.plan, _names(view))))
 
 
 def _nodes(view: View) -> RenderableType:
     table = Table.grid(padding=(0, 3))
     table.add_row(
-        *(Text(head, style="dim") for head in ("", "node", "pool", "market", "workers", "speed", "samples", "status"))
+        *(
+            Text(head, style="dim")
+            for head in ("", "node", "pool", "market", "workers", "speed", "samples", "status")
+        )
     )
     names = _names(view)
     lost = [node for node in view.nodes.values() if node.status == "lost"]
     for node in [node for node in view.nodes.values() if node not in lost[:-N_LOST]]:
         pool = view.pools.get(node.pool)
-        left = f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
+        left = (
+            f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
+        )
         status = Text(view.status(node) + left, style=STATUS_STYLES.get(node.status, ""))
         speed, n = (
             node_speeds.shown(view.node_speeds.of_node(view.nodes, node.node_id)),
             node_speeds.samples_of(view.plan, node.node_id),
         )
         kind = (node.pool, pool.market_type if pool else "-", str(node.gpus))
-        table.add_row(*(Text(cell) for cell in (names[node.node_id], node.node_id, *kind, speed, str(n or "-"))), status)
+        table.add_row(
+            *(
+                Text(cell)
+                for cell in (names[node.node_id], node.node_id, *kind, speed, str(n or "-"))
+            ),
+            status,
+        )
     for name, count in view.wanted.items():
         if count:
             market = view.pools[name].market_type if name in view.pools else "-"
-            table.add_row("", "-", name, market, "-", "-", "-", Text(f"{n_of(count, 'node')} asked for", style="dim"))
+            table.add_row(
+                "",
+                "-",
+                name,
+                market,
+                "-",
+                "-",
+                "-",
+                Text(f"{n_of(count, 'node')} asked for", style="dim"),
+            )
     return table
 
 
 def _notes(view: View) -> list[Text]:
     return [
-        Text(plain_note(view, note), style=STYLES.get(note.kind, ""), overflow="ellipsis", no_wrap=True)
+        Text(
+            plain_note(view, note),
+            style=STYLES.get(note.kind, ""),
+            overflow="ellipsis",
+            no_wrap=True,
+        )
         for note in view.notes[-N_NOTES:]
     ]

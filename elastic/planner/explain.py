@@ -49,7 +49,11 @@ def families(found: Candidate) -> Iterator[str]:
     if layout.zero_stage < 3 and layout.pp == 1:
         yield f"zero_stage={layout.zero_stage}"
     if layout.pp > 1:
-        yield "interleaved pipelines" if layout.n_stages > layout.pp else f"{layout.schedule} pipelines"
+        yield (
+            "interleaved pipelines"
+            if layout.n_stages > layout.pp
+            else f"{layout.schedule} pipelines"
+        )
     if layout.activation_checkpointing != "none":
         yield f"activation_checkpointing={layout.activation_checkpointing}"
     if layout.offload:
@@ -57,11 +61,16 @@ def families(found: Candidate) -> Iterator[str]:
 
 
 def too_large(needs: float, usable: float, room: int) -> str:
-    return f"needs {needs / GIB:.1f} GiB per GPU, {usable / GIB:.1f} of {room / GIB:.0f} can be used"
+    return (
+        f"needs {needs / GIB:.1f} GiB per GPU, {usable / GIB:.1f} of {room / GIB:.0f} can be used"
+    )
 
 
 def too_large_for_host(needs: float, group: NodeGroup) -> str:
-    return f"offload needs {needs / GIB:.0f} GiB of host memory per node, there are {group.host_memory_bytes / GIB:.0f}"
+    return (
+        f"offload needs {needs / GIB:.0f} GiB of host memory per node, there are "
+        f"{group.host_memory_bytes / GIB:.0f}"
+    )
 
 
 def leaves_node(layout: Layout, per_node: int) -> str:
@@ -73,11 +82,17 @@ def slower(cost: Cost, best: Cost) -> str:
     more = cost.step_s / best.step_s - 1
     if abs(more) < SAME:
         return f"as fast as the first within {SAME:.0%}"
-    name, extra = max(((k, cost.parts.get(k, 0.0) - best.parts.get(k, 0.0)) for k in cost.parts), key=lambda pair: pair[1])
+    name, extra = max(
+        ((k, cost.parts.get(k, 0.0) - best.parts.get(k, 0.0)) for k in cost.parts),
+        key=lambda pair: pair[1],
+    )
     word = "slower" if more > 0 else "faster"
     if extra <= 0 or more < 0:
         return f"{abs(more):.0%} {word} than the first"
-    return f"{more:.0%} slower than the first: {TOLD[name]} takes {extra / best.step_s:.0%} of its step more"
+    return (
+        f"{more:.0%} slower than the first: {TOLD[name]} takes {extra / best.step_s:.0%} of its "
+        "step more"
+    )
 
 
 def why(found: Candidate, best: Candidate) -> str:
@@ -85,10 +100,18 @@ def why(found: Candidate, best: Candidate) -> str:
     if found is not best:
         return slower(found.cost, best.cost)
     step_s = found.cost.step_s
-    waits = {k: v for k, v in found.cost.parts.items() if k not in ("products", "attention", "moved", "optimizer")}
+    waits = {
+        k: v
+        for k, v in found.cost.parts.items()
+        if k not in ("products", "attention", "moved", "optimizer")
+    }
     name = max(waits, key=lambda k: waits[k])
     busy = 1 - sum(waits.values()) / step_s
-    most = f"; most of the rest is {TOLD[name]} ({waits[name] / step_s:.0%})" if waits[name] > 0.005 * step_s else ""
+    most = (
+        f"; most of the rest is {TOLD[name]} ({waits[name] / step_s:.0%})"
+        if waits[name] > 0.005 * step_s
+        else ""
+    )
     return f"{busy:.0%} of a step is computation that must be done{most}"
 
 
@@ -97,17 +120,23 @@ def warnings(found: Candidate, batch: int) -> tuple[str, ...]:
     step_s, used = found.cost.step_s, sum(found.memory.values())
     n_gpus, there = layout.world_size, sum(group.n_gpus for group in found.groups)
     if layout.ep > 1:
-        said.append(f"ep={layout.ep} is planned only: elastic itself does not spread experts over ranks")
+        said.append(
+            f"ep={layout.ep} is planned only: elastic itself does not spread experts over ranks"
+        )
     room = found.room_bytes
     if room and used > NEAR * USABLE * room:
-        said.append(f"memory is tight: {used / GIB:.1f} of {USABLE * room / GIB:.1f} GiB that can be used")
+        said.append(
+            f"memory is tight: {used / GIB:.1f} of {USABLE * room / GIB:.1f} GiB that can be used"
+        )
     for name in ("fsdp", "tp", "replicas", "bubble", "cp", "uneven"):
         if found.cost.parts.get(name, 0.0) > MOST_WAITING * step_s:
             said.append(f"{found.cost.parts[name] / step_s:.0%} of a step goes into {TOLD[name]}")
     if n_gpus < there:
         said.append(f"{there - n_gpus} of {there} GPUs stay idle: {_idle(found, batch)}")
     if found.cost.parts.get("optimizer", 0.0) > MOST_WAITING * step_s:
-        said.append("the optimizer takes longer than it should: the batch is small for so many GPUs")
+        said.append(
+            "the optimizer takes longer than it should: the batch is small for so many GPUs"
+        )
     return tuple(said)
 
 
@@ -120,11 +149,21 @@ def _idle(found: Candidate, batch: int) -> str:
 
 def nowhere(work: ModelCost, groups: Sequence[NodeGroup], reasons: Mapping[str, str]) -> str:
     """That nothing fits, and the fewest such nodes whose memory would hold the state."""
-    there = ", ".join(f"{group.n_gpus} x {group.hardware.accelerator_type}" for group in groups) or "no GPUs"
+    there = (
+        ", ".join(f"{group.n_gpus} x {group.hardware.accelerator_type}" for group in groups)
+        or "no GPUs"
+    )
     first = next(iter(reasons.items()), ("", "there are no nodes"))
-    kinds = {group.hardware.accelerator_type: group for group in groups if group.hardware.memory_bytes}
+    kinds = {
+        group.hardware.accelerator_type: group for group in groups if group.hardware.memory_bytes
+    }
     least = [f"{fewest(work, group)} x {kind}" for kind, group in kinds.items()]
-    enough = f"; its state of {work.state_bytes / GIB:.0f} GiB and activations want about {' or '.join(least)}" if least else ""
+    enough = (
+        f"; its state of {work.state_bytes / GIB:.0f} GiB and activations want about "
+        f"{' or '.join(least)}"
+        if least
+        else ""
+    )
     return f"no layout fits {there} ({first[0]}: {first[1]}){enough}"
 
 

@@ -1,5 +1,5 @@
-"""Every layout that a job leaves open: shapes (pp, cp, tp, and data-parallel ranks for the rest), then their kinds (replicas,
-ZeRO stage, schedule), then how much is kept and computed at once."""
+"""Every layout that a job leaves open: shapes (pp, cp, tp, and data-parallel ranks for the rest),
+then their kinds (replicas, ZeRO stage, schedule), then how much is kept and computed at once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ def cut(layout: Layout) -> int:
 def n_options(layout: Layout) -> int:
     """How much a layout says: axes and options that are not the plain ones."""
     plain = Layout()
-    return sum(getattr(layout, f.name) != getattr(plain, f.name) for f in fields(layout) if f.name != "virtual_stages")
+    return sum(
+        getattr(layout, f.name) != getattr(plain, f.name)
+        for f in fields(layout)
+        if f.name != "virtual_stages"
+    )
 
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen. `pins`: what the job says itself. `roomy`: memory per worker is known, so that options which cost
-    memory may be taken; `tight`: it is, or something did not fit, so that there is reason to save it."""
+    """What may be chosen. `pins`: what the job says itself. `roomy`: memory per worker is known, so
+    that options which cost memory may be taken; `tight`: it is, or something did not fit, so that
+    there is reason to save it."""
 
     model: ModelProfile
     pins: Mapping[str, Any]
@@ -41,26 +46,37 @@ class Space:
     tight: bool = False
 
     @classmethod
-    def of(cls, model: ModelProfile, job: Job, nodes: Sequence[Node], roomy: bool, tight: bool) -> Space:
+    def of(
+        cls, model: ModelProfile, job: Job, nodes: Sequence[Node], roomy: bool, tight: bool
+    ) -> Space:
         sizes = tuple(sorted({node.gpus for node in nodes}))
         unequal = bool(job.microbatch_tokens)  # samples of unequal length
         no_cp = bool(job.compile or job.script or unequal)
         no_tp = bool(job.float8 or (job.compile and unequal))
         script, known = bool(job.script) or unequal, model.sample is not None
         return cls(
-            model, job.pins, job.global_batch, sizes, no_tp, no_cp, script, roomy and known, tight and known,
+            model, job.pins, job.global_batch, sizes, no_tp, no_cp, script, roomy and known,
+            tight and known,
         )  # fmt: skip
 
     @classmethod
     def on(cls, model: ModelProfile, job: Job, sizes: tuple[int, ...]) -> Space:
         """On nodes of these sizes, whose memory is known."""
-        return cls.of(model, job, [Node(f"n{size}", "", size) for size in sizes], roomy=True, tight=True)
+        return cls.of(
+            model, job, [Node(f"n{size}", "", size) for size in sizes], roomy=True, tight=True
+        )
 
     def shapes(self, world: int) -> Iterator[Layout]:
-        """Layouts of that many ranks, those that cut least first; replicas only where they are pinned. Left out, but for the
-        plain one, are those with fewer samples than data-parallel ranks, or than fill a pipeline."""
+        """Layouts of that many ranks, those that cut least first; replicas only where they are
+        pinned. Left out, but for the plain one, are those with fewer samples than data-parallel
+        ranks, or than fill a pipeline."""
         found, replicas = [], int(self.pins.get("dp_replicate", 1))
-        sizes = [(tp, pp, cp) for tp in self.tps() for cp in self.cps(tp) for pp in self.pps(world // (tp * cp))]
+        sizes = [
+            (tp, pp, cp)
+            for tp in self.tps()
+            for cp in self.cps(tp)
+            for pp in self.pps(world // (tp * cp))
+        ]
         for tp, pp, cp in sizes:
             dp_shard, odd = divmod(world, tp * pp * cp * replicas)
             enough = dp_shard * replicas * pp <= self.global_batch or tp * pp * cp == 1
@@ -71,12 +87,18 @@ class Space:
             yield Layout(**{**self.pins, "tp": tp, "pp": pp, "cp": cp, "dp_shard": dp_shard})
 
     def kinds(self, shape: Layout) -> Iterator[Layout]:
-        """The shape as it is, then with replicas of one or more nodes, with other ZeRO stages, interleaved."""
+        """The shape as it is, then with replicas of one or more nodes, with other ZeRO stages,
+        interleaved."""
         yield shape
         for layout in (shape, *self._replicated(shape)):
             if layout != shape:
                 yield layout
-            if self.roomy and shape.pp == 1 and shape.dp_shard * shape.cp > 1 and "zero_stage" not in self.pins:
+            if (
+                self.roomy
+                and shape.pp == 1
+                and shape.dp_shard * shape.cp > 1
+                and "zero_stage" not in self.pins
+            ):
                 yield from (replace(layout, zero_stage=stage) for stage in (2, 1))
         if shape.pp > 1 and "schedule" not in self.pins:
             yield from self._interleaved(shape)
@@ -103,7 +125,11 @@ class Space:
         while rows > 1:
             rows = -(-rows // 2)
             found.append(rows)
-        return tuple(size for size in found if not size or self._divides(replace(layout, microbatch_size=size)))
+        return tuple(
+            size
+            for size in found
+            if not size or self._divides(replace(layout, microbatch_size=size))
+        )
 
     def _divides(self, layout: Layout) -> bool:
         try:
@@ -128,14 +154,22 @@ class Space:
         elif sample is None or sample.no_cp or self.no_cp or self.model.no_cp:
             yield 1
         else:
-            yield from (cp for cp in range(1, most + 1) if cp == 1 or sample.sequence % (2 * cp) == 0)
+            yield from (
+                cp for cp in range(1, most + 1) if cp == 1 or sample.sequence % (2 * cp) == 0
+            )
 
     def _open(self, axis: str, size: int) -> bool:
         return int(self.pins.get(axis, size)) == size
 
     def _replicated(self, shape: Layout) -> Iterator[Layout]:
-        """HSDP: each replica fills one node, two, four ... (they talk least across nodes); pipeline stages have none."""
-        if not self.roomy or shape.pp > 1 or len(self.node_sizes) != 1 or {"dp_replicate", "dp_shard"} & set(self.pins):
+        """HSDP: each replica fills one node, two, four ... (they talk least across nodes); pipeline
+        stages have none."""
+        if (
+            not self.roomy
+            or shape.pp > 1
+            or len(self.node_sizes) != 1
+            or {"dp_replicate", "dp_shard"} & set(self.pins)
+        ):
             return
         ranks, odd = divmod(self.node_sizes[0], shape.tp * shape.cp)
         while ranks > 1 and not odd and ranks < shape.dp_shard:
@@ -144,7 +178,10 @@ class Space:
             ranks *= 2
 
     def _interleaved(self, shape: Layout, first: int = 2) -> Iterator[Layout]:
-        for v in range(int(self.pins.get("virtual_stages", first)), int(self.pins.get("virtual_stages", MOST_VIRTUAL)) + 1):
+        for v in range(
+            int(self.pins.get("virtual_stages", first)),
+            int(self.pins.get("virtual_stages", MOST_VIRTUAL)) + 1,
+        ):
             if self.model.n_blocks % (shape.pp * v) == 0:
                 named = v if v > 2 or "virtual_stages" in self.pins else 0
                 yield replace(shape, schedule="interleaved1f1b", virtual_stages=named)

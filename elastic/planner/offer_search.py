@@ -1,8 +1,10 @@
-"""The search of `elastic plan`: the best layouts on given nodes by predicted cost; what cannot win is left out early.
+"""The search of `elastic plan`: the best layouts on given nodes by predicted cost; what cannot win
+is left out early.
 
-A shape (tp, pp, cp and data-parallel ranks) is left out when its computation alone, with tiles that always fill the GPU, would
-make it a worse offer than the last that is shown: all else only adds to that. Equal GPUs are one kind: what is looked at grows
-with the divisors of their number, not with it.
+A shape (tp, pp, cp and data-parallel ranks) is left out when its computation alone, with tiles that
+always fill the GPU, would make it a worse offer than the last that is shown: all else only adds to
+that. Equal GPUs are one kind: what is looked at grows with the divisors of their number, not with
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from elastic.planner.offers import Aim, Candidate, NodeGroup, Offer, OfferPart, 
 from elastic.planner.step_split import step_of
 from elastic.types import Job, Layout, ModelProfile
 
-PER_OPTION = 0.01  # that a layout must be better for each axis or option that it has more: predictions are no better
+# that a layout must be better for each axis or option that it has more: predictions are no better
+PER_OPTION = 0.01
 FEWER_MOST = 64  # smaller numbers of GPUs that are tried where all of them have no layout
 INF = float("inf")
 ROUNDED = 1e-9  # of a bound that is as good as the offer
@@ -35,11 +38,15 @@ LATE = 1e12  # USD per hour that make an offer behind the deadline worse than an
 SMALLEST_SHARE = 8  # nodes are halved down to this part of them where fewer may be cheaper
 
 
-def find_offers(model: ModelProfile, job: Job, groups: Sequence[NodeGroup], aim: Aim | None = None) -> Offers:
-    """The best `aim.n_best` of different shapes. `job`: global_batch, precision and what it pins. Raises InfeasiblePlan in one
-    line, with the least pool that would hold the model."""
+def find_offers(
+    model: ModelProfile, job: Job, groups: Sequence[NodeGroup], aim: Aim | None = None
+) -> Offers:
+    """The best `aim.n_best` of different shapes. `job`: global_batch, precision and what it pins.
+    Raises InfeasiblePlan in one line, with the least pool that would hold the model."""
     if model.sample is None:
-        raise InfeasiblePlan("what a sample asks of this model is not known, so that no step time can be predicted")
+        raise InfeasiblePlan(
+            "what a sample asks of this model is not known, so that no step time can be predicted"
+        )
     finder = _Finder(model, job, aim or Aim())
     for pool in finder.pools([group for group in groups if group.n_gpus]):
         finder.look(pool)
@@ -51,8 +58,8 @@ def find_offers(model: ModelProfile, job: Job, groups: Sequence[NodeGroup], aim:
 
 @dataclass
 class _Finder:
-    """`kept`: the best candidate of each shape and pool; `families`: the best of each family of layouts; `reasons`: why a
-    family has none."""
+    """`kept`: the best candidate of each shape and pool; `families`: the best of each family of
+    layouts; `reasons`: why a family has none."""
 
     model: ModelProfile
     job: Job
@@ -61,7 +68,8 @@ class _Finder:
     families: dict[str, Candidate] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     n_looked_at: int = 0
-    _values: dict[Any, tuple[float, float]] = field(default_factory=dict)  # of `kept` and of `families`, by their keys
+    # of `kept` and of `families`, by their keys
+    _values: dict[Any, tuple[float, float]] = field(default_factory=dict)
     _worst: float = float("inf")  # value of the last offer that is shown
 
     def __post_init__(self) -> None:
@@ -72,17 +80,21 @@ class _Finder:
     # -------------------------------------------------------------------------------------- pools
 
     def pools(self, groups: Sequence[NodeGroup]) -> Iterator[tuple[NodeGroup, ...]]:
-        """All nodes; each kind without the others; a half, a quarter ... of the nodes: cheaper, and where the links are slow
-        sometimes faster."""
+        """All nodes; each kind without the others; a half, a quarter ... of the nodes: cheaper, and
+        where the links are slow sometimes faster."""
         whole = tuple(groups)
         kinds = list(dict.fromkeys(group.hardware for group in whole))
         sets = [whole]
         for n in range(len(kinds) - 1, 0, -1):
-            sets += [tuple(g for g in whole if g.hardware in some) for some in combinations(kinds, n)]
+            sets += [
+                tuple(g for g in whole if g.hardware in some) for some in combinations(kinds, n)
+            ]
         found = dict.fromkeys(sets)
         for n in (2**k for k in range(1, SMALLEST_SHARE.bit_length())):
             for pool in sets:
-                found |= {tuple(replace(g, n_nodes=g.n_nodes // n) for g in pool if g.n_nodes >= n): None}
+                found |= {
+                    tuple(replace(g, n_nodes=g.n_nodes // n) for g in pool if g.n_nodes >= n): None
+                }
         yield from (pool for pool in found if pool)
 
     def look(self, pool: tuple[NodeGroup, ...]) -> None:
@@ -91,15 +103,25 @@ class _Finder:
         if len({group.hardware for group in pool}) == 1:
             self.equal(pool)
         else:
-            for found in hetero_offers.layouts(self.cache, self.job, pool, lambda: self.limit_s(pool)):
+            for found in hetero_offers.layouts(
+                self.cache, self.job, pool, lambda: self.limit_s(pool)
+            ):
                 self.n_looked_at += 1
                 self.take(
                     Candidate(
-                        pool, found.layout, found.step, found.cost, found.memory, found.parts, found.lone_s, found.room_bytes
+                        pool,
+                        found.layout,
+                        found.step,
+                        found.cost,
+                        found.memory,
+                        found.parts,
+                        found.lone_s,
+                        found.room_bytes,
                     )
                 )
 
-    # -------------------------------------------------------------------------------------- equal GPUs
+    # -------------------------------------------------------------------------------------- equal
+    # GPUs
 
     def equal(self, pool: tuple[NodeGroup, ...]) -> None:
         per_node = min(group.gpus_per_node for group in pool)
@@ -110,7 +132,9 @@ class _Finder:
                 site = site_of(self.job, gpu, per_node, world)
                 if self.size(pool, site, job, world):
                     return
-                if not job.offload and self.work.state_bytes / world > USABLE * (gpu.memory_bytes or INF):
+                if not job.offload and self.work.state_bytes / world > USABLE * (
+                    gpu.memory_bytes or INF
+                ):
                     break  # fewer have less room still
 
     def worlds(self, n_gpus: int, per_node: int) -> Iterator[int]:
@@ -120,26 +144,36 @@ class _Finder:
         yield from range(n_gpus - less, max(0, n_gpus - less * FEWER_MOST), -less)
 
     def size(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, world: int) -> bool:
-        """Looks at all layouts of that many GPUs; was there one that fits, or would not have been shown anyway?"""
+        """Looks at all layouts of that many GPUs; was there one that fits, or would not have been
+        shown anyway?"""
         space = Space.on(self.model, job, (site.per_node,))
         found = False
         for shape in space.shapes(world):
             if shape.tp * shape.cp > site.per_node:
-                self.reasons.setdefault(explain.family(shape), explain.leaves_node(shape, site.per_node))
+                self.reasons.setdefault(
+                    explain.family(shape), explain.leaves_node(shape, site.per_node)
+                )
                 continue
             eps = self.eps(shape, job)
             if self.bound(site, replace(shape, ep=eps[-1])) > self.limit_s(pool):
-                self.reasons.setdefault(explain.family(shape), "its computation alone takes longer than the offers shown")
+                self.reasons.setdefault(
+                    explain.family(shape),
+                    "its computation alone takes longer than the offers shown",
+                )
                 found = True
                 continue
             for kind in space.kinds(shape):
                 for ep in eps if kind.dp_replicate == 1 else (1,):
-                    found = self.variants(pool, site, job, space=space, kind=replace(kind, ep=ep)) or found
+                    found = (
+                        self.variants(pool, site, job, space=space, kind=replace(kind, ep=ep))
+                        or found
+                    )
         return found
 
     def eps(self, shape: Layout, job: Job) -> tuple[int, ...]:
-        """Over how many ranks experts may be spread, the most last: data-parallel ones, with equally many experts each. Only
-        where the job is none that elastic is to run, which has no ep."""
+        """Over how many ranks experts may be spread, the most last: data-parallel ones, with
+        equally many experts each. Only where the job is none that elastic is to run, which has no
+        ep."""
         sample = self.work.sample
         experts = max((product.experts for product in sample.matmuls), default=0) if sample else 0
         if not experts or not job.ep:
@@ -161,7 +195,8 @@ class _Finder:
         return self.batch * self.work.n_blocks / rate
 
     def limit_s(self, pool: tuple[NodeGroup, ...]) -> float:
-        """A step on this pool that takes longer is no offer that is shown: its value would be above the worst."""
+        """A step on this pool that takes longer is no offer that is shown: its value would be above
+        the worst."""
         if self.aim.purpose == "fastest" or self._worst == INF:
             return self._worst * (1 + ROUNDED)
         paid = sum(group.usd_per_h for group in pool)
@@ -172,13 +207,21 @@ class _Finder:
             limit = max(self.aim.deadline_h / self.hours(1.0), self._worst / (paid + LATE))
         return limit * (1 + ROUNDED)
 
-    def variants(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, *, space: Space, kind: Layout) -> bool:
-        """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch fits, nothing needs to be
-        computed again."""
+    def variants(
+        self, pool: tuple[NodeGroup, ...], site: Site, job: Job, *, space: Space, kind: Layout
+    ) -> bool:
+        """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch
+        fits, nothing needs to be computed again."""
         sizes, any_fits = space.sizes(kind), False
         for mode in space.modes():
             fits = [
-                self.one(pool, site, job, replace(kind, activation_checkpointing=mode, microbatch_size=size)) for size in sizes
+                self.one(
+                    pool,
+                    site,
+                    job,
+                    replace(kind, activation_checkpointing=mode, microbatch_size=size),
+                )
+                for size in sizes
             ]
             any_fits = any_fits or any(fits)
             if fits[0]:
@@ -199,37 +242,70 @@ class _Finder:
         room = site.chip.gpu.memory_bytes
         usable = usable_bytes(room, layout, site.chip.on_gpu)
         if room and sum(held.values()) > usable:
-            self.reasons[explain.family(layout)] = explain.too_large(sum(held.values()), usable, room)
+            self.reasons[explain.family(layout)] = explain.too_large(
+                sum(held.values()), usable, room
+            )
             return False
-        short = next((g for g in pool if 0 < g.host_memory_bytes < dollars.host_bytes(g, self.work, layout)), None)
+        short = next(
+            (g for g in pool if 0 < g.host_memory_bytes < dollars.host_bytes(g, self.work, layout)),
+            None,
+        )
         if layout.offload and short is not None:
             self.reasons[explain.family(layout)] = explain.too_large_for_host(
                 dollars.host_bytes(short, self.work, layout), short
             )
             return False
-        found = step_cost(site, self.work, layout, step, self.cache.block_s(site, layout, step.n_rows))
+        found = step_cost(
+            site, self.work, layout, step, self.cache.block_s(site, layout, step.n_rows)
+        )
         parts = tuple(
-            OfferPart(group.pool, n, step.largest_share, (self.work.n_blocks,), 1 - found.parts["bubble"] / found.step_s)
+            OfferPart(
+                group.pool,
+                n,
+                step.largest_share,
+                (self.work.n_blocks,),
+                1 - found.parts["bubble"] / found.step_s,
+            )
             for group, n in hetero_offers.taken(pool, layout.world_size)
         )
-        self.take(Candidate(pool, layout, step, found, held, parts, self.cache.lone_s(site, step, layout.world_size), room))
+        self.take(
+            Candidate(
+                pool,
+                layout,
+                step,
+                found,
+                held,
+                parts,
+                self.cache.lone_s(site, step, layout.world_size),
+                room,
+            )
+        )
         return True
 
-    # -------------------------------------------------------------------------------------- the best
+    # -------------------------------------------------------------------------------------- the
+    # best
 
     def take(self, found: Candidate) -> None:
-        key, value = (found.groups, found.layout.tp, found.layout.pp, found.layout.cp), self.value(found)
+        key, value = (
+            (found.groups, found.layout.tp, found.layout.pp, found.layout.cp),
+            self.value(found),
+        )
         if key not in self.kept or value < self._values[key]:
             self.kept[key], self._values[key] = found, value
             if len(self.kept) >= self.aim.n_best and value[0] < self._worst:
-                self._worst = nsmallest(self.aim.n_best, (self._values[key][0] for key in self.kept))[-1]
+                self._worst = nsmallest(
+                    self.aim.n_best, (self._values[key][0] for key in self.kept)
+                )[-1]
         for name in explain.families(found):
             if name not in self.families or value < self._values[name]:
                 self.families[name], self._values[name] = found, value
 
     def value(self, found: Candidate) -> tuple[float, float]:
-        """What is to be small, by the aim; of equally good ones the simpler. Never below what `limit_s` takes it for."""
-        step_s = self.lasting_s(found) * (1 + PER_OPTION * n_options(replace(found.layout, microbatch_size=0)))
+        """What is to be small, by the aim; of equally good ones the simpler. Never below what
+        `limit_s` takes it for."""
+        step_s = self.lasting_s(found) * (
+            1 + PER_OPTION * n_options(replace(found.layout, microbatch_size=0))
+        )
         cut = found.layout.tp * found.layout.pp * found.layout.cp
         if self.aim.purpose == "fastest":
             return step_s, cut
@@ -241,7 +317,10 @@ class _Finder:
 
     def lasting_s(self, found: Candidate) -> float:
         """Of a step, with the share of what lost nodes cost."""
-        return found.cost.step_s / dollars.loss(found.groups, self.work, found.layout, found.cost.step_s).goodput
+        return (
+            found.cost.step_s
+            / dollars.loss(found.groups, self.work, found.layout, found.cost.step_s).goodput
+        )
 
     def hours(self, step_s: float) -> float:
         sample = self.work.sample
@@ -250,7 +329,11 @@ class _Finder:
 
     def usd_per_h(self, found: Candidate, step_s: float) -> float:
         moved = dollars.moved_usd_per_h(found.groups, self.work, found.layout, step_s)
-        return found.usd_per_h + moved + (dollars.stored_usd_per_h(self.work) if found.usd_per_h else 0.0)
+        return (
+            found.usd_per_h
+            + moved
+            + (dollars.stored_usd_per_h(self.work) if found.usd_per_h else 0.0)
+        )
 
     def offers(self) -> Offers:
         ranked = sorted(self.kept.values(), key=self.value)
@@ -271,7 +354,10 @@ class _Finder:
         copies = dollars.copying(found.groups, self.work, found.layout, step_s)
         lasting_s, per_step = self.lasting_s(found), found.step.global_batch * max(1, sample.tokens)
         usd_per_h, hours = self.usd_per_h(found, lasting_s), self.hours(lasting_s)
-        flop_per_s = sum(hetero_offers.peak_of(found.groups, part.pool, self.job) * part.n_gpus for part in found.parts)
+        flop_per_s = sum(
+            hetero_offers.peak_of(found.groups, part.pool, self.job) * part.n_gpus
+            for part in found.parts
+        )
         return Offer(
             layout=found.layout,
             parts=found.parts,
@@ -280,7 +366,9 @@ class _Finder:
             seconds=found.cost.parts,
             memory=found.memory,
             room_bytes=found.room_bytes,
-            host_bytes=max(dollars.host_bytes(group, self.work, found.layout) for group in found.groups),
+            host_bytes=max(
+                dollars.host_bytes(group, self.work, found.layout) for group in found.groups
+            ),
             tokens_per_s=per_step / step_s,
             mfu=found.cost.flop / step_s / flop_per_s if flop_per_s else 0.0,
             usd_per_h=usd_per_h,

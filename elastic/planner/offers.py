@@ -1,4 +1,5 @@
-"""What `elastic plan` answers: the best layouts on given nodes, what each costs, and why the others are out."""
+"""What `elastic plan` answers: the best layouts on given nodes, what each costs, and why the others
+are out."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Purpose = Literal["fastest", "cheapest", "deadline"]
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Equal nodes of one pool. `lost_per_node_h`: how often one is taken, per hour; `zone`: '' = not known."""
+    """Equal nodes of one pool. `lost_per_node_h`: how often one is taken, per hour; `zone`: '' =
+    not known."""
 
     pool: str
     hardware: HardwareProfile
@@ -38,8 +40,8 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Aim:
-    """What a plan is for. `tokens`: to be trained on in all, 0 = not said. `deadline_h` is asked for by purpose `deadline`.
-    `n_best`: how many offers are kept."""
+    """What a plan is for. `tokens`: to be trained on in all, 0 = not said. `deadline_h` is asked
+    for by purpose `deadline`. `n_best`: how many offers are kept."""
 
     purpose: Purpose = "fastest"
     tokens: float = 0.0
@@ -49,8 +51,9 @@ class Aim:
 
 @dataclass(frozen=True)
 class OfferPart:
-    """What one group does in an offer: `n_gpus` of it, `samples` of a step for each of its data-parallel ranks (of a microbatch
-    times their number), `layers` of each of its pipeline stages (of all stages where the group has whole pipelines)."""
+    """What one group does in an offer: `n_gpus` of it, `samples` of a step for each of its
+    data-parallel ranks (of a microbatch times their number), `layers` of each of its pipeline
+    stages (of all stages where the group has whole pipelines)."""
 
     pool: str
     n_gpus: int
@@ -61,9 +64,10 @@ class OfferPart:
 
 @dataclass(frozen=True)
 class Offer:
-    """A layout on these nodes. `seconds`: of a step by what they are for, in sum `step_s`; `memory`: bytes of the GPU that
-    needs most by what they are for; `room_bytes`: what there is on it. `efficiency`: throughput over that of as many lone GPUs.
-    `goodput`: share of the paid time that is training where nodes are taken. `usd_per_mtoken` counts that, network and storage.
+    """A layout on these nodes. `seconds`: of a step by what they are for, in sum `step_s`;
+    `memory`: bytes of the GPU that needs most by what they are for; `room_bytes`: what there is on
+    it. `efficiency`: throughput over that of as many lone GPUs. `goodput`: share of the paid time
+    that is training where nodes are taken. `usd_per_mtoken` counts that, network and storage.
     """
 
     layout: Layout
@@ -83,9 +87,11 @@ class Offer:
     hours: float = 0.0  # to the aim's tokens, lost time included; 0 = no tokens were named
     usd: float = 0.0
     state_bytes: float = 0.0
-    copy_stall_s: float = 0.0  # that a checkpoint holds the steps up; it is written behind them in `copy_write_s`
+    # that a checkpoint holds the steps up; it is written behind them in `copy_write_s`
+    copy_stall_s: float = 0.0
     copy_write_s: float = 0.0
-    lost_node_s: float = 0.0  # of training, that one taken node costs; `moved_s` of it fetch what was there
+    # of training, that one taken node costs; `moved_s` of it fetch what was there
+    lost_node_s: float = 0.0
     moved_s: float = 0.0
     why: str = ""
     warnings: tuple[str, ...] = ()
@@ -101,8 +107,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Offers:
-    """`best`: the best first. `rejected`: family of layouts -> why none of it is among them. `n_looked_at`: layouts whose cost
-    was computed."""
+    """`best`: the best first. `rejected`: family of layouts -> why none of it is among them.
+    `n_looked_at`: layouts whose cost was computed."""
 
     best: tuple[Offer, ...]
     rejected: Mapping[str, str] = field(default_factory=dict)

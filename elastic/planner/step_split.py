@@ -9,46 +9,61 @@ from elastic.types import Job, Layout, ModelProfile
 
 
 def step_of(model: ModelProfile, job: Job, layout: Layout, per_node: int) -> Step:
-    """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the model, the job or the
-    batch cannot have this layout."""
+    """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the
+    model, the job or the batch cannot have this layout."""
     global_batch = job.global_batch
     if why := model.refusal(layout):
         raise InfeasiblePlan(why)
     if layout.tp > 1 and model.tp_limit % layout.tp:
         raise InfeasiblePlan(
-            f"tp={layout.tp} must divide {model.tp_limit}, the most that the model's tensor-parallel plan allows"
+            f"tp={layout.tp} must divide {model.tp_limit}, the most that the model's "
+            "tensor-parallel plan allows"
         )
     if layout.tp > 1 and job.float8:
         raise InfeasiblePlan(f"tp={layout.tp} does not go with float8: true")
     if layout.tp > 1 and job.compile and job.microbatch_tokens:
-        raise InfeasiblePlan(f"tp={layout.tp} goes with compile: true or with microbatch_tokens, not with both")
+        raise InfeasiblePlan(
+            f"tp={layout.tp} goes with compile: true or with microbatch_tokens, not with both"
+        )
     if layout.cp > 1 and job.compile:
         raise InfeasiblePlan(f"cp={layout.cp} does not go with compile: true")
     if layout.pp > 1 and job.microbatch_tokens:
-        raise InfeasiblePlan(f"pp={layout.pp} needs micro-batches of one shape, which microbatch_tokens does not give")
+        raise InfeasiblePlan(
+            f"pp={layout.pp} needs micro-batches of one shape, which microbatch_tokens does not "
+            "give"
+        )
     _check_sequence(model, layout)
     if layout.pp > 1 and not model.pipeline:
-        raise InfeasiblePlan(f"pp={layout.pp}, but this program cannot be spread over pipeline stages")
+        raise InfeasiblePlan(
+            f"pp={layout.pp}, but this program cannot be spread over pipeline stages"
+        )
     if layout.n_stages > 1:
         hetero_shares.stage_layers(model.n_blocks, layout.n_stages)
     if layout.dp > global_batch:
-        raise InfeasiblePlan(f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step")
+        raise InfeasiblePlan(
+            f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step"
+        )
     m = hetero_shares.microbatches(global_batch, layout)
     share = -(-(global_batch // m) // layout.dp) * m
     return Step(m, share, global_batch, per_node, job.precision)
 
 
 def _check_sequence(model: ModelProfile, layout: Layout) -> None:
-    """As elastic/worker/parallel/context_parallel.py and elastic/models/attention.py cut it. Raises InfeasiblePlan."""
+    """As elastic/worker/parallel/context_parallel.py and elastic/models/attention.py cut it. Raises
+    InfeasiblePlan."""
     sample = model.sample
     if sample is None:
         return
     if layout.cp > 1 and sample.no_cp:
         raise InfeasiblePlan(f"cp={layout.cp}, but {sample.no_cp}")
     if layout.cp > 1 and sample.sequence % (2 * layout.cp):
-        raise InfeasiblePlan(f"cp={layout.cp} needs a multiple of {2 * layout.cp} positions, a sample has {sample.sequence}")
+        raise InfeasiblePlan(
+            f"cp={layout.cp} needs a multiple of {2 * layout.cp} positions, a sample has "
+            f"{sample.sequence}"
+        )
     if layout.tp > 1 and sample.sequence_parallel and sample.sequence // layout.cp % layout.tp:
         raise InfeasiblePlan(
-            f"tp={layout.tp} with sequence parallelism needs a multiple of {layout.tp} positions on a rank, not "
+            f"tp={layout.tp} with sequence parallelism needs a multiple of {layout.tp} positions "
+            "on a rank, not "
             f"{sample.sequence // layout.cp}"
         )

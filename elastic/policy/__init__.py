@@ -1,1 +1,2 @@
-"""What to do now: `fold` turns events into a State, `decide` turns the State into a Decision. Pure."""
+"""What to do now: `fold` turns events into a State, `decide` turns the State into a Decision.
+Pure."""

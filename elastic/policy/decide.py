@@ -32,14 +32,21 @@ from elastic.types import (
 )  # fmt: skip
 from elastic.types.replacing import replace
 
-QUIESCED_MOST_S = 5.0  # a survivor that has not answered an abort by then is treated as a dead process
-QUIESCED_ON_GPUS_MOST_S = 30.0  # NCCL aborts up to seven communicators of a rank and takes them down, each bounded by 10 s
+# a survivor that has not answered an abort by then is treated as a dead process
+QUIESCED_MOST_S = 5.0
+# NCCL aborts up to seven communicators of a rank and takes them down, each bounded by 10 s
+QUIESCED_ON_GPUS_MOST_S = 30.0
 LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has made progress last
 ENTER_MOST_S = 600.0  # the last resort: workers report what goes wrong long before
 ATTACH_MOST_S = 30.0
 START_WAIT_S, GROWTH_WAIT_S = 10.0, 2.0  # for nodes that are being prepared, after the last one was
 DEADLINE_MARGIN_S = 10.0
-CAUSES: dict[str, Cause] = {"loss": "loss", "infrastructure": "loss", "infeasible": "infeasible", "rollback": "rollback"}
+CAUSES: dict[str, Cause] = {
+    "loss": "loss",
+    "infrastructure": "loss",
+    "infeasible": "infeasible",
+    "rollback": "rollback",
+}
 
 
 def decide(state: State, now_s: float) -> Decision:
@@ -48,8 +55,11 @@ def decide(state: State, now_s: float) -> Decision:
         return Decision()
     if state.unseen:
         return _attaching(state, now_s)
-    if state.repeat and state.failure is None:  # else they are of a generation that cannot be entered any more
-        return Decision(tuple(state.repeat), "the driver has restarted: its last actions are repeated")
+    # else they are of a generation that cannot be entered any more
+    if state.repeat and state.failure is None:
+        return Decision(
+            tuple(state.repeat), "the driver has restarted: its last actions are repeated"
+        )
     for rule in (
         _ending,
         _breaking_off,
@@ -71,7 +81,9 @@ def decide(state: State, now_s: float) -> Decision:
     wish = _wish(state, now_s)
     if wish:
         bound_s = wish.at_s + limits.stop_most_s(state)
-        return together(found, Decision(wake_at_s=None if state.away and not wish.limit else bound_s))
+        return together(
+            found, Decision(wake_at_s=None if state.away and not wish.limit else bound_s)
+        )
     if state.stop:
         return _put_off(state, state.stop, found)
     if state.phase == "running" and state.step >= state.steps:
@@ -81,7 +93,8 @@ def decide(state: State, now_s: float) -> Decision:
     return together(found, with_rehearsals(state, capacity(state, now_s)), look)
 
 
-# ------------------------------------------------------------------------------------------------ ends
+# ------------------------------------------------------------------------------------------------
+# ends
 
 
 def _ending(state: State, now_s: float) -> Decision | None:
@@ -95,8 +108,8 @@ def _ending(state: State, now_s: float) -> Decision | None:
 
 
 def _wish(state: State, now_s: float) -> StopWish | None:
-    """The wish to stop, also when the budget or the time has run out since the last event. A person's waits for storage: it
-    would end what nobody can save."""
+    """The wish to stop, also when the budget or the time has run out since the last event. A
+    person's waits for storage: it would end what nobody can save."""
     if state.stop and (state.stop.limit or not state.away or state.quiescing):
         return state.stop
     return limits.wish(state, now_s)
@@ -105,7 +118,8 @@ def _wish(state: State, now_s: float) -> StopWish | None:
 def _put_off(state: State, wish: StopWish, found: Decision) -> Decision:
     """Nothing new is begun: what breaks meanwhile is mended, since the state is in memory alone."""
     text = (
-        f"{wish.reason}: {away(state)}; step {state.step} is saved when it answers, last checkpoint at step {state.saved_step}"
+        f"{wish.reason}: {away(state)}; step {state.step} is saved when it answers, last "
+        f"checkpoint at step {state.saved_step}"
     )
     return found if found.actions else Decision((), text, found.wake_at_s)
 
@@ -127,7 +141,10 @@ def _stopping(state: State, now_s: float) -> Decision | None:
     if state.away and not wish.limit:
         return Decision((), f"{wish.reason}; {saved}: {away(state)}")
     if now_s >= bound_s:
-        return _stop("stopped", f"{wish.reason}; {saved} ({now_s - wish.at_s:.0f} s were not enough to save more)")
+        return _stop(
+            "stopped",
+            f"{wish.reason}; {saved} ({now_s - wish.at_s:.0f} s were not enough to save more)",
+        )
     if state.phase == "waiting":
         memory = recovery.from_memory(state)
         if memory and memory.step > state.saved_step and state.available:
@@ -136,9 +153,14 @@ def _stopping(state: State, now_s: float) -> Decision | None:
             return None  # enter once more, to save what only memory holds
         return _stop("stopped", f"{wish.reason}; {saved}")
     if state.plan is None or state.target is not None:
-        return Decision((), f"{wish.reason}: waits for generation {state.generation} to be entered", bound_s)
+        return Decision(
+            (), f"{wish.reason}: waits for generation {state.generation} to be entered", bound_s
+        )
     if state.quiescing is None:
-        text = f"{wish.reason}: generation {state.plan.generation} stops after step {state.step} or the next and is saved"
+        text = (
+            f"{wish.reason}: generation {state.plan.generation} stops after step {state.step} or "
+            "the next and is saved"
+        )
         return Decision((Quiesce(state.plan.generation, save=True),), text, bound_s)
     left = state.quiesced >= state.plan.workers
     if left and (state.saved_step >= state.step or not state.step):
@@ -152,15 +174,22 @@ def _stop(outcome: str, reason: str) -> Decision:
     return Decision((Stop(outcome, reason),), reason)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------ losses
+# ------------------------------------------------------------------------------------------------
+# losses
 
 
 def _attaching(state: State, now_s: float) -> Decision:
-    """A driver that came back: nothing is done until the nodes that were there have been heard of."""
+    """A driver that came back: nothing is done until the nodes that were there have been heard
+    of."""
     bound_s = state.attached_at_s + ATTACH_MOST_S
     names = sorted(state.unseen)
     if now_s < bound_s:
-        return Decision((), f"the driver has restarted and waits for {len(names)} nodes to report: {', '.join(names)}", bound_s)
+        return Decision(
+            (),
+            f"the driver has restarted and waits for {len(names)} nodes to report: "
+            f"{', '.join(names)}",
+            bound_s,
+        )
     why = f"no report for {ATTACH_MOST_S:.0f} s since the driver has restarted"
     orders = tuple(order for name in names for order in (Quarantine(name, why), ReleaseNode(name)))
     return Decision(orders, f"{', '.join(names)}: {why}, counted as lost")
@@ -173,8 +202,10 @@ def _breaking_off(state: State, now_s: float) -> Decision | None:
     survivors = [worker for worker in state.members - set(failure.kill) if state.lives(worker)]
     copy = f"newest peer replica: step {state.peer.step}" if state.peer else "no peer replica"
     text = (
-        f"generation {state.generation} is aborted after step {state.step}: {failure.reason}; {len(survivors)} of "
-        f"{len(state.members)} workers are still reachable; {copy}, checkpoint: step {state.saved_step}"
+        f"generation {state.generation} is aborted after step {state.step}: {failure.reason}; "
+        f"{len(survivors)} of "
+        f"{len(state.members)} workers are still reachable; {copy}, checkpoint: step "
+        f"{state.saved_step}"
     )
     return Decision((Abort(state.generation, failure.kill),), text, now_s + _quiesced_most_s(state))
 
@@ -191,30 +222,44 @@ def _waiting_for_survivors(state: State, now_s: float) -> Decision | None:
     bound_s = state.aborting.at_s + most_s
     n_owing = len(state.aborting.owing)
     if now_s < bound_s:
-        return Decision((), f"waiting for {n_owing} workers to leave generation {state.aborting.generation}", bound_s)
+        return Decision(
+            (),
+            f"waiting for {n_owing} workers to leave generation {state.aborting.generation}",
+            bound_s,
+        )
     owing = tuple(sorted(state.aborting.owing))
     names = ", ".join(str(worker) for worker in owing)
-    text = f"{names} did not leave generation {state.aborting.generation} within {most_s:.0f} s: ended and replaced"
+    text = (
+        f"{names} did not leave generation {state.aborting.generation} within {most_s:.0f} s: "
+        "ended and replaced"
+    )
     return Decision((Abort(state.aborting.generation, kill=owing),), text)
 
 
 def _rolling_forward(state: State, now_s: float) -> Decision | None:
     """Survivors that missed the commit of a step apply it, where that makes the step whole."""
     aborting = state.aborting
-    if aborting is None or aborting.forward or aborting.failure.cause == "rollback" or state.phase != "waiting":
+    if (
+        aborting is None
+        or aborting.forward
+        or aborting.failure.cause == "rollback"
+        or state.phase != "waiting"
+    ):
         return None
     order = recovery.forward(state)
     if order is None:
         return None
     n_pending = sum(step == order.step for step in state.pending.values())
     text = (
-        f"step {order.step} was committed, and {count(n_pending, 'worker')} did not see it: they apply it to the gradients "
+        f"step {order.step} was committed, and {count(n_pending, 'worker')} did not see it: they "
+        "apply it to the gradients "
         f"that they hold, so that every part of step {order.step} has a holder"
     )
     return Decision((order,), text, now_s + _quiesced_most_s(state))
 
 
-# ------------------------------------------------------------------------------------------------ generations
+# ------------------------------------------------------------------------------------------------
+# generations
 
 
 def _entering(state: State, now_s: float) -> Decision | None:
@@ -223,7 +268,10 @@ def _entering(state: State, now_s: float) -> Decision | None:
     bound_s = state.ordered_at_s + ENTER_MOST_S
     if now_s < bound_s:
         return Decision(wake_at_s=bound_s)
-    return Decision((Abort(state.generation),), f"generation {state.generation} was not entered within {ENTER_MOST_S:.0f} s")
+    return Decision(
+        (Abort(state.generation),),
+        f"generation {state.generation} was not entered within {ENTER_MOST_S:.0f} s",
+    )
 
 
 def _starting(state: State, now_s: float) -> Decision | None:
@@ -234,13 +282,26 @@ def _starting(state: State, now_s: float) -> Decision | None:
     if failure and failure.cause == "infrastructure" and state.aborting:
         at_s = state.aborting.at_s + retries.wait_s(state)
         if now_s < at_s:
-            return Decision((), f"attempt {state.retries + 2} after {retries.wait_s(state):.0f} s: {failure.reason}", at_s)
+            return Decision(
+                (),
+                f"attempt {state.retries + 2} after {retries.wait_s(state):.0f} s: "
+                f"{failure.reason}",
+                at_s,
+            )
     try:
         choice = _startable(state, now_s)
     except InfeasiblePlan as error:
         return _not_yet(state, error, now_s)
-    if failure is None and state.generation == 0 and _others_coming(state) and now_s < state.prepared_at_s + START_WAIT_S:
-        wait = f"{choice.layout.world_size} workers are prepared; more are joining: waiting up to {START_WAIT_S:.0f} s"
+    if (
+        failure is None
+        and state.generation == 0
+        and _others_coming(state)
+        and now_s < state.prepared_at_s + START_WAIT_S
+    ):
+        wait = (
+            f"{choice.layout.world_size} workers are prepared; more are joining: waiting up to "
+            f"{START_WAIT_S:.0f} s"
+        )
         return Decision((), wait, state.prepared_at_s + START_WAIT_S)
     try:
         newest = recovery.newest(state)
@@ -257,12 +318,16 @@ def _starting(state: State, now_s: float) -> Decision | None:
     why = f"rolled back: {why}" if cause == "rollback" else why
     back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
     if resume is not newest:
-        back += f" (not step {newest.step}: nothing is known there that would tell whether {choice.layout} computes the same)"
+        back += (
+            f" (not step {newest.step}: nothing is known there that would tell whether "
+            f"{choice.layout} computes the same)"
+        )
     return enter(state, choice, resume, cause, f"{why}: {from_where(resume)}{back}")
 
 
 def _startable(state: State, now_s: float) -> Choice:
-    """With the nodes that may be used; where these are too few, also with those that were to be left for others."""
+    """With the nodes that may be used; where these are too few, also with those that were to be
+    left for others."""
     try:
         return choice_of(state, drain.usable(state, now_s))
     except InfeasiblePlan:
@@ -280,7 +345,11 @@ def _without(state: State, axes: Mapping[str, str], now_s: float) -> Choice | No
 
 
 def _others_coming(state: State) -> bool:
-    return bool(state.requests or state.preparing or any(node.status == "ready" for node in state.nodes.values()))
+    return bool(
+        state.requests
+        or state.preparing
+        or any(node.status == "ready" for node in state.nodes.values())
+    )
 
 
 def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
@@ -290,10 +359,17 @@ def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
     except InfeasiblePlan as never:
         return _stop("failed", f"InfeasiblePlan: {never}")
     if why := hazard.in_vain(state):
-        return _stop("failed", f"{why}; step {state.step} reached, last checkpoint at step {state.saved_step}")
+        return _stop(
+            "failed",
+            f"{why}; step {state.step} reached, last checkpoint at step {state.saved_step}",
+        )
     why = "" if _others_coming(state) else limits.nothing_to_buy(state, now_s)
     if why:
-        return _stop("stopped", f"{why}; {error}; step {state.step} reached, last checkpoint at step {state.saved_step}")
+        return _stop(
+            "stopped",
+            f"{why}; {error}; step {state.step} reached, last checkpoint at step "
+            f"{state.saved_step}",
+        )
     parts = (f"waiting for workers: {error}", missing_capacity(state))
     return Decision((), "; ".join(part for part in parts if part))
 
@@ -304,32 +380,53 @@ def _running(state: State, now_s: float) -> Decision | None:
         return None
     if state.step >= state.steps:
         return _finishing(state, now_s)
-    leaving = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"]
+    leaving = [
+        node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"
+    ]
     if not leaving and (wait := forming_groups.waiting(state, now_s)):
         return wait
-    return forming_groups.first(state, now_s, _with_notice(state, now_s, leaving) if leaving else _changing(state, now_s, plan))
+    return forming_groups.first(
+        state,
+        now_s,
+        _with_notice(state, now_s, leaving) if leaving else _changing(state, now_s, plan),
+    )
 
 
 def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
     """Nothing has to change, and what may is looked at."""
     if state.quiescing:
         done = state.quiesced >= plan.workers
-        return Decision((Abort(state.generation),), "the notice was withdrawn: continues") if done else Decision()
+        return (
+            Decision((Abort(state.generation),), "the notice was withdrawn: continues")
+            if done
+            else Decision()
+        )
     more = back_to_spot(state, now_s) or _growing(state, now_s)
     more = more or share_rebalance.shares(state, now_s) or relayout.rearranged(state, now_s)
     return (
-        more if more is not None and more.actions else together(more or Decision(), cadence.adjust(state, now_s) or Decision())
+        more
+        if more is not None and more.actions
+        else together(more or Decision(), cadence.adjust(state, now_s) or Decision())
     )
 
 
 def _finishing(state: State, now_s: float) -> Decision:
-    """All steps are done: the copy of the last one is stored, retried where it fails, and without it the run has failed."""
+    """All steps are done: the copy of the last one is stored, retried where it fails, and without
+    it the run has failed."""
     bad = state.copy_failed
     if state.away:
-        return Decision((), f"all {state.steps} steps are done, last checkpoint at step {state.saved_step}: {away(state)}")
+        return Decision(
+            (),
+            f"all {state.steps} steps are done, last checkpoint at step {state.saved_step}: "
+            f"{away(state)}",
+        )
     if bad is not None and bad.step >= state.steps:
         if state.copy_failures >= COPY_TRIES:
-            return _stop("failed", f"the copy of the last step could not be stored in {COPY_TRIES} tries: {bad.reason}")
+            return _stop(
+                "failed",
+                f"the copy of the last step could not be stored in {COPY_TRIES} tries: "
+                f"{bad.reason}",
+            )
         again_s = state.copy_failed_at_s + COPY_WAIT_S
         text = f"the copy of the last step was not stored ({bad.reason})"
         if now_s < again_s:
@@ -338,21 +435,33 @@ def _finishing(state: State, now_s: float) -> Decision:
             return Decision((Abort(state.generation),), f"{text}: retried")
     bound_s = max(state.last_step_at_s, state.busy_at_s) + LAST_COPY_MOST_S
     if now_s < bound_s:
-        return Decision((), f"all {state.steps} steps are done: waiting for the checkpoint of the last one", bound_s)
-    return Decision((Abort(state.generation),), f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s")
+        return Decision(
+            (),
+            f"all {state.steps} steps are done: waiting for the checkpoint of the last one",
+            bound_s,
+        )
+    return Decision(
+        (Abort(state.generation),),
+        f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s",
+    )
 
 
 def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decision:
-    """Nodes of the plan will be preempted. They train on until a transition must begin; that one leaves them, and takes in
-    whoever has been prepared by then. Nodes with a later deadline stay where that is worth one more transition."""
+    """Nodes of the plan will be preempted. They train on until a transition must begin; that one
+    leaves them, and takes in whoever has been prepared by then. Nodes with a later deadline stay
+    where that is worth one more transition."""
     assert state.plan is not None
     names = ", ".join(node.node_id for node in leaving)
     deadline_s = min(node.deadline_s or now_s for node in leaving)
     left = f"{names} will be preempted in {max(0.0, deadline_s - now_s):.0f} s"
     if state.quiescing:
         text = f"{left}; generation {state.plan.generation} is saved"
-        if state.quiesced >= state.plan.workers and _enough(state):  # it may never be taken: nobody waits for that
-            return Decision((Abort(state.generation),), f"{text}, and other nodes are there: continues with these")
+        # it may never be taken: nobody waits for that
+        if state.quiesced >= state.plan.workers and _enough(state):
+            return Decision(
+                (Abort(state.generation),),
+                f"{text}, and other nodes are there: continues with these",
+            )
         return Decision((), f"{text} and waits for other nodes")
     act_s = drain.act_at_s(state, leaving, now_s)
     stay = drain.kept(state, max(now_s, act_s))
@@ -374,16 +483,30 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
         if now_s >= form_s and forming_groups.missing(state):
             moved = enter(state, choice, recovery.live(state), "notice", text)
             if formed := forming_groups.begun(state, moved):
-                wait = Decision(formed, f"{text}; the groups of generation {state.generation + 1} are made now", wait.wake_at_s)
+                wait = Decision(
+                    formed,
+                    f"{text}; the groups of generation {state.generation + 1} are made now",
+                    wait.wake_at_s,
+                )
         elif now_s < form_s and state.forms_ahead:
             wait = replace(wait, wake_at_s=min(form_s, wait.wake_at_s or form_s))
         return _growing(state, now_s, act_s) or wait
     more = f", but {', '.join(node.node_id for node in stay)} stays for a while" if stay else ""
-    moved = enter(state, choice, recovery.live(state), "notice", f"{left}: resharding from live memory at the next step{more}")
-    used = {name for action in moved.actions if isinstance(action, EnterPlan) for name in action.plan.nodes}
-    gone = tuple(
-        DrainNode(node.node_id) for node in leaving if node.node_id not in used
-    )  # in Ray too: there is no way back now
+    moved = enter(
+        state,
+        choice,
+        recovery.live(state),
+        "notice",
+        f"{left}: resharding from live memory at the next step{more}",
+    )
+    used = {
+        name
+        for action in moved.actions
+        if isinstance(action, EnterPlan)
+        for name in action.plan.nodes
+    }
+    # in Ray too: there is no way back now
+    gone = tuple(DrainNode(node.node_id) for node in leaving if node.node_id not in used)
     return replace(moved, actions=(*gone, *moved.actions))
 
 
@@ -397,7 +520,8 @@ def _enough(state: State) -> bool:
 
 
 def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Decision:
-    """The nodes that stay are too few: store a copy now, and stop with another one just before the deadline."""
+    """The nodes that stay are too few: store a copy now, and stop with another one just before the
+    deadline."""
     assert state.plan is not None
     generation, margin_s = state.plan.generation, max(DEADLINE_MARGIN_S, limits.save_s(state))
     last_s = deadline_s - margin_s
@@ -409,8 +533,9 @@ def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Dec
 
 
 def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision | None:
-    """Nodes were prepared while the plan runs: one transition for all that are there. `act_s`: when nodes with notice are going
-    to be left; the new ones wait for that, unless it costs more than one more pause."""
+    """Nodes were prepared while the plan runs: one transition for all that are there. `act_s`: when
+    nodes with notice are going to be left; the new ones wait for that, unless it costs more than
+    one more pause."""
     plan, nodes = state.plan, state.available
     assert plan is not None
     if tuple(node.node_id for node in nodes) == state.considered or state.steps - state.step <= 1:
@@ -431,9 +556,18 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
         return None
     why = f"{', '.join(new)} can join {len(plan.ranks)} workers"
     if act_s is not None:
-        gain, price = (gpus - plan.layout.world_size) * (act_s - now_s), drain.price_gpu_s(state, gpus)
+        gain, price = (
+            (gpus - plan.layout.world_size) * (act_s - now_s),
+            drain.price_gpu_s(state, gpus),
+        )
         if gain <= price:
-            text = f"{why} when the nodes with notice are left: sooner would gain {gain:.0f} GPU-seconds and cost {price:.0f}"
+            text = (
+                f"{why} when the nodes with notice are left: sooner would gain {gain:.0f} "
+                f"GPU-seconds and cost {price:.0f}"
+            )
             return Decision((), text, act_s)
-        why = f"{why} now: {gain:.0f} GPU-seconds gained until the nodes with notice are left, for {price:.0f}"
+        why = (
+            f"{why} now: {gain:.0f} GPU-seconds gained until the nodes with notice are left, for "
+            f"{price:.0f}"
+        )
     return enter(state, choice, recovery.live(state), "growth", why)

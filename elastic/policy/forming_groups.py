@@ -1,8 +1,10 @@
-"""Make before break: the process groups of an announced generation are made while the one before trains on, so that the pause
-does not hold their set-up. What is announced waits for them FORM_MOST_S at most; a notice waits no longer than its move needs.
+"""Make before break: the process groups of an announced generation are made while the one before
+trains on, so that the pause does not hold their set-up. What is announced waits for them
+FORM_MOST_S at most; a notice waits no longer than its move needs.
 
-What changes the nodes meanwhile (a notice that is withdrawn, a node that is lost) drops what is being made. On GPUs the new
-communicators need memory beside those of the generation that trains: where that is not there, they are made in the pause.
+What changes the nodes meanwhile (a notice that is withdrawn, a node that is lost) drops what is
+being made. On GPUs the new communicators need memory beside those of the generation that trains:
+where that is not there, they are made in the pause.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from elastic.types import Decision, DropGroups, EnterPlan, FormGroups, GroupsFor
 from elastic.types.replacing import replace
 
 GIB = 2**30
-FORM_MOST_S = 60.0  # NCCL takes 0.3 to 1 s for each group in a node, 5 to 30 s for all at hundreds of ranks
+# NCCL takes 0.3 to 1 s for each group in a node, 5 to 30 s for all at hundreds of ranks
+FORM_MOST_S = 60.0
 
 
 def waiting(state: State, now_s: float) -> Decision | None:
@@ -33,7 +36,8 @@ def missing(state: State) -> bool:
 
 
 def first(state: State, now_s: float, found: Decision | None) -> Decision | None:
-    """The decision for a generation that runs, with the groups of a next one made before that is entered."""
+    """The decision for a generation that runs, with the groups of a next one made before that is
+    entered."""
     forming, plan = state.forming, _planned(found)
     if not state.forms_ahead or found is None or plan is None:
         if forming is None or not (_changed(state, forming) or now_s >= _bound_s(forming)):
@@ -41,7 +45,9 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
         found = found or Decision()
         dropped = f"the groups made ahead for generation {forming.plan.generation} are not needed"
         text = f"{found.reason}; {dropped}" if found.reason else dropped
-        return replace(found, actions=(DropGroups(forming.plan.generation), *found.actions), reason=text)
+        return replace(
+            found, actions=(DropGroups(forming.plan.generation), *found.actions), reason=text
+        )
     if any(isinstance(action, FormGroups) for action in found.actions):
         return found
     if forming is None and (why := too_large(state, plan)):
@@ -53,19 +59,24 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
         return found
     if forming is not None and forming.plan.meeting == plan.meeting:
         return _wait(state, forming)
-    text = f"{found.reason}; its process groups are built first, while generation {state.generation} trains on"
+    text = (
+        f"{found.reason}; its process groups are built first, while generation {state.generation} "
+        "trains on"
+    )
     return Decision((FormGroups(plan),), text, now_s + FORM_MOST_S)
 
 
 def begun(state: State, found: Decision) -> tuple[FormGroups, ...]:
-    """The order to make the groups of the plan that `found` would enter; none where memory does not do for them."""
+    """The order to make the groups of the plan that `found` would enter; none where memory does not
+    do for them."""
     plan = _planned(found)
     return () if plan is None or too_large(state, plan) else (FormGroups(plan),)
 
 
 def too_large(state: State, plan: Plan) -> str:
-    """Why the groups of a coming plan are not made beside those that train, by the GPU of least memory; '' = they may be, or it
-    is not known what the running generation takes. What moves have connected since it was entered stays connected."""
+    """Why the groups of a coming plan are not made beside those that train, by the GPU of least
+    memory; '' = they may be, or it is not known what the running generation takes. What moves have
+    connected since it was entered stays connected."""
     running = state.plan
     if running is None or not running.memory_bytes or not on_gpus(state, running.nodes):
         return ""
@@ -81,13 +92,18 @@ def too_large(state: State, plan: Plan) -> str:
     if needed <= min(rooms):
         return ""
     return (
-        f"groups of generation {plan.generation} are made in the pause: beside generation {running.generation} they would need "
+        f"groups of generation {plan.generation} are made in the pause: beside generation "
+        f"{running.generation} they would need "
         f"{coming / GIB:.2f} GiB, {needed / GIB:.2f} in all, of a GPU's {min(rooms) / GIB:.2f}"
     )
 
 
 def _planned(found: Decision | None) -> Plan | None:
-    plans = [action.plan for action in found.actions if isinstance(action, EnterPlan | FormGroups)] if found else []
+    plans = (
+        [action.plan for action in found.actions if isinstance(action, EnterPlan | FormGroups)]
+        if found
+        else []
+    )
     return plans[0] if plans else None
 
 
@@ -96,10 +112,12 @@ def _entered(found: Decision, forming: Forming, plan: Plan, now_s: float) -> Dec
     made = forming.plan
     if forming.there and (made.layout, set(made.ranks)) == (plan.layout, set(plan.ranks)):
         plan = replace(
-            plan, ranks=made.ranks, samples=made.samples, layers=made.layers, n_microbatches=made.n_microbatches,
-            copies_to=made.copies_to, move=made.move,
+            plan, ranks=made.ranks, samples=made.samples, layers=made.layers,
+            n_microbatches=made.n_microbatches, copies_to=made.copies_to, move=made.move,
         )  # fmt: skip
-    actions = tuple(EnterPlan(plan) if isinstance(action, EnterPlan) else action for action in found.actions)
+    actions = tuple(
+        EnterPlan(plan) if isinstance(action, EnterPlan) else action for action in found.actions
+    )
     return replace(found, actions=actions, reason=f"{found.reason}; {_told(forming, plan, now_s)}")
 
 
@@ -110,12 +128,18 @@ def _told(forming: Forming, plan: Plan, now_s: float) -> str:
     if forming.seconds is None:
         return f"{groups} are made in the pause: not there after {now_s - forming.since_s:.1f} s"
     if forming.plan.meeting != plan.meeting:
-        return f"{groups} are made in the pause: those made ahead are for another layout or other workers"
+        return (
+            f"{groups} are made in the pause: those made ahead are for another layout or other "
+            "workers"
+        )
     return f"{groups} made ahead in {forming.seconds:.1f} s"
 
 
 def _wait(state: State, forming: Forming) -> Decision:
-    text = f"the groups of generation {forming.plan.generation} are made while generation {state.generation} trains on"
+    text = (
+        f"the groups of generation {forming.plan.generation} are made while generation "
+        f"{state.generation} trains on"
+    )
     return Decision((), text, _bound_s(forming))
 
 
@@ -132,7 +156,9 @@ def _formed(state: State, event: GroupsFormed, at_s: float) -> State:
     if forming is None or forming.ended or event.generation != forming.plan.generation:
         return state
     setup_s = state.setup_s if event.error else event.seconds
-    return replace(state, forming=replace(forming, seconds=event.seconds, error=event.error), setup_s=setup_s)
+    return replace(
+        state, forming=replace(forming, seconds=event.seconds, error=event.error), setup_s=setup_s
+    )
 
 
 def ordered(state: State, action: FormGroups, at_s: float) -> State:

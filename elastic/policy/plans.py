@@ -1,4 +1,5 @@
-"""The next generation's Plan: the planner's choice for the nodes there are, what the policy adds, and the reason."""
+"""The next generation's Plan: the planner's choice for the nodes there are, what the policy adds,
+and the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from elastic.types.replacing import replace
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What an answer of the planner depends on: equal questions have equal answers, and are searched once."""
+    """What an answer of the planner depends on: equal questions have equal answers, and are
+    searched once."""
 
     state: State
     nodes: tuple[Node, ...]
@@ -52,7 +54,8 @@ class _Question:
 
 
 def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
-    """The planner's answer for these nodes; those of the newest plan come first, so that ranks stay where they are."""
+    """The planner's answer for these nodes; those of the newest plan come first, so that ranks stay
+    where they are."""
     found = _answered(_Question(state, tuple(nodes)))
     if isinstance(found, InfeasiblePlan):
         raise found.with_traceback(None)  # else each time adds its frames
@@ -72,15 +75,25 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     newest = state.plans.get(state.generation)
     place = {name: i for i, name in enumerate(newest.nodes)} if newest else {}
     ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
-    known = [pool.memory_bytes_per_gpu for pool in state.pools if pool.name in {node.pool for node in nodes}]
+    known = [
+        pool.memory_bytes_per_gpu
+        for pool in state.pools
+        if pool.name in {node.pool for node in nodes}
+    ]
     memory_bytes = min(known) if known and all(known) else 0
-    limits = LayoutLimits(memory_bytes, state.infeasible, _hardware(state, nodes), speeds.rates(state, nodes))
+    limits = LayoutLimits(
+        memory_bytes, state.infeasible, _hardware(state, nodes), speeds.rates(state, nodes)
+    )
     pools = {pool.name: pool for pool in state.pools}
     zones = {node.node_id: zone_of(pools.get(node.pool)) for node in nodes}
     of_node = {node.node_id: gpu_bytes(state, pools.get(node.pool)) for node in nodes}
     memory = of_node if all(of_node.values()) else None
     limits = replace(
-        limits, zones=zones, memory=memory, unusable=refused_layouts.unusable_layouts(state), on_gpus=on_gpus(state, of_node)
+        limits,
+        zones=zones,
+        memory=memory,
+        unusable=refused_layouts.unusable_layouts(state),
+        on_gpus=on_gpus(state, of_node),
     )
     return plan_layout(refused_layouts.usable_model(state), state.job, ordered, limits)
 
@@ -89,7 +102,11 @@ def gpu_bytes(state: State, pool: Pool | None) -> int:
     """Of each GPU of the pool: as it says, else as its kind has; 0 = not known."""
     if pool is None or pool.accelerator_type == "CPU":
         return pool.memory_bytes_per_gpu if pool is not None else 0
-    known = (profile.memory_bytes for profile in state.hardware if profile.accelerator_type == pool.accelerator_type)
+    known = (
+        profile.memory_bytes
+        for profile in state.hardware
+        if profile.accelerator_type == pool.accelerator_type
+    )
     return pool.memory_bytes_per_gpu or next(known, 0)
 
 
@@ -106,13 +123,17 @@ def zone_of(pool: Pool | None) -> str:
 def _hardware(state: State, nodes: Sequence[Node]) -> dict[str, HardwareProfile]:
     """Of these nodes, as far as the kind of their pool is known."""
     kinds = {profile.accelerator_type: profile for profile in state.hardware}
-    of_pool = {pool.name: kinds[pool.accelerator_type] for pool in state.pools if pool.accelerator_type in kinds}
+    of_pool = {
+        pool.name: kinds[pool.accelerator_type]
+        for pool in state.pools
+        if pool.accelerator_type in kinds
+    }
     return {node.node_id: of_pool[node.pool] for node in nodes if node.pool in of_pool}
 
 
 def with_rehearsals(state: State, decision: Decision) -> Decision:
-    """Nodes that are prepared rehearse what they may soon run: with all nodes that there are, and with one less. They must have
-    the memory that one of the two needs."""
+    """Nodes that are prepared rehearse what they may soon run: with all nodes that there are, and
+    with one less. They must have the memory that one of the two needs."""
     wanted = [action for action in decision.actions if isinstance(action, Prepare)]
     if not wanted:
         return decision
@@ -124,7 +145,8 @@ def with_rehearsals(state: State, decision: Decision) -> Decision:
         except InfeasiblePlan:  # nothing to rehearse
             continue
     actions = tuple(
-        _rehearsing(state, action, choices) if isinstance(action, Prepare) else action for action in decision.actions
+        _rehearsing(state, action, choices) if isinstance(action, Prepare) else action
+        for action in decision.actions
     )
     return replace(decision, actions=actions)
 
@@ -135,13 +157,20 @@ def _rehearsing(state: State, action: Prepare, choices: list[Choice]) -> Prepare
     on_gpu = pool is not None and pool.accelerator_type != "CPU"
     least = min((choice.memory_bytes for choice in choices), default=0)
     rehearse = tuple(_rehearsal(choice, node) for choice in choices)
-    return replace(action, rehearse=rehearse, gpu_bytes=least if on_gpu else 0, host_bytes=0 if on_gpu else least * node.gpus)
+    return replace(
+        action,
+        rehearse=rehearse,
+        gpu_bytes=least if on_gpu else 0,
+        host_bytes=0 if on_gpu else least * node.gpus,
+    )
 
 
 def _rehearsal(choice: Choice, node: Node) -> Rehearsal:
     at = {worker: rank for rank, worker in enumerate(choice.ranks)}
     ranks = tuple(at.get(WorkerId(node.node_id, k), -1) for k in range(node.gpus))
-    return Rehearsal(choice.layout, choice.layers, choice.n_microbatches, max(choice.samples), ranks)
+    return Rehearsal(
+        choice.layout, choice.layers, choice.n_microbatches, max(choice.samples), ranks
+    )
 
 
 def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) -> Decision:
@@ -176,11 +205,20 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
     )
     actions: tuple[Action, ...] = (EnterPlan(plan),)
     where = f"{count(len(choice.ranks), 'worker')} of {count(len(nodes), 'node')}"
-    expected = f", expected step time {plan.predicted_step_time_s:.3g} s" if plan.predicted_step_time_s else ""
+    expected = (
+        f", expected step time {plan.predicted_step_time_s:.3g} s"
+        if plan.predicted_step_time_s
+        else ""
+    )
     text = (
         f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
-        f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}{expected}"
-    ) + "".join(f"; {more}" for more in (_instead(choice), transition_cost.transfer_message(move), copies.note) if more)
+        f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, "
+        f"{_every('durable', plan.durable_every)}{expected}"
+    ) + "".join(
+        f"; {more}"
+        for more in (_instead(choice), transition_cost.transfer_message(move), copies.note)
+        if more
+    )
     return Decision(actions, text)
 
 
@@ -200,8 +238,9 @@ def _every(kind: str, steps: int) -> str:
 
 
 def _expected_step_s(state: State, choice: Choice) -> float:
-    """The measured step time, scaled as the cost model says that the two layouts differ (where the hardware is not known: by
-    the number of ranks). Before the first measurement what the cost model says, where the hardware is known; else 0."""
+    """The measured step time, scaled as the cost model says that the two layouts differ (where the
+    hardware is not known: by the number of ranks). Before the first measurement what the cost model
+    says, where the hardware is known; else 0."""
     newest = state.plans.get(state.generation)
     if newest is None or not state.step_time_s:
         return choice.model_step_s if choice.hardware_known else 0.0

@@ -1,4 +1,5 @@
-"""What a transition from memory will cost, told with the decision, and how far earlier ones were from what was told."""
+"""What a transition from memory will cost, told with the decision, and how far earlier ones were
+from what was told."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
 from elastic.types.replacing import replace
 
 LARGE_BYTES = 8 << 20  # smaller moves say nothing of the pace
-PAGEABLE = 0.1  # of the rate to and from pinned memory: an estimate, by what tests/gpu/one_shot_rows.py expects
+# of the rate to and from pinned memory: an estimate, by what tests/gpu/one_shot_rows.py expects
+PAGEABLE = 0.1
 SLOWEST, FASTEST = 50.0, 0.1  # of the pace, against mishaps in a measurement
 
 
 @dataclass(frozen=True, eq=False)
 class _Transition:
-    """What the order of the ranks and a forecast depend on: those of equal ones are equal, and are made once. The step is no
-    part of it, so that looks between two steps have one answer."""
+    """What the order of the ranks and a forecast depend on: those of equal ones are equal, and are
+    made once. The step is no part of it, so that looks between two steps have one answer."""
 
     state: State
     choice: Choice
@@ -32,7 +34,13 @@ class _Transition:
 
     def _parts(self) -> tuple[Any, ...]:
         s, choice, resume = self.state, self.choice, self.resume
-        into = (choice.ranks, choice.layout, choice.layers, choice.memory_bytes, choice.activation_bytes)
+        into = (
+            choice.ranks,
+            choice.layout,
+            choice.layers,
+            choice.memory_bytes,
+            choice.activation_bytes,
+        )
         measured = (s.speeds, s.plan, s.timed_at_s, s.uneven_failed, s.job)
         known = (s.unpinned, s.nodes, s.pools, s.hardware, s.move_pace, s.model, measured)
         return (into, resume.layout, resume.layers, resume.holdings, known)
@@ -60,24 +68,40 @@ def _forecast(asked: _Transition) -> Move:
     pools = state.pools_of(nodes)
     memory = [pool.memory_bytes_per_gpu for pool in pools]
     kinds = {pool.accelerator_type for pool in pools}
-    rates = [profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
+    rates = [
+        profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds
+    ]
     wire = "cpu" if kinds <= {"CPU"} else "cuda"
     running = choice.memory_bytes + choice.activation_bytes
-    room = Room(min(memory) if memory and all(memory) else 0, running, wire, _host_bytes_per_s(state, kinds, nodes))
-    pace = TransferRates(min(rates), state.move_pace) if rates else TransferRates(times=state.move_pace)
+    room = Room(
+        min(memory) if memory and all(memory) else 0,
+        running,
+        wire,
+        _host_bytes_per_s(state, kinds, nodes),
+    )
+    pace = (
+        TransferRates(min(rates), state.move_pace)
+        if rates
+        else TransferRates(times=state.move_pace)
+    )
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
-    return forecast(state.model, *cuts, holders=holders_of(resume, everyone), nodes=nodes, room=room, pace=pace)
+    return forecast(
+        state.model, *cuts, holders=holders_of(resume, everyone), nodes=nodes, room=room, pace=pace
+    )
 
 
 def _host_bytes_per_s(state: State, kinds: set[str], nodes: Sequence[str]) -> float:
     """Between device and host memory, of the slowest; 0 = not known."""
-    rates = [profile.host_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
+    rates = [
+        profile.host_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds
+    ]
     share = PAGEABLE if any(name in state.unpinned for name in nodes) else 1.0
     return share * min(rates, default=0.0)
 
 
 def placed(state: State, choice: Choice, resume: Resume) -> Choice:
-    """The same choice with its workers in the order of ranks that keeps most bytes where they are."""
+    """The same choice with its workers in the order of ranks that keeps most bytes where they
+    are."""
     if resume.source not in ("live", "peer") or resume.layout is None or state.model is None:
         return choice
     if len(choice.ranks) > MOST_WORKERS:
@@ -103,9 +127,14 @@ def transfer_message(move: Move | None) -> str:
     """For the decision's sentence."""
     if move is None:
         return ""
-    way = "the old state stays on the device" if move.via == "device" else "the old state leaves the device first"
+    way = (
+        "the old state stays on the device"
+        if move.via == "device"
+        else "the old state leaves the device first"
+    )
     return (
-        f"moves {_mb(move.n_bytes)} between workers and {_mb(move.own_bytes)} in place in about {move.seconds:.1f} s "
+        f"moves {_mb(move.n_bytes)} between workers and {_mb(move.own_bytes)} in place in about "
+        f"{move.seconds:.1f} s "
         f"({way}, {_mb(move.peak_bytes)} beyond the new one)"
     )
 
@@ -117,7 +146,12 @@ def _mb(n_bytes: int) -> str:
 def paced(state: State, plan: Plan, event: PlanEntered) -> float:
     """Measured by predicted seconds of moves, a running mean."""
     move, measured_s = plan.move, event.phases_s.get("transfer", 0.0)
-    if move is None or not measured_s or move.n_bytes + move.own_bytes < LARGE_BYTES or move.seconds <= LEAST_S:
+    if (
+        move is None
+        or not measured_s
+        or move.n_bytes + move.own_bytes < LARGE_BYTES
+        or move.seconds <= LEAST_S
+    ):
         return state.move_pace
     found = state.move_pace * max(0.0, measured_s - LEAST_S) / (move.seconds - LEAST_S)
     found = min(SLOWEST, max(FASTEST, found))

@@ -1,11 +1,13 @@
-"""How the bytes of a pair of participants are cut into messages, and how much memory that takes. Both ends compute it alike.
+"""How the bytes of a pair of participants are cut into messages, and how much memory that takes.
+Both ends compute it alike.
 
-A piece of at least `Sizes.pack_bytes` is cut into slices that travel alone: from memory to memory where the region is
-contiguous. Smaller pieces travel together, each at a multiple of ALIGN bytes.
+A piece of at least `Sizes.pack_bytes` is cut into slices that travel alone: from memory to memory
+where the region is contiguous. Smaller pieces travel together, each at a multiple of ALIGN bytes.
 
-How large messages are depends on what carries them. On a CPU (gloo) they should fit the cache. On CUDA (NCCL) each message
-costs launches and Python, the memory is fast enough to pack everything, and the host must not wait for single messages. There
-a round is one group of operations with few peers, so that large messages fit the staging memory whatever the number of peers.
+How large messages are depends on what carries them. On a CPU (gloo) they should fit the cache. On
+CUDA (NCCL) each message costs launches and Python, the memory is fast enough to pack everything,
+and the host must not wait for single messages. There a round is one group of operations with few
+peers, so that large messages fit the staging memory whatever the number of peers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from elastic.types import Transfer
 
-CHUNK_BYTES = 2 << 20  # fits the cache: the 64-bit sum costs little there; gloo is fastest between 1 and 8 MiB
+# fits the cache: the 64-bit sum costs little there; gloo is fastest between 1 and 8 MiB
+CHUNK_BYTES = 2 << 20
 PACK_BYTES = 512 << 10  # below it a message of its own costs more than a copy
 LEAST_BYTES = 256 << 10
 STAGING_BYTES = 32 << 20
@@ -24,10 +27,11 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a move by what its wire takes. `chunk_bytes`: the most that a message holds; with many participants less, but
-    `least_bytes` at least. `pack_bytes`: smaller pieces travel together. `own_bytes`: of the own memory's copies, between two
-    looks at the wire. `grouped`: a round is one group of operations with few peers, and the sums of the messages stay on the
-    device until the end."""
+    """Bytes of a move by what its wire takes. `chunk_bytes`: the most that a message holds; with
+    many participants less, but `least_bytes` at least. `pack_bytes`: smaller pieces travel
+    together. `own_bytes`: of the own memory's copies, between two looks at the wire. `grouped`: a
+    round is one group of operations with few peers, and the sums of the messages stay on the device
+    until the end."""
 
     chunk_bytes: int
     pack_bytes: int
@@ -37,7 +41,9 @@ class Sizes:
     grouped: bool
 
 
-CPU_SIZES = Sizes(CHUNK_BYTES, PACK_BYTES, LEAST_BYTES, STAGING_BYTES, own_bytes=16 << 20, grouped=False)
+CPU_SIZES = Sizes(
+    CHUNK_BYTES, PACK_BYTES, LEAST_BYTES, STAGING_BYTES, own_bytes=16 << 20, grouped=False
+)
 CUDA_SIZES = Sizes(128 << 20, 64 << 20, 128 << 20, 1 << 30, own_bytes=1 << 30, grouped=True)
 
 
@@ -48,7 +54,10 @@ def sizes_of(device_type: str) -> Sizes:
 
 def chunk_bytes(n_participants: int, sizes: Sizes = CPU_SIZES) -> int:
     """The most that a message holds: those of one round must fit the staging memory."""
-    return max(sizes.least_bytes, min(sizes.chunk_bytes, sizes.staging_bytes // _streams(n_participants, sizes)))
+    return max(
+        sizes.least_bytes,
+        min(sizes.chunk_bytes, sizes.staging_bytes // _streams(n_participants, sizes)),
+    )
 
 
 def staging_bytes(n_participants: int, sizes: Sizes = CPU_SIZES) -> int:
@@ -62,14 +71,18 @@ def _streams(n_participants: int, sizes: Sizes) -> int:
 
 
 def peers_at_once(n_participants: int, sizes: Sizes = CPU_SIZES) -> int:
-    """Peers to which a participant sends, and from which it receives, in one round. Grouped: as many as let two rounds fit the
-    staging memory, so that one is packed while the other is under way."""
-    return max(1, sizes.staging_bytes // (4 * sizes.chunk_bytes)) if sizes.grouped else n_participants
+    """Peers to which a participant sends, and from which it receives, in one round. Grouped: as
+    many as let two rounds fit the staging memory, so that one is packed while the other is under
+    way."""
+    return (
+        max(1, sizes.staging_bytes // (4 * sizes.chunk_bytes)) if sizes.grouped else n_participants
+    )
 
 
 def lane(source: int, destination: int, n_participants: int, sizes: Sizes = CPU_SIZES) -> int:
-    """The part of a round to which the messages of a pair belong. The same at both ends, and each participant has at most
-    `peers_at_once` pairs each way in it: pairs go by their distance around the ring of participants."""
+    """The part of a round to which the messages of a pair belong. The same at both ends, and each
+    participant has at most `peers_at_once` pairs each way in it: pairs go by their distance around
+    the ring of participants."""
     return ((destination - source) % n_participants - 1) // peers_at_once(n_participants, sizes)
 
 
@@ -79,10 +92,14 @@ def padded(n_bytes: int) -> int:
 
 def message_bytes(message: Sequence[Transfer]) -> int:
     """Bytes of a message on the wire."""
-    return message[0].n_bytes if len(message) == 1 else sum(padded(piece.n_bytes) for piece in message)
+    return (
+        message[0].n_bytes if len(message) == 1 else sum(padded(piece.n_bytes) for piece in message)
+    )
 
 
-def messages(pieces: Iterable[Transfer], limit: int, sizes: Sizes = CPU_SIZES) -> Iterator[list[Transfer]]:
+def messages(
+    pieces: Iterable[Transfer], limit: int, sizes: Sizes = CPU_SIZES
+) -> Iterator[list[Transfer]]:
     """The pieces of one pair in messages of at most `limit` bytes."""
     pack: list[Transfer] = []
     size, alone = 0, min(sizes.pack_bytes, limit)
@@ -111,4 +128,7 @@ def split(piece: Transfer, limit: int) -> Iterator[Transfer]:
     for start in range(0, piece.sizes[dim], step):
         n = min(step, piece.sizes[dim] - start)
         offsets = (*piece.offsets[:dim], piece.offsets[dim] + start, *piece.offsets[dim + 1 :])
-        yield from split(replace(piece, offsets=offsets, sizes=(*piece.sizes[:dim], n, *piece.sizes[dim + 1 :])), limit)
+        yield from split(
+            replace(piece, offsets=offsets, sizes=(*piece.sizes[:dim], n, *piece.sizes[dim + 1 :])),
+            limit,
+        )

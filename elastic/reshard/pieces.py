@@ -1,6 +1,8 @@
-"""The pieces that a layout cuts each tensor into, which rank holds which, and how those of two layouts overlap.
+"""The pieces that a layout cuts each tensor into, which rank holds which, and how those of two
+layouts overlap.
 
-What is known of all pieces, overlaps or ranks is an array each: thousands of ranks cost what their numbers do. Integers only.
+What is known of all pieces, overlaps or ranks is an array each: thousands of ranks cost what their
+numbers do. Integers only.
 """
 
 from __future__ import annotations
@@ -13,20 +15,31 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.reshard.rank_boxes import Placed, Region, check_layers, meet, placements, region, stages_of
+from elastic.reshard.rank_boxes import (
+    Placed,
+    Region,
+    check_layers,
+    meet,
+    placements,
+    region,
+    stages_of,
+)
 from elastic.types import AXES, DTYPE_BYTES, Layout, ModelProfile
 
 Ints = NDArray[np.int64]
 Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
 Stages = tuple[int, ...]
-Held = tuple[Stages, bool, bool]  # stages, cut by tp?, cut by fsdp?: tensors of equal value are held by the same ranks
+# stages, cut by tp?, cut by fsdp?: tensors of equal value are held by the same ranks
+Held = tuple[Stages, bool, bool]
 
-Cutting = tuple[tuple[int, ...], int | None, bool, bool]  # tensors of equal value are cut into equal pieces
+# tensors of equal value are cut into equal pieces
+Cutting = tuple[tuple[int, ...], int | None, bool, bool]
 
 
 @dataclass(frozen=True)
 class TensorBundle:
-    """Tensors (by their place in `placements`) of equal shape, dtype and placement under both layouts."""
+    """Tensors (by their place in `placements`) of equal shape, dtype and placement under both
+    layouts."""
 
     first: Placed
     tensors: tuple[int, ...]
@@ -36,8 +49,9 @@ class TensorBundle:
 
 @dataclass(frozen=True)
 class PieceColumn:
-    """Pieces of a tensor that are equal beyond dimension 0 (`across`) and follow each other along it, the last up to `end`.
-    `numbers`: tp index x fsdp + fsdp index, 0 on an axis that does not cut the tensor. A scalar is one piece, from 0 to 1."""
+    """Pieces of a tensor that are equal beyond dimension 0 (`across`) and follow each other along
+    it, the last up to `end`. `numbers`: tp index x fsdp + fsdp index, 0 on an axis that does not
+    cut the tensor. A scalar is one piece, from 0 to 1."""
 
     across: Region
     numbers: Ints
@@ -51,8 +65,8 @@ class PieceColumn:
 
 @dataclass(frozen=True)
 class OverlapParts:
-    """The overlaps of the new pieces of a tensor with the old ones, in the order of both: numbers of the pieces, what it is
-    along dimension 0, and beyond it: the place in `regions`."""
+    """The overlaps of the new pieces of a tensor with the old ones, in the order of both: numbers
+    of the pieces, what it is along dimension 0, and beyond it: the place in `regions`."""
 
     new: Ints
     old: Ints
@@ -79,7 +93,9 @@ class Side:
         check_layers(model, *cut)
         layout = self.layout
         self.fsdp = layout.dp_shard * layout.cp
-        at = np.unravel_index(np.arange(layout.world_size), [getattr(layout, axis) for axis in AXES])
+        at = np.unravel_index(
+            np.arange(layout.world_size), [getattr(layout, axis) for axis in AXES]
+        )
         self._pp, _, dp_shard, cp, self._tp = at
         self._fsdp = dp_shard * layout.cp + cp
         self._stages: dict[tuple[int | None, ...], Stages] = {}
@@ -92,7 +108,9 @@ class Side:
 
     def held(self, placed: Placed) -> Held:
         if placed.blocks not in self._stages:
-            self._stages[placed.blocks] = stages_of(placed.blocks, self.model, self.layout, self.layers)
+            self._stages[placed.blocks] = stages_of(
+                placed.blocks, self.model, self.layout, self.layers
+            )
         return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut
 
     def numbers(self, held: Held) -> Ints:
@@ -122,7 +140,10 @@ class Side:
             numbers, across = t * self.fsdp + np.arange(len(starts)), (offsets[1:], sizes[1:])
             if across in found:  # tp cuts along dimension 0 too
                 before = found[across]
-                numbers, starts = np.append(before.numbers, numbers), np.append(before.starts, starts)
+                numbers, starts = (
+                    np.append(before.numbers, numbers),
+                    np.append(before.starts, starts),
+                )
             found[across] = PieceColumn(across, numbers, starts, start + size)
         return list(found.values())
 
@@ -139,11 +160,15 @@ def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[TensorB
         key = (source.held(placed), target.held(placed), spec.shape, spec.tp_dim, spec.dtype)
         found.setdefault(key, []).append(i)
     firsts = [(state[tensors[0]], tuple(tensors)) for tensors in found.values()]
-    return [TensorBundle(first, tensors, source.held(first), target.held(first)) for first, tensors in firsts]
+    return [
+        TensorBundle(first, tensors, source.held(first), target.held(first))
+        for first, tensors in firsts
+    ]
 
 
 class Overlaps:
-    """Of each new piece of a tensor with the old ones, made once for all tensors that are cut alike."""
+    """Of each new piece of a tensor with the old ones, made once for all tensors that are cut
+    alike."""
 
     def __init__(self, source: Side, target: Side) -> None:
         self.source, self.target = source, target
@@ -152,7 +177,9 @@ class Overlaps:
     def of(self, placed: Placed) -> OverlapParts:
         cutting = cutting_of(placed)
         if cutting not in self._found:
-            self._found[cutting] = _overlaps(self.source.columns(placed), self.target.columns(placed))
+            self._found[cutting] = _overlaps(
+                self.source.columns(placed), self.target.columns(placed)
+            )
         return self._found[cutting]
 
 
@@ -165,8 +192,13 @@ def _overlaps(old: Sequence[PieceColumn], new: Sequence[PieceColumn]) -> Overlap
             if across is not None:
                 starts = np.union1d(one.starts, other.starts)
                 sizes = np.append(starts[1:], one.end) - starts
-                numbers = [side.numbers[side.starts.searchsorted(starts, "right") - 1] for side in (one, other)]
-                found.append(np.array([*numbers, starts, sizes, np.full_like(starts, len(regions))]))
+                numbers = [
+                    side.numbers[side.starts.searchsorted(starts, "right") - 1]
+                    for side in (one, other)
+                ]
+                found.append(
+                    np.array([*numbers, starts, sizes, np.full_like(starts, len(regions))])
+                )
                 regions.append(across)
     rows = np.concatenate(found, axis=1)
     new_numbers, old_numbers, start, size, at = rows[:, np.lexsort((rows[1], rows[0]))]
@@ -174,8 +206,8 @@ def _overlaps(old: Sequence[PieceColumn], new: Sequence[PieceColumn]) -> Overlap
 
 
 def shard_bytes(model: ModelProfile, cut: Cut, padded: bool = False) -> list[int]:
-    """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in memory, where each part of
-    a parameter that is not empty has the size of the largest."""
+    """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in
+    memory, where each part of a parameter that is not empty has the size of the largest."""
     return bytes_of(Side(model, cut), padded)
 
 

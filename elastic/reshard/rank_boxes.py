@@ -1,7 +1,9 @@
-"""Boxes of the training state that each rank holds under a Layout, from the model's TensorSpecs. Integers only.
+"""Boxes of the training state that each rank holds under a Layout, from the model's TensorSpecs.
+Integers only.
 
-A tensor is cut like `torch.chunk` over tp along `tp_dim`, and that part like `torch.chunk` over fsdp (= dp_shard x cp, one
-merged axis) along dimension 0. Pieces may be empty. Buffers and 0-dim tensors are whole on every rank that holds them.
+A tensor is cut like `torch.chunk` over tp along `tp_dim`, and that part like `torch.chunk` over
+fsdp (= dp_shard x cp, one merged axis) along dimension 0. Pieces may be empty. Buffers and 0-dim
+tensors are whole on every rank that holds them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Kind = tuple[tuple[int | None, ...], bool, bool]
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of the training state and the blocks that need it: its own first, then those of tensors tied to it."""
+    """A tensor of the training state and the blocks that need it: its own first, then those of
+    tensors tied to it."""
 
     spec: TensorSpec
     blocks: tuple[int | None, ...]
@@ -46,12 +49,14 @@ class Placed:
 
 
 def state_specs(model: ModelProfile) -> tuple[TensorSpec, ...]:
-    """All of the training state: `model.<fqn>`, `optim.<entry>.<fqn>` (tied ones once), `extra.<name>`, `elastic.rng`."""
+    """All of the training state: `model.<fqn>`, `optim.<entry>.<fqn>` (tied ones once),
+    `extra.<name>`, `elastic.rng`."""
     return tuple(placed.spec for placed in placements(model))
 
 
 def placements(model: ModelProfile) -> tuple[Placed, ...]:
-    """The training state with the blocks that need each tensor, in the order of the model's specs."""
+    """The training state with the blocks that need each tensor, in the order of the model's
+    specs."""
     out: list[Placed] = []
     for spec, blocks in _canonical(model):
         if spec.reread:
@@ -69,41 +74,71 @@ def placements(model: ModelProfile) -> tuple[Placed, ...]:
 
 
 def first_values(model: ModelProfile) -> dict[str, float]:
-    """Name in the training state -> what all elements of it begin as, of the optimizers' entries that do not begin as 0."""
-    return {f"optim.{entry}.{spec.fqn}": value for spec, _ in _canonical(model) for entry, value in model.kept_of(spec).first}
+    """Name in the training state -> what all elements of it begin as, of the optimizers' entries
+    that do not begin as 0."""
+    return {
+        f"optim.{entry}.{spec.fqn}": value
+        for spec, _ in _canonical(model)
+        for entry, value in model.kept_of(spec).first
+    }
 
 
-def boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
+def boxes(
+    model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int
+) -> tuple[Box, ...]:
     """What `rank` holds, empty boxes left out; `layers[i]` = number of blocks of stage i."""
     return _boxes(model, layout, layers, rank=rank, state=placements(model), owned_only=False)
 
 
-def reread_boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
+def reread_boxes(
+    model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int
+) -> tuple[Box, ...]:
     """What `rank` holds besides the training state: frozen weights."""
-    frozen = [Placed(replace(spec, fqn=f"model.{spec.fqn}"), blocks) for spec, blocks in _canonical(model) if spec.reread]
+    frozen = [
+        Placed(replace(spec, fqn=f"model.{spec.fqn}"), blocks)
+        for spec, blocks in _canonical(model)
+        if spec.reread
+    ]
     return _boxes(model, layout, layers, rank=rank, state=frozen, owned_only=False)
 
 
-def owned_boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
-    """The part of `boxes` that `rank` answers for: over all ranks every element of the state exactly once."""
+def owned_boxes(
+    model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int
+) -> tuple[Box, ...]:
+    """The part of `boxes` that `rank` answers for: over all ranks every element of the state
+    exactly once."""
     return _boxes(model, layout, layers, rank=rank, state=placements(model), owned_only=True)
 
 
-def stages_of(blocks: tuple[int | None, ...], model: ModelProfile, layout: Layout, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Places on the pp axis whose ranks hold a tensor which these blocks need, in ascending order."""
+def stages_of(
+    blocks: tuple[int | None, ...], model: ModelProfile, layout: Layout, layers: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Places on the pp axis whose ranks hold a tensor which these blocks need, in ascending
+    order."""
     if layout.pp == 1:
         return (0,)
     if None in blocks:
         return tuple(range(layout.pp))
-    return tuple(sorted({_stage_of(block, model.n_blocks, layers) % layout.pp for block in blocks if block is not None}))
+    return tuple(
+        sorted(
+            {
+                _stage_of(block, model.n_blocks, layers) % layout.pp
+                for block in blocks
+                if block is not None
+            }
+        )
+    )
 
 
 def check_layers(model: ModelProfile, layout: Layout, layers: tuple[int, ...]) -> None:
-    """Raises SpecError unless `layers` spreads all blocks over the stages (one stage needs no list)."""
+    """Raises SpecError unless `layers` spreads all blocks over the stages (one stage needs no
+    list)."""
     if layout.pp == 1 and not layers:
         return
     if len(layers) != layout.n_stages or sum(layers) != model.n_blocks or min(layers) < 0:
-        stages = f"pp={layout.pp}" + (f" with {layout.n_stages} stages" if layout.n_stages > layout.pp else "")
+        stages = f"pp={layout.pp}" + (
+            f" with {layout.n_stages} stages" if layout.n_stages > layout.pp else ""
+        )
         raise SpecError(
             f"layers per stage {list(layers)} do not fit {stages} and {model.n_blocks} blocks; "
             f"{layout.n_stages} numbers with the sum {model.n_blocks} are needed"
@@ -111,7 +146,8 @@ def check_layers(model: ModelProfile, layout: Layout, layers: tuple[int, ...]) -
 
 
 def chunk(size: int, n: int, index: int) -> Span:
-    """Offset and size of part `index` when `torch.chunk` cuts `size` elements into `n` parts (late ones may be empty)."""
+    """Offset and size of part `index` when `torch.chunk` cuts `size` elements into `n` parts (late
+    ones may be empty)."""
     step = -(-size // n)
     start = min(index * step, size)
     return start, min(step, size - start)
@@ -143,7 +179,13 @@ def meet(one: Region, two: Region) -> Region | None:
 
 
 def _boxes(
-    model: ModelProfile, layout: Layout, layers: tuple[int, ...], *, rank: int, state: Iterable[Placed], owned_only: bool
+    model: ModelProfile,
+    layout: Layout,
+    layers: tuple[int, ...],
+    *,
+    rank: int,
+    state: Iterable[Placed],
+    owned_only: bool,
 ) -> tuple[Box, ...]:
     check_layers(model, layout, layers)
     at = coordinates(layout, rank)
@@ -155,7 +197,9 @@ def _boxes(
         stages = stages_of(placed.blocks, model, layout, layers)
         if at.pp not in stages:
             continue
-        replica = at.pp != stages[0] or (at.tp and not placed.tp_cut) or (fsdp[0] and not placed.fsdp_cut)
+        replica = (
+            at.pp != stages[0] or (at.tp and not placed.tp_cut) or (fsdp[0] and not placed.fsdp_cut)
+        )
         if owned_only and replica:
             continue
         offsets, sizes = region(placed, tp, fsdp)
@@ -176,8 +220,15 @@ def _canonical(model: ModelProfile) -> list[tuple[TensorSpec, tuple[int | None, 
             root[spec.fqn] = root[spec.tied_to]
             blocks[root[spec.fqn]].append(spec.block)
         else:
-            raise SpecError(f"{spec.fqn} is tied to {spec.tied_to}, which no earlier tensor of the model is named")
-    return [(spec, tuple(dict.fromkeys(blocks[spec.fqn]))) for spec in model.specs if spec.tied_to is None]
+            raise SpecError(
+                f"{spec.fqn} is tied to {spec.tied_to}, which no earlier tensor of the model is "
+                "named"
+            )
+    return [
+        (spec, tuple(dict.fromkeys(blocks[spec.fqn])))
+        for spec in model.specs
+        if spec.tied_to is None
+    ]
 
 
 def _stage_of(block: int, n_blocks: int, layers: tuple[int, ...]) -> int:

@@ -1,7 +1,9 @@
-"""Which worker becomes which rank, so that as many bytes as possible need not move at all. Integers only.
+"""Which worker becomes which rank, so that as many bytes as possible need not move at all. Integers
+only.
 
-Nodes change places with nodes of their kind only, and workers within their node, so that what the planner put inside a node
-stays there. Each is an assignment problem: the Hungarian method (Kuhn 1955) with shortest augmenting paths, O(n**3).
+Nodes change places with nodes of their kind only, and workers within their node, so that what the
+planner put inside a node stays there. Each is an assignment problem: the Hungarian method (Kuhn
+1955) with shortest augmenting paths, O(n**3).
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ def place(
     ranks: Sequence[WorkerId],
     kinds: Mapping[str, Hashable],
 ) -> tuple[WorkerId, ...]:
-    """The same workers in the order of ranks that keeps most bytes in place. `cuts`: old and new; `held`: worker -> old ranks
-    whose boxes it has; `kinds`: node -> what it must have in common with a node that takes its place."""
+    """The same workers in the order of ranks that keeps most bytes in place. `cuts`: old and new;
+    `held`: worker -> old ranks whose boxes it has; `kinds`: node -> what it must have in common
+    with a node that takes its place."""
     by_node: dict[str, list[int]] = {}
     for rank, worker in enumerate(ranks):
         by_node.setdefault(worker.node_id, []).append(rank)
@@ -40,9 +43,15 @@ def place(
         alike[kinds.get(node), len(slots)].append(slots)
     out = list(ranks)
     for group in alike.values():
-        inner = [[_best([[kept[rank][w] for w in workers] for rank in slots]) for workers in group] for slots in group]
+        inner = [
+            [_best([[kept[rank][w] for w in workers] for rank in slots]) for workers in group]
+            for slots in group
+        ]
         totals = [
-            [sum(kept[slots[i]][workers[k]] for i, k in enumerate(inner[a][b])) for b, workers in enumerate(group)]
+            [
+                sum(kept[slots[i]][workers[k]] for i, k in enumerate(inner[a][b]))
+                for b, workers in enumerate(group)
+            ]
             for a, slots in enumerate(group)
         ]
         for a, b in enumerate(_best(totals)):
@@ -52,7 +61,8 @@ def place(
 
 
 def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequence[int]]) -> Matrix:
-    """[new rank][worker]: bytes of the rank's boxes that the worker has already; `held[w]`: the old ranks that it has."""
+    """[new rank][worker]: bytes of the rank's boxes that the worker has already; `held[w]`: the old
+    ranks that it has."""
     source, target = Side(model, cuts[0]), Side(model, cuts[1])
     overlaps = Overlaps(source, target)
     pairs = [(worker, rank) for worker, ranks in enumerate(held) for rank in ranks]
@@ -61,8 +71,11 @@ def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequen
     n_old, n_new = source.layout.tp * source.fsdp, target.layout.tp * target.fsdp
     for bundle in bundles(placements(model), source, target):
         parts = overlaps.of(bundle.first)
-        n_bytes = np.zeros((n_old, n_new + 1), dtype=np.int64)  # the last one: of ranks that hold no piece
-        n_bytes[parts.old, parts.new] = parts.elements * (DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors))
+        # the last one: of ranks that hold no piece
+        n_bytes = np.zeros((n_old, n_new + 1), dtype=np.int64)
+        n_bytes[parts.old, parts.new] = parts.elements * (
+            DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)
+        )
         pieces = source.numbers(bundle.old)[ranks]
         has = np.unique(np.stack([workers, pieces], axis=1)[pieces >= 0], axis=0)
         np.add.at(out, has[:, 0], n_bytes[has[:, 1]][:, target.numbers(bundle.new)])
@@ -71,7 +84,8 @@ def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequen
 
 
 def _best(gain: Matrix) -> list[int]:
-    """Row -> column with the largest sum of gains; where several are as good, rows keep their own column."""
+    """Row -> column with the largest sum of gains; where several are as good, rows keep their own
+    column."""
     n = len(gain)
     stay = n + 1
     cost = [[-(g * stay) - (i == j) for j, g in enumerate(row)] for i, row in enumerate(gain)]

@@ -1,14 +1,19 @@
-"""Who sends what to whom, for all tensors at once: own memory first, then the same node, then the sender with the least to do.
+"""Who sends what to whom, for all tensors at once: own memory first, then the same node, then the
+sender with the least to do.
 
-The distinct pieces of a tensor under the old layout are a partition of it, so each new box is the union of its overlaps with
-them: every overlap gets one sender among the piece's holders, and coverage is exact by construction.
+The distinct pieces of a tensor under the old layout are a partition of it, so each new box is the
+union of its overlaps with them: every overlap gets one sender among the piece's holders, and
+coverage is exact by construction.
 
-Tensors of equal shape and placement (the blocks of a stage, parameter and moments) have equal overlaps: they are one bundle.
+Tensors of equal shape and placement (the blocks of a stage, parameter and moments) have equal
+overlaps: they are one bundle.
 
-Balance: parts with few possible senders are placed first, the largest of them first, each on the sender with the fewest bytes.
-Where the sets of possible senders are nested or disjoint, the busiest sender then has at most the optimum and one part: when
-its last part was placed, every possible sender of it had as much as the busiest less that part, all of it from parts that
-only these senders could send. Sets overlap otherwise where replicas, nodes and tensor parallelism cut across each other.
+Balance: parts with few possible senders are placed first, the largest of them first, each on the
+sender with the fewest bytes. Where the sets of possible senders are nested or disjoint, the busiest
+sender then has at most the optimum and one part: when its last part was placed, every possible
+sender of it had as much as the busiest less that part, all of it from parts that only these senders
+could send. Sets overlap otherwise where replicas, nodes and tensor parallelism cut across each
+other.
 """
 
 from __future__ import annotations
@@ -24,13 +29,15 @@ from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle
 from elastic.reshard.rank_boxes import Placed, Region
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile
 
-SPREAD_BYTES = 64 << 20  # parts that several could send are cut along dimension 0 to at most this, so that several do
+# parts that several could send are cut along dimension 0 to at most this, so that several do
+SPREAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Parts of each tensor of a bundle on their way, in the order of destinations and offsets. `n_bytes`: of one tensor;
-    `senders`: [part, tensor], or [part, 1] where none has a choice; `old`: the piece of which it is a part."""
+    """Parts of each tensor of a bundle on their way, in the order of destinations and offsets.
+    `n_bytes`: of one tensor; `senders`: [part, tensor], or [part, 1] where none has a choice;
+    `old`: the piece of which it is a part."""
 
     bundle: TensorBundle
     destination: Ints
@@ -52,17 +59,24 @@ class Routes:
 
 
 def plan_routes(
-    model: ModelProfile, old: Cut, new: Cut, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+    model: ModelProfile,
+    old: Cut,
+    new: Cut,
+    holders: Mapping[int, tuple[int, ...]],
+    nodes: Sequence[str],
 ) -> list[Routes]:
     """The routes of each bundle; equal input gives equal output.
 
-    `holders`: rank of the old layout -> participants that hold its boxes. `nodes`: node of each participant, ranks of the new
-    layout first. Raises StateLost, naming the tensor, when a part has no holder.
+    `holders`: rank of the old layout -> participants that hold its boxes. `nodes`: node of each
+    participant, ranks of the new layout first. Raises StateLost, naming the tensor, when a part has
+    no holder.
     """
     return routes_between(Side(model, old), Side(model, new), holders, nodes)
 
 
-def routes_between(source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> list[Routes]:
+def routes_between(
+    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+) -> list[Routes]:
     """As `plan_routes`."""
     overlaps, held = Overlaps(source, target), Holdings(source, holders, nodes)
     found = [_routes(bundle, overlaps, held) for bundle in bundles(source.state, source, target)]
@@ -72,7 +86,8 @@ def routes_between(source: Side, target: Side, holders: Mapping[int, tuple[int, 
 
 
 def _routes(bundle: TensorBundle, overlaps: Overlaps, held: Holdings) -> tuple[Routes, Ints, Ints]:
-    """Routes, and for each the first of those that could send it, a place in the givers' `who`, and how many there are."""
+    """Routes, and for each the first of those that could send it, a place in the givers' `who`, and
+    how many there are."""
     first, source, target = bundle.first, overlaps.source, overlaps.target
     parts, givers = overlaps.of(first), held.givers(bundle.old)
     numbers = target.numbers(bundle.new)
@@ -91,8 +106,13 @@ def _routes(bundle: TensorBundle, overlaps: Overlaps, held: Holdings) -> tuple[R
         step = np.where(cut, np.maximum(1, SPREAD_BYTES // row_bytes), size)
         slices = -(-size // step)
         k, each = runs(np.zeros_like(slices), slices), np.arange(len(slices)).repeat(slices)
-        destination, at, place, able, row_bytes = (x[each] for x in (destination, at, place, able, row_bytes))
-        start, size = start[each] + k * step[each], np.minimum(step[each], size[each] - k * step[each])
+        destination, at, place, able, row_bytes = (
+            x[each] for x in (destination, at, place, able, row_bytes)
+        )
+        start, size = (
+            start[each] + k * step[each],
+            np.minimum(step[each], size[each] - k * step[each]),
+        )
     senders = givers.who[place][:, None]
     if several.any():
         senders = senders.repeat(len(bundle.tensors), axis=1)
@@ -101,13 +121,17 @@ def _routes(bundle: TensorBundle, overlaps: Overlaps, held: Holdings) -> tuple[R
 
 
 def _spread(found: Sequence[tuple[Routes, Ints, Ints]], n_participants: int) -> None:
-    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first; those that can send a part
-    have a heap of bytes when they were looked at, place among them, and sender: nobody's bytes become fewer."""
+    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first;
+    those that can send a part have a heap of bytes when they were looked at, place among them, and
+    sender: nobody's bytes become fewer."""
     sums = np.zeros(n_participants, dtype=np.int64)
-    shared: list[tuple[int, int, int, int, int]] = []  # in order: number of senders, -bytes; bundle, part, place of the senders
+    # in order: number of senders, -bytes; bundle, part, place of the senders
+    shared: list[tuple[int, int, int, int, int]] = []
     for b, (routes, place, able) in enumerate(found):
         alone = (able == 1) & (routes.senders[:, 0] != routes.destination)
-        np.add.at(sums, routes.senders[alone, 0], routes.n_bytes[alone] * len(routes.bundle.tensors))
+        np.add.at(
+            sums, routes.senders[alone, 0], routes.n_bytes[alone] * len(routes.bundle.tensors)
+        )
         some = np.flatnonzero(able > 1)
         rows = (able[some], -routes.n_bytes[some], np.full_like(some, b), some, place[some])
         shared += zip(*(row.tolist() for row in rows), strict=True)
@@ -118,7 +142,10 @@ def _spread(found: Sequence[tuple[Routes, Ints, Ints]], n_participants: int) -> 
         routes = found[b][0]
         key = (id(routes.givers), first)
         if key not in queues:
-            queues[key] = [(0, k, sender) for k, sender in enumerate(routes.givers.who[first : first + n].tolist())]
+            queues[key] = [
+                (0, k, sender)
+                for k, sender in enumerate(routes.givers.who[first : first + n].tolist())
+            ]
         queue, chosen = queues[key], []
         for _ in routes.bundle.tensors:
             while (n_bytes := sent[queue[0][2]]) > queue[0][0]:
@@ -137,8 +164,12 @@ def runs(first: Ints, n: Ints) -> Ints:
 class Holdings:
     """Which participants have which old ranks' boxes; `nodes`: of each participant."""
 
-    def __init__(self, source: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> None:
-        pairs = [(rank, who) for rank in range(source.layout.world_size) for who in holders.get(rank, ())]
+    def __init__(
+        self, source: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+    ) -> None:
+        pairs = [
+            (rank, who) for rank in range(source.layout.world_size) for who in holders.get(rank, ())
+        ]
         self._source = source
         self._ranks, self._who = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         names = {name: i for i, name in enumerate(dict.fromkeys(nodes))}
@@ -149,17 +180,20 @@ class Holdings:
         if held not in self._found:
             pieces = self._source.numbers(held)[self._ranks]
             there = pieces >= 0
-            self._found[held] = Givers(pieces[there], self._ranks[there], self._who[there], self._node)
+            self._found[held] = Givers(
+                pieces[there], self._ranks[there], self._who[there], self._node
+            )
         return self._found[held]
 
 
 class Givers:
-    """Who can give the pieces that tensors of one `Held` are cut into. `who`: each once for each piece by itself, then those of
-    a node, then all, in the order given."""
+    """Who can give the pieces that tensors of one `Held` are cut into. `who`: each once for each
+    piece by itself, then those of a node, then all, in the order given."""
 
     def __init__(self, pieces: Ints, ranks: Ints, who: Ints, node: Ints) -> None:
         self._node, self._n_nodes, self._n = node, int(node.max(initial=0)) + 1, len(node)
-        own, first = np.unique(pieces * self._n + who, return_index=True)  # of several ranks with equal boxes the first
+        # of several ranks with equal boxes the first
+        own, first = np.unique(pieces * self._n + who, return_index=True)
         self._ranks = ranks[first]
         given = np.sort(first)
         pieces, everyone = pieces[given], who[given]
@@ -170,7 +204,11 @@ class Givers:
 
     def able(self, pieces: Ints, destinations: Ints) -> tuple[Ints, Ints]:
         """Who could send each piece there: the first, as a place in `who`, and how many."""
-        asked = pieces * self._n + destinations, pieces * self._n_nodes + self._node[destinations], pieces
+        asked = (
+            pieces * self._n + destinations,
+            pieces * self._n_nodes + self._node[destinations],
+            pieces,
+        )
         first, n = np.zeros_like(pieces), np.zeros_like(pieces)
         for level, (keys, wanted) in enumerate(zip(self._keys, asked, strict=True)):
             begin = keys.searchsorted(wanted)

@@ -1,7 +1,9 @@
-"""What taking over the state will cost, told before it starts: bytes per link, seconds, memory, and by which way.
+"""What taking over the state will cost, told before it starts: bytes per link, seconds, memory, and
+by which way.
 
-Seconds are those of the busiest part, since all parts work at once: a node's outgoing or incoming link to other nodes; within a
-node, and for the boxes that a rank copies in its own memory, the same rate per rank. `pace` corrects them by measured moves.
+Seconds are those of the busiest part, since all parts work at once: a node's outgoing or incoming
+link to other nodes; within a node, and for the boxes that a rank copies in its own memory, the same
+rate per rank. `pace` corrects them by measured moves.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ LEAST_S = 0.02  # agreement on the step, sums, last answers
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of a GPU (0 = not known: taken for enough), and what the coming layout needs of it when it runs: state, gradients
-    and activations (0 = not known). `device_type`: of the memory that the wire takes, cpu (gloo) or cuda (NCCL, which takes
-    memory for itself). `host_bytes_per_s`: between device and host memory, 0 = not known."""
+    """Memory of a GPU (0 = not known: taken for enough), and what the coming layout needs of it
+    when it runs: state, gradients and activations (0 = not known). `device_type`: of the memory
+    that the wire takes, cpu (gloo) or cuda (NCCL, which takes memory for itself).
+    `host_bytes_per_s`: between device and host memory, 0 = not known."""
 
     memory_bytes: int = 0
     running_bytes: int = 0
@@ -36,7 +39,8 @@ class Room:
 
 @dataclass(frozen=True)
 class TransferRates:
-    """`link_bytes_per_s`: between two nodes, each way. `times`: measured seconds of earlier moves / predicted ones."""
+    """`link_bytes_per_s`: between two nodes, each way. `times`: measured seconds of earlier moves /
+    predicted ones."""
 
     link_bytes_per_s: float = 2.9e9
     times: float = 1.0
@@ -52,7 +56,8 @@ def forecast(
     room: Room,
     pace: TransferRates,
 ) -> Move:
-    """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost where a part has no holder."""
+    """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost
+    where a part has no holder."""
     source, target = Side(model, old), Side(model, new)
     names = sorted(set(nodes))
     number = {name: i for i, name in enumerate(names)}
@@ -60,13 +65,19 @@ def forecast(
     sent = flows(source, target, holders, nodes)
     senders, destinations, n_bytes = sent
     moved = senders != destinations
-    pairs, sums = summed(node[senders[moved]] * len(names) + node[destinations[moved]], n_bytes[moved])
+    pairs, sums = summed(
+        node[senders[moved]] * len(names) + node[destinations[moved]], n_bytes[moved]
+    )
     ends = np.divmod(pairs, len(names))
-    links = [(names[a], names[b], n) for a, b, n in zip(*(x.tolist() for x in (*ends, sums)), strict=True)]
+    links = [
+        (names[a], names[b], n)
+        for a, b, n in zip(*(x.tolist() for x in (*ends, sums)), strict=True)
+    ]
     taken = beside_torch(new[0], sent, node) if room.device_type != "cpu" else [0] * len(nodes)
     via, peak_bytes, leaving = memory(source, target, holders, taken=taken, room=room)
     host_s = 0.0
-    if via == "host" and room.host_bytes_per_s:  # the old boxes leave the device, and their parts come back
+    # the old boxes leave the device, and their parts come back
+    if via == "host" and room.host_bytes_per_s:
         back = np.bincount(senders, weights=n_bytes, minlength=len(nodes))
         host_s = max(n + float(back[p]) for p, n in leaving.items()) / room.host_bytes_per_s
     return Move(
@@ -74,12 +85,15 @@ def forecast(
         n_bytes=int(sums.sum()),
         own_bytes=int(n_bytes[~moved].sum()),
         links=tuple(links),
-        seconds=LEAST_S + pace.times * (_busiest_bytes(sent, node) / pace.link_bytes_per_s + host_s),
+        seconds=LEAST_S
+        + pace.times * (_busiest_bytes(sent, node) / pace.link_bytes_per_s + host_s),
         peak_bytes=peak_bytes,
     )
 
 
-def flows(source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> tuple[Ints, Ints, Ints]:
+def flows(
+    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+) -> tuple[Ints, Ints, Ints]:
     """Bytes from each participant to each other (and to itself): senders, destinations, bytes."""
     n = len(nodes)
     found = []
@@ -103,13 +117,18 @@ def _busiest_bytes(sent: tuple[Ints, Ints, Ints], node: Ints) -> int:
     """Of the busiest node, to or from other nodes, or rank within its node."""
     senders, destinations, n_bytes = sent
     across, own = node[senders] != node[destinations], senders == destinations
-    ways = ((node[senders], across), (node[destinations], across), (senders, ~across), (destinations, ~across & ~own))
+    ways = (
+        (node[senders], across),
+        (node[destinations], across),
+        (senders, ~across),
+        (destinations, ~across & ~own),
+    )
     return max(int(summed(ends[among], n_bytes[among])[1].max(initial=0)) for ends, among in ways)
 
 
 def beside_torch(layout: Layout, sent: tuple[Ints, Ints, Ints], node: Ints) -> list[int]:
-    """Of each participant, what CUDA and NCCL take on its GPU while the state is resharded: the coming generation's groups have
-    been used once, and then who exchanges messages is connected."""
+    """Of each participant, what CUDA and NCCL take on its GPU while the state is resharded: the
+    coming generation's groups have been used once, and then who exchanges messages is connected."""
     n = len(node)
     senders, destinations, _ = sent
     moved = senders != destinations
@@ -126,14 +145,20 @@ def beside_torch(layout: Layout, sent: tuple[Ints, Ints, Ints], node: Ints) -> l
 
 
 def memory(
-    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], *, taken: Sequence[int], room: Room
+    source: Side,
+    target: Side,
+    holders: Mapping[int, tuple[int, ...]],
+    *,
+    taken: Sequence[int],
+    room: Room,
 ) -> tuple[Literal["device", "host"], int, Mapping[int, int]]:
-    """By which way, the most that a GPU needs beyond its new shard (promise 5), and the bytes of each participant's old boxes.
-    `taken`: on each participant's GPU beside torch's memory.
+    """By which way, the most that a GPU needs beyond its new shard (promise 5), and the bytes of
+    each participant's old boxes. `taken`: on each participant's GPU beside torch's memory.
 
-    device: the old shard stays, next to it the new one and the staging buffers, and then all that the first steps need. host:
-    the old shard has left before the new one is made, so that only what it was larger by counts. Gradients that a step which
-    was aborted has left are gone by then (see elastic.worker.session.session).
+    device: the old shard stays, next to it the new one and the staging buffers, and then all that
+    the first steps need. host: the old shard has left before the new one is made, so that only what
+    it was larger by counts. Gradients that a step which was aborted has left are gone by then (see
+    elastic.worker.session.session).
     """
     n_participants = len(taken)
     sizes = sizes_of(room.device_type)
@@ -144,7 +169,13 @@ def memory(
             before[participant] = max(before[participant], old_bytes[rank])
     after = {p: new_bytes[p] if p < len(new_bytes) else 0 for p in range(n_participants)}
     staging = staging_bytes(n_participants, sizes) if n_participants > 1 else 0
-    needed = max(before[p] + (max(n, room.running_bytes) if n else 0) + taken[p] for p, n in after.items()) + staging
+    needed = (
+        max(
+            before[p] + (max(n, room.running_bytes) if n else 0) + taken[p]
+            for p, n in after.items()
+        )
+        + staging
+    )
     if not room.memory_bytes or needed <= room.memory_bytes:
         return "device", max(before.values()) + staging, before
     excess = max(before[p] - n for p, n in after.items())

@@ -31,7 +31,10 @@ class Clock:
                 heapq.heappop(self._queue)[2]()
         if not self._out:
             if until_s is None:
-                raise InternalError(f"at {self._now_s:.1f} s nothing is under way and nobody wants to be woken: the run hangs")
+                raise InternalError(
+                    f"at {self._now_s:.1f} s nothing is under way and nobody wants to be woken: "
+                    "the run hangs"
+                )
             self._now_s = max(self._now_s, until_s)
         found, self._out = self._out, []
         return found

@@ -1,5 +1,5 @@
-"""What simulated layouts compute: the probe sample's loss and the train_loss of a step. The same in all of them, until some
-axes are broken."""
+"""What simulated layouts compute: the probe sample's loss and the train_loss of a step. The same in
+all of them, until some axes are broken."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PROBE_S = 0.01
 
 @dataclass
 class Functions:
-    """`broken`: axes that compute something else where they have more than one rank. `trained`: (generation, step) of steps
-    that such a layout has made."""
+    """`broken`: axes that compute something else where they have more than one rank. `trained`:
+    (generation, step) of steps that such a layout has made."""
 
     job: Job
     broken: set[str] = field(default_factory=set)
@@ -28,7 +28,9 @@ class Functions:
     def break_new_axes(self, used: Iterable[Layout]) -> None:
         """Those that none of the layouts uses: what has computed the right thing continues to."""
         right = [layout for layout in used if not self.wrong(layout)]
-        self.broken |= {axis for axis in AXES if all(getattr(layout, axis) == 1 for layout in right)}
+        self.broken |= {
+            axis for axis in AXES if all(getattr(layout, axis) == 1 for layout in right)
+        }
 
     def probe(self, layout: Layout, step: int) -> float:
         return (6.0 - 4.0 * step / (step + 50)) * (OFF if self.wrong(layout) else 1.0)
@@ -46,7 +48,9 @@ class Functions:
         """Told where a generation has stopped."""
         return Probed(plan.generation, step, self.probe(plan.layout, step), None, PROBE_S)
 
-    def entered(self, plan: Plan, step: int, source: Plan | None) -> tuple[Probed, list[WorkerFailed]]:
+    def entered(
+        self, plan: Plan, step: int, source: Plan | None
+    ) -> tuple[Probed, list[WorkerFailed]]:
         """Told where one has entered; `source`: the plan that stopped there just before."""
         expected = plan.probe
         if plan.resume.source == "live" and source is not None:
@@ -56,5 +60,7 @@ class Functions:
         if expected is None or agree(loss, expected, tolerance(self.job)):
             return told, []
         text = f"the probe sample's loss is {loss:.4f}, it was {expected:.4f}"
-        failed = [WorkerFailed(worker, plan.generation, "layout", text, 0, step) for worker in plan.ranks]
+        failed = [
+            WorkerFailed(worker, plan.generation, "layout", text, 0, step) for worker in plan.ranks
+        ]
         return told, failed

@@ -20,8 +20,10 @@ class Paces:
 
     on: bool = False
     speeds: dict[str, float] = field(default_factory=dict)  # node -> units of nominal speed
-    slow: dict[WorkerId, list[tuple[float, float, float]]] = field(default_factory=dict)  # from, until, times
-    jitter: list[tuple[float, float, float, random.Random]] = field(default_factory=list)  # from, until, part, chance
+    # from, until, times
+    slow: dict[WorkerId, list[tuple[float, float, float]]] = field(default_factory=dict)
+    # from, until, part, chance
+    jitter: list[tuple[float, float, float, random.Random]] = field(default_factory=list)
     drift: list[tuple[float, float, float]] = field(default_factory=list)  # from, part, period
 
     def take(self, fault: Fault, node_id: str, gpus: int) -> None:
@@ -34,7 +36,9 @@ class Paces:
         else:
             for k in range(gpus):
                 if fault.gpu in (-1, k):
-                    self.slow.setdefault(WorkerId(node_id, k), []).append((fault.at_s, until_s, fault.amount))
+                    self.slow.setdefault(WorkerId(node_id, k), []).append(
+                        (fault.at_s, until_s, fault.amount)
+                    )
 
     def times(self, worker: WorkerId, at_s: float) -> float:
         """How many times as long as a nominal GPU's its work takes, chance left out."""
@@ -58,7 +62,15 @@ class Paces:
         return found
 
 
-def step_s(plan: Plan, samples: Sequence[int], units: Sequence[float], work_s: float, n_blocks: int) -> float:
+def step_s(
+    plan: Plan, samples: Sequence[int], units: Sequence[float], work_s: float, n_blocks: int
+) -> float:
     """`work_s`: of all samples through all blocks on a nominal GPU."""
     unit_s = work_s / (sum(samples) * n_blocks)
-    return busy_s(plan.layout, samples, plan.layers, plan.n_microbatches, [1 / (unit_s * one) for one in units])
+    return busy_s(
+        plan.layout,
+        samples,
+        plan.layers,
+        plan.n_microbatches,
+        [1 / (unit_s * one) for one in units],
+    )

@@ -1,7 +1,9 @@
-"""Simulated partitions: a node that neither the driver nor its peers reach for some time, and that works all the while.
+"""Simulated partitions: a node that neither the driver nor its peers reach for some time, and that
+works all the while.
 
-Its connections stand, so nothing is lost when it is back: a step that waited continues, an order arrives, and what its workers
-had to say is heard. Unless the driver has ended them meanwhile: they obey that before anything else of them is heard.
+Its connections stand, so nothing is lost when it is back: a step that waited continues, an order
+arrives, and what its workers had to say is heard. Unless the driver has ended them meanwhile: they
+obey that before anything else of them is heard.
 """
 
 from __future__ import annotations
@@ -30,20 +32,33 @@ class Partitions(Generations):
         for group in self._groups.values():
             if not group.ended and any(worker.node_id == node_id for worker in group.members):
                 self._watch(group, fault)
-        workers = [WorkerId(node_id, k) for k in range(machine.node.gpus)] if machine.prepared else []
+        workers = (
+            [WorkerId(node_id, k) for k in range(machine.node.gpus)] if machine.prepared else []
+        )
         for worker in workers:
-            if not any(worker in group.members for group in self._groups.values() if not group.ended):
+            if not any(
+                worker in group.members for group in self._groups.values() if not group.ended
+            ):
                 self._after(self.delays.silent_s, lambda w=worker: self._silent_idle(w))  # type: ignore[misc]
 
     def _watch(self, group: SimGeneration, fault: Fault) -> None:
-        """The driver misses the answers of those that are cut off, if it does not reach them in time."""
+        """The driver misses the answers of those that are cut off, if it does not reach them in
+        time."""
 
         def looked() -> None:
-            cut = [worker for worker in sorted(group.members) if self._lives(worker) and self._cut_s([worker]) > 0]
+            cut = [
+                worker
+                for worker in sorted(group.members)
+                if self._lives(worker) and self._cut_s([worker]) > 0
+            ]
             if group.ended or not cut:
                 return
             group.ended = True
-            self._leave(group, {w: rank for rank, w in enumerate(group.plan.ranks) if w not in cut}, fault.moment)
+            self._leave(
+                group,
+                {w: rank for rank, w in enumerate(group.plan.ranks) if w not in cut},
+                fault.moment,
+            )
             for worker in cut:
                 self._tell(Silent(worker, group.plan.generation, "stepping", self.delays.silent_s))
 
@@ -75,7 +90,8 @@ class Partitions(Generations):
         else:
             super()._step(group)
 
-    # ------------------------------------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------------------------------------
+    # what is heard
 
     def _say(self, event: Event) -> None:
         told_by = [worker for worker in self._speakers(event) if self._lives(worker)]
@@ -91,10 +107,14 @@ class Partitions(Generations):
         self._after(wait_s, again)
 
     def _speakers(self, event: Event) -> list[WorkerId]:
-        """Workers of which one at least must be reached, that it is heard; none: the driver finds it out without them."""
+        """Workers of which one at least must be reached, that it is heard; none: the driver finds
+        it out without them."""
         match event:
             case NodePrepared() | NodeRefused():
-                return [WorkerId(event.node_id, k) for k in range(self._machines[event.node_id].node.gpus)]
+                return [
+                    WorkerId(event.node_id, k)
+                    for k in range(self._machines[event.node_id].node.gpus)
+                ]
             case Quiesced():
                 return [event.worker]
             case WorkerFailed():

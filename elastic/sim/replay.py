@@ -10,7 +10,16 @@ from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state.fold import State, fold
-from elastic.types import Action, Decided, Decision, DriverStarted, EnterPlan, FormGroups, Quarantine, Stop
+from elastic.types import (
+    Action,
+    Decided,
+    Decision,
+    DriverStarted,
+    EnterPlan,
+    FormGroups,
+    Quarantine,
+    Stop,
+)
 
 
 @dataclass(frozen=True)
@@ -24,8 +33,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replay:
-    """`state` is what the journal ends with. `n_reworded`: decisions that are the same in other words, as those of another
-    version may be."""
+    """`state` is what the journal ends with. `n_reworded`: decisions that are the same in other
+    words, as those of another version may be."""
 
     n_decisions: int
     identical: bool
@@ -35,7 +44,8 @@ class Replay:
 
 
 def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
-    """Folds what is recorded, events and decisions, and compares each decision with the one that `decide` takes now.
+    """Folds what is recorded, events and decisions, and compares each decision with the one that
+    `decide` takes now.
 
     Raises SpecError for a script that is restarted: Ray Train decides there.
     """
@@ -46,7 +56,8 @@ def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
         for at_s, event in line.events:
             if isinstance(event, DriverStarted) and event.job.get("restarted"):
                 raise SpecError(
-                    f"run '{event.run}' restarts a script through Ray Train: no policy decided there; see elastic why"
+                    f"run '{event.run}' restarts a script through Ray Train: no policy decided "
+                    "there; see elastic why"
                 )
             state = fold(state, event, at_s)
         if line.decision is None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 FaultKind = Literal[
-    "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "refuse",
-    "price", "add", "stop", "throttle", "jitter", "drift", "wrong_numbers", "stall", "wrong_layout",
-    "device", "return", "partition", "storage", "full", "damage", "driver", "freeze",
-    "slow_storage", "throttled", "read_only", "past",
+    "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought",
+    "slow", "crash", "refuse", "price", "add", "stop", "throttle", "jitter", "drift",
+    "wrong_numbers", "stall", "wrong_layout", "device", "return", "partition", "storage", "full",
+    "damage", "driver", "freeze", "slow_storage", "throttled", "read_only", "past",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -36,34 +36,41 @@ class Delays:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at `at_s`. `which` picks a node by its place among those that live (modulo their number), of the pool `only`
-    where that is given.
+    """What happens at `at_s`. `which` picks a node by its place among those that live (modulo their
+    number), of the pool `only` where that is given.
 
-    notice: taken `amount` seconds after its deadline (below 0: before), which is `lasts_s` from now; `lasting`: never. For a
-    node that has notice, another deadline. withdraw: the notice of a node that has one.
-    drought: the pool gives nothing for `lasts_s`. slow: what is asked of it in that time comes `amount` seconds later. crash:
-    its nodes that come in that time are gone before they are prepared. refuse: they are rejected. price: it costs `amount`
-    dollars per node-hour from now on. loss, hang, process: of a node, or of its first worker. error: a collective fails, nobody
-    is gone. corrupt: what the newest generation took over is found wrong, unless it began anew. not_finite: the next step gives
-    no number, once, or whenever it is done (`lasting`). throttle: a node (or its `gpu` only) computes `amount` times slower for
-    `lasts_s`, or from now on (`lasting`). jitter: every rank's part of a step takes up to the part `amount` more or less, by
-    chance (seed `which`), for `lasts_s` or `lasting`. drift: all GPUs get slower and faster by the part `amount`, once in
-    `lasts_s` each, at different times. stall: of a node, as hang, but it answers. wrong_numbers: a node computes silent data
-    corruption, found out `amount` steps later; `lasting`: it cannot be told which of all ranks it is. wrong_layout: from now on
-    a layout with several ranks on an axis on which all so far had one computes something else.
-    device: of a node's first worker (or `gpu`); its process lives on and keeps the copies in host memory, nothing else.
-    return: of a node, which is lost and stands again under its name `lasts_s` later. partition: neither the driver nor its
-    peers reach a node for `lasts_s`; then it is back with what it holds. storage: it answers nothing for `lasts_s`;
-    what is read or written takes so much longer. slow_storage: each answer takes `amount` seconds more for `lasts_s`.
-    throttled: it refuses nearly everything for `lasts_s`, which is retried. read_only: it refuses each write. past: a
-    driver that comes in that time finds the journal and the checkpoints as they were when it began.
-    full: no checkpoint is written for `lasts_s`. damage: the newest checkpoint
-    cannot be read any more, where an older one can; `lasting`: its marker is lost, a next driver does not find it.
-    driver: killed; another one comes `lasts_s` later, whose clock is `amount` seconds ahead; `lasting`: its nodes end with it;
-    `moment` torn: it is on another machine, where only those lines of the journal are that storage has taken.
-    freeze: the driver stalls for `lasts_s`. These two take a backend that says so (tests/support/chaos).
-    `moment`, of a loss, process, device, error or partition: where the step was. inside: its gradients were not summed yet.
-    waiting: every survivor waits for the commit. torn: every other survivor has seen it.
+    notice: taken `amount` seconds after its deadline (below 0: before), which is `lasts_s` from
+    now; `lasting`: never. For a node that has notice, another deadline. withdraw: the notice of a
+    node that has one. drought: the pool gives nothing for `lasts_s`. slow: what is asked of it in
+    that time comes `amount` seconds later. crash: its nodes that come in that time are gone before
+    they are prepared. refuse: they are rejected. price: it costs `amount` dollars per node-hour
+    from now on. loss, hang, process: of a node, or of its first worker. error: a collective fails,
+    nobody is gone. corrupt: what the newest generation took over is found wrong, unless it began
+    anew. not_finite: the next step gives no number, once, or whenever it is done (`lasting`).
+    throttle: a node (or its `gpu` only) computes `amount` times slower for `lasts_s`, or from now
+    on (`lasting`). jitter: every rank's part of a step takes up to the part `amount` more or less,
+    by chance (seed `which`), for `lasts_s` or `lasting`. drift: all GPUs get slower and faster by
+    the part `amount`, once in `lasts_s` each, at different times. stall: of a node, as hang, but it
+    answers. wrong_numbers: a node computes silent data corruption, found out `amount` steps later;
+    `lasting`: it cannot be told which of all ranks it is. wrong_layout: from now on a layout with
+    several ranks on an axis on which all so far had one computes something else.
+    device: of a node's first worker (or `gpu`); its process lives on and keeps the copies in host
+            memory, nothing else.
+    return: of a node, which is lost and stands again under its name `lasts_s` later. partition:
+            neither the driver nor its
+    peers reach a node for `lasts_s`; then it is back with what it holds. storage: it answers
+    nothing for `lasts_s`; what is read or written takes so much longer. slow_storage: each answer
+    takes `amount` seconds more for `lasts_s`. throttled: it refuses nearly everything for
+    `lasts_s`, which is retried. read_only: it refuses each write. past: a driver that comes in that
+    time finds the journal and the checkpoints as they were when it began. full: no checkpoint is
+    written for `lasts_s`. damage: the newest checkpoint cannot be read any more, where an older one
+    can; `lasting`: its marker is lost, a next driver does not find it. driver: killed; another one
+    comes `lasts_s` later, whose clock is `amount` seconds ahead; `lasting`: its nodes end with it;
+    `moment` torn: it is on another machine, where only those lines of the journal are that storage
+    has taken. freeze: the driver stalls for `lasts_s`. These two take a backend that says so
+    (tests/support/chaos). `moment`, of a loss, process, device, error or partition: where the step
+    was. inside: its gradients were not summed yet. waiting: every survivor waits for the commit.
+    torn: every other survivor has seen it.
     """
 
     at_s: float

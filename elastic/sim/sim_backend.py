@@ -1,8 +1,10 @@
-"""Backend on a virtual clock: the same contract as a cluster, fixed delays, scripted faults. No torch, no ray, no threads.
+"""Backend on a virtual clock: the same contract as a cluster, fixed delays, scripted faults. No
+torch, no ray, no threads.
 
-It keeps its own truth (who lives, who holds which boxes of which step) and notes in `violations` every order that the contract
-forbids: a plan on a node that was reported lost or has been taken, a generation that does not rise, a source of state that does
-not exist or is known to be wrong, a step applied by a commit that nobody has seen.
+It keeps its own truth (who lives, who holds which boxes of which step) and notes in `violations`
+every order that the contract forbids: a plan on a node that was reported lost or has been taken, a
+generation that does not rise, a source of state that does not exist or is known to be wrong, a step
+applied by a commit that nobody has seen.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ PACED = ("throttle", "jitter", "drift")
 
 
 class SimBackend(Partitions):
-    """`fits(plan)`: does the plan fit the memory; a plan that does not ends in out_of_memory. `speeds`: of nodes whose speed is
-    not the nominal one."""
+    """`fits(plan)`: does the plan fit the memory; a plan that does not ends in out_of_memory.
+    `speeds`: of nodes whose speed is not the nominal one."""
 
     virtual = True
 
@@ -70,10 +72,10 @@ class SimBackend(Partitions):
     def execute(self, action: Action) -> None:
         orders: dict[type, Callable[[Any], None]] = {
             RequestNodes: self._request, ReleaseNode: self._release, DrainNode: self._drain,
-            Prepare: self._prepare, EnterPlan: self._enter, FormGroups: self._form, DropGroups: self._drop_groups,
-            Abort: self._abort, Quiesce: self._quiesce, StoreCopy: self._store, Stop: self._stop,
-            SetCadence: self._set_cadence, SetShares: self._set_shares, RollForward: self._roll_forward,
-            RemoveCopy: self._remove,
+            Prepare: self._prepare, EnterPlan: self._enter, FormGroups: self._form,
+            DropGroups: self._drop_groups, Abort: self._abort, Quiesce: self._quiesce,
+            StoreCopy: self._store, Stop: self._stop, SetCadence: self._set_cadence,
+            SetShares: self._set_shares, RollForward: self._roll_forward, RemoveCopy: self._remove,
         }  # fmt: skip
         order = orders.get(type(action))
         if order and self._stopped_s is None:
@@ -89,7 +91,8 @@ class SimBackend(Partitions):
     def _stop(self, action: Stop) -> None:
         self._stopped_s = self._now_s
 
-    # ------------------------------------------------------------------------------------------ faults
+    # ------------------------------------------------------------------------------------------
+    # faults
 
     def _fault(self, fault: Fault) -> None:
         if fault.kind in ("drought", "slow", "crash", "refuse", "price"):
@@ -112,14 +115,20 @@ class SimBackend(Partitions):
             return
         if fault.kind == "wrong_layout":
             if self._running():
-                self.functions.break_new_axes([group.plan.layout for group in self._groups.values() if group.entered])
+                self.functions.break_new_axes(
+                    [group.plan.layout for group in self._groups.values() if group.entered]
+                )
             return
         if fault.kind == "not_finite":
             self._not_finite.add(max((g.step for g in self._running()), default=0) + 1)
             self._for_ever |= fault.lasting
             return
         lost = self._lost()
-        alive = [name for name, m in self._machines.items() if name not in lost and fault.only in ("", m.node.pool)]
+        alive = [
+            name
+            for name, m in self._machines.items()
+            if name not in lost and fault.only in ("", m.node.pool)
+        ]
         if alive:
             self._node_fault(fault, alive)
 
@@ -138,22 +147,35 @@ class SimBackend(Partitions):
                 self._after(fault.lasts_s, lambda: self._come_back(node_id))
         elif fault.kind == "process" and self._machines[node_id].prepared:
             worker = WorkerId(node_id, 0)
-            generation = max((g.plan.generation for g in self._running() if worker in g.members), default=0)
+            generation = max(
+                (g.plan.generation for g in self._running() if worker in g.members), default=0
+            )
             self._kill({worker}, fault.moment)
-            self._tell(WorkerFailed(worker, generation, "process", "exit code -9"), self.delays.detect_s)
+            self._tell(
+                WorkerFailed(worker, generation, "process", "exit code -9"), self.delays.detect_s
+            )
         elif fault.kind == "device" and self._machines[node_id].prepared:
             worker = WorkerId(node_id, max(0, fault.gpu))
             if self._answers(worker):
                 self._lose_device(worker, fault.moment)
         elif fault.kind == "wrong_numbers" and self._running():
-            self._wrong_numbers(self._running()[-1], "" if fault.lasting else node_id, int(fault.amount))
+            self._wrong_numbers(
+                self._running()[-1], "" if fault.lasting else node_id, int(fault.amount)
+            )
         elif fault.kind == "partition":
             self._cut(node_id, fault)
         elif fault.kind in ("hang", "stall"):
             self._machines[node_id].hung = True
             for group in self._running():
-                if group.members & {WorkerId(node_id, k) for k in range(self._machines[node_id].node.gpus)}:
-                    self._unanswered(group, "" if fault.kind == "hang" else f"in the all-reduce of step {group.step + 1}")
+                if group.members & {
+                    WorkerId(node_id, k) for k in range(self._machines[node_id].node.gpus)
+                }:
+                    self._unanswered(
+                        group,
+                        ""
+                        if fault.kind == "hang"
+                        else f"in the all-reduce of step {group.step + 1}",
+                    )
         elif fault.kind == "error" and self._running():
             self._break(self._running()[-1], fault.moment)
         elif fault.kind == "corrupt" and self._running():

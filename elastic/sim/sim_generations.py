@@ -1,4 +1,5 @@
-"""Simulated generations: who is where in which step, who holds what, and what the survivors of a break report."""
+"""Simulated generations: who is where in which step, who holds what, and what the survivors of a
+break report."""
 
 from __future__ import annotations
 
@@ -60,8 +61,10 @@ class SimGeneration:
     quiesce: bool = False
     save: bool = False
     step_s: float = 0.0  # of the step under way
-    units: list[float] = field(default_factory=list)  # of its ranks, in multiples of the nominal time
-    shares: dict[int, tuple[int, ...]] = field(default_factory=dict)  # from the step after this one on
+    # of its ranks, in multiples of the nominal time
+    units: list[float] = field(default_factory=list)
+    # from the step after this one on
+    shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
     times: RankTimes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,12 +78,15 @@ class SimGeneration:
 class Generations(SimMachines):
     """Runs plans on machines. `violations`: orders that the contract forbids, as found."""
 
-    def __init__(self, pools: tuple[Pool, ...], job: Job, delays: Delays, fits: Callable[[Plan], bool]) -> None:
+    def __init__(
+        self, pools: tuple[Pool, ...], job: Job, delays: Delays, fits: Callable[[Plan], bool]
+    ) -> None:
         super().__init__(pools, job, delays)
         self.fits, self.paces, self.functions = fits, Paces(), Functions(job)
         self.violations: list[str] = []
         self._groups: dict[int, SimGeneration] = {}
-        self._forming: SimGeneration | None = None  # whose process groups are made ahead; `entered`: they are there
+        # whose process groups are made ahead; `entered`: they are there
+        self._forming: SimGeneration | None = None
         self._commits: dict[WorkerId, tuple[float, ...]] = {}
         self._without_device: set[WorkerId] = set()
         self._told_broken: set[WorkerId] = set()  # of these, those that the policy knows of
@@ -91,14 +97,16 @@ class Generations(SimMachines):
         self._told_wrong: set[int] = set()  # those of whose silent data corruption it knows
         self._not_finite: set[int] = set()  # steps that will give no number
         self._for_ever = False  # whenever they are done
-        self.stored: dict[str, Copy] = {}  # checkpoints that are in storage, by uri, in the order in which they came
+        # checkpoints that are in storage, by uri, in the order in which they came
+        self.stored: dict[str, Copy] = {}
         self._damaged: set[str] = set()
         self.sim_storage = SimStorage()
 
     def _running(self) -> list[SimGeneration]:
         return [group for group in self._groups.values() if group.entered and not group.ended]
 
-    # ------------------------------------------------------------------------------------------ breaks
+    # ------------------------------------------------------------------------------------------
+    # breaks
 
     def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
         """Processes end: what they hold is gone, and their groups break."""
@@ -112,7 +120,8 @@ class Generations(SimMachines):
                 self._break(group, moment)
 
     def _lose_device(self, worker: WorkerId, moment: Moment) -> None:
-        """Its process lives on: the copies that it keeps in host memory are there, its live state and its gradients are not."""
+        """Its process lives on: the copies that it keeps in host memory are there, its live state
+        and its gradients are not."""
         running = [group for group in self._running() if worker in group.plan.ranks]
         step = max((group.step + 1 for group in running), default=0)
         generation = max((group.plan.generation for group in running), default=0)
@@ -128,11 +137,14 @@ class Generations(SimMachines):
     def _come_back(self, node_id: str) -> None:
         """On another machine."""
         super()._come_back(node_id)
-        self._without_device = {worker for worker in self._without_device if worker.node_id != node_id}
+        self._without_device = {
+            worker for worker in self._without_device if worker.node_id != node_id
+        }
         self._told_broken = {worker for worker in self._told_broken if worker.node_id != node_id}
 
     def _tell_broken(self, worker: WorkerId, generation: int, step: int) -> None:
-        """What the process says, if it lives so long; another one on that GPU says so when it is to use it."""
+        """What the process says, if it lives so long; another one on that GPU says so when it is to
+        use it."""
         error = "CUDA error: uncorrectable ECC error encountered"
 
         def told() -> None:
@@ -154,12 +166,19 @@ class Generations(SimMachines):
 
     def _break(self, group: SimGeneration, moment: Moment = "inside") -> None:
         group.ended = True
-        survivors = {w: rank for rank, w in enumerate(group.plan.ranks) if self._answers(w) and w not in self._without_device}
+        survivors = {
+            w: rank
+            for rank, w in enumerate(group.plan.ranks)
+            if self._answers(w) and w not in self._without_device
+        }
         self._leave(group, survivors, moment)
         if survivors:
             heard = min(survivors, key=lambda worker: self._cut_s([worker]))
             error = "connection reset by peer"
-            self._tell(WorkerFailed(heard, group.plan.generation, "collective", error), self.delays.detect_s)
+            self._tell(
+                WorkerFailed(heard, group.plan.generation, "collective", error),
+                self.delays.detect_s,
+            )
 
     def _leave(self, group: SimGeneration, survivors: dict[WorkerId, int], moment: Moment) -> None:
         """What those (worker -> rank) have seen of the step that was under way."""
@@ -170,31 +189,56 @@ class Generations(SimMachines):
                 else:
                     self._pending[worker] = (group.plan.generation, group.step + 1)
 
-    # ------------------------------------------------------------------------------------------ generations
+    # ------------------------------------------------------------------------------------------
+    # generations
 
     def _enter(self, action: EnterPlan) -> None:
         plan = action.plan
         if plan.generation <= max(self._groups, default=0):
             self.violations.append(f"generation {plan.generation} after {max(self._groups)}")
-        lost = [worker for worker in plan.ranks if worker.node_id in self._told_lost or worker.node_id not in self._machines]
+        lost = [
+            worker
+            for worker in plan.ranks
+            if worker.node_id in self._told_lost or worker.node_id not in self._machines
+        ]
         if lost:
-            self.violations.append(f"generation {plan.generation} uses {lost[0]}, which was reported lost")
+            self.violations.append(
+                f"generation {plan.generation} uses {lost[0]}, which was reported lost"
+            )
         broken = [worker for worker in plan.ranks if worker in self._told_broken]
         if broken:
-            self.violations.append(f"generation {plan.generation} uses {broken[0]}, whose device has failed")
+            self.violations.append(
+                f"generation {plan.generation} uses {broken[0]}, whose device has failed"
+            )
         late = [w for w in plan.ranks if w not in lost and self._deadline_s(w) <= self._now_s]
         if late:
-            self.violations.append(f"generation {plan.generation} uses {late[0]}, whose deadline has passed")
+            self.violations.append(
+                f"generation {plan.generation} uses {late[0]}, whose deadline has passed"
+            )
         if plan.resume.source != "fresh" and plan.resume.generation in self._wrong:
-            self.violations.append(f"generation {plan.generation} comes of {plan.resume.generation}, whose content is wrong")
+            self.violations.append(
+                f"generation {plan.generation} comes of {plan.resume.generation}, whose content "
+                "is wrong"
+            )
         resume = plan.resume
         spoilt = [
-            step for generation, step in self._spoilt if generation == resume.generation and generation in self._told_wrong
+            step
+            for generation, step in self._spoilt
+            if generation == resume.generation and generation in self._told_wrong
         ]
         if resume.source != "fresh" and any(resume.step > step for step in spoilt):
-            self.violations.append(f"generation {plan.generation} resumes from corrupted state of step {plan.resume.step}")
-        if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job.global_batch:
-            self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
+            self.violations.append(
+                f"generation {plan.generation} resumes from corrupted state of step "
+                f"{plan.resume.step}"
+            )
+        if (
+            len(set(plan.ranks)) != plan.layout.world_size
+            or sum(plan.samples) != self.job.global_batch
+        ):
+            self.violations.append(
+                f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit "
+                f"{plan.layout}"
+            )
         group = self._groups[plan.generation] = SimGeneration(plan)
         made, self._forming = self._forming, None
         there = made is not None and made.entered and made.plan.meeting == plan.meeting
@@ -221,7 +265,11 @@ class Generations(SimMachines):
 
     def _transition(self, group: SimGeneration) -> None:
         slow = group.plan.resume.source == "durable"
-        enter_s = self.sim_storage.read_s(self._now_s, self.delays.restore_s) if slow else self.delays.enter_s
+        enter_s = (
+            self.sim_storage.read_s(self._now_s, self.delays.restore_s)
+            if slow
+            else self.delays.enter_s
+        )
         self._after(enter_s + group.set_up_s, lambda: self._entered(group))
 
     def _set_up_s(self, plan: Plan) -> float:
@@ -231,10 +279,14 @@ class Generations(SimMachines):
     def _form(self, action: FormGroups) -> None:
         forming = self._forming = SimGeneration(action.plan)
         if action.plan.generation <= max(self._groups, default=0):
-            self.violations.append(f"groups of generation {action.plan.generation} after {max(self._groups)}")
+            self.violations.append(
+                f"groups of generation {action.plan.generation} after {max(self._groups)}"
+            )
 
         def made() -> None:
-            if self._forming is forming and all(self._answers(worker) for worker in forming.members):
+            if self._forming is forming and all(
+                self._answers(worker) for worker in forming.members
+            ):
                 forming.entered = True
                 self._tell(GroupsFormed(action.plan.generation, self._set_up_s(action.plan)))
 
@@ -258,18 +310,29 @@ class Generations(SimMachines):
             return
         if not self.fits(plan):
             group.ended = True
-            self._tell(WorkerFailed(plan.ranks[0], plan.generation, "out_of_memory", "out of memory", 1 << 30))
+            self._tell(
+                WorkerFailed(
+                    plan.ranks[0], plan.generation, "out_of_memory", "out of memory", 1 << 30
+                )
+            )
             return
         if resume.source == "durable" and resume.uri in self._damaged:
             group.ended = True
             for worker in plan.ranks:
                 self._tell(CopyDamaged(resume.uri, f"{resume.uri}/rank-0000: digest differs"))
-                self._tell(WorkerFailed(worker, plan.generation, "infrastructure", f"{resume.uri}: damaged"))
+                self._tell(
+                    WorkerFailed(
+                        worker, plan.generation, "infrastructure", f"{resume.uri}: damaged"
+                    )
+                )
             return
         source = self._groups.get(resume.generation)
         group.step = source.step if resume.source == "live" and source else resume.step
         if resume.source in ("live", "peer") and not self._has_source(group):
-            self.violations.append(f"generation {plan.generation}: nobody holds step {group.step} of {resume.generation}")
+            self.violations.append(
+                f"generation {plan.generation}: nobody holds step {group.step} of "
+                f"{resume.generation}"
+            )
         told, failed = self.functions.entered(plan, group.step, source.plan if source else None)
         self._tell(told)
         if failed:  # the boxes of the generation before stay where they are
@@ -282,11 +345,17 @@ class Generations(SimMachines):
             self._tell(Quiesced(worker, plan.generation, group.step))
         for rank, worker in enumerate(plan.ranks):
             before = self._held.get(worker, ()) if plan.copies_to and plan.peer_every else ()
-            self._held[worker] = (Holding(worker, plan.generation, rank, group.step, "live"), *before)  # until a copy counts
+            # until a copy counts
+            self._held[worker] = (
+                Holding(worker, plan.generation, rank, group.step, "live"),
+                *before,
+            )
             self._commits.pop(worker, None)
             self._pending.pop(worker, None)
         group.entered = True
-        self._tell(PlanEntered(plan.generation, group.step, {"groups": 0.1, "build": 0.2, "transfer": 0.5}))
+        self._tell(
+            PlanEntered(plan.generation, group.step, {"groups": 0.1, "build": 0.2, "transfer": 0.5})
+        )
         self._copy_to_peers(group)
         if group.step >= self.job.steps:
             self._finish(group)
@@ -311,7 +380,9 @@ class Generations(SimMachines):
         if self.paces.on:
             group.plan = plan = replace(plan, samples=group.shares.pop(group.step, plan.samples))
             group.units = self.paces.units(plan, self._now_s)
-            group.step_s = step_s(plan, plan.samples, group.units, self.delays.work_s, sum(plan.layers))
+            group.step_s = step_s(
+                plan, plan.samples, group.units, self.delays.work_s, sum(plan.layers)
+            )
         self._after(group.step_s, lambda: self._step(group))
 
     def _tell_paces(self, group: SimGeneration) -> None:
@@ -332,14 +403,18 @@ class Generations(SimMachines):
             or len(samples) != group.plan.layout.dp
             or any(n < m or n % m for n in samples)
         ):
-            self.violations.append(f"generation {action.generation}: {samples} are no shares of its steps")
+            self.violations.append(
+                f"generation {action.generation}: {samples} are no shares of its steps"
+            )
         from_step = group.step + AHEAD
         group.shares[from_step] = samples
         self._tell(SharesSet(action.generation, samples, from_step))
 
     def _advance(self, group: SimGeneration, rank: int, step: int) -> None:
         worker, generation = group.plan.ranks[rank], group.plan.generation
-        kept = tuple(h for h in self._held.get(worker, ()) if h.kind == "peer" or h.generation != generation)
+        kept = tuple(
+            h for h in self._held.get(worker, ()) if h.kind == "peer" or h.generation != generation
+        )
         self._held[worker] = (Holding(worker, generation, rank, step, "live"), *kept)
         self._commits[worker] = (float(group.plan.generation), float(step))
         self._pending.pop(worker, None)
@@ -358,7 +433,11 @@ class Generations(SimMachines):
         copy_s = self.delays.copy_s * 0.1 if copies else 0.0
         digest = f"sample-{group.step}"
         loss = self.functions.step(plan, group.step)
-        self._tell(StepDone(plan.generation, group.step, loss, 1000, took_s, 0.02 * took_s, copy_s, 1.0, digest))
+        self._tell(
+            StepDone(
+                plan.generation, group.step, loss, 1000, took_s, 0.02 * took_s, copy_s, 1.0, digest
+            )
+        )
         if self.paces.on:
             self._tell_paces(group)
         self._found_out(group)
@@ -387,22 +466,28 @@ class Generations(SimMachines):
         if not self._for_ever:
             self._not_finite.discard(step)
         for worker in group.plan.ranks:
-            text = f"step {step}: train_loss nan: the loss of rank 0 on {group.plan.ranks[0]} is not finite; its samples: 1, 2"
+            text = (
+                f"step {step}: train_loss nan: the loss of rank 0 on {group.plan.ranks[0]} is not "
+                "finite; its samples: 1, 2"
+            )
             self._tell(WorkerFailed(worker, group.plan.generation, "not_finite", text, 0, step))
 
     def _corrupt(self, group: SimGeneration) -> None:
-        """What the generation took over was not what was sent; found out behind its first steps. One that starts over took
-        over nothing, and compares nothing."""
+        """What the generation took over was not what was sent; found out behind its first steps.
+        One that starts over took over nothing, and compares nothing."""
         if group.plan.resume.source == "fresh":
             return
         self._tell(DigestChecked(group.plan.generation, False, 1000))
 
     def _wrong_numbers(self, group: SimGeneration, node_id: str, n_steps: int) -> None:
-        """From the next step on what a node computes is wrong; after `n_steps` steps it is found out."""
+        """From the next step on what a node computes is wrong; after `n_steps` steps it is found
+        out."""
         generation, good = group.plan.generation, group.step
         self._spoilt.append((generation, good))
         workers = tuple(worker for worker in group.plan.ranks if node_id in ("", worker.node_id))
-        self._finds[generation] = WrongNumbers(generation, good + max(1, n_steps), good, workers, "replicas differ")
+        self._finds[generation] = WrongNumbers(
+            generation, good + max(1, n_steps), good, workers, "replicas differ"
+        )
 
     def _found_out(self, group: SimGeneration) -> None:
         found = self._finds.get(group.plan.generation)
@@ -426,7 +511,9 @@ class Generations(SimMachines):
                     fresh[keeper].append(Holding(keeper, plan.generation, rank, step, "peer"))
             for worker, holdings in fresh.items():
                 held = self._held.get(worker, ())
-                live = tuple(h for h in held if h.kind == "live" and h.generation == plan.generation)
+                live = tuple(
+                    h for h in held if h.kind == "live" and h.generation == plan.generation
+                )
                 self._held[worker] = (*live, *holdings)
             copy = Copy(step, "peer", plan.generation, plan.layout, plan.layers)
             self._tell(CopyStored(copy, self.delays.copy_s, 0.1 * self.delays.copy_s))
@@ -437,9 +524,12 @@ class Generations(SimMachines):
         plan, step = group.plan, group.step
 
         def stored() -> None:
-            if self._groups.get(plan.generation) is not group or not all(self._lives(worker) for worker in plan.ranks):
+            if self._groups.get(plan.generation) is not group or not all(
+                self._lives(worker) for worker in plan.ranks
+            ):
                 return
-            if (wait_s := self._cut_s(plan.ranks)) > 0:  # the driver writes the marker, when it has heard of all parts
+            # the driver writes the marker, when it has heard of all parts
+            if (wait_s := self._cut_s(plan.ranks)) > 0:
                 self._after(wait_s, stored)
                 return
             if why := self.sim_storage.refusal(self._now_s):
@@ -475,7 +565,9 @@ class Generations(SimMachines):
     def _set_cadence(self, action: SetCadence) -> None:
         group = self._groups.get(action.generation)
         if group is not None:
-            group.plan = replace(group.plan, peer_every=action.peer_every, durable_every=action.durable_every)
+            group.plan = replace(
+                group.plan, peer_every=action.peer_every, durable_every=action.durable_every
+            )
 
     def _abort(self, action: Abort) -> None:
         self._forming = None
@@ -511,16 +603,37 @@ class Generations(SimMachines):
             if holding.kind == "live" and group.ended and holding.step == group.step + 1:
                 group.step += 1
                 loss = self.functions.step(group.plan, group.step)
-                self._tell(StepDone(holding.generation, group.step, loss, 1000, 0.0, 0.0, 0.0, 1.0, f"sample-{group.step}"))
+                self._tell(
+                    StepDone(
+                        holding.generation,
+                        group.step,
+                        loss,
+                        1000,
+                        0.0,
+                        0.0,
+                        0.0,
+                        1.0,
+                        f"sample-{group.step}",
+                    )
+                )
 
     def _roll_forward(self, action: RollForward) -> None:
         group = self._groups[action.generation]
         seen = {self._commits[w] for w in group.plan.ranks if w in self._commits and self._lives(w)}
-        if action.commit not in seen or action.commit != (float(action.generation), float(action.step)):
-            self.violations.append(f"step {action.step} of generation {action.generation}: nobody has seen {action.commit}")
+        if action.commit not in seen or action.commit != (
+            float(action.generation),
+            float(action.step),
+        ):
+            self.violations.append(
+                f"step {action.step} of generation {action.generation}: nobody has seen "
+                f"{action.commit}"
+            )
 
         def applied(rank: int, worker: WorkerId) -> None:
-            if self._answers(worker) and self._pending.get(worker) == (action.generation, action.step):
+            if self._answers(worker) and self._pending.get(worker) == (
+                action.generation,
+                action.step,
+            ):
                 self._advance(group, rank, action.step)
             self._answer(worker, action.generation)
 
@@ -533,5 +646,7 @@ class Generations(SimMachines):
         group.ended = True
         for worker in sorted(group.members):
             if self._lives(worker) and not self._answers(worker):
-                silent = Silent(worker, group.plan.generation, "stepping", self.delays.silent_s, why)
+                silent = Silent(
+                    worker, group.plan.generation, "stepping", self.delays.silent_s, why
+                )
                 self._tell(silent, self.delays.silent_s)

@@ -55,7 +55,8 @@ class SimMachines(Clock):
         self._slow: dict[str, tuple[float, float]] = {}  # pool -> until when, and by how much
         self._crash_until_s: dict[str, float] = {}
         self._refuse_until_s: dict[str, float] = {}
-        self._prices = {pool.name: [(0.0, pool.usd_per_node_h)] for pool in pools}  # since when which
+        # since when which
+        self._prices = {pool.name: [(0.0, pool.usd_per_node_h)] for pool in pools}
         self._coming: dict[str, int] = {}
         self._withdrawn: set[str] = set()
         self._n_nodes = 0
@@ -76,7 +77,9 @@ class SimMachines(Clock):
     def usd(self) -> float:
         """The bill in dollars, at the prices of each moment."""
         end_s = self._now_s if self._stopped_s is None else self._stopped_s
-        return sum(self._cost(m.node.pool, m.born_s, min(end_s, m.gone_s or end_s)) for m in self._all())
+        return sum(
+            self._cost(m.node.pool, m.born_s, min(end_s, m.gone_s or end_s)) for m in self._all()
+        )
 
     def _all(self) -> list[SimMachine]:
         return [*self._before, *self._machines.values()]
@@ -85,7 +88,8 @@ class SimMachines(Clock):
         known = self._prices[pool]
         ends = [at_s for at_s, _ in known[1:]] + [float("inf")]
         return sum(
-            max(0.0, min(end_s, to_s) - max(at_s, from_s)) / 3600 * usd for (at_s, usd), end_s in zip(known, ends, strict=True)
+            max(0.0, min(end_s, to_s) - max(at_s, from_s)) / 3600 * usd
+            for (at_s, usd), end_s in zip(known, ends, strict=True)
         )
 
     def _pool_fault(self, fault: Fault) -> None:
@@ -107,7 +111,11 @@ class SimMachines(Clock):
             self._withdrawn.add(action.request_id)
             return
         pool = next(p for p in self.pools if p.name == action.pool)
-        there = [m for m in self._machines.values() if m.node.pool == pool.name and m.gone_s is None and m.deadline_s is None]
+        there = [
+            m
+            for m in self._machines.values()
+            if m.node.pool == pool.name and m.gone_s is None and m.deadline_s is None
+        ]
         room = pool.max_nodes - len(there) - self._coming.get(pool.name, 0)
         if self._now_s < self._dry_until_s.get(pool.name, 0.0) or room <= 0:
             self._tell(RequestFailed(pool.name, action.request_id, "no capacity"), 1.0)
@@ -127,12 +135,21 @@ class SimMachines(Clock):
         self._n_nodes += 1
         node = Node(f"{pool.name}-{self._n_nodes}", pool.name, pool.gpus_per_node)
         self._machines[node.node_id] = SimMachine(node, self._now_s)
-        self.most_nodes = max(self.most_nodes, sum(m.gone_s is None for m in self._machines.values()))
+        self.most_nodes = max(
+            self.most_nodes, sum(m.gone_s is None for m in self._machines.values())
+        )
         self._tell(NodeReady(node))
         if self._now_s < self._crash_until_s.get(pool.name, 0.0):
-            self._after(0.5 * self.delays.prepare_s, lambda: self._lose(node.node_id, "ended at start", 0.0))
+            self._after(
+                0.5 * self.delays.prepare_s, lambda: self._lose(node.node_id, "ended at start", 0.0)
+            )
         if pool.ends_at_s is not None:
-            self._at(pool.ends_at_s, lambda: self._lose(node.node_id, "the reservation has ended", self.delays.confirm_s))
+            self._at(
+                pool.ends_at_s,
+                lambda: self._lose(
+                    node.node_id, "the reservation has ended", self.delays.confirm_s
+                ),
+            )
 
     def _prepare(self, action: Prepare) -> None:
         machine = self._machines.get(action.node_id)
@@ -155,7 +172,9 @@ class SimMachines(Clock):
             self._tell(NodeRefused(machine.node.node_id, "scripted", machine.node.pool))
 
     def _lost(self) -> set[str]:
-        return {name for name, m in self._machines.items() if m.gone_s is not None or self._dying(name)}
+        return {
+            name for name, m in self._machines.items() if m.gone_s is not None or self._dying(name)
+        }
 
     def _dying(self, node_id: str) -> bool:
         return WorkerId(node_id, -1) in self._dead
@@ -170,7 +189,9 @@ class SimMachines(Clock):
 
     def _cut_s(self, workers: Iterable[WorkerId]) -> float:
         """Until all of these are reached."""
-        there = [self._machines[worker.node_id] for worker in workers if worker.node_id in self._machines]
+        there = [
+            self._machines[worker.node_id] for worker in workers if worker.node_id in self._machines
+        ]
         return max((max(0.0, machine.cut_until_s - self._now_s) for machine in there), default=0.0)
 
     def _release(self, action: ReleaseNode) -> None:
@@ -182,7 +203,9 @@ class SimMachines(Clock):
         machine = self._machines.get(action.node_id)
         if machine is not None and machine.deadline_s is None and machine.gone_s is None:
             pool = next(p for p in self.pools if p.name == machine.node.pool)
-            self._tell(Notice(action.node_id, pool.ends_at_s or self._now_s + pool.notice_s, "drained"))
+            self._tell(
+                Notice(action.node_id, pool.ends_at_s or self._now_s + pool.notice_s, "drained")
+            )
 
     def _lose(self, node_id: str, cause: str, confirm_s: float, moment: Moment = "inside") -> None:
         machine = self._machines[node_id]
@@ -212,10 +235,14 @@ class SimMachines(Clock):
         self._machines[node_id] = SimMachine(before.node, self._now_s)
         self._tell(NodeReady(before.node))
 
-    # ------------------------------------------------------------------------------------------ notices
+    # ------------------------------------------------------------------------------------------
+    # notices
 
-    def _notice(self, node_id: str, lasts_s: float, late_s: float = 0.0, taken: bool = True) -> None:
-        """The node is taken `late_s` after the deadline, unless the notice is withdrawn or another one comes."""
+    def _notice(
+        self, node_id: str, lasts_s: float, late_s: float = 0.0, taken: bool = True
+    ) -> None:
+        """The node is taken `late_s` after the deadline, unless the notice is withdrawn or another
+        one comes."""
         machine, deadline_s = self._machines[node_id], self._now_s + lasts_s
         machine.deadline_s = deadline_s
 

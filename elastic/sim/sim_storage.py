@@ -1,4 +1,5 @@
-"""What a simulated run's storage does at a time: it is away, slow, throttled, read-only, full, or answers with the past."""
+"""What a simulated run's storage does at a time: it is away, slow, throttled, read-only, full, or
+answers with the past."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ class SimStorage:
         self.spells.append(fault)
 
     def _now(self, at_s: float, *kinds: str) -> list[Fault]:
-        return [one for one in self.spells if one.kind in kinds and one.at_s <= at_s < one.at_s + one.lasts_s]
+        return [
+            one
+            for one in self.spells
+            if one.kind in kinds and one.at_s <= at_s < one.at_s + one.lasts_s
+        ]
 
     def _left_s(self, at_s: float, *kinds: str) -> float:
         return max((one.at_s + one.lasts_s - at_s for one in self._now(at_s, *kinds)), default=0.0)
@@ -57,7 +62,11 @@ class SimStorage:
 
     def unheard_since_s(self, at_s: float) -> float | None:
         """Since when no sign of life is taken; None = they are."""
-        spells = [one for one in self.spells if one.kind in CLOSED or (one.kind == "slow_storage" and one.amount > HASTY_S)]
+        spells = [
+            one
+            for one in self.spells
+            if one.kind in CLOSED or (one.kind == "slow_storage" and one.amount > HASTY_S)
+        ]
         if not any(one.at_s <= at_s < one.at_s + one.lasts_s for one in spells):
             return None
         while before := [one.at_s for one in spells if one.at_s < at_s <= one.at_s + one.lasts_s]:
@@ -66,7 +75,9 @@ class SimStorage:
 
     def changes_s(self, at_s: float) -> float | None:
         """When the spell ends that is the first to end; None = there is none."""
-        return min((one.at_s + one.lasts_s for one in self._now(at_s, *STORAGE_KINDS)), default=None)
+        return min(
+            (one.at_s + one.lasts_s for one in self._now(at_s, *STORAGE_KINDS)), default=None
+        )
 
     def past_s(self, at_s: float) -> float | None:
         """The time as of which it answers; None = now."""

@@ -1,4 +1,5 @@
-"""Storage of a run: keys -> bytes under one URI: a local folder, a shared file system, or `s3://bucket/prefix`."""
+"""Storage of a run: keys -> bytes under one URI: a local folder, a shared file system, or
+`s3://bucket/prefix`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ __all__ = ["TEMPORARY", "LocalStorage", "Sizes", "Storage", "open_storage"]
 
 
 def open_storage(uri: str | os.PathLike[str]) -> Storage:
-    """Storage under a local path, a file:// or an s3:// URI; nothing is read or made. Raises SpecError."""
+    """Storage under a local path, a file:// or an s3:// URI; nothing is read or made. Raises
+    SpecError."""
     text = os.fspath(uri)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme == "s3":
@@ -21,7 +23,10 @@ def open_storage(uri: str | os.PathLike[str]) -> Storage:
 
         return S3Storage(text)
     if scheme not in ("", "file"):
-        raise SpecError(f"{text}: '{scheme}://' is not known; use a folder that all nodes share, or s3://bucket/prefix")
+        raise SpecError(
+            f"{text}: '{scheme}://' is not known; use a folder that all nodes share, or "
+            "s3://bucket/prefix"
+        )
     path = unquote(urlsplit(text).path) if scheme else os.path.expanduser(text)
     if not path:
         raise SpecError(f"storage '{text}' names no folder")

@@ -28,7 +28,8 @@ class Storage(ABC):
         return f"{self.uri}/{key}"
 
     def hasty(self, most_s: float) -> Storage:
-        """The same storage; a request that it does not answer fails after about `most_s`, where requests can be given up."""
+        """The same storage; a request that it does not answer fails after about `most_s`, where
+        requests can be given up."""
         return self
 
     @abstractmethod
@@ -36,23 +37,29 @@ class Storage(ABC):
         """All bytes of `key`. Raises FileNotFoundError."""
 
     def read(self, key: str, offset: int, length: int) -> bytearray:
-        """Bytes offset .. offset+length; fewer when the file ends before. Raises FileNotFoundError."""
+        """Bytes offset .. offset+length; fewer when the file ends before. Raises
+        FileNotFoundError."""
         out = bytearray(max(0, min(length, self.size(key) - offset)))
         n = self.read_into(key, offset, memoryview(out))
         return out[:n] if n < len(out) else out
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """Fills `buffer` from `offset` on; returns the bytes that there were. Raises FileNotFoundError."""
+        """Fills `buffer` from `offset` on; returns the bytes that there were. Raises
+        FileNotFoundError."""
 
-    def read_parts(self, key: str, offset: int, buffer: memoryview, took: Callable[[memoryview], object]) -> int:
-        """Like `read_into`; hands every part of `buffer` to `took`, in order, once it is filled (and still in the cache)."""
+    def read_parts(
+        self, key: str, offset: int, buffer: memoryview, took: Callable[[memoryview], object]
+    ) -> int:
+        """Like `read_into`; hands every part of `buffer` to `took`, in order, once it is filled
+        (and still in the cache)."""
         n = self.read_into(key, offset, buffer)
         took(buffer[:n])
         return n
 
     def forget(self, key: str) -> None:
-        """What is read of `key` from now on comes from storage itself, not from this host's memory, where that can be said."""
+        """What is read of `key` from now on comes from storage itself, not from this host's memory,
+        where that can be said."""
         return
 
     @abstractmethod
@@ -61,18 +68,21 @@ class Storage(ABC):
 
     @abstractmethod
     def modified_s(self, key: str) -> float:
-        """When it was written, in seconds since 1970 on the storage's clock. Raises FileNotFoundError."""
+        """When it was written, in seconds since 1970 on the storage's clock. Raises
+        FileNotFoundError."""
 
     @abstractmethod
     def exists(self, key: str) -> bool: ...
 
     @abstractmethod
     def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
-        """Writes `key` in one piece. False: `if_absent` and it was there (of several writers exactly one gets True)."""
+        """Writes `key` in one piece. False: `if_absent` and it was there (of several writers
+        exactly one gets True)."""
 
     @abstractmethod
     def create(self, key: str, if_absent: bool = False) -> AbstractContextManager[BinaryIO]:
-        """A file to write to; it appears under `key` when the block ends, and not at all when the block raises."""
+        """A file to write to; it appears under `key` when the block ends, and not at all when the
+        block raises."""
 
     @abstractmethod
     def folders(self) -> list[str]:
@@ -87,7 +97,8 @@ class Storage(ABC):
         return {key: (self.size(key), self.modified_s(key)) for key in self.list(prefix)}
 
     def each(self, jobs: Iterable[Callable[[], T]]) -> Sequence[T]:
-        """What the jobs give, in their order; several run at once where answers are waited for. A job asks for one key."""
+        """What the jobs give, in their order; several run at once where answers are waited for. A
+        job asks for one key."""
         return [job() for job in jobs]
 
     @abstractmethod
@@ -96,11 +107,13 @@ class Storage(ABC):
 
     @abstractmethod
     def delete_folder(self, key: str = "") -> None:
-        """Removes everything under `key`, what interrupted writers left there included; '' = the whole storage."""
+        """Removes everything under `key`, what interrupted writers left there included; '' = the
+        whole storage."""
 
     @abstractmethod
     def clean_unfinished(self, older_than_s: float) -> int:
-        """Removes what interrupted writers left under this storage, if it was begun that long ago; returns how many."""
+        """Removes what interrupted writers left under this storage, if it was begun that long ago;
+        returns how many."""
 
     @abstractmethod
     def free_bytes(self) -> int | None:
@@ -110,6 +123,13 @@ class Storage(ABC):
 def checked(key: str) -> str:
     """Raises SpecError for a key that would leave the storage or is a temporary name."""
     parts = key.split("/")
-    if any(part in ("", ".", "..") or part.startswith(TEMPORARY) for part in parts) or "\0" in key or "\\" in key:
-        raise SpecError(f"storage key '{key}': it must be a relative path of plain names, as in checkpoints/a.json")
+    if (
+        any(part in ("", ".", "..") or part.startswith(TEMPORARY) for part in parts)
+        or "\0" in key
+        or "\\" in key
+    ):
+        raise SpecError(
+            f"storage key '{key}': it must be a relative path of plain names, as in "
+            "checkpoints/a.json"
+        )
     return key

@@ -1,6 +1,7 @@
 """Storage in a folder: a local disk or a file system that nodes share.
 
-A file is written under a temporary name beside its place, synced, then renamed (or linked, where it must not replace another).
+A file is written under a temporary name beside its place, synced, then renamed (or linked, where it
+must not replace another).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class LocalStorage(Storage):
         self.uri = str(self.root)
 
     def path(self, key: str) -> Path:
-        """Where `key` lies. Raises SpecError when it would leave the folder or is a temporary name."""
+        """Where `key` lies. Raises SpecError when it would leave the folder or is a temporary
+        name."""
         return self.root.joinpath(*checked(key).split("/"))
 
     def get(self, key: str) -> bytes:
@@ -38,11 +40,18 @@ class LocalStorage(Storage):
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         return self._fill(key, offset, buffer, len(buffer), None)
 
-    def read_parts(self, key: str, offset: int, buffer: memoryview, took: Callable[[memoryview], object]) -> int:
+    def read_parts(
+        self, key: str, offset: int, buffer: memoryview, took: Callable[[memoryview], object]
+    ) -> int:
         return self._fill(key, offset, buffer, PART_BYTES, took)
 
     def _fill(
-        self, key: str, offset: int, buffer: memoryview, part_bytes: int, took: Callable[[memoryview], object] | None
+        self,
+        key: str,
+        offset: int,
+        buffer: memoryview,
+        part_bytes: int,
+        took: Callable[[memoryview], object] | None,
     ) -> int:
         n = 0
         with self.path(key).open("rb", buffering=0) as file:
@@ -98,14 +107,20 @@ class LocalStorage(Storage):
         _sync_folder(target.parent)
 
     def folders(self) -> list[str]:
-        return sorted(path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else []
+        return (
+            sorted(path.name for path in self.root.iterdir() if path.is_dir())
+            if self.root.is_dir()
+            else []
+        )
 
     def list(self, prefix: str = "") -> list[str]:
         start = self.path(prefix.rpartition("/")[0]) if "/" in prefix else self.root
         found = []
         for where, _, names in os.walk(start):
             folder = Path(where).relative_to(self.root)
-            found += [(folder / name).as_posix() for name in names if not name.startswith(TEMPORARY)]
+            found += [
+                (folder / name).as_posix() for name in names if not name.startswith(TEMPORARY)
+            ]
         return sorted(key for key in found if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
@@ -139,7 +154,8 @@ class LocalStorage(Storage):
         return found.f_bavail * found.f_frsize
 
     def _now_s(self) -> float:
-        """By the clock that stamps the files here: another host's, where this is its file system."""
+        """By the clock that stamps the files here: another host's, where this is its file
+        system."""
         probe = self.root / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
             probe.touch()
@@ -152,11 +168,14 @@ class LocalStorage(Storage):
             os.link(temporary, target)
         except OSError as error:
             if error.errno == errno.EEXIST and temporary.stat().st_nlink == 2:
-                return  # on NFS: it was linked, the answer was lost, and the request came again (open(2), O_EXCL)
+                # on NFS: it was linked, the answer was lost, and the request came again (open(2),
+                # O_EXCL)
+                return
             if error.errno not in NO_LINKS:
                 raise
             raise SpecError(
-                f"{self.uri}: this file system has no hard links, which commits need; use another folder"
+                f"{self.uri}: this file system has no hard links, which commits need; use another "
+                "folder"
             ) from error
 
 

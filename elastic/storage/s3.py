@@ -1,7 +1,8 @@
 """Storage under `s3://bucket/prefix`: Amazon S3 and servers that speak its protocol.
 
-The server is the one of AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, else Amazon's; credentials come from where boto3 looks.
-Nothing outside the prefix is read, written or removed. Asked of a server: strong consistency, `If-None-Match: *` on PUT.
+The server is the one of AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, else Amazon's; credentials come
+from where boto3 looks. Nothing outside the prefix is read, written or removed. Asked of a server:
+strong consistency, `If-None-Match: *` on PUT.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class S3Storage(Storage):
         if not _BUCKET.fullmatch(bucket):
             raise SpecError(f"{uri}: '{bucket}' is no name of a bucket; use s3://bucket/prefix")
         if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-            raise SpecError(f"{uri}: the prefix must be plain names with '/' between, as in s3://{bucket}/team/runs")
+            raise SpecError(
+                f"{uri}: the prefix must be plain names with '/' between, as in "
+                f"s3://{bucket}/team/runs"
+            )
         self.bucket, self.prefix = bucket, prefix
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
         self._inside = f"{prefix}/" if prefix else ""
@@ -45,10 +49,14 @@ class S3Storage(Storage):
 
     def hasty(self, most_s: float) -> Storage:
         given, part_s = self._calls.patience, most_s / 2
-        waits = {name: min(getattr(given, name), part_s) for name in ("total_s", "most_s", "connect_s", "read_s")}
+        waits = {
+            name: min(getattr(given, name), part_s)
+            for name in ("total_s", "most_s", "connect_s", "read_s")
+        }
         return S3Storage(self.uri, replace(given, **waits))
 
-    # ------------------------------------------------------------------------------------------ reading
+    # ------------------------------------------------------------------------------------------
+    # reading
 
     def get(self, key: str) -> bytes:
         name = self._name(key)
@@ -78,7 +86,9 @@ class S3Storage(Storage):
 
         found = self._calls.each([job(at) for at in cuts])
         if len({etag for n, etag in found if n}) > 1:
-            raise StorageFailed(f"{self.uri_of(key)}: it was replaced while it was read; read it again")
+            raise StorageFailed(
+                f"{self.uri_of(key)}: it was replaced while it was read; read it again"
+            )
         return sum(n for n, _ in found)
 
     def size(self, key: str) -> int:
@@ -97,7 +107,9 @@ class S3Storage(Storage):
     def folders(self) -> list[str]:
         found = []
         for page in self._pages(self._inside, Delimiter="/"):
-            found += [item["Prefix"][len(self._inside) : -1] for item in page.get("CommonPrefixes", ())]
+            found += [
+                item["Prefix"][len(self._inside) : -1] for item in page.get("CommonPrefixes", ())
+            ]
         return sorted(name for name in found if name)
 
     def list(self, prefix: str = "") -> list[str]:
@@ -109,7 +121,10 @@ class S3Storage(Storage):
         found = {}
         for page in self._pages(self._inside + prefix):
             for item in page.get("Contents", ()):
-                found[item["Key"][len(self._inside) :]] = int(item["Size"]), float(item["LastModified"].timestamp())
+                found[item["Key"][len(self._inside) :]] = (
+                    int(item["Size"]),
+                    float(item["LastModified"].timestamp()),
+                )
         return {key: found[key] for key in sorted(found) if _plain(key)}
 
     def each(self, jobs: Iterable[Callable[[], T]]) -> Sequence[T]:
@@ -118,7 +133,8 @@ class S3Storage(Storage):
     def free_bytes(self) -> int | None:
         return None
 
-    # ------------------------------------------------------------------------------------------ writing
+    # ------------------------------------------------------------------------------------------
+    # writing
 
     def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
         return put_whole(self._calls, self._name(key), data, if_absent)
@@ -148,7 +164,8 @@ class S3Storage(Storage):
     def clean_unfinished(self, older_than_s: float) -> int:
         return self._abort(self._own(), lambda begun_s, now_s: now_s - begun_s > older_than_s)
 
-    # ------------------------------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------------------------------
+    # requests
 
     def _name(self, key: str) -> str:
         return self._inside + checked(key)
@@ -156,7 +173,10 @@ class S3Storage(Storage):
     def _own(self) -> str:
         """The prefix, where everything under it is ours. Raises SpecError for a whole bucket."""
         if not self._inside:
-            raise SpecError(f"{self.uri}: a whole bucket is never emptied or cleaned; name a prefix, as in {self.uri}/run")
+            raise SpecError(
+                f"{self.uri}: a whole bucket is never emptied or cleaned; name a prefix, as in "
+                f"{self.uri}/run"
+            )
         return self._inside
 
     def _head(self, key: str) -> tuple[int, float]:
@@ -204,7 +224,9 @@ class S3Storage(Storage):
         def one(client: Any) -> tuple[Any, str | None]:
             page = client.list_objects_v2(Bucket=self.bucket, Prefix=start, **more)
             names = [item["Key"] for item in page.get("Contents", ())]
-            if page.get("Prefix", start) != start or not all(name.startswith(start) for name in names):
+            if page.get("Prefix", start) != start or not all(
+                name.startswith(start) for name in names
+            ):
                 raise WrongBytes(f"the list of {start} holds what is not under it")
             return page, page["NextContinuationToken"] if page["IsTruncated"] else None
 
@@ -219,17 +241,24 @@ class S3Storage(Storage):
             failed = answer.get("Errors") or ()
             if failed:
                 status = 403 if failed[0].get("Code") == "AccessDenied" else 503
-                raise aws.ClientError({"Error": failed[0], "ResponseMetadata": {"HTTPStatusCode": status}}, "DeleteObjects")
+                raise aws.ClientError(
+                    {"Error": failed[0], "ResponseMetadata": {"HTTPStatusCode": status}},
+                    "DeleteObjects",
+                )
 
         self._calls.ask(inside, delete)
 
     def _abort(self, inside: str, when: Callable[[float, float], bool]) -> int:
-        """Removes unfinished uploads under `inside` for which when(begun_s, now_s), by the server's clock."""
+        """Removes unfinished uploads under `inside` for which when(begun_s, now_s), by the server's
+        clock."""
         found = [item for item in self._unfinished(inside) if when(item[2], item[3])]
 
         def job(name: str, upload: str) -> Callable[[], Any]:
             return lambda: self._calls.ask(
-                name, lambda client: client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
+                name,
+                lambda client: client.abort_multipart_upload(
+                    Bucket=self.bucket, Key=name, UploadId=upload
+                ),
             )
 
         self._calls.each([job(name, upload) for name, upload, _, _ in found])
@@ -239,21 +268,30 @@ class S3Storage(Storage):
         marks: dict[str, str] = {}
         while True:
             page = self._calls.ask(inside, self._unfinished_page(inside, marks))
-            now_s = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+            now_s = parsedate_to_datetime(
+                page["ResponseMetadata"]["HTTPHeaders"]["date"]
+            ).timestamp()
             for item in page.get("Uploads", ()):
                 if item["Key"].startswith(inside):
                     yield item["Key"], item["UploadId"], item["Initiated"].timestamp(), now_s
             if not page.get("IsTruncated"):
                 return
-            marks = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            marks = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
 
     def _unfinished_page(self, inside: str, marks: dict[str, str]) -> Callable[[Any], Any]:
-        return lambda client: client.list_multipart_uploads(Bucket=self.bucket, Prefix=inside, **marks)
+        return lambda client: client.list_multipart_uploads(
+            Bucket=self.bucket, Prefix=inside, **marks
+        )
 
 
 def _plain(key: str) -> bool:
     """Not a folder mark or another name that this storage would never write."""
-    return all(part not in ("", ".", "..") and not part.startswith(TEMPORARY) for part in key.split("/"))
+    return all(
+        part not in ("", ".", "..") and not part.startswith(TEMPORARY) for part in key.split("/")
+    )
 
 
 def _check_whole(data: bytes, answer: Any) -> None:
@@ -268,13 +306,17 @@ def _check_whole(data: bytes, answer: Any) -> None:
 
 
 def _expected(content_range: str, offset: int, length: int) -> int:
-    """Bytes that `bytes a-b/total` announces. Raises WrongBytes when it is not the range that was asked for."""
+    """Bytes that `bytes a-b/total` announces. Raises WrongBytes when it is not the range that was
+    asked for."""
     found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range)
     if found is None:
         raise WrongBytes(f"a range was asked for, the answer says '{content_range[:40]}'")
     first, last, total = (int(number) for number in found.groups())
     if first != offset or last != min(offset + length, total) - 1:
-        raise WrongBytes(f"bytes {offset} to {offset + length - 1} were asked for, the answer holds {content_range}")
+        raise WrongBytes(
+            f"bytes {offset} to {offset + length - 1} were asked for, the answer holds "
+            f"{content_range}"
+        )
     return last - first + 1
 
 

@@ -1,6 +1,8 @@
-"""Requests to an S3 server: which faults are met by asking again, and what a person is told about the others.
+"""Requests to an S3 server: which faults are met by asking again, and what a person is told about
+the others.
 
-botocore's own retries are off, so that there is one place. Nothing here puts a credential into a message.
+botocore's own retries are off, so that there is one place. Nothing here puts a credential into a
+message.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
 from urllib3.exceptions import HTTPError
 
 from elastic.errors import StorageDamaged, StorageFailed, StorageRefused
@@ -27,38 +35,61 @@ T = TypeVar("T")
 CONNECTIONS = 32  # of one process to one server
 N_THREADS = 8  # parts and ranges that travel at once
 ENVIRONMENT = (
-    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE",
+    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE",
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE",
+    "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE",
 )  # fmt: skip
 
 PASSING_STATUS = (408, 429, 500, 502, 503, 504)
 PASSING_CODES = {
-    "SlowDown", "Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled", "TooManyRequests",
-    "RequestLimitExceeded", "BandwidthLimitExceeded", "RequestTimeout", "RequestTimeoutException", "InternalError",
-    "ServiceUnavailable", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch",
-    "ConditionalRequestConflict", "OperationAborted",
+    "SlowDown", "Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled",
+    "TooManyRequests", "RequestLimitExceeded", "BandwidthLimitExceeded", "RequestTimeout",
+    "RequestTimeoutException", "InternalError", "ServiceUnavailable", "IncompleteBody", "BadDigest",
+    "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch", "ConditionalRequestConflict",
+    "OperationAborted",
 }  # fmt: skip
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
 ACTIONS = {
-    "PutObject": "s3:PutObject", "CreateMultipartUpload": "s3:PutObject", "UploadPart": "s3:PutObject",
-    "CompleteMultipartUpload": "s3:PutObject", "AbortMultipartUpload": "s3:AbortMultipartUpload",
-    "GetObject": "s3:GetObject", "HeadObject": "s3:GetObject (and s3:ListBucket, else a missing key looks forbidden)",
+    "PutObject": "s3:PutObject", "CreateMultipartUpload": "s3:PutObject",
+    "UploadPart": "s3:PutObject", "CompleteMultipartUpload": "s3:PutObject",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload", "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject (and s3:ListBucket, else " "a missing key " "looks forbidden)",
     "ListObjectsV2": "s3:ListBucket", "ListMultipartUploads": "s3:ListBucketMultipartUploads",
     "DeleteObject": "s3:DeleteObject", "DeleteObjects": "s3:DeleteObject",
 }  # fmt: skip
 ADVICE = {
     "NoSuchBucket": "there is no such bucket; create it, or correct the name",
     "InvalidBucketName": "this is no name of a bucket; use s3://bucket/prefix",
-    "InvalidAccessKeyId": "the server does not know this access key; set AWS_ACCESS_KEY_ID or AWS_PROFILE",
-    "SignatureDoesNotMatch": "the secret key does not fit the access key; set AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
+    "InvalidAccessKeyId": "the server does not know this "
+    "access key; set "
+    "AWS_ACCESS_KEY_ID or AWS_PROFILE",
+    "SignatureDoesNotMatch": "the secret key does not fit the "
+    "access key; set "
+    "AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
     "InvalidToken": "the session token is not valid; set AWS_SESSION_TOKEN, or remove it",
     "RequestTimeTooSkewed": "the clock of this machine is wrong; set it (NTP)",
-    "QuotaExceeded": "the quota of the bucket or its owner is used up; remove old checkpoints or ask for more",
+    "QuotaExceeded": "the quota of the bucket or its owner is "
+    "used up; remove "
+    "old checkpoints or ask for more",
     "EntityTooLarge": "the server does not take objects of this size",
-    "InvalidObjectState": "the object is archived; restore it, and keep lifecycle rules off this prefix",
-}  # fmt: skip
-WRONG_REGION = ("PermanentRedirect", "301", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
-FORBIDDEN = ("AccessDenied", "403", "Forbidden", "AllAccessDisabled", "UnauthorizedAccess", "AccountProblem")
+    "InvalidObjectState": "the object is archived; restore it, and "
+    "keep lifecycle "
+    "rules off this prefix",
+}
+WRONG_REGION = (
+    "PermanentRedirect",
+    "301",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+)
+FORBIDDEN = (
+    "AccessDenied",
+    "403",
+    "Forbidden",
+    "AllAccessDisabled",
+    "UnauthorizedAccess",
+    "AccountProblem",
+)
 
 
 # what botocore, or who reads its answer, makes of altered XML, and of an error whose body aborts
@@ -71,7 +102,8 @@ class WrongBytes(Exception):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a fault is met by asking again: a random wait of 0 .. first_s, 0 .. 2 first_s, ... up to most_s each time."""
+    """How long a fault is met by asking again: a random wait of 0 .. first_s, 0 .. 2 first_s, ...
+    up to most_s each time."""
 
     attempts: int = 10
     total_s: float = 120.0
@@ -97,14 +129,16 @@ class Calls:
         return self._patience or DEFAULT
 
     def ask(self, name: str, request: Callable[[Any], T], attempts: int | None = None) -> T:
-        """`request(client)`, repeated as long as a fault may pass. `name`: key or prefix, for messages.
+        """`request(client)`, repeated as long as a fault may pass. `name`: key or prefix, for
+        messages.
 
-        Raises FileNotFoundError, StorageRefused, StorageFailed; a failed condition (412) and a range past the end (416)
-        come as ClientError.
+        Raises FileNotFoundError, StorageRefused, StorageFailed; a failed condition (412) and a
+        range past the end (416) come as ClientError.
         """
         patience = self.patience
         tries = Retrying(
-            stop=stop_after_attempt(attempts or patience.attempts) | stop_after_delay(patience.total_s),
+            stop=stop_after_attempt(attempts or patience.attempts)
+            | stop_after_delay(patience.total_s),
             wait=wait_random_exponential(multiplier=patience.first_s, max=patience.most_s),
             retry=retry_if_exception(_passes),
             reraise=True,
@@ -139,11 +173,14 @@ class Calls:
             with _MAKING:
                 return _client(settings, patience.connect_s, patience.read_s)
         except (aws.BotoCoreError, ValueError) as error:
-            raise StorageRefused(f"s3://{self.bucket}: no connection can be set up: {error}") from error
+            raise StorageRefused(
+                f"s3://{self.bucket}: no connection can be set up: {error}"
+            ) from error
 
 
 def settle(futures: Iterable[Future[Any]]) -> None:
-    """None of them runs when this returns: nothing is written into a caller's memory after its call has ended."""
+    """None of them runs when this returns: nothing is written into a caller's memory after its call
+    has ended."""
     wait([future for future in futures if not future.cancel()])
 
 
@@ -154,12 +191,15 @@ def _pool() -> ThreadPoolExecutor:
 
 @lru_cache(maxsize=8)
 def _client(settings: tuple[str | None, ...], connect_s: float, read_s: float) -> Any:
-    """`settings`: the environment it is made from. Path-style addresses where the server is not Amazon's."""
+    """`settings`: the environment it is made from. Path-style addresses where the server is not
+    Amazon's."""
     path_style = {"addressing_style": "path"}
     if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         return _made(connect_s, read_s, path_style)
     made = _made(connect_s, read_s, {})
-    return made if ".amazonaws.com" in made.meta.endpoint_url else _made(connect_s, read_s, path_style)
+    return (
+        made if ".amazonaws.com" in made.meta.endpoint_url else _made(connect_s, read_s, path_style)
+    )
 
 
 def _made(connect_s: float, read_s: float, s3: Mapping[str, str]) -> Any:
@@ -194,8 +234,8 @@ def _passes(error: BaseException) -> bool:
     if isinstance(error, StorageRefused | StorageFailed | FileNotFoundError):
         return False
     kinds = (
-        WrongBytes, aws.ConnectionError, aws.HTTPClientError, aws.IncompleteReadError, aws.CredentialRetrievalError,
-        aws.MetadataRetrievalError, *UNREADABLE, OSError,
+        WrongBytes, aws.ConnectionError, aws.HTTPClientError, aws.IncompleteReadError,
+        aws.CredentialRetrievalError, aws.MetadataRetrievalError, *UNREADABLE, OSError,
     )  # fmt: skip
     return isinstance(error, kinds)
 
@@ -214,27 +254,50 @@ def _told(error: Any, where: str, tries: Retrying) -> Exception:
     if code in ("NoSuchKey", "404", "NotFound") and status == 404:
         return FileNotFoundError(f"{where}: not there")
     if _passes(error):
-        hint = "the server asks to slow down" if code in ("SlowDown", "Throttling") else "it may be down"
-        return StorageFailed(f"{where}: {operation} failed ({code or status}; {_asked(tries)}): {hint}")
+        hint = (
+            "the server asks to slow down"
+            if code in ("SlowDown", "Throttling")
+            else "it may be down"
+        )
+        return StorageFailed(
+            f"{where}: {operation} failed ({code or status}; {_asked(tries)}): {hint}"
+        )
     if code in EXPIRED:
         _client.cache_clear()  # the next call reads the credentials anew
         advice = "the credentials have expired; renew them (a role or a profile renews itself)"
     elif code in WRONG_REGION:
-        region = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
-        advice = f"the bucket is in another region; set AWS_REGION={region or 'the region of the bucket'}"
+        region = (
+            error.response.get("ResponseMetadata", {})
+            .get("HTTPHeaders", {})
+            .get("x-amz-bucket-region")
+        )
+        advice = (
+            "the bucket is in another region; set "
+            f"AWS_REGION={region or 'the region of the bucket'}"
+        )
     elif code in FORBIDDEN:
-        advice = f"the credentials may not do this; allow {ACTIONS.get(operation, operation)} on {where}"
+        advice = (
+            f"the credentials may not do this; allow {ACTIONS.get(operation, operation)} on {where}"
+        )
     else:
-        advice = ADVICE.get(code, str(error.response.get("Error", {}).get("Message", ""))[:200] or "no reason was given")
+        advice = ADVICE.get(
+            code,
+            str(error.response.get("Error", {}).get("Message", ""))[:200] or "no reason was given",
+        )
     return StorageRefused(f"{where}: {operation} was refused ({code or status}): {advice}")
 
 
 def _untold(error: Exception, where: str, tries: Retrying) -> Exception:
     """What it means that no answer, or none that can be read, has come."""
     if isinstance(error, aws.NoCredentialsError | aws.PartialCredentialsError):
-        advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give this machine a role"
+        advice = (
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give this machine a "
+            "role"
+        )
         return StorageRefused(f"{where}: there are no credentials; {advice}")
     text = " ".join(str(error).split())[:300]
     if _passes(error):
-        return StorageFailed(f"{where}: no whole answer ({_asked(tries)}): {type(error).__name__}: {text}")
+        return StorageFailed(
+            f"{where}: no whole answer ({_asked(tries)}): {type(error).__name__}: {text}"
+        )
     return StorageRefused(f"{where}: {type(error).__name__}: {text}")

@@ -1,4 +1,5 @@
-"""A stream on its way to one object: parts of bounded size, several at once, and an object only when all are there."""
+"""A stream on its way to one object: parts of bounded size, several at once, and an object only
+when all are there."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PART_BYTES = 16 << 20
 MOST_PART_BYTES = 1 << 30
 GROW_EVERY = 1000  # parts, after which the size doubles: S3 allows 10,000 parts and 5 GiB each
 N_IN_FLIGHT = 4
-WRITER, CRC32 = "elastic-writer", "elastic-crc32"  # metadata: who wrote the object; the CRC-32 of one put in one piece
+# metadata: who wrote the object; the CRC-32 of one put in one piece
+WRITER, CRC32 = "elastic-writer", "elastic-crc32"
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
@@ -40,15 +42,24 @@ class Body:
         self.md5, self.hex = base64.b64encode(digest.digest()).decode(), digest.hexdigest()
 
     def check(self, answer: dict[str, Any]) -> None:
-        """Raises WrongBytes when the server took something else: an ETag is the MD5, unless a KMS or a customer key is used."""
+        """Raises WrongBytes when the server took something else: an ETag is the MD5, unless a KMS
+        or a customer key is used."""
         found = _MD5.fullmatch(str(answer.get("ETag", "")))
         encrypted = answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm")
-        if found and not encrypted and "kms" not in str(answer.get("ServerSideEncryption", "")) and found[1] != self.hex:
-            raise WrongBytes(f"the server received other bytes than were sent (MD5 {found[1]}, sent {self.hex})")
+        if (
+            found
+            and not encrypted
+            and "kms" not in str(answer.get("ServerSideEncryption", ""))
+            and found[1] != self.hex
+        ):
+            raise WrongBytes(
+                f"the server received other bytes than were sent (MD5 {found[1]}, sent {self.hex})"
+            )
 
 
 def put_whole(calls: Calls, key: str, data: bytes | bytearray, if_absent: bool) -> bool:
-    """One request. False: `if_absent`, and the object was there and is not what an earlier try of this call wrote."""
+    """One request. False: `if_absent`, and the object was there and is not what an earlier try of
+    this call wrote."""
     body, writer, n_tries = Body(data), secrets.token_hex(8), 0
     wanted = {"IfNoneMatch": "*"} if if_absent else {}
     metadata = {WRITER: writer, CRC32: f"{zlib.crc32(data):08x}"}
@@ -58,10 +69,19 @@ def put_whole(calls: Calls, key: str, data: bytes | bytearray, if_absent: bool) 
         n_tries += 1
         try:
             answer = client.put_object(
-                Bucket=calls.bucket, Key=key, Body=body.data, ContentMD5=body.md5, Metadata=metadata, **wanted
+                Bucket=calls.bucket,
+                Key=key,
+                Body=body.data,
+                ContentMD5=body.md5,
+                Metadata=metadata,
+                **wanted,
             )
         except aws.ClientError as error:
-            there = _head(client, calls.bucket, key) if status_of(error) == 412 and n_tries > 1 else None
+            there = (
+                _head(client, calls.bucket, key)
+                if status_of(error) == 412 and n_tries > 1
+                else None
+            )
             if there is None or _writer(there) != writer:
                 raise
             answer = there  # an earlier try went through, and its answer was lost
@@ -121,7 +141,8 @@ class Upload(io.RawIOBase):
         return len(view)
 
     def finish(self) -> None:
-        """The object is there when this returns. Raises FileExistsError where it must not replace another."""
+        """The object is there when this returns. Raises FileExistsError where it must not replace
+        another."""
         if self._upload is None:
             if not put_whole(self._calls, self._key, self._part, self._if_absent):
                 raise FileExistsError(f"s3://{self._calls.bucket}/{self._key}: it is there already")
@@ -133,7 +154,8 @@ class Upload(io.RawIOBase):
         self._complete()
 
     def abandon(self) -> None:
-        """Removes the parts that were sent. Where that fails too, `clean_unfinished` finds them later."""
+        """Removes the parts that were sent. Where that fails too, `clean_unfinished` finds them
+        later."""
         settle(self._sending)
         if self._upload is not None:
             with suppress(StorageFailed, StorageRefused, FileNotFoundError, aws.ClientError):
@@ -144,11 +166,16 @@ class Upload(io.RawIOBase):
         return len(self._etags) + len(self._sending) + 1
 
     def _abort(self, client: Any) -> None:
-        client.abort_multipart_upload(Bucket=self._calls.bucket, Key=self._key, UploadId=self._upload)
+        client.abort_multipart_upload(
+            Bucket=self._calls.bucket, Key=self._key, UploadId=self._upload
+        )
 
     def _send(self) -> None:
         if self._if_absent:
-            raise InternalError(f"storage key '{self._key}': what must not replace another is at most {PART_BYTES} bytes")
+            raise InternalError(
+                f"storage key '{self._key}': what must not replace another is at most "
+                f"{PART_BYTES} bytes"
+            )
         if self._upload is None:
             self._upload = self._calls.ask(self._key, self._begin)
         while len(self._sending) >= N_IN_FLIGHT:
@@ -157,7 +184,9 @@ class Upload(io.RawIOBase):
         self._sending.append(self._calls.start(lambda: self._sent(number, data)))
 
     def _begin(self, client: Any) -> str:
-        answer = client.create_multipart_upload(Bucket=self._calls.bucket, Key=self._key, Metadata={WRITER: self._writer})
+        answer = client.create_multipart_upload(
+            Bucket=self._calls.bucket, Key=self._key, Metadata={WRITER: self._writer}
+        )
         return str(answer["UploadId"])
 
     def _sent(self, number: int, data: bytearray) -> str:
@@ -165,8 +194,8 @@ class Upload(io.RawIOBase):
 
         def send(client: Any) -> str:
             answer = client.upload_part(
-                Bucket=self._calls.bucket, Key=self._key, UploadId=self._upload, PartNumber=number, Body=data,
-                ContentMD5=body.md5,
+                Bucket=self._calls.bucket, Key=self._key, UploadId=self._upload, PartNumber=number,
+                Body=data, ContentMD5=body.md5,
             )  # fmt: skip
             body.check(answer)
             return str(answer["ETag"])
@@ -175,7 +204,9 @@ class Upload(io.RawIOBase):
 
     def _complete(self) -> None:
         """Where the answer to a try was lost, the object itself says whether it went through."""
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(self._etags, start=1)]
+        parts = [
+            {"PartNumber": number, "ETag": etag} for number, etag in enumerate(self._etags, start=1)
+        ]
         n_tries = 0
 
         def complete(client: Any) -> None:
@@ -185,15 +216,22 @@ class Upload(io.RawIOBase):
             if there is not None and _writer(there) == self._writer:
                 return
             client.complete_multipart_upload(
-                Bucket=self._calls.bucket, Key=self._key, UploadId=self._upload, MultipartUpload={"Parts": parts}
+                Bucket=self._calls.bucket,
+                Key=self._key,
+                UploadId=self._upload,
+                MultipartUpload={"Parts": parts},
             )
 
         try:
             self._calls.ask(self._key, complete)
         except StorageRefused as error:
-            if isinstance(error.__cause__, aws.ClientError) and code_of(error.__cause__) == "NoSuchUpload":
+            if (
+                isinstance(error.__cause__, aws.ClientError)
+                and code_of(error.__cause__) == "NoSuchUpload"
+            ):
                 raise StorageFailed(
-                    f"s3://{self._calls.bucket}/{self._key}: its upload was removed while it ran; keep lifecycle rules for "
+                    f"s3://{self._calls.bucket}/{self._key}: its upload was removed while it ran; "
+                    "keep lifecycle rules for "
                     "unfinished uploads at a day or more"
                 ) from error
             raise

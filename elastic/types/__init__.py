@@ -1,8 +1,9 @@
-"""The nouns that all rooms share: events, actions, plans, layouts, profiles. Frozen dataclasses, standard library only.
+"""The nouns that all rooms share: events, actions, plans, layouts, profiles. Frozen dataclasses,
+standard library only.
 
-Facts are Events (past tense), orders are Actions; both are plain data that the journal writes and reads back.
-Units stand in the names: `_s` seconds, `_bytes`, `_usd`, `_usd_per_h`. All times `*_at_s` and `deadline_s` are seconds on the
-backend's clock.
+Facts are Events (past tense), orders are Actions; both are plain data that the journal writes and
+reads back. Units stand in the names: `_s` seconds, `_bytes`, `_usd`, `_usd_per_h`. All times
+`*_at_s` and `deadline_s` are seconds on the backend's clock.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ from elastic.types.actions import (
     StoreCopy,
 )  # fmt: skip
 from elastic.types.admission import APART, Admission, Mark, Terms, apart, version_differences, worst
-from elastic.types.agreement import COMPUTES_IN, Losses, agree, coarsest, redone_as_before, repeats, tolerance, with_loss
+from elastic.types.agreement import (
+    COMPUTES_IN,
+    Losses,
+    agree,
+    coarsest,
+    redone_as_before,
+    repeats,
+    tolerance,
+    with_loss,
+)
 from elastic.types.events import (
     CopyDamaged,
     CopyFailed,
@@ -129,20 +139,24 @@ from elastic.types.typed_job import (
 )
 
 __all__ = [
-    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "BlockNormRule", "Box", "COMPUTES_IN", "Cause",
-    "Copy", "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "CopyVerified", "DTYPE_BYTES", "DataKeys",
-    "Decided", "Decision", "DeviceNoted", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted",
-    "DropGroups", "EnterPlan", "Evaluated", "Event", "FailureKind", "FormGroups", "GradNormRule", "GroupRan", "GroupsFormed",
-    "GroupsMade", "GuardRule", "GuardRules", "GuardTripped", "HardwareProfile", "Holding", "InstancesSeen", "Job",
-    "LAYOUT_OPTIONS", "Layout", "LossSpikeRule", "Losses", "LrCurve", "Mark", "MarketType", "Matmul", "ModelProfile", "Move",
-    "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseMeasure", "NoiseSeen",
-    "NotFiniteRule", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "PinningFailed", "Plan",
-    "PlanEntered", "PlanFailed", "PlansFound", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce",
-    "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume",
-    "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone",
-    "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId",
-    "WrongNumbers", "agree", "apart", "coarsest", "is_auto", "named_after_auto", "names_of", "parse_layout",
-    "redone_as_before", "repeats", "tolerance", "version_differences", "with_loss", "worst",
+    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "BlockNormRule", "Box",
+    "COMPUTES_IN", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved",
+    "CopyStored", "CopyVerified", "DTYPE_BYTES", "DataKeys", "Decided", "Decision", "DeviceNoted",
+    "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "DropGroups",
+    "EnterPlan", "Evaluated", "Event", "FailureKind", "FormGroups", "GradNormRule", "GroupRan",
+    "GroupsFormed", "GroupsMade", "GuardRule", "GuardRules", "GuardTripped", "HardwareProfile",
+    "Holding", "InstancesSeen", "Job", "LAYOUT_OPTIONS", "Layout", "LossSpikeRule", "Losses",
+    "LrCurve", "Mark", "MarketType", "Matmul", "ModelProfile", "Move", "Node", "NodeLost",
+    "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseMeasure",
+    "NoiseSeen", "NotFiniteRule", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec",
+    "Outcome", "PinningFailed", "Plan", "PlanEntered", "PlanFailed", "PlansFound", "Pool",
+    "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed",
+    "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume",
+    "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent",
+    "Source", "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec", "Terms",
+    "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "coarsest", "is_auto",
+    "named_after_auto", "names_of", "parse_layout", "redone_as_before", "repeats", "tolerance",
+    "version_differences", "with_loss", "worst",
 ]  # fmt: skip
 
 

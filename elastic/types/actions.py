@@ -38,9 +38,10 @@ class Quarantine(Action):
 
 @dataclass(frozen=True)
 class Prepare(Action):
-    """Start the workers of a node (or replace those that are gone), let them look whether the node may take part, import the
-    program and rehearse what may come: the first before they count as prepared, the others while they are idle. `gpu_bytes`:
-    what the job needs at least of each worker's GPU, `host_bytes`: of the node's host memory; 0 = not known."""
+    """Start the workers of a node (or replace those that are gone), let them look whether the node
+    may take part, import the program and rehearse what may come: the first before they count as
+    prepared, the others while they are idle. `gpu_bytes`: what the job needs at least of each
+    worker's GPU, `host_bytes`: of the node's host memory; 0 = not known."""
 
     node_id: str
     rehearse: tuple[Rehearsal, ...] = ()
@@ -50,31 +51,34 @@ class Prepare(Action):
 
 @dataclass(frozen=True)
 class EnterPlan(Action):
-    """Every worker named in the plan or in its `resume.holdings` enters the generation; a running one stops at the next
-    step boundary by itself. Workers that are only holders send their boxes and leave."""
+    """Every worker named in the plan or in its `resume.holdings` enters the generation; a running
+    one stops at the next step boundary by itself. Workers that are only holders send their boxes
+    and leave."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
 class FormGroups(Action):
-    """The workers that will take part in the generation make its process groups, while the one before trains on ->
-    GroupsFormed. EnterPlan uses them where they are for its generation, layout and workers; else it makes them anew."""
+    """The workers that will take part in the generation make its process groups, while the one
+    before trains on -> GroupsFormed. EnterPlan uses them where they are for its generation, layout
+    and workers; else it makes them anew."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
 class DropGroups(Action):
-    """The process groups that FormGroups has asked for, of generations up to this one, are taken down."""
+    """The process groups that FormGroups has asked for, of generations up to this one, are taken
+    down."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class SetShares(Action):
-    """Other numbers of samples per data-parallel rank for a generation that runs on, from a step after `from_step` on that all
-    ranks agree on -> SharesSet."""
+    """Other numbers of samples per data-parallel rank for a generation that runs on, from a step
+    after `from_step` on that all ranks agree on -> SharesSet."""
 
     generation: int
     samples: tuple[int, ...]
@@ -91,7 +95,8 @@ class Quiesce(Action):
 
 @dataclass(frozen=True)
 class Abort(Action):
-    """Abort every generation up to this one; `kill` names workers that do not answer and must be ended first."""
+    """Abort every generation up to this one; `kill` names workers that do not answer and must be
+    ended first."""
 
     generation: int
     kill: tuple[WorkerId, ...] = ()
@@ -122,7 +127,8 @@ class SetCadence(Action):
 
 @dataclass(frozen=True)
 class RollForward(Action):
-    """Workers that hold the gradients of `step` and missed its commit apply it: `commit` is what a survivor got."""
+    """Workers that hold the gradients of `step` and missed its commit apply it: `commit` is what a
+    survivor got."""
 
     generation: int
     step: int
@@ -139,7 +145,8 @@ class Stop(Action):
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now, why (a sentence for a person, with numbers), and when to look again without an event."""
+    """What to do now, why (a sentence for a person, with numbers), and when to look again without
+    an event."""
 
     actions: tuple[Action, ...] = ()
     reason: str = ""

@@ -17,13 +17,15 @@ class Event:
 
 @dataclass(frozen=True)
 class DriverStarted(Event):
-    """All that the policy and a replay need: the job and the pools as plain data, the model and hardware profiles.
+    """All that the policy and a replay need: the job and the pools as plain data, the model and
+    hardware profiles.
 
     `attached`: a driver was here before; its journal has been folded and its workers may still run.
-    `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are missing before this one, in one
-    sentence; '' = none. `paid_until_s`: until when nodes of the driver before may have been paid for, whatever this one's clock
-    says; None = until it attached, or no longer than that driver lived. `forms_ahead`: groups of an announced change are made
-    while the generation before it trains.
+    `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are
+    missing before this one, in one sentence; '' = none. `paid_until_s`: until when nodes of the
+    driver before may have been paid for, whatever this one's clock says; None = until it attached,
+    or no longer than that driver lived. `forms_ahead`: groups of an announced change are made while
+    the generation before it trains.
     """
 
     run: str
@@ -46,10 +48,11 @@ class NodeReady(Event):
 
 @dataclass(frozen=True)
 class NodePrepared(Event):
-    """All workers of the node have imported the program and wait for a plan. `pids` are their process ids, `n_samples` is the
-    length of the dataset that they have opened (0 = not told); `sample`: what one sample asks of the model, None = it could not
-    be found out; `admission`: what was found when it was admitted, None = nobody looked. `pinned_rounded`: its torch rounds
-    pinned host buffers up to a power of two bytes."""
+    """All workers of the node have imported the program and wait for a plan. `pids` are their
+    process ids, `n_samples` is the length of the dataset that they have opened (0 = not told);
+    `sample`: what one sample asks of the model, None = it could not be found out; `admission`: what
+    was found when it was admitted, None = nobody looked. `pinned_rounded`: its torch rounds pinned
+    host buffers up to a power of two bytes."""
 
     node_id: str
     pids: tuple[int, ...] = ()
@@ -61,9 +64,9 @@ class NodePrepared(Event):
 
 @dataclass(frozen=True)
 class NodeRefused(Event):
-    """The node was looked at when it started and may not take part: `reason` says why, in one line. It is still paid for.
-    `may_pass`: it lacks memory that a process which is gone may still hold. `neighbors`: the nodes that it did not reach, where
-    that is why."""
+    """The node was looked at when it started and may not take part: `reason` says why, in one line.
+    It is still paid for. `may_pass`: it lacks memory that a process which is gone may still hold.
+    `neighbors`: the nodes that it did not reach, where that is why."""
 
     node_id: str
     reason: str
@@ -88,8 +91,9 @@ class NoticeWithdrawn(Event):
 
 @dataclass(frozen=True)
 class NodeWarned(Event):
-    """The cloud says something of the node that is no notice: it stays, and no deadline is known. `risk`: a reclaim has become
-    more likely (AWS's rebalance recommendation), which may count for its pool's hazard; else it will stall a moment."""
+    """The cloud says something of the node that is no notice: it stays, and no deadline is known.
+    `risk`: a reclaim has become more likely (AWS's rebalance recommendation), which may count for
+    its pool's hazard; else it will stall a moment."""
 
     node_id: str
     what: str
@@ -98,7 +102,8 @@ class NodeWarned(Event):
 
 @dataclass(frozen=True)
 class NodeLost(Event):
-    """The node and all its workers are gone. `cause`: why it is believed so ('released' = released by us)."""
+    """The node and all its workers are gone. `cause`: why it is believed so ('released' = released
+    by us)."""
 
     node_id: str
     cause: str = ""
@@ -106,8 +111,8 @@ class NodeLost(Event):
 
 @dataclass(frozen=True)
 class InstancesSeen(Event):
-    """Machines of the pool that the run pays for and that are none of its nodes: `starting` have been launched for it and have
-    not joined, `leaving` were released and have not ended."""
+    """Machines of the pool that the run pays for and that are none of its nodes: `starting` have
+    been launched for it and have not joined, `leaving` were released and have not ended."""
 
     pool: str
     starting: int = 0
@@ -127,16 +132,19 @@ class PlanEntered(Event):
 
     generation: int
     step: int
-    phases_s: dict[str, float] = field(default_factory=dict)  # groups, build, transfer of rank 0, waiting for others included
+    # groups, build, transfer of rank 0, waiting for others included
+    phases_s: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
     peak_bytes: int = 0
-    left_at_s: float | None = None  # when the old generation finished its last step (backend's clock)
+    # when the old generation finished its last step (backend's clock)
+    left_at_s: float | None = None
 
 
 @dataclass(frozen=True)
 class GroupsMade(Event):
-    """A participant of a generation that may come has its process groups, or could not make them (`error`). `port`: of the
-    store at which it met the others. Goes from worker to backend, which tells the policy GroupsFormed."""
+    """A participant of a generation that may come has its process groups, or could not make them
+    (`error`). `port`: of the store at which it met the others. Goes from worker to backend, which
+    tells the policy GroupsFormed."""
 
     generation: int
     port: int
@@ -147,8 +155,8 @@ class GroupsMade(Event):
 
 @dataclass(frozen=True)
 class GroupsFormed(Event):
-    """The process groups that FormGroups has asked for are made on all participants, the last one `seconds` after it began; or
-    they are not, and `error` says why."""
+    """The process groups that FormGroups has asked for are made on all participants, the last one
+    `seconds` after it began; or they are not, and `error` says why."""
 
     generation: int
     seconds: float = 0.0
@@ -178,15 +186,20 @@ class StepDone(Event):
     copy_s: float = 0.0
     grad_norm: float = 0.0
     digest: str = ""  # of the sample ids of this step
-    skipped: bool = False  # its samples are used up, its update was left out: a guard, or a gradient that overflowed float16
-    imbalance: float = 0.0  # tokens per sample of the rank that had the most, over the mean of the step; 0 = not known
-    pad_share: float = 0.0  # of the places of all its micro-batches, those that were filled up; 0 = none, or not known
+    # its samples are used up, its update was left out: a guard, or a gradient that overflowed
+    # float16
+    skipped: bool = False
+    # tokens per sample of the rank that had the most, over the mean of the step; 0 = not known
+    imbalance: float = 0.0
+    # of the places of all its micro-batches, those that were filled up; 0 = none, or not known
+    pad_share: float = 0.0
 
 
 @dataclass(frozen=True)
 class NoiseSeen(Event):
-    """Unbiased estimates out of `step`: the trace of the covariance of one sample's gradient, and the square norm of the true
-    gradient. The ratio of their means over many steps is the gradient noise scale, in samples."""
+    """Unbiased estimates out of `step`: the trace of the covariance of one sample's gradient, and
+    the square norm of the true gradient. The ratio of their means over many steps is the gradient
+    noise scale, in samples."""
 
     generation: int
     step: int
@@ -196,8 +209,9 @@ class NoiseSeen(Event):
 
 @dataclass(frozen=True)
 class GuardTripped(Event):
-    """A guard of the job has tripped at `step`, and all ranks do the same about it. `rank`: where it went bad first, -1 = that
-    cannot be told; `samples`: what that rank (or, at -1, every rank) trained on; () where they have no ids (a stream)."""
+    """A guard of the job has tripped at `step`, and all ranks do the same about it. `rank`: where
+    it went bad first, -1 = that cannot be told; `samples`: what that rank (or, at -1, every rank)
+    trained on; () where they have no ids (a stream)."""
 
     generation: int
     step: int
@@ -211,7 +225,8 @@ class GuardTripped(Event):
 
 @dataclass(frozen=True)
 class GroupRan(Event):
-    """A generation that does not say what its steps are (a script that is restarted) ran until now."""
+    """A generation that does not say what its steps are (a script that is restarted) ran until
+    now."""
 
     generation: int
 
@@ -228,9 +243,10 @@ class Evaluated(Event):
 
 @dataclass(frozen=True)
 class Probed(Event):
-    """`loss`: of the run's probe sample (one fixed sample, evaluation mode, forward pass only), per token, after `step` steps
-    in the layout of that generation. Told where a generation has entered, before its first step, and where it has stopped at a
-    boundary. `expected`: the same at that step in the layout before; None = nobody knew. `seconds`: that it took."""
+    """`loss`: of the run's probe sample (one fixed sample, evaluation mode, forward pass only), per
+    token, after `step` steps in the layout of that generation. Told where a generation has entered,
+    before its first step, and where it has stopped at a boundary. `expected`: the same at that step
+    in the layout before; None = nobody knew. `seconds`: that it took."""
 
     generation: int
     step: int
@@ -243,8 +259,9 @@ class Probed(Event):
 class CopyStored(Event):
     """A whole copy is acknowledged (peer: by every partner; durable: its commit marker is written).
 
-    `seconds`: from its boundary until it was stored at both ends. `stall_s`: the steps waited for it. `slowed_s`: the steps
-    that ran meanwhile took so much longer in all; 0 = no difference could be told.
+    `seconds`: from its boundary until it was stored at both ends. `stall_s`: the steps waited for
+    it. `slowed_s`: the steps that ran meanwhile took so much longer in all; 0 = no difference could
+    be told.
     """
 
     copy: Copy
@@ -264,8 +281,8 @@ class CopyFailed(Event):
 
 @dataclass(frozen=True)
 class CopyDamaged(Event):
-    """A checkpoint could not be read, or was found wrong when it was read back: `reason` names the file. Nothing resumes
-    from it; the files stay."""
+    """A checkpoint could not be read, or was found wrong when it was read back: `reason` names the
+    file. Nothing resumes from it; the files stay."""
 
     uri: str
     reason: str
@@ -273,7 +290,8 @@ class CopyDamaged(Event):
 
 @dataclass(frozen=True)
 class CopyVerified(Event):
-    """Every byte of a checkpoint was read back from storage, in `seconds`, and is what its digests say."""
+    """Every byte of a checkpoint was read back from storage, in `seconds`, and is what its digests
+    say."""
 
     uri: str
     n_bytes: int = 0
@@ -291,13 +309,15 @@ class CopyRemoved(Event):
 class WorkerFailed(Event):
     """A worker raised or its process is gone. The process lives unless `kind` is 'process'.
 
-    collective: a peer went away. program: the user's code raised. out_of_memory: with `measured_bytes`. not_finite: the loss or
-    the gradients of `step` are no numbers. guard: another guard has tripped at `step`. In both cases the step was not applied,
-    every rank says the same, and `do` is what the job's guard wants: rollback or stop. layout: the generation has entered, and
-    its layout computes another function than the one before (see Probed); every rank says the same, and no step was made.
-    device: its GPU cannot be used any more (a sticky CUDA error, or a critical Xid), in `step` (0 = in no step); the process
-    still serves what it has in host memory. program with `do` = retry: a device-side assert in `step`, after which the process
-    cannot use its GPU either.
+    collective: a peer went away. program: the user's code raised. out_of_memory: with
+    `measured_bytes`. not_finite: the loss or the gradients of `step` are no numbers. guard: another
+    guard has tripped at `step`. In both cases the step was not applied, every rank says the same,
+    and `do` is what the job's guard wants: rollback or stop. layout: the generation has entered,
+    and its layout computes another function than the one before (see Probed); every rank says the
+    same, and no step was made. device: its GPU cannot be used any more (a sticky CUDA error, or a
+    critical Xid), in `step` (0 = in no step); the process still serves what it has in host memory.
+    program with `do` = retry: a device-side assert in `step`, after which the process cannot use
+    its GPU either.
     """
 
     worker: WorkerId
@@ -312,10 +332,12 @@ class WorkerFailed(Event):
 
 @dataclass(frozen=True)
 class Quiesced(Event):
-    """A worker has left its generation and is idle; `holdings` is all that it can still give to others.
+    """A worker has left its generation and is idle; `holdings` is all that it can still give to
+    others.
 
-    `commit`: what its last commit all-reduce gave it (that of step `step`). `pending_step`: it holds the reduced gradients of
-    this step, but the commit broke before it had the result; -1 = none.
+    `commit`: what its last commit all-reduce gave it (that of step `step`). `pending_step`: it
+    holds the reduced gradients of this step, but the commit broke before it had the result; -1 =
+    none.
     """
 
     worker: WorkerId
@@ -328,7 +350,8 @@ class Quiesced(Event):
 
 @dataclass(frozen=True)
 class Silent(Event):
-    """The worker has not answered for `silent_s`, its bound for `phase` is passed, and no peer progresses."""
+    """The worker has not answered for `silent_s`, its bound for `phase` is passed, and no peer
+    progresses."""
 
     worker: WorkerId
     generation: int
@@ -339,8 +362,8 @@ class Silent(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """A worker makes progress with what has no steps (preparing, evaluating, finishing); told once a minute, by one worker of
-    the node or of the generation (0 = none)."""
+    """A worker makes progress with what has no steps (preparing, evaluating, finishing); told once
+    a minute, by one worker of the node or of the generation (0 = none)."""
 
     worker: WorkerId
     generation: int
@@ -358,7 +381,8 @@ class DigestChecked(Event):
 
 @dataclass(frozen=True)
 class ShardStored(Event):
-    """A rank has written its part of a checkpoint. Goes from worker to backend, which tells the policy CopyStored."""
+    """A rank has written its part of a checkpoint. Goes from worker to backend, which tells the
+    policy CopyStored."""
 
     generation: int
     step: int
@@ -371,8 +395,9 @@ class ShardStored(Event):
 
 @dataclass(frozen=True)
 class DigestPart(Event):
-    """One participant's sums (mod 2**64) over the elements that it owned before and owns after a transition. Goes from
-    worker to backend, which adds them up and tells the policy DigestChecked. None = it owned nothing on that side."""
+    """One participant's sums (mod 2**64) over the elements that it owned before and owns after a
+    transition. Goes from worker to backend, which adds them up and tells the policy DigestChecked.
+    None = it owned nothing on that side."""
 
     generation: int
     participant: int
@@ -384,11 +409,12 @@ class DigestPart(Event):
 
 @dataclass(frozen=True)
 class RanksTimed(Event):
-    """How fast each rank of the plan computes by itself, waiting for others left out: `unit_s` are seconds per unit of work on
-    one GPU, the median over the `n_steps` steps up to `step`; a unit is the forward pass of one sample through one block (of
-    one sample through the model, where it has no blocks). `spread`: the median deviation from it over the same steps, relative.
-    `data_s`: what the rank has waited for its batches, seconds per step. 0 = it has done no such work. Told by rank 0: soon
-    where the numbers have changed, else rarely."""
+    """How fast each rank of the plan computes by itself, waiting for others left out: `unit_s` are
+    seconds per unit of work on one GPU, the median over the `n_steps` steps up to `step`; a unit is
+    the forward pass of one sample through one block (of one sample through the model, where it has
+    no blocks). `spread`: the median deviation from it over the same steps, relative. `data_s`: what
+    the rank has waited for its batches, seconds per step. 0 = it has done no such work. Told by
+    rank 0: soon where the numbers have changed, else rarely."""
 
     generation: int
     step: int
@@ -400,7 +426,8 @@ class RanksTimed(Event):
 
 @dataclass(frozen=True)
 class SharesSet(Event):
-    """The generation continues with other numbers of samples per data-parallel rank, from the step after `from_step` on."""
+    """The generation continues with other numbers of samples per data-parallel rank, from the step
+    after `from_step` on."""
 
     generation: int
     samples: tuple[int, ...]
@@ -417,8 +444,9 @@ class NumbersChecked(Event):
 
 @dataclass(frozen=True)
 class WrongNumbers(Event):
-    """Ranks that must have equal results have not, since `step` or some time before it; after `good_step` steps they still had.
-    `workers`: those that differ from the majority; where there is none, all that may be wrong."""
+    """Ranks that must have equal results have not, since `step` or some time before it; after
+    `good_step` steps they still had. `workers`: those that differ from the majority; where there is
+    none, all that may be wrong."""
 
     generation: int
     step: int
@@ -429,8 +457,8 @@ class WrongNumbers(Event):
 
 @dataclass(frozen=True)
 class DeviceNoted(Event):
-    """What the worker's GPU says of itself that may explain why it is slow (clocks lowered, temperature, errors of a link or of
-    memory); '' = nothing any more."""
+    """What the worker's GPU says of itself that may explain why it is slow (clocks lowered,
+    temperature, errors of a link or of memory); '' = nothing any more."""
 
     worker: WorkerId
     note: str
@@ -438,8 +466,9 @@ class DeviceNoted(Event):
 
 @dataclass(frozen=True)
 class PinningFailed(Event):
-    """The worker could not have pinned host memory (told once in its life): its host copies are in pageable memory from now on,
-    and go to and from the GPU more slowly. `reason`: what was asked for, what the system said."""
+    """The worker could not have pinned host memory (told once in its life): its host copies are in
+    pageable memory from now on, and go to and from the GPU more slowly. `reason`: what was asked
+    for, what the system said."""
 
     worker: WorkerId
     reason: str
@@ -447,7 +476,8 @@ class PinningFailed(Event):
 
 @dataclass(frozen=True)
 class PriceSeen(Event):
-    """`score`: AWS's placement score of a spot pool's zone, 1 to 10: how likely its nodes are to be had; 0 = not known."""
+    """`score`: AWS's placement score of a spot pool's zone, 1 to 10: how likely its nodes are to be
+    had; 0 = not known."""
 
     pool: str
     usd_per_node_h: float
@@ -456,8 +486,8 @@ class PriceSeen(Event):
 
 @dataclass(frozen=True)
 class StorageSeen(Event):
-    """The run's storage has taken no word of the driver (no sign of life, or no journal line) since `since_s`, for the reason
-    `what`; or `answers` again, after that time."""
+    """The run's storage has taken no word of the driver (no sign of life, or no journal line) since
+    `since_s`, for the reason `what`; or `answers` again, after that time."""
 
     answers: bool
     what: str
@@ -466,8 +496,9 @@ class StorageSeen(Event):
 
 @dataclass(frozen=True)
 class PlansFound(Event):
-    """An attached driver has learned from the workers which plans they were given last, the newest last: the driver before it
-    gave these orders while storage was away, and no line tells of them."""
+    """An attached driver has learned from the workers which plans they were given last, the newest
+    last: the driver before it gave these orders while storage was away, and no line tells of
+    them."""
 
     plans: tuple[Plan, ...]
 
@@ -481,6 +512,7 @@ class StopAsked(Event):
 
 @dataclass(frozen=True)
 class DrillAsked(Event):
-    """A drill was carried out (kill, hang ...) or asks for something (add). `drill` as in the drill file."""
+    """A drill was carried out (kill, hang ...) or asks for something (add). `drill` as in the drill
+    file."""
 
     drill: dict[str, Any]

@@ -1,7 +1,7 @@
 """Layout -> rank grid, coordinates, rank lists per axis. Integers only.
 
-Rank order is that of torchtitan's meshes: pp is the outermost axis, then dp_replicate, dp_shard, cp, tp innermost, so that
-neighboring ranks (one node) share a tp group.
+Rank order is that of torchtitan's meshes: pp is the outermost axis, then dp_replicate, dp_shard,
+cp, tp innermost, so that neighboring ranks (one node) share a tp group.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def axes_of(layout: Layout) -> frozenset[str]:
 
 
 def axis_groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
-    """Rank lists of the groups that vary along `axes` and agree on all other axes, in order of their first rank."""
+    """Rank lists of the groups that vary along `axes` and agree on all other axes, in order of
+    their first rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
         at = coordinates(layout, rank)
@@ -70,7 +71,8 @@ def axis_groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def stage_ranks(layout: Layout, pp: int) -> list[int]:
-    """Ranks at one place of the pp axis, in order: a grid [dp_replicate, dp_shard x cp, tp] when reshaped."""
+    """Ranks at one place of the pp axis, in order: a grid [dp_replicate, dp_shard x cp, tp] when
+    reshaped."""
     size = layout.world_size // layout.pp
     return list(range(pp * size, (pp + 1) * size))
 
@@ -81,15 +83,19 @@ def stages_at(layout: Layout, pp: int) -> range:
 
 
 def fills_rounds(layout: Layout, n_microbatches: int) -> bool:
-    """interleaved1f1b sends microbatches through the stages of a rank in rounds of about pp: are the rounds of equal size?"""
+    """interleaved1f1b sends microbatches through the stages of a rank in rounds of about pp: are
+    the rounds of equal size?"""
     interleaved = layout.n_stages > layout.pp
     return not interleaved or n_microbatches % max(1, n_microbatches // layout.pp) == 0
 
 
-def each_microbatches(layout: Layout, samples: Sequence[int], n_microbatches: int) -> tuple[int, ...]:
-    """Microbatches per step of every data-parallel rank. Where shares are unequal and the layout gives microbatches a size, a
-    replica with more samples has more of them and one with fewer has fewer, so that none is larger; else all have
-    `n_microbatches`. Shards of a replica need equally many; pipeline stages need them of one size, and no fewer than that."""
+def each_microbatches(
+    layout: Layout, samples: Sequence[int], n_microbatches: int
+) -> tuple[int, ...]:
+    """Microbatches per step of every data-parallel rank. Where shares are unequal and the layout
+    gives microbatches a size, a replica with more samples has more of them and one with fewer has
+    fewer, so that none is larger; else all have `n_microbatches`. Shards of a replica need equally
+    many; pipeline stages need them of one size, and no fewer than that."""
     most, shard = layout.microbatch_size, layout.dp_shard
     if not most or layout.dp_replicate == 1 or max(samples) - min(samples) <= n_microbatches:
         return (n_microbatches,) * layout.dp
@@ -100,7 +106,14 @@ def each_microbatches(layout: Layout, samples: Sequence[int], n_microbatches: in
             n = max(1, min(-(-max(mine) // most), min(mine)))  # none without a sample
         else:
             rows = [size // n_microbatches for size in mine]
-            more = next((k for k in range(1, max(rows) + 1) if not any(n % k for n in rows) and max(rows) // k <= most), 1)
+            more = next(
+                (
+                    k
+                    for k in range(1, max(rows) + 1)
+                    if not any(n % k for n in rows) and max(rows) // k <= most
+                ),
+                1,
+            )
             n = n_microbatches * (more if fills_rounds(layout, n_microbatches * more) else 1)
         found += [n] * shard
     return tuple(found)
@@ -119,8 +132,9 @@ def stage_blocks(layers: tuple[int, ...], stage: int) -> range:
 
 
 def control_tree(n: int) -> list[list[tuple[int, ...]]]:
-    """The groups in which numbers of n ranks are added up, by levels, the lowest first: rows of ROW neighbors, then rows of
-    these rows' first ranks, until MESH_MOST are left, which are one row. The last row of a level may be shorter."""
+    """The groups in which numbers of n ranks are added up, by levels, the lowest first: rows of ROW
+    neighbors, then rows of these rows' first ranks, until MESH_MOST are left, which are one row.
+    The last row of a level may be shorter."""
     ranks, levels = list(range(n)), []
     while len(ranks) > MESH_MOST:
         levels.append([tuple(ranks[at : at + ROW]) for at in range(0, len(ranks), ROW)])

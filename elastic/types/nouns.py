@@ -13,13 +13,24 @@ MarketType = Literal["spot", "on-demand", "reserved", "owned"]
 NodeStatus = Literal["pending", "ready", "prepared", "draining", "quarantined", "lost"]
 CopyKind = Literal["live", "peer", "durable"]
 Source = Literal["fresh", "live", "peer", "durable"]
-Cause = Literal["start", "notice", "loss", "growth", "release", "rebalance", "infeasible", "rollback"]
+Cause = Literal[
+    "start", "notice", "loss", "growth", "release", "rebalance", "infeasible", "rollback"
+]
 FailureKind = Literal[
-    "collective", "process", "program", "out_of_memory", "infrastructure", "not_finite", "guard", "layout", "device"
+    "collective",
+    "process",
+    "program",
+    "out_of_memory",
+    "infrastructure",
+    "not_finite",
+    "guard",
+    "layout",
+    "device",
 ]
 Outcome = Literal["succeeded", "failed", "stopped"]
 
-# --------------------------------------------------------------------------------------------- pools and nodes
+# ---------------------------------------------------------------------------------------------
+# pools and nodes
 
 
 @dataclass(frozen=True)
@@ -48,8 +59,11 @@ class Pool:
 
     @property
     def paid(self) -> bool:
-        """Do its nodes cost money? It has a price, or a cloud sells them at one that is not known."""
-        return self.usd_per_node_h > 0 or (self.market_type != "owned" and bool(self.cloud or self.instance_type))
+        """Do its nodes cost money? It has a price, or a cloud sells them at one that is not
+        known."""
+        return self.usd_per_node_h > 0 or (
+            self.market_type != "owned" and bool(self.cloud or self.instance_type)
+        )
 
 
 @dataclass(frozen=True)
@@ -75,12 +89,14 @@ class WorkerId:
         return f"{self.node_id}/{self.local_rank}"
 
 
-# --------------------------------------------------------------------------------------------- layout
+# ---------------------------------------------------------------------------------------------
+# layout
 
 
 AUTO = "auto"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# what a layout may say besides its axes, and what it may be; a job says the same for all of its layouts by keys of these names
+# what a layout may say besides its axes, and what it may be; a job says the same for all of its
+# layouts by keys of these names
 SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b")
 LAYOUT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "microbatch_size": (),  # any whole number
@@ -94,7 +110,8 @@ LAYOUT_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks are arranged; axis names as torchtitan uses them. Rank order: pp outermost, tp innermost."""
+    """How the ranks are arranged; axis names as torchtitan uses them. Rank order: pp outermost, tp
+    innermost."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -121,27 +138,40 @@ class Layout:
     @property
     def n_stages(self) -> int:
         """Pipeline stages; rank p of the pp axis has the stages p, p + pp, p + 2 pp ... of them."""
-        return self.pp * (self.virtual_stages or 2) if self.pp > 1 and self.schedule == "interleaved1f1b" else self.pp
+        return (
+            self.pp * (self.virtual_stages or 2)
+            if self.pp > 1 and self.schedule == "interleaved1f1b"
+            else self.pp
+        )
 
     def __str__(self) -> str:
-        parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1] or ["dp_shard=1"]
+        parts = [
+            f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1
+        ] or ["dp_shard=1"]
         plain = Layout()
-        parts += [f"{name}={_word(value)}" for name in LAYOUT_OPTIONS if (value := getattr(self, name)) != getattr(plain, name)]
+        parts += [
+            f"{name}={_word(value)}"
+            for name in LAYOUT_OPTIONS
+            if (value := getattr(self, name)) != getattr(plain, name)
+        ]
         return ",".join(parts)
 
 
 def parse_layout(text: str, options: Mapping[str, Any] | None = None) -> Layout:
-    """`'dp_shard=8,tp=4'` -> Layout, with these options where it leaves them out. Raises SpecError naming what is wrong."""
+    """`'dp_shard=8,tp=4'` -> Layout, with these options where it leaves them out. Raises SpecError
+    naming what is wrong."""
     return Layout(**({**(options or {})} | _named(text)))
 
 
 def is_auto(wanted: Any) -> bool:
-    """Is a job's `layout` left to the planner, wholly (`auto`) or but for what it names (`auto,tp=2`)?"""
+    """Is a job's `layout` left to the planner, wholly (`auto`) or but for what it names
+    (`auto,tp=2`)?"""
     return not isinstance(wanted, Mapping) and str(wanted or AUTO).partition(",")[0].strip() == AUTO
 
 
 def named_after_auto(wanted: Any) -> dict[str, Any]:
-    """Axes and options that a job's `layout` names after `auto`. Raises SpecError as `parse_layout`."""
+    """Axes and options that a job's `layout` names after `auto`. Raises SpecError as
+    `parse_layout`."""
     text = str(wanted).partition(",")[2].strip() if is_auto(wanted) else ""
     return _named(text) if text else {}
 
@@ -155,11 +185,15 @@ def _named(text: str) -> dict[str, Any]:
         if choices := LAYOUT_OPTIONS.get(name):
             words = {_word(choice): choice for choice in choices}
             if value not in words:
-                raise SpecError(f"layout '{text}': {name} must be {' or '.join(words)}, not '{value}'")
+                raise SpecError(
+                    f"layout '{text}': {name} must be {' or '.join(words)}, not '{value}'"
+                )
             values[name] = words[value]
             continue
         if not value.isdigit() or (int(value) < 1):
-            raise SpecError(f"layout '{text}': {name} must be a whole number of at least 1, not '{value}'")
+            raise SpecError(
+                f"layout '{text}': {name} must be a whole number of at least 1, not '{value}'"
+            )
         values[name] = int(value)
     return values
 
@@ -170,7 +204,8 @@ def _word(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Holding:
-    """`worker` holds the boxes of rank `rank` of generation `generation` as they were after `step` optimizer steps."""
+    """`worker` holds the boxes of rank `rank` of generation `generation` as they were after `step`
+    optimizer steps."""
 
     worker: WorkerId
     generation: int
@@ -183,9 +218,10 @@ class Holding:
 class Resume:
     """Where a new generation takes its state from.
 
-    fresh: initialize. live: from the running generation, at the boundary where it stops (`step` and `holdings` are then
-    not known beforehand: `holdings` names every rank of the old generation with step -1). peer: from `holdings`, all of
-    `step`. durable: from `uri`. `generation`, `layout`, `layers` say how the source is cut (live and peer).
+    fresh: initialize. live: from the running generation, at the boundary where it stops (`step` and
+    `holdings` are then not known beforehand: `holdings` names every rank of the old generation with
+    step -1). peer: from `holdings`, all of `step`. durable: from `uri`. `generation`, `layout`,
+    `layers` say how the source is cut (live and peer).
     """
 
     source: Source = "fresh"
@@ -201,9 +237,10 @@ class Resume:
 class Move:
     """What taking over the state costs, stated before it starts.
 
-    via: `device` = the old tensors stay where they are until everyone has its new ones; `host` = they are copied to host memory
-    first. `links`: (sender's node, receiver's node, bytes), those inside a node included. `peak_bytes`: per GPU, beyond what
-    the model needs anyway (promise 5). `own_bytes` are copied in place.
+    via: `device` = the old tensors stay where they are until everyone has its new ones; `host` =
+    they are copied to host memory first. `links`: (sender's node, receiver's node, bytes), those
+    inside a node included. `peak_bytes`: per GPU, beyond what the model needs anyway (promise 5).
+    `own_bytes` are copied in place.
     """
 
     via: Literal["device", "host"] = "device"
@@ -216,10 +253,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """One generation: who runs what. `ranks[i]` is the worker of rank i; `samples[d]` the samples per step of dp rank d.
+    """One generation: who runs what. `ranks[i]` is the worker of rank i; `samples[d]` the samples
+    per step of dp rank d.
 
-    `copies_to[i]`: the ranks that keep a peer replica of rank i's boxes in host memory; () = nobody does (replicas or
-    checkpoints must do, or there are no peer replicas at all). With `peer_every` > 0 every rank keeps its own boxes too.
+    `copies_to[i]`: the ranks that keep a peer replica of rank i's boxes in host memory; () = nobody
+    does (replicas or checkpoints must do, or there are no peer replicas at all). With `peer_every`
+    > 0 every rank keeps its own boxes too.
     """
 
     generation: int
@@ -232,20 +271,27 @@ class Plan:
     cause: Cause = "start"
     peer_every: int = 0  # optimizer steps between peer replicas, 0 = none
     copies_to: tuple[tuple[int, ...], ...] = ()
-    copy_buffers: int = 2  # host buffers per kept copy; 1 = while a copy is in flight the one before it is gone already
-    copy_bytes_per_s: float = 0.0  # a rank sends its peer replicas at most this fast under the steps, 0 = no limit
+    # host buffers per kept copy; 1 = while a copy is in flight the one before it is gone already
+    copy_buffers: int = 2
+    # a rank sends its peer replicas at most this fast under the steps, 0 = no limit
+    copy_bytes_per_s: float = 0.0
     move: Move | None = None  # None = not predicted
     durable_every: int = 0  # optimizer steps between checkpoints, 0 = only at the end
     predicted_step_time_s: float = 0.0  # measurements taken into account; 0 = nothing is known
-    model_step_s: float = 0.0  # by the cost model alone, before any measurement; 0 = the hardware is not known
+    # by the cost model alone, before any measurement; 0 = the hardware is not known
+    model_step_s: float = 0.0
     memory_bytes: int = 0
     usd_per_h: float = 0.0
-    rolled_back: tuple[tuple[str, int], ...] = ()  # guards and steps that the run was rolled back for
-    unusable: tuple[tuple[str, str], ...] = ()  # axes and layouts that the run has closed for itself, and why
-    probe: float | None = None  # loss of the probe sample at resume.step (see Probed), where the driver knows it
+    # guards and steps that the run was rolled back for
+    rolled_back: tuple[tuple[str, int], ...] = ()
+    # axes and layouts that the run has closed for itself, and why
+    unusable: tuple[tuple[str, str], ...] = ()
+    # loss of the probe sample at resume.step (see Probed), where the driver knows it
+    probe: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its fields alone: what follows from them is made anew where it is needed, and goes to no worker."""
+        """Its fields alone: what follows from them is made anew where it is needed, and goes to no
+        worker."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @cached_property
@@ -272,8 +318,12 @@ class Plan:
 
     @cached_property
     def live(self) -> tuple[Holding, ...]:
-        """What each rank holds of the boundary where it stops, whichever that is going to be (see Resume)."""
-        return tuple(Holding(worker, self.generation, rank, -1, "live") for rank, worker in enumerate(self.ranks))
+        """What each rank holds of the boundary where it stops, whichever that is going to be (see
+        Resume)."""
+        return tuple(
+            Holding(worker, self.generation, rank, -1, "live")
+            for rank, worker in enumerate(self.ranks)
+        )
 
     @cached_property
     def nodes_taking_part(self) -> frozenset[str]:
@@ -282,14 +332,20 @@ class Plan:
 
     @property
     def meeting(self) -> tuple[object, ...]:
-        """What its process groups are made for: groups of one plan serve another whose meeting is the same."""
-        return self.generation, self.layout, self.ranks, frozenset(holding.worker for holding in self.resume.holdings)
+        """What its process groups are made for: groups of one plan serve another whose meeting is
+        the same."""
+        return (
+            self.generation,
+            self.layout,
+            self.ranks,
+            frozenset(holding.worker for holding in self.resume.holdings),
+        )
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A plan that may come, as one node sees it. `ranks[k]`: the rank of its k-th worker, -1 = none; `n_samples`: those of the
-    largest share."""
+    """A plan that may come, as one node sees it. `ranks[k]`: the rank of its k-th worker, -1 =
+    none; `n_samples`: those of the largest share."""
 
     layout: Layout
     layers: tuple[int, ...]
@@ -300,7 +356,8 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Box:
-    """A rank's part of a logical tensor: `sizes[d]` elements from `offsets[d]` on along each dimension d."""
+    """A rank's part of a logical tensor: `sizes[d]` elements from `offsets[d]` on along each
+    dimension d."""
 
     fqn: str
     offsets: tuple[int, ...]
@@ -327,10 +384,12 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Transfer:
-    """A part of a logical tensor that goes from one place to another (own memory when both are the same).
+    """A part of a logical tensor that goes from one place to another (own memory when both are the
+    same).
 
-    `source` and `destination` are participant indices of the transition: 0..n-1 the ranks of the new plan, then the
-    workers that only send. `holding` is the source generation's rank whose boxes are read there.
+    `source` and `destination` are participant indices of the transition: 0..n-1 the ranks of the
+    new plan, then the workers that only send. `holding` is the source generation's rank whose boxes
+    are read there.
     """
 
     fqn: str
@@ -351,8 +410,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Copy:
-    """A whole copy of the training state after `step` optimizer steps. `samples`: the running digest of the sample ids of these
-    steps, as its marker has it; '' = it does not say."""
+    """A whole copy of the training state after `step` optimizer steps. `samples`: the running
+    digest of the sample ids of these steps, as its marker has it; '' = it does not say."""
 
     step: int
     kind: CopyKind

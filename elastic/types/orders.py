@@ -1,4 +1,5 @@
-"""What goes to one worker: an action as it is, and what only the workers are told of it. None of it is written to a journal."""
+"""What goes to one worker: an action as it is, and what only the workers are told of it. None of it
+is written to a journal."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from elastic.types.nouns import Plan, WorkerId
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the participants of a generation meet: the plan's ranks, then workers that only send. `store`: host and port of a
-    TCPStore that listens already; `secret`: by which they know each other, new for each generation ('' = they have none). It
-    goes over Ray and nowhere else."""
+    """Where the participants of a generation meet: the plan's ranks, then workers that only send.
+    `store`: host and port of a TCPStore that listens already; `secret`: by which they know each
+    other, new for each generation ('' = they have none). It goes over Ray and nowhere else."""
 
     participants: tuple[WorkerId, ...]
     store: tuple[str, int]
@@ -23,7 +24,8 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """`rendezvous`: with EnterPlan and FormGroups. `entry`: with Prepare; None = the node is not looked at."""
+    """`rendezvous`: with EnterPlan and FormGroups. `entry`: with Prepare; None = the node is not
+    looked at."""
 
     action: Action
     rendezvous: Rendezvous | None = None
@@ -35,7 +37,8 @@ class WorkerOrder:
 
 @dataclass(frozen=True)
 class WriteShard(Action):
-    """Write another rank's part of a checkpoint -> ShardStored, or CopyFailed where its boxes are not held there."""
+    """Write another rank's part of a checkpoint -> ShardStored, or CopyFailed where its boxes are
+    not held there."""
 
     plan: Plan
     step: int
@@ -44,7 +47,8 @@ class WriteShard(Action):
 
 @dataclass(frozen=True)
 class InjectFault(Action):
-    """A drill: the worker's device is slow, stalls, silently corrupts its results, or fails (see DeviceFaults)."""
+    """A drill: the worker's device is slow, stalls, silently corrupts its results, or fails (see
+    DeviceFaults)."""
 
     fault: str
     factor: float = 1.0
@@ -55,8 +59,8 @@ class InjectFault(Action):
 
 @dataclass(frozen=True)
 class Isolate(Action):
-    """A drill: for so long the worker does not reach its peers, or storage. The connections to its peers break, and a
-    generation that is ordered meanwhile is entered afterwards."""
+    """A drill: for so long the worker does not reach its peers, or storage. The connections to its
+    peers break, and a generation that is ordered meanwhile is entered afterwards."""
 
     for_s: float
     nodes: bool = False

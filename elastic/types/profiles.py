@@ -11,11 +11,12 @@ from elastic.types.nouns import Layout
 class TensorSpec:
     """A logical tensor of the training state.
 
-    `tp_dim`: the dimension that tensor parallelism cuts, None = replicated over tp. `block`: index of the model block that it
-    belongs to, -1 = before the blocks (first stage), n_blocks = after them (last stage), None = on every rank (step, RNG).
-    `tied_to`: fqn of the tensor (named earlier) that it shares its memory with. Only trainable tensors have optimizer state;
-    buffers are never cut. `reread`: no part of the training state; who needs it reads it from the program's weights.
-    `optimizer`: index in ModelProfile.optimizers of the one that trains it.
+    `tp_dim`: the dimension that tensor parallelism cuts, None = replicated over tp. `block`: index
+    of the model block that it belongs to, -1 = before the blocks (first stage), n_blocks = after
+    them (last stage), None = on every rank (step, RNG). `tied_to`: fqn of the tensor (named
+    earlier) that it shares its memory with. Only trainable tensors have optimizer state; buffers
+    are never cut. `reread`: no part of the training state; who needs it reads it from the program's
+    weights. `optimizer`: index in ModelProfile.optimizers of the one that trains it.
     """
 
     fqn: str
@@ -32,8 +33,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What an optimizer keeps for each of its parameters. `entries`: those of the parameter's shape; `scalars`: single numbers;
-    `first`: those that do not begin as 0, and what they begin as; `name`: among several optimizers of a program."""
+    """What an optimizer keeps for each of its parameters. `entries`: those of the parameter's
+    shape; `scalars`: single numbers; `first`: those that do not begin as 0, and what they begin as;
+    `name`: among several optimizers of a program."""
 
     entries: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
@@ -43,9 +45,10 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class Matmul:
-    """Products [rows, k] x [k, n] of one sample's forward pass, `count` of them in a mean block. `cut`: the dimension that tp
-    divides, `n` (colwise), `k` (rowwise) or '' (neither). `experts`: over so many matrices the rows are spread, each rank of ep
-    has its share of them; 0 = one matrix takes all rows."""
+    """Products [rows, k] x [k, n] of one sample's forward pass, `count` of them in a mean block.
+    `cut`: the dimension that tp divides, `n` (colwise), `k` (rowwise) or '' (neither). `experts`:
+    over so many matrices the rows are spread, each rank of ep has its share of them; 0 = one matrix
+    takes all rows."""
 
     rows: int
     k: int
@@ -62,8 +65,9 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Attention:
-    """Scaled dot-product attention of one sample, `count` times in a mean block. `window`: keys that a query sees at most,
-    0 = all (half of them under `causal`). tp divides the heads, cp the queries."""
+    """Scaled dot-product attention of one sample, `count` times in a mean block. `window`: keys
+    that a query sees at most, 0 = all (half of them under `causal`). tp divides the heads, cp the
+    queries."""
 
     queries: int
     keys: int
@@ -76,25 +80,29 @@ class Attention:
 
     @property
     def flop(self) -> float:
-        """Of one of them, forward: queries x keys and their weights x values, masked scores left out."""
+        """Of one of them, forward: queries x keys and their weights x values, masked scores left
+        out."""
         seen = min(self.keys, self.window) if self.window else self.keys / (2 if self.causal else 1)
         return 4.0 * self.queries * seen * self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class SampleProfile:
-    """What one sample asks of a model, found by running it on the meta device in the job's `precision`. Bytes are of one sample
-    on a rank that has the whole model.
+    """What one sample asks of a model, found by running it on the meta device in the job's
+    `precision`. Bytes are of one sample on a rank that has the whole model.
 
-    `sequence`: dim 1 of the model's input, 0 = it has none. `no_cp`: why that cannot be cut over ranks, '' = it can.
-    `sequence_parallel`: between the modules that tp cuts, a rank has a part of the sequence. `loss_parallel`: logits stay cut
-    over tp for the loss. `kept_bytes`: what a block, on average, keeps for its backward pass under each
-    activation_checkpointing. `hidden_bytes`: what a block is called with. `key_value_bytes`: keys and values of a block's
-    attention. `ends_bytes`: what is kept outside of the blocks, with the model's output, its gradient and what the loss keeps.
+    `sequence`: dim 1 of the model's input, 0 = it has none. `no_cp`: why that cannot be cut over
+    ranks, '' = it can. `sequence_parallel`: between the modules that tp cuts, a rank has a part of
+    the sequence. `loss_parallel`: logits stay cut over tp for the loss. `kept_bytes`: what a block,
+    on average, keeps for its backward pass under each activation_checkpointing. `hidden_bytes`:
+    what a block is called with. `key_value_bytes`: keys and values of a block's attention.
+    `ends_bytes`: what is kept outside of the blocks, with the model's output, its gradient and what
+    the loss keeps.
 
-    `matmuls`, `attentions`: of a mean block's forward pass; `ends_matmuls`: outside of the blocks. `moved_bytes`: what all
-    other operations of a mean block read and write in the forward pass, `n_ops` of them; `ends_moved_bytes`: those outside of
-    the blocks, with the loss. `tokens`: what throughput is counted in, 0 = samples.
+    `matmuls`, `attentions`: of a mean block's forward pass; `ends_matmuls`: outside of the blocks.
+    `moved_bytes`: what all other operations of a mean block read and write in the forward pass,
+    `n_ops` of them; `ends_moved_bytes`: those outside of the blocks, with the loss. `tokens`: what
+    throughput is counted in, 0 = samples.
     """
 
     flop: float  # of forward and backward pass, attention included, nothing computed twice
@@ -117,14 +125,17 @@ class SampleProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What the planner knows of a model. `specs` are parameters and buffers, without optimizer state.
+    """What the planner knows of a model. `specs` are parameters and buffers, without optimizer
+    state.
 
-    `no_dp`, `no_tp`, `no_cp`, `no_pp`: why no layout with more than one rank on that axis computes what the whole model does,
-    in one line that names the place and the mend; '' = nothing is known against it. `pipeline` is False where `no_pp` says why,
-    and `tp_limit` is 1 where `no_tp` does. `notes`: what a person should know of the model before it trains, a line each.
-    `draws`: its forward pass draws random numbers in training, so that a step that is done again may differ. `computes_in`: the
-    type of fewest bits that its forward pass makes numbers of, '' = float32. `proven`: axes for which loss and gradients of a
-    small copy were found equal to those of one process.
+    `no_dp`, `no_tp`, `no_cp`, `no_pp`: why no layout with more than one rank on that axis computes
+    what the whole model does, in one line that names the place and the mend; '' = nothing is known
+    against it. `pipeline` is False where `no_pp` says why, and `tp_limit` is 1 where `no_tp` does.
+    `notes`: what a person should know of the model before it trains, a line each. `draws`: its
+    forward pass draws random numbers in training, so that a step that is done again may differ.
+    `computes_in`: the type of fewest bits that its forward pass makes numbers of, '' = float32.
+    `proven`: axes for which loss and gradients of a small copy were found equal to those of one
+    process.
     """
 
     n_blocks: int
@@ -133,15 +144,18 @@ class ModelProfile:
     optimizers: tuple[OptimizerSpec, ...] = ()
     flop_per_token: float = 0.0
     tp_limit: int = 1  # largest tp that the model's plan and shapes allow (1 = no tp plan)
-    extra: tuple[TensorSpec, ...] = ()  # boxes of the program's extra_state, under their names in the training state
+    # boxes of the program's extra_state, under their names in the training state
+    extra: tuple[TensorSpec, ...] = ()
     pipeline: bool = True  # may the blocks be spread over pipeline stages?
     n_expert_params: int = 0  # of n_params, those of experts, which ep divides
-    sample: SampleProfile | None = None  # None = not known (yet): the first node that is prepared tells it
+    # None = not known (yet): the first node that is prepared tells it
+    sample: SampleProfile | None = None
     no_dp: str = ""
     no_tp: str = ""
     no_cp: str = ""
     no_pp: str = ""
-    draws: bool = False  # its forward pass draws random numbers in training, so a step that is done again may differ
+    # its forward pass draws random numbers in training, so a step that is done again may differ
+    draws: bool = False
     computes_in: str = ""
     notes: tuple[str, ...] = ()
     proven: tuple[str, ...] = ()
@@ -153,8 +167,11 @@ class ModelProfile:
         return {axis: why for axis, why in axes.items() if why}
 
     def refusal(self, layout: Layout) -> str:
-        """Why the layout does not compute what the whole model does: `no pp: ...`; '' = nothing is known against it."""
-        found = (f"no {axis}: {why}" for axis, why in self.closed.items() if getattr(layout, axis) > 1)
+        """Why the layout does not compute what the whole model does: `no pp: ...`; '' = nothing is
+        known against it."""
+        found = (
+            f"no {axis}: {why}" for axis, why in self.closed.items() if getattr(layout, axis) > 1
+        )
         return next(found, "")
 
     def kept_of(self, spec: TensorSpec) -> OptimizerSpec:
@@ -166,19 +183,21 @@ class ModelProfile:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """A GPU kind in its nodes. Rates are peaks as the maker prints them, until `elastic profile` has measured; those of links
-    are one direction of one GPU. 0 = not known.
+    """A GPU kind in its nodes. Rates are peaks as the maker prints them, until `elastic profile`
+    has measured; those of links are one direction of one GPU. 0 = not known.
 
-    `flop_per_s`: dense peak by dtype. `reached`: the share of it that a large product reaches. `units`: streaming
-    multiprocessors, over which the tiles of a product are spread. `link_*`: between nodes; `node_*`: inside one;
-    `*_hop_s`: what each step of a collective takes beside its bytes. `launch_s`: of one operation. `measured`: names of the
-    numbers here that were measured. `step_share`: measured step time over the predicted one, 1 = never compared.
+    `flop_per_s`: dense peak by dtype. `reached`: the share of it that a large product reaches.
+    `units`: streaming multiprocessors, over which the tiles of a product are spread. `link_*`:
+    between nodes; `node_*`: inside one; `*_hop_s`: what each step of a collective takes beside its
+    bytes. `launch_s`: of one operation. `measured`: names of the numbers here that were measured.
+    `step_share`: measured step time over the predicted one, 1 = never compared.
 
-    What only `elastic profile` tells, at the sizes of the job that it was given: `products`: (rows, k, n, FLOP/s); `crowded`:
-    (processes that compute at once on a node, FLOP/s of each in the job's products); `crowded_passes`: the same in whole passes
-    of its model, forward and backward; `crowded_bytes`: what each moves in its other operations, `op_bytes_per_s`: what one
-    alone moves. `collectives`: (name, ranks, seconds, seconds per byte of the whole tensor) inside a node; `send` is from one
-    rank to another. `storage_*`: of the job's storage, one process.
+    What only `elastic profile` tells, at the sizes of the job that it was given: `products`: (rows,
+    k, n, FLOP/s); `crowded`: (processes that compute at once on a node, FLOP/s of each in the job's
+    products); `crowded_passes`: the same in whole passes of its model, forward and backward;
+    `crowded_bytes`: what each moves in its other operations, `op_bytes_per_s`: what one alone
+    moves. `collectives`: (name, ranks, seconds, seconds per byte of the whole tensor) inside a
+    node; `send` is from one rank to another. `storage_*`: of the job's storage, one process.
     """
 
     accelerator_type: str = "CPU"
@@ -212,13 +231,16 @@ class HardwareProfile:
         return dict(self.flop_per_s).get(dtype, 0.0) or self.peak_flop_per_s
 
     def share_of(self, processes: int) -> float:
-        """Of what one process alone computes, what each does where so many compute at once on a node: between the numbers that
-        were measured along a line; beyond the largest all share what that many had. 1 where nothing was measured."""
+        """Of what one process alone computes, what each does where so many compute at once on a
+        node: between the numbers that were measured along a line; beyond the largest all share what
+        that many had. 1 where nothing was measured."""
         known = sorted(self.crowded_passes or self.crowded)
         if not known or processes <= known[0][0]:
             return 1.0
         alone, (most, least) = known[0][1], known[-1]
         if processes >= most:
             return least / alone * most / processes
-        (n, more), (m, fewer) = next((a, b) for a, b in zip(known, known[1:]) if a[0] <= processes <= b[0])
+        (n, more), (m, fewer) = next(
+            (a, b) for a, b in zip(known, known[1:]) if a[0] <= processes <= b[0]
+        )
         return (more + (fewer - more) * (processes - n) / (m - n)) / alone

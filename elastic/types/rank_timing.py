@@ -1,5 +1,6 @@
-"""What rank 0 tells of how fast each rank computes: medians over the newest steps, soon where they change or become surer, else
-rarely; and who is slow beside the others. Workers, the simulator, the policy and what people see have the same of it."""
+"""What rank 0 tells of how fast each rank computes: medians over the newest steps, soon where they
+change or become surer, else rarely; and who is slow beside the others. Workers, the simulator, the
+policy and what people see have the same of it."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ CHANGED, DRIFTED = 0.25, 0.05  # relative: at once, and when something has been 
 LEAST_S, MOST_S = 1.0, 30.0  # between two reports
 SURER = 2  # times as many steps since what was told
 
-Row = tuple[tuple[float, ...], tuple[float, ...]]  # seconds per unit, and of waiting for data, of each rank
+# seconds per unit, and of waiting for data, of each rank
+Row = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass
 class RankTimes:
-    """Of one generation. A change of a rank by more than CHANGED over RECENT steps makes what was before it count no more."""
+    """Of one generation. A change of a rank by more than CHANGED over RECENT steps makes what was
+    before it count no more."""
 
     generation: int
     rows: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -31,7 +34,9 @@ class RankTimes:
     told_at_s: float = 0.0
     told_steps: int = 0  # that it was made from
 
-    def add(self, step: int, unit_s: Sequence[float], data_s: Sequence[float], now_s: float) -> RanksTimed | None:
+    def add(
+        self, step: int, unit_s: Sequence[float], data_s: Sequence[float], now_s: float
+    ) -> RanksTimed | None:
         """Takes in a step; a report where one is due."""
         self.n_seen += 1
         if self.n_seen <= WARM_UP:
@@ -40,7 +45,9 @@ class RankTimes:
         if len(self.rows) < RECENT:
             return None
         recent = _medians([row for row, _ in list(self.rows)[-RECENT:]])
-        changed = len(self.rows) > RECENT and _differ(recent, _medians([row for row, _ in list(self.rows)[:-RECENT]]), CHANGED)
+        changed = len(self.rows) > RECENT and _differ(
+            recent, _medians([row for row, _ in list(self.rows)[:-RECENT]]), CHANGED
+        )
         if changed:
             self.rows = deque(list(self.rows)[-RECENT:], maxlen=KEPT)
         now = _medians([row for row, _ in self.rows])
@@ -52,7 +59,9 @@ class RankTimes:
     def _report(self, step: int, now: tuple[float, ...], now_s: float) -> RanksTimed:
         self.told, self.told_at_s, self.told_steps = now, now_s, len(self.rows)
         spread = tuple(
-            round(median(abs(row[rank] - middle) for row, _ in self.rows) / middle, 4) if middle else 0.0
+            round(median(abs(row[rank] - middle) for row, _ in self.rows) / middle, 4)
+            if middle
+            else 0.0
             for rank, middle in enumerate(now)
         )
         data_s = tuple(round(one, 6) for one in _medians([row for _, row in self.rows]))
@@ -69,9 +78,12 @@ def _differ(a: Sequence[float], b: Sequence[float], by: float) -> bool:
 
 
 def times_slower(
-    unit_s: Mapping[WorkerId, float], pool_of: Callable[[WorkerId], str], places: Mapping[WorkerId, int]
+    unit_s: Mapping[WorkerId, float],
+    pool_of: Callable[[WorkerId], str],
+    places: Mapping[WorkerId, int],
 ) -> dict[WorkerId, float]:
-    """Of every measured worker: its seconds per unit over those of the faster half of its pool. `places`: see unlike_stages."""
+    """Of every measured worker: its seconds per unit over those of the faster half of its pool.
+    `places`: see unlike_stages."""
     among = {worker: (pool_of(worker), places.get(worker)) for worker in unit_s}
     alike: dict[tuple[str, int | None], list[float]] = {}
     for worker, one in unit_s.items():
@@ -81,8 +93,9 @@ def times_slower(
 
 
 def unlike_stages(model: ModelProfile | None, plan: Plan | None) -> dict[WorkerId, int]:
-    """Of each worker its place in the pipeline, where that says what its blocks cost: ranks of other places have blocks of
-    another kind, so that their times per block say nothing of their speed. {} = all blocks are alike, or all ranks have all."""
+    """Of each worker its place in the pipeline, where that says what its blocks cost: ranks of
+    other places have blocks of another kind, so that their times per block say nothing of their
+    speed. {} = all blocks are alike, or all ranks have all."""
     if model is None or plan is None or plan.layout.pp == 1:
         return {}
     shapes: dict[int, list[tuple[int, ...]]] = {}

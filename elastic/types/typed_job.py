@@ -1,5 +1,6 @@
-"""The job, as all read it that stand behind its check: made once, from the checked spec (`JobSpec.job`) or from plain data that
-a journal or a message carries. Defaults of its keys stand here and nowhere else."""
+"""The job, as all read it that stand behind its check: made once, from the checked spec
+(`JobSpec.job`) or from plain data that a journal or a message carries. Defaults of its keys stand
+here and nowhere else."""
 
 from __future__ import annotations
 
@@ -19,9 +20,15 @@ Purpose = Literal["auto", "fastest", "cheapest"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe", "interleaved1f1b"]
 
-# Plain data without these keys is of a run that was begun before there were such, and continues as it did: it has read no copy
-# back, has compared no ranks, was as fast as it could be, and has evaluated on all samples.
-OLDER: Mapping[str, Any] = {"verify_copies": False, "check_numbers_every": 0, "purpose": "fastest", "eval_samples": 0}
+# Plain data without these keys is of a run that was begun before there were such, and continues as
+# it did: it has read no copy back, has compared no ranks, was as fast as it could be, and has
+# evaluated on all samples.
+OLDER: Mapping[str, Any] = {
+    "verify_copies": False,
+    "check_numbers_every": 0,
+    "purpose": "fastest",
+    "eval_samples": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,8 @@ class LrCurve:
     min_factor: float = 0.0
 
     def decay(self, steps: int) -> tuple[int, int]:
-        """Of a job of so many steps: the one from which the factor falls (counted from 0), and in how many."""
+        """Of a job of so many steps: the one from which the factor falls (counted from 0), and in
+        how many."""
         warmup, length = self.warmup_steps, self.decay_steps
         if self.kind == "constant":
             return steps, 0
@@ -131,7 +139,8 @@ class DataKeys:
 
 @dataclass(frozen=True)
 class Job:
-    """Keys of job.yaml as `JobSpec` explains them, and at the end what a running job is told besides."""
+    """Keys of job.yaml as `JobSpec` explains them, and at the end what a running job is told
+    besides."""
 
     name: str = ""
     folder: str = ""
@@ -194,14 +203,20 @@ class Job:
 
     restarted: bool = False  # `script` is restarted through Ray Train; it keeps its own copies
     fingerprint: Mapping[str, Any] | None = None  # see config/fingerprint.py; None = not taken
-    computes_in: str | None = None  # type of fewest bits that the model was seen to compute in; None = nobody looked
+    # type of fewest bits that the model was seen to compute in; None = nobody looked
+    computes_in: str | None = None
     n_samples: int = 0  # length of the dataset, once a worker has opened it
     ep: bool = False  # may its layouts have ep?
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Job:
-        """Keys that this version does not know are ignored, for those that are missing or None see the defaults and OLDER."""
-        return _made(cls, {**OLDER, **{key: value for key, value in data.items() if value is not None}}, NESTED)
+        """Keys that this version does not know are ignored, for those that are missing or None see
+        the defaults and OLDER."""
+        return _made(
+            cls,
+            {**OLDER, **{key: value for key, value in data.items() if value is not None}},
+            NESTED,
+        )
 
     def plain(self) -> dict[str, Any]:
         """The inverse: all keys of job.yaml, and what the running job was told."""
@@ -225,12 +240,14 @@ class Job:
     @property
     def options(self) -> dict[str, Any]:
         """What its keys say of all of its layouts."""
-        return {name: value for name in LAYOUT_OPTIONS if (value := getattr(self, name)) is not None}
+        return {
+            name: value for name in LAYOUT_OPTIONS if (value := getattr(self, name)) is not None
+        }
 
     @property
     def pins(self) -> dict[str, Any]:
-        """Axes and options that it does not leave to the planner: options by its keys, and what its `layout` names after
-        `auto`. Raises SpecError as `parse_layout`."""
+        """Axes and options that it does not leave to the planner: options by its keys, and what its
+        `layout` names after `auto`. Raises SpecError as `parse_layout`."""
         return self.options | named_after_auto(self.layout)
 
     def layout_of(self, text: str) -> Layout:
@@ -242,7 +259,10 @@ def _made(cls: type[T], data: Mapping[str, Any], nested: Mapping[str, Callable[[
     names = {one.name for one in fields(cls)}  # type: ignore[arg-type]
     given = {name: value for name, value in data.items() if name in names}
     return cls(
-        **{name: nested[name](value) if name in nested and value is not None else value for name, value in given.items()}
+        **{
+            name: nested[name](value) if name in nested and value is not None else value
+            for name, value in given.items()
+        }
     )
 
 
@@ -251,12 +271,13 @@ def _reader(cls: type[T]) -> Callable[[Any], T]:
 
 
 RULES: Mapping[str, Callable[[Any], Any]] = {
-    "not_finite": _reader(NotFiniteRule), "loss_spike": _reader(LossSpikeRule), "grad_norm": _reader(GradNormRule),
-    "block_norm": _reader(BlockNormRule),
+    "not_finite": _reader(NotFiniteRule), "loss_spike": _reader(LossSpikeRule),
+    "grad_norm": _reader(GradNormRule), "block_norm": _reader(BlockNormRule),
 }  # fmt: skip
 NESTED: Mapping[str, Callable[[Any], Any]] = {
-    "lr_schedule": _reader(LrCurve), "noise_scale": _reader(NoiseMeasure), "guards": GuardRules.from_plain,
-    "data": _reader(DataKeys), "pools": lambda value: tuple(map(_reader(Pool), value)), "trusted_axes": tuple,
-    "drill": tuple, "args": tuple,
+    "lr_schedule": _reader(LrCurve), "noise_scale": _reader(NoiseMeasure),
+    "guards": GuardRules.from_plain, "data": _reader(DataKeys),
+    "pools": lambda value: tuple(map(_reader(Pool), value)), "trusted_axes": tuple, "drill": tuple,
+    "args": tuple,
 }  # fmt: skip
 TOLD = ("restarted", "fingerprint", "computes_in", "n_samples", "ep")  # no keys of job.yaml

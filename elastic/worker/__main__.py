@@ -1,4 +1,5 @@
-"""`torchrun ... -m elastic.worker JOB`: a job at a fixed layout, without Ray and without a driver."""
+"""`torchrun ... -m elastic.worker JOB`: a job at a fixed layout, without Ray and without a
+driver."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from typing import NoReturn
 from elastic.worker.process.environment import settle
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
-EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a signal, state
-saved, 4 another process has taken the run over
+EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where),
+3 stopped by a signal, state saved, 4 another process has taken the run over
 
-Started alone it is one process; started by torchrun, one rank of WORLD_SIZE. SIGTERM saves at the next step and leaves."""
+Started alone it is one process; started by torchrun, one rank of WORLD_SIZE. SIGTERM saves at the
+next step and leaves."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,16 +35,33 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
-    made.add_argument("--layout", help="such as dp_shard=2,tp=2; default: the job's, else dp_shard over all ranks")
     made.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
+        "--layout", help="such as dp_shard=2,tp=2; default: the job's, else dp_shard over all ranks"
     )
     made.add_argument(
-        "--storage", metavar="URI", help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)"
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="over job.yaml; repeatable",
     )
-    made.add_argument("--run-name", metavar="NAME", help="default: the job's name; a known name is resumed")
-    made.add_argument("--allow-changed", action="store_true", help="resume although program, data or mathematics have changed")
-    made.add_argument("--every", metavar="N", type=int, default=10, help="a line per N steps (default: 10)")
+    made.add_argument(
+        "--storage",
+        metavar="URI",
+        help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)",
+    )
+    made.add_argument(
+        "--run-name", metavar="NAME", help="default: the job's name; a known name is resumed"
+    )
+    made.add_argument(
+        "--allow-changed",
+        action="store_true",
+        help="resume although program, data or mathematics have changed",
+    )
+    made.add_argument(
+        "--every", metavar="N", type=int, default=10, help="a line per N steps (default: 10)"
+    )
     made.add_argument("--json", action="store_true", help="end with one line of JSON")
     return made
 
@@ -70,8 +89,12 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
     from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 
     spec = load_job(given.job, given.overrides)
-    lines = Lines(spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch)
-    wishes = StandaloneOptions(given.layout, given.run_name, given.storage, given.allow_changed, lines.hear)
+    lines = Lines(
+        spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch
+    )
+    wishes = StandaloneOptions(
+        given.layout, given.run_name, given.storage, given.allow_changed, lines.hear
+    )
     alone = StandaloneRun(spec, wishes)
     stopped = threading.Event()
 

@@ -1,4 +1,5 @@
-"""GPT-2 of 124 million parameters from random weights, on the bytes of the running Python's standard library."""
+"""GPT-2 of 124 million parameters from random weights, on the bytes of the running Python's
+standard library."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""Llama 3 of 70 billion parameters: from the folder in $LLAMA3_70B, or from random weights of the same shape."""
+"""Llama 3 of 70 billion parameters: from the folder in $LLAMA3_70B, or from random weights of the
+same shape."""
 
 import os
 
@@ -8,16 +9,21 @@ from transformers import LlamaConfig
 from elastic.models.huggingface import causal_lm
 
 CONFIG = LlamaConfig(
-    vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
-    num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5,
+    tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
 )  # fmt: skip
 
 
 def optimizer(named):
-    return torch.optim.AdamW([p for _, p in named], lr=1e-5, betas=(0.9, 0.95), fused=torch.cuda.is_available())
+    return torch.optim.AdamW(
+        [p for _, p in named], lr=1e-5, betas=(0.9, 0.95), fused=torch.cuda.is_available()
+    )
 
 
 program = causal_lm(
-    os.environ.get("LLAMA3_70B") or CONFIG, dataset=None, optimizer=optimizer, lr_factor=lambda step: min(1.0, (step + 1) / 200)
+    os.environ.get("LLAMA3_70B") or CONFIG,
+    dataset=None,
+    optimizer=optimizer,
+    lr_factor=lambda step: min(1.0, (step + 1) / 200),
 )

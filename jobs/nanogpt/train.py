@@ -31,11 +31,16 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(n_embd), nn.LayerNorm(n_embd)
         self.qkv, self.proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
-        self.mlp = nn.Sequential(nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd))
+        self.mlp = nn.Sequential(
+            nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd)
+        )
 
     def forward(self, x):
         b, t, c = x.shape
-        q, k, v = (part.view(b, t, n_head, c // n_head).transpose(1, 2) for part in self.qkv(self.ln_1(x)).split(c, dim=2))
+        q, k, v = (
+            part.view(b, t, n_head, c // n_head).transpose(1, 2)
+            for part in self.qkv(self.ln_1(x)).split(c, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
         x = x + self.proj(y)
         return x + self.mlp(self.ln_2(x))
@@ -59,7 +64,9 @@ class GPT(nn.Module):
 
 torch.manual_seed(1337)
 model = GPT().to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+optimizer = torch.optim.AdamW(
+    model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+)
 
 count = lambda rows: rows[:, 1:].numel()  # noqa: E731 - tokens that the loss is summed over
 job = {"steps": max_steps, "global_batch": batch_size, "seed": 1337}

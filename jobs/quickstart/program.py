@@ -1,4 +1,5 @@
-"""A small byte-level decoder on the text of the running Python's own standard library: real input, nothing to download."""
+"""A small byte-level decoder on the text of the running Python's own standard library: real input,
+nothing to download."""
 
 import math
 from collections.abc import Iterable
@@ -11,9 +12,11 @@ from elastic.data.sources import LEFT_OUT, TextFolder, python_stdlib_folder
 from elastic.models.llama import Llama, LlamaConfig, generate, init_weights, loss_sum, tp_plan
 
 SEQ = 128  # bytes per sample
-STEPS, WARM_UP_STEPS, LAST_LR_FACTOR = 260, 20, 0.05  # STEPS as in job.yaml: the length of the cosine
+# STEPS as in job.yaml: the length of the cosine
+STEPS, WARM_UP_STEPS, LAST_LR_FACTOR = 260, 20, 0.05
 LEARNING_RATE, WEIGHT_DECAY = 2e-3, 0.1
-NOT_PROSE = ("test", "tests", "encodings", "pydoc_data", "idlelib", "lib2to3")  # tables, generated text, another Python
+# tables, generated text, another Python
+NOT_PROSE = ("test", "tests", "encodings", "pydoc_data", "idlelib", "lib2to3")
 CONFIG = LlamaConfig(vocab_size=256, hidden=256, n_layers=2, n_heads=8, n_kv_heads=4, max_seq=SEQ)
 PROMPT = "    def "
 
@@ -23,11 +26,15 @@ def text(split: str) -> TextFolder:
 
 
 def optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices, none on norms. A pipeline stage may have none of one kind."""
+    """AdamW; weight decay on matrices, none on norms. A pipeline stage may have none of one
+    kind."""
     named = list(named_parameters)
     matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
     others = [parameter for _, parameter in named if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
 
 

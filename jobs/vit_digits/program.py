@@ -1,4 +1,5 @@
-"""A vision transformer, written by hand, on the handwritten digits of scikit-learn: 1,797 pictures of 8 x 8, real data."""
+"""A vision transformer, written by hand, on the handwritten digits of scikit-learn: 1,797 pictures
+of 8 x 8, real data."""
 
 from functools import lru_cache
 
@@ -25,7 +26,9 @@ class Block(nn.Module):
     def forward(self, x):
         """[batch, patches, hidden] -> the same."""
         y = self.norm1(x)
-        q, k, v = (m(y).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        q, k, v = (
+            m(y).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for m in (self.q, self.k, self.v)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -44,8 +47,8 @@ class Patches(nn.Module):
 
 
 class Classes(nn.Linear):
-    """[batch, patches, hidden] -> [batch, classes]. The mean over patches belongs in here: where another pipeline stage holds
-    this module, the hidden state passes through all of it."""
+    """[batch, patches, hidden] -> [batch, classes]. The mean over patches belongs in here: where
+    another pipeline stage holds this module, the hidden state passes through all of it."""
 
     def forward(self, x):
         return super().forward(x.mean(1))
@@ -67,10 +70,13 @@ class Vit(nn.Module):
 
 @lru_cache(maxsize=1)
 def digits():
-    """Pictures [1797, 8, 8] in 0..1 and classes, in an order of their own (the set is sorted by writers)."""
+    """Pictures [1797, 8, 8] in 0..1 and classes, in an order of their own (the set is sorted by
+    writers)."""
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(data.images, dtype=torch.float32)[order] / 16, torch.tensor(data.target)[order]
+    return torch.tensor(data.images, dtype=torch.float32)[order] / 16, torch.tensor(data.target)[
+        order
+    ]
 
 
 class Digits:
@@ -93,7 +99,9 @@ def init(model):
         elif parameter.ndim == 1:
             nn.init.ones_(parameter)
         else:
-            nn.init.normal_(parameter, std=0.02 if name.endswith("place") else parameter.shape[-1] ** -0.5)
+            nn.init.normal_(
+                parameter, std=0.02 if name.endswith("place") else parameter.shape[-1] ** -0.5
+            )
 
 
 program = elastic.Program(
@@ -105,7 +113,8 @@ program = elastic.Program(
     loss=lambda output, batch: F.cross_entropy(output, batch["target"], reduction="sum"),
     metrics=lambda output, batch: {"accuracy": (output.argmax(-1) == batch["target"]).sum()},
     tp={
-        "layers.*.[qkv]": "colwise", "layers.*.out": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise",
+        "layers.*.[qkv]": "colwise", "layers.*.out": "rowwise", "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
     },
     tp_limit=HEADS,
     lr_factor=lambda step: min(1.0, (step + 1) / 20),

@@ -82,7 +82,9 @@ def prepared(folder: Path, **options: object) -> running._Run:
     return running._Run(running.job_given(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
 
 
-def steps(numbers: list[int], n_samples: int = 100, generation: int = 1) -> list[tuple[float, StepDone]]:
+def steps(
+    numbers: list[int], n_samples: int = 100, generation: int = 1
+) -> list[tuple[float, StepDone]]:
     ids = {k: digest_text(digest(sample_ids(n_samples, 8, 3, k - 1))) for k in numbers}
     return [(float(k), StepDone(generation, k, 1.0, 8, 0.1, digest=ids[k])) for k in numbers]
 
@@ -102,17 +104,26 @@ def test_the_ray_address_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert prepared(folder, local=True).address is None
 
 
-def test_a_submitted_job_keeps_its_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submitted_job_keeps_its_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    assert prepared(folder, run_name="mine").storage.root == tmp_path / "home" / "elastic_runs" / "mine"
+    assert (
+        prepared(folder, run_name="mine").storage.root
+        == tmp_path / "home" / "elastic_runs" / "mine"
+    )
     assert prepared(folder).address == "auto"
     monkeypatch.setenv("ELASTIC_STORAGE", str(tmp_path / "shared"))
     assert prepared(folder, run_name="mine").storage.root == tmp_path / "shared" / "mine"
 
 
-def test_a_cluster_is_drilled_only_when_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "job.yaml").write_text("steps: 4\nglobal_batch: 8\ndrill: [{at_step: 1, kill: any}]\n")
+def test_a_cluster_is_drilled_only_when_asked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "job.yaml").write_text(
+        "steps: 4\nglobal_batch: 8\ndrill: [{at_step: 1, kill: any}]\n"
+    )
     (tmp_path / "drill.yaml").write_text("[{at_step: 2, hang: any}]")
     asked = str(tmp_path / "drill.yaml")
     assert [entry.kill for entry in prepared(folder).spec.drill] == ["any"]
@@ -142,7 +153,8 @@ def test_a_program_is_found_by_its_file(folder: Path) -> None:
     [
         (
             {"kill": "spot-3"},
-            "the drill, at_step 5: there is never a node 'spot-3'; nodes here are spot-1 to spot-2, od-1; or give",
+            "the drill, at_step 5: there is never a node 'spot-3'; nodes here are spot-1 to "
+            "spot-2, od-1; or give",
         ),
         ({"notice": ["any", "spot"]}, "there is never a node 'spot'"),
         ({"hang": "od-1-1"}, "there is never a node 'od-1-1'"),
@@ -150,17 +162,30 @@ def test_a_program_is_found_by_its_file(folder: Path) -> None:
     ],
 )
 def test_a_drill_names_nodes_that_there_can_be(entry: dict[str, object], said: str) -> None:
-    spot, on_demand = Pool("spot", "CPU", 1, "spot", max_nodes=2), Pool("od", "CPU", 1, "on-demand", max_nodes=1)
+    spot, on_demand = (
+        Pool("spot", "CPU", 1, "spot", max_nodes=2),
+        Pool("od", "CPU", 1, "on-demand", max_nodes=1),
+    )
     wrong = drill_entry({"at_step": 5, **entry})
-    good = drill_entry({"at_step": 1, "kill": ["spot-2", "od-1", "any-spot", "partner", "rank:2", "any"]})
+    good = drill_entry(
+        {"at_step": 1, "kill": ["spot-2", "od-1", "any-spot", "partner", "rank:2", "any"]}
+    )
     with pytest.raises(SpecError, match=said):
         start_checks.check_drill([good, wrong], (spot, on_demand), embedded=True)
     start_checks.check_drill([good], (spot, on_demand), embedded=True)
     if "rank" not in said:
         start_checks.check_drill([wrong], (spot, on_demand), embedded=False)
-    with pytest.raises(SpecError, match=r"'any-spot', but no pool is of the spot market \(od is on-demand\); take any"):
-        start_checks.check_drill([drill_entry({"at_step": 1, "kill": "any-spot"})], (on_demand,), embedded=False)
-    more = [drill_entry({"at_step": 1, "add": "spot"}), drill_entry({"at_step": 2, "kill": "spot-3"})]
+    with pytest.raises(
+        SpecError,
+        match=r"'any-spot', but no pool is of the spot market \(od is on-demand\); take any",
+    ):
+        start_checks.check_drill(
+            [drill_entry({"at_step": 1, "kill": "any-spot"})], (on_demand,), embedded=False
+        )
+    more = [
+        drill_entry({"at_step": 1, "add": "spot"}),
+        drill_entry({"at_step": 2, "kill": "spot-3"}),
+    ]
     start_checks.check_drill(more, (spot, on_demand), embedded=True)
 
 
@@ -176,18 +201,27 @@ def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
     journal.append(9.0, [], Decision((Stop("succeeded", "done"),), "done"))
     journal.close()
     one.spec = one.spec.model_copy(update={"steps": 20})
-    with pytest.raises(SpecError, match=r"run 'done' is done \(20 steps\); --set steps=N with more of them lets it continue"):
+    with pytest.raises(
+        SpecError,
+        match=r"run 'done' is done \(20 steps\); --set steps=N with more of them lets it continue",
+    ):
         one._before()
     one.spec = one.spec.model_copy(update={"steps": 21})
     assert len(one._before()[0]) == 3
 
 
-def test_a_marker_that_cannot_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "job.yaml").write_text(f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n")
+def test_a_marker_that_cannot_be_read_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "job.yaml").write_text(
+        f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n"
+    )
     one = prepared(folder, run_name="marked")
     for step in (2, 3, 4):
         marker = encode_marker(Marker(step, 1, 1, 1, {}, ()))
-        one.storage.put(f"checkpoints/step-{step:08d}.g0001/commit.json", marker[: -9 if step == 4 else None])
+        one.storage.put(
+            f"checkpoints/step-{step:08d}.g0001/commit.json", marker[: -9 if step == 4 else None]
+        )
     folds: list[int] = []
     monkeypatch.setattr(running, "restored", lambda lines: folds.append(len(lines)))
     before, _, state = one._before()
@@ -210,7 +244,10 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
         prepared(folder, run_name="hurt", from_checkpoint=True)._before()
     whole = place.journal.read_bytes()
     place.journal.write_bytes(whole.replace(b'"node_id":"a"', b'"node_id":"c"'))
-    with pytest.raises(JournalDamaged, match=r"hurt/journal\.jsonl, line 2: it was altered .* --from-checkpoint sets"):
+    with pytest.raises(
+        JournalDamaged,
+        match=r"hurt/journal\.jsonl, line 2: it was altered .* --from-checkpoint sets",
+    ):
         prepared(folder, run_name="hurt")._before()
     one = prepared(folder, run_name="hurt", from_checkpoint=True)
     before = one._before()[0]
@@ -226,11 +263,20 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
     assert aside.read_bytes() == whole.replace(b'"node_id":"a"', b'"node_id":"c"')
     assert str(aside) in start.cut and len(prepared(folder, run_name="hurt")._before()[0]) == 2
     (note,) = [note.text for note in view_of(read(place.journal)).notes if str(aside) in note.text]
-    assert note.endswith(f"its journal was damaged: 1 lines before that count, the whole text is in {aside}")
-    assert sample_check.exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))], one.spec) is None
+    assert note.endswith(
+        f"its journal was damaged: 1 lines before that count, the whole text is in {aside}"
+    )
+    assert (
+        sample_check.exact(
+            [Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))], one.spec
+        )
+        is None
+    )
 
 
-def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_they_are_the_last(folder: Path) -> None:
+def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_they_are_the_last(
+    folder: Path,
+) -> None:
     one = prepared(folder, run_name="last")
     n = one.spec.steps
     before = Line(9.0, 1, ((0.0, START), *steps(list(range(1, n - 1)))))
@@ -239,7 +285,9 @@ def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_th
 
 
 def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> None:
-    (folder / "job.yaml").write_text(f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n")
+    (folder / "job.yaml").write_text(
+        f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n"
+    )
     one = prepared(folder, run_name="cut")
     first = one._start(1, [])
     one.address = "auto"
@@ -253,10 +301,19 @@ def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> No
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"job": {**START.job, "global_batch": 4}}, "was started with global_batch=8, the job says 4: .* change it back"),
+        (
+            {"job": {**START.job, "global_batch": 4}},
+            "was started with global_batch=8, the job says 4: .* change it back",
+        ),
         ({"job": {**START.job, "seed": 4}}, r"started with other values: seed \(3, now 4\)"),
-        ({"model": replace(MODEL, specs=(TensorSpec("w", (2, 3), "float32"),))}, r"w was \[2, 2\], it is \[2, 3\]"),
-        ({"model": replace(MODEL, specs=(*MODEL.specs, TensorSpec("b", (2,), "float32")))}, r"b was not there, it is \[2\]"),
+        (
+            {"model": replace(MODEL, specs=(TensorSpec("w", (2, 3), "float32"),))},
+            r"w was \[2, 2\], it is \[2, 3\]",
+        ),
+        (
+            {"model": replace(MODEL, specs=(*MODEL.specs, TensorSpec("b", (2,), "float32")))},
+            r"b was not there, it is \[2\]",
+        ),
     ],
 )
 def test_a_run_goes_on_as_it_began(change: dict[str, object], said: str) -> None:
@@ -273,12 +330,15 @@ def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
 
     before = [Line(0.0, 1, ((0.0, started("a")),))]
     start_checks.check_same(before, started("a"), {})
-    with pytest.raises(SpecError, match=r"other values: the code of its program\.py; .* --allow-changed"):
+    with pytest.raises(
+        SpecError, match=r"other values: the code of its program\.py; .* --allow-changed"
+    ):
         start_checks.check_same(before, started("b"), {})
     start_checks.check_same(before, started("b"), {}, allow_changed=True)
     accepted = [*before, Line(1.0, 2, ((1.0, started("b")),))]
     start_checks.check_same(accepted, started("b"), {})
-    with pytest.raises(SpecError, match="program"):  # without a journal, its newest checkpoint knows
+    # without a journal, its newest checkpoint knows
+    with pytest.raises(SpecError, match="program"):
         start_checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
 
 
@@ -286,27 +346,41 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
     def started(*args: str, tokens: str = "/data/x.bin") -> DriverStarted:
         data = {"train": {"tokens": tokens, "end_token": "<end>", "seq": 8}}
         job: dict[str, Any] = {**START.job, "args": [*args], "data": data}
-        return replace(START, job=job | {"fingerprint": fingerprint(folder / "program.py", Job.from_plain(job), MODEL, 9)})
+        return replace(
+            START,
+            job=job
+            | {"fingerprint": fingerprint(folder / "program.py", Job.from_plain(job), MODEL, 9)},
+        )
 
     journal = Journal(folder / "journal.jsonl", 1)
     journal.append(0.0, [(0.0, started("--hf-token", "hf_1", "--lr", "3"))], None)
     journal.close()
     before = read(folder / "journal.jsonl")
-    for meta in ({}, {"fingerprint": started("--hf-token", "hf_1", "--lr", "3").job["fingerprint"]}):
+    for meta in (
+        {},
+        {"fingerprint": started("--hf-token", "hf_1", "--lr", "3").job["fingerprint"]},
+    ):
         start_checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
         start_checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
-    for other in (started("--hf-token", "hf_2", "--lr", "3"), started("--hf-token", "hf_1", "--lr", "4")):
+    for other in (
+        started("--hf-token", "hf_2", "--lr", "3"),
+        started("--hf-token", "hf_1", "--lr", "4"),
+    ):
         with pytest.raises(SpecError, match="was started with other values: args"):
             start_checks.check_same(before, other, {})
     with pytest.raises(SpecError, match=r"data\.train .*/data/x\.bin.*/data/y\.bin"):
-        start_checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {})
+        start_checks.check_same(
+            before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {}
+        )
 
 
 def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
     one = prepared(folder)
     one.program = replace(one.program, dataset=None)  # what the nodes have read need not be here
 
-    def exact(*events: tuple[float, object], told: int = 100, start: DriverStarted = START) -> bool | None:
+    def exact(
+        *events: tuple[float, object], told: int = 100, start: DriverStarted = START
+    ) -> bool | None:
         ready = Line(0.0, 1, ((0.0, start), (0.5, NodePrepared("a", (1,), told))))
         return sample_check.exact([ready, Line(9.0, 1, tuple(events))], one.spec)  # type: ignore[arg-type]
 
@@ -317,7 +391,10 @@ def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
     assert exact(*steps([1, 2, 3]), *steps([4], n_samples=90)) is False
     imported = replace(START, durable=(Copy(2, "durable", 0, Layout()),))
     assert exact(*steps([3, 4]), start=imported) is True
-    assert exact(*steps([1, 2, 3, 4]), told=0) is None and exact(*steps([1, 2, 3, 4]), told=N_POSITIONS) is None
+    assert (
+        exact(*steps([1, 2, 3, 4]), told=0) is None
+        and exact(*steps([1, 2, 3, 4]), told=N_POSITIONS) is None
+    )
 
 
 def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder: Path) -> None:
@@ -327,7 +404,10 @@ def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder:
 
     def exact(before: list[int], after: list[int], n_samples: int = 100) -> bool | None:
         ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(before)))  # type: ignore[arg-type]
-        again = ((9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2, n_samples=n_samples))
+        again = (
+            (9.0, PlanEntered(2, after[0] - 1)),
+            *steps(after, generation=2, n_samples=n_samples),
+        )
         return sample_check.exact([ready, Line(9.0, 2, again)], one.spec)  # type: ignore[arg-type]
 
     assert exact([1, 2], [3, 4]) is True and exact([1, 2], [2, 3, 4]) is True
@@ -347,11 +427,18 @@ def test_a_checkpoints_running_digest_tells_of_steps_that_no_line_tells_of(folde
             state = replace(state, digests=digested(state.digests, event))
         return Copy(step, "durable", 1, Layout(), samples=state.digests[step])
 
-    def exact(found: Copy, after: list[int], cut: str = "", before: tuple[int, ...] = (1,)) -> bool | None:
-        ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(list(before))))
+    def exact(
+        found: Copy, after: list[int], cut: str = "", before: tuple[int, ...] = (1,)
+    ) -> bool | None:
+        ready = Line(
+            0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(list(before)))
+        )
         again = replace(START, epoch=2, durable=(found,), cut=cut)
         entered = ((9.0, again), (9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2))
-        lines = [*([ready] if before else []), Line(9.0, 2, ((8.9, NodePrepared("a", (1,), 100)), *entered))]
+        lines = [
+            *([ready] if before else []),
+            Line(9.0, 2, ((8.9, NodePrepared("a", (1,), 100)), *entered)),
+        ]
         return sample_check.exact(lines, one.spec)
 
     assert exact(stored(3), [4]) is True and exact(replace(stored(3), samples=""), [4]) is None
@@ -362,38 +449,56 @@ def test_a_checkpoints_running_digest_tells_of_steps_that_no_line_tells_of(folde
     assert exact(replace(stored(3), samples=""), [4], cut="its journal was damaged") is None
 
 
-def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_write_down(folder: Path) -> None:
-    """The first driver went back to step 0 and did three steps again, of which it wrote down one: 2 and 3 of those are known to
-    nobody, though steps of these numbers had been written down before."""
+def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_write_down(
+    folder: Path,
+) -> None:
+    """The first driver went back to step 0 and did three steps again, of which it wrote down one: 2
+    and 3 of those are known to nobody, though steps of these numbers had been written down
+    before."""
     one = prepared(folder)
     one.program = replace(one.program, dataset=None)
     ready = ((0.0, START), (0.5, NodePrepared("a", (1,), 100)))
     undone, redone = steps([1, 2, 3]), ((5.0, PlanEntered(2, 0)), *steps([1], generation=2))
     after = ((9.0, PlanEntered(3, 3)), *steps([4], generation=3))
     first, second, third = (
-        Decision((EnterPlan(Plan(k, Layout(), (WorkerId("a", 0),), (8,), (1,), resume=resume)),), "why")
+        Decision(
+            (EnterPlan(Plan(k, Layout(), (WorkerId("a", 0),), (8,), (1,), resume=resume)),), "why"
+        )
         for k, resume in ((1, Resume()), (2, Resume()), (3, Resume("peer", 3, 2)))
     )
     lines = [
-        Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second), Line(8.0, 1, redone),
-        Line(8.5, 2, (), third), Line(9.0, 2, after),
+        Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second),
+        Line(8.0, 1, redone), Line(8.5, 2, (), third), Line(9.0, 2, after),
     ]  # fmt: skip
-    assert sample_check.Unwritten.of(lines).steps == {2, 3} and sample_check.exact(lines, one.spec) is None
+    assert (
+        sample_check.Unwritten.of(lines).steps == {2, 3}
+        and sample_check.exact(lines, one.spec) is None
+    )
 
 
 def test_the_journal_is_gone_through_once_and_of_a_state_in_it_only_parts_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)))), Line(9.0, 1, tuple(steps([1, 2, 3, 4])))]
+    lines = [
+        Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)))),
+        Line(9.0, 1, tuple(steps([1, 2, 3, 4]))),
+    ]
     assert sample_check.exact(iter(lines), prepared(folder).spec) is True
     start = DriverStarted("state", 1, {"steps": 4, "global_batch": 8, "seed": 1}, (), MODEL)
     later = Line(5.0, 1, state=plain(fold(State(), start, 0.0)))
-    monkeypatch.setattr(start_checks, "built", lambda kind, data: {ModelProfile: built}[kind](kind, data))  # no whole State
+    # no whole State
+    monkeypatch.setattr(
+        start_checks, "built", lambda kind, data: {ModelProfile: built}[kind](kind, data)
+    )
     start_checks.check_same([later], start, {})
     with pytest.raises(SpecError, match="was started with other values: seed"):
         start_checks.check_same([later], replace(start, job={**start.job, "seed": 9}), {})
     with pytest.raises(SpecError, match="was started with another model: w was"):
-        start_checks.check_same([later], replace(start, model=ModelProfile(1, 4, (TensorSpec("w", (2, 3), "float32"),))), {})
+        start_checks.check_same(
+            [later],
+            replace(start, model=ModelProfile(1, 4, (TensorSpec("w", (2, 3), "float32"),))),
+            {},
+        )
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
@@ -411,7 +516,9 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
         start_checks.check_layouts(spec, profile)
 
     plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)
-    with pytest.raises(SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"):
+    with pytest.raises(
+        SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"
+    ):
         check("tp=2", plain)
     with pytest.raises(SpecError, match="pp=4, but Program.blocks matches only 2"):
         check("pp=4", plain)
@@ -421,14 +528,20 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
         check("tp=3", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))
 
 
-PAID = "steps: 4\nglobal_batch: 8\npools: [{name: p5, market_type: spot, usd_per_node_h: 98.0, max_nodes: 4}, {name: ours}]\n"
+PAID = (
+    "steps: 4\nglobal_batch: 8\npools: [{name: p5, market_type: spot, usd_per_node_h: 98.0, "
+    "max_nodes: 4}, {name: ours}]\n"
+)
 
 
 def test_paid_pools_need_a_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "job.yaml").write_text(PAID)
     assert main(["run", "tiny"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("elastic: tiny/job.yaml: keys 'budget_usd' and 'max_nodes' are missing, and nodes are paid for: ")
+    assert said.startswith(
+        "elastic: tiny/job.yaml: keys 'budget_usd' and 'max_nodes' are missing, and nodes are "
+        "paid for: "
+    )
     assert "up to $392.00 an hour (p5 4 x $98.00/h) until the run ends; give budget_usd" in said
     assert said.count("\n") == 1
     assert prepared(folder, no_budget=True).spec.budget_usd is None
@@ -436,11 +549,15 @@ def test_paid_pools_need_a_limit(folder: Path, capsys: pytest.CaptureFixture[str
         (folder / "job.yaml").write_text(PAID + more)
         prepared(folder)
     (folder / "job.yaml").write_text(PAID + "budget_usd: 50\n")
-    with pytest.raises(SpecError, match=r"tiny/job.yaml: key 'budget_usd' is 50, and --no-budget says none"):
+    with pytest.raises(
+        SpecError, match=r"tiny/job.yaml: key 'budget_usd' is 50, and --no-budget says none"
+    ):
         prepared(folder, no_budget=True)
 
 
-def test_a_script_that_is_restarted_needs_a_limit_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_is_restarted_needs_a_limit_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "program.py").unlink()
     (folder / "train.py").write_text("print('plain')\n")
     (folder / "job.yaml").write_text("".join(PAID.splitlines(keepends=True)[2:]))
@@ -452,9 +569,11 @@ def test_a_script_that_is_restarted_needs_a_limit_too(folder: Path, capsys: pyte
     ("pool", "paid"),
     [
         (Pool("a"), False),
-        (Pool("a", market_type="spot"), False),  # of the embedded cluster, as a job without pools has them
+        # of the embedded cluster, as a job without pools has them
+        (Pool("a", market_type="spot"), False),
         (Pool("a", usd_per_node_h=0.01), True),
-        (Pool("a", market_type="spot", instance_type="p5.48xlarge", cloud="aws"), True),  # whose price nobody knows
+        # whose price nobody knows
+        (Pool("a", market_type="spot", instance_type="p5.48xlarge", cloud="aws"), True),
         (Pool("a", market_type="owned", cloud="kubernetes"), False),
     ],
 )
@@ -462,7 +581,9 @@ def test_which_pools_are_paid(pool: Pool, paid: bool) -> None:
     assert pool.paid == paid
 
 
-@pytest.mark.parametrize("job", sorted(path.parent.name for path in (ROOT / "jobs").glob("*/job.yaml")))
+@pytest.mark.parametrize(
+    "job", sorted(path.parent.name for path in (ROOT / "jobs").glob("*/job.yaml"))
+)
 def test_the_jobs_that_come_with_this_have_a_limit(job: str) -> None:
     data, where = job_data(ROOT / "jobs" / job)
     spec = job_of(FILLED | data, ROOT / "jobs" / job / "program.py", where)
@@ -471,12 +592,22 @@ def test_the_jobs_that_come_with_this_have_a_limit(job: str) -> None:
 
 def test_what_the_program_has_ended_is_begun_again_by_a_person_alone(folder: Path) -> None:
     (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text())
-    by_hand, started = prepared(folder, run_name="r"), prepared(folder, run_name="r", supervised=True)
+    by_hand, started = (
+        prepared(folder, run_name="r"),
+        prepared(folder, run_name="r", supervised=True),
+    )
     changed = prepared(folder, run_name="r", supervised=True, allow_changed=True)
     begun = by_hand._start(1, [])
     before = [Line(0.0, 1, ((0.0, begun),))]
-    failed = replace(fold(State(), begun, 0.0), phase="failed", fatal="the program raised on spot-1/0: KeyError: 'x'")
-    with pytest.raises(ProgramError, match="failed by its program, which is the same: the program raised on spot-1/0"):
+    failed = replace(
+        fold(State(), begun, 0.0),
+        phase="failed",
+        fatal="the program raised on spot-1/0: KeyError: 'x'",
+    )
+    with pytest.raises(
+        ProgramError,
+        match="failed by its program, which is the same: the program raised on spot-1/0",
+    ):
         started._start(2, before, failed)
     assert by_hand._start(2, before, failed).epoch == changed._start(2, before, failed).epoch == 2
     for going_on in (replace(failed, fatal=""), replace(failed, phase="stopped")):  # not its fault
@@ -492,25 +623,39 @@ def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
     spec = job_of({"name": "tiny", **FILLED}, file, "--set")
     job = {"script": str(file), "args": [], "restarted": True}
     begun = DriverStarted("r", 1, job, (), ModelProfile(0, 0, ()))
-    failed = WorkerFailed(WorkerId("spot-1", 0), 1, "program", "rank 0 (exit code 1): KeyError: 'x'")
+    failed = WorkerFailed(
+        WorkerId("spot-1", 0), 1, "program", "rank 0 (exit code 1): KeyError: 'x'"
+    )
     stop = Decision((Stop("failed", "the script itself failed on rank 0"),), "")
     before = [Line(0.0, 1, ((0.0, begun),)), Line(9.0, 1, ((9.0, failed),), stop)]
-    for options in (Options(run_name="r"), Options(run_name="r", supervised=True, allow_changed=True)):
+    for options in (
+        Options(run_name="r"),
+        Options(run_name="r", supervised=True, allow_changed=True),
+    ):
         _ScriptRun(file, (), spec, options)._check_same(before, view_of(before))
     started = _ScriptRun(file, (), spec, Options(run_name="r", supervised=True))
-    with pytest.raises(ProgramError, match="failed by its program, which is the same: rank 0 .exit code 1.: KeyError"):
+    with pytest.raises(
+        ProgramError,
+        match="failed by its program, which is the same: rank 0 .exit code 1.: KeyError",
+    ):
         started._check_same(before, view_of(before))
     started._check_same(before[:1], view_of(before[:1]))
 
 
-# ------------------------------------------------------------------------------------------------ clocks
+# ------------------------------------------------------------------------------------------------
+# clocks
 
 
 @pytest.mark.parametrize(
-    ("off_s", "told"), [(3600.0, "3600 s behind that of"), (-3600.0, "3600 s ahead of that of"), (2.0, "")]
+    ("off_s", "told"),
+    [(3600.0, "3600 s behind that of"), (-3600.0, "3600 s ahead of that of"), (2.0, "")],
 )
 def test_a_clock_that_is_not_the_storages_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, off_s: float, told: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    off_s: float,
+    told: str,
 ) -> None:
     """Ahead of the true time it would spend the deadline unseen."""
     storage = open_storage(str(folder / "runs"))
@@ -531,7 +676,12 @@ def test_a_driver_that_attaches_says_until_when_nodes_may_have_been_paid_for(
     begun = replace(first, job={**first.job, "orphan_lease_s": 100.0})
     before = [Line(now_s - 9.0, 1, ((now_s - 9.0, begun),))]
     again = run._start(2, before, restored(before))
-    assert again.attached and again.paid_until_s == now_s - 9.0 + LINE_EVERY_S + 100.0 + LEAVE_MOST_S
+    assert (
+        again.attached and again.paid_until_s == now_s - 9.0 + LINE_EVERY_S + 100.0 + LEAVE_MOST_S
+    )
     assert "clock" not in caplog.text
     run._start(2, [Line(now_s + 3600.0, 1, ((now_s + 3600.0, begun),))])
-    assert caplog.text.count("clock is 36") == 1 and "behind the newest line of the run's journal" in caplog.text
+    assert (
+        caplog.text.count("clock is 36") == 1
+        and "behind the newest line of the run's journal" in caplog.text
+    )

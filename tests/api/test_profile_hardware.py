@@ -1,4 +1,5 @@
-"""`elastic profile JOB`: what it prints and writes, who reads it, and one line for what is wrong."""
+"""`elastic profile JOB`: what it prints and writes, who reads it, and one line for what is
+wrong."""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ from elastic.program import load_program
 program = load_program({str(PROGRAMS / "tiny.py")!r})
 """
 FOUND: dict[str, Any] = {
-    "chip": "Some CPU", "cores": 2, "threads": 1, "torch": "2.13", "cpu_share": 0.5, "processes": [1, 2], "dtypes": ["float32"],
-    "flop_per_s": {"float32": 4e10}, "products": [{"rows": 4, "k": 8, "n": 16, "flop_per_s": 3e10}],
-    "attention_flop_per_s": 2e10, "op_bytes_per_s": 6e9, "launch_s": 4e-6, "memory_bytes_per_s": 1e10,
-    "copy_bytes_per_s": {"to_device": 7e9}, "storage_write_bytes_per_s": 1e9, "storage_read_bytes_per_s": 3e9,
-    "crowded": [
-        {"processes": 1, "flop_per_s": 3e10, "bytes_per_s": 6e9}, {"processes": 2, "flop_per_s": 2e10, "bytes_per_s": 3e9},
-    ],
-    "collectives": [{"op": "all_gather", "ranks": 2, "alpha_s": 1e-4, "beta_s_per_byte": 5e-10, "seconds_by_bytes": {}}],
+    "chip": "Some CPU", "cores": 2, "threads": 1, "torch": "2.13", "cpu_share": 0.5,
+    "processes": [1, 2], "dtypes": ["float32"], "flop_per_s": {"float32": 4e10},
+    "products": [{"rows": 4, "k": 8, "n": 16, "flop_per_s": 3e10}], "attention_flop_per_s": 2e10,
+    "op_bytes_per_s": 6e9, "launch_s": 4e-6, "memory_bytes_per_s": 1e10,
+    "copy_bytes_per_s": {"to_device": 7e9}, "storage_write_bytes_per_s": 1e9,
+    "storage_read_bytes_per_s": 3e9, "crowded": [
+        {"processes": 1, "flop_per_s": 3e10, "bytes_per_s": 6e9}, {"processes": 2,
+        "flop_per_s": 2e10, "bytes_per_s": 3e9},
+    ], "collectives": [{"op": "all_gather", "ranks": 2, "alpha_s": 1e-4, "beta_s_per_byte": 5e-10,
+    "seconds_by_bytes": {}}],
 }  # fmt: skip
 
 
@@ -76,13 +79,33 @@ def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
     assert about["accelerator_type"] == "CPU" == about["profile"]["accelerator_type"]
 
 
-def test_json_and_another_place(asked: list[MeasureRequest], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["profile", "tiny", "--json", "--out", "mine.json", "--seconds", "30", "--set", "precision=bfloat16"]
+def test_json_and_another_place(
+    asked: list[MeasureRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "profile",
+        "tiny",
+        "--json",
+        "--out",
+        "mine.json",
+        "--seconds",
+        "30",
+        "--set",
+        "precision=bfloat16",
+    ]
     assert main([*words, "--storage", "kept"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["hardware"]
-    assert told["path"] == "mine.json" and told["found"]["launch_s"] == 4e-6 and told["profile"]["reached"] == 1.0
+    assert (
+        told["path"] == "mine.json"
+        and told["found"]["launch_s"] == 4e-6
+        and told["profile"]["reached"] == 1.0
+    )
     assert read_hardware(Path("mine.json")).launch_s == 4e-6 and not path_of("CPU").exists()
-    assert (asked[0].precision, asked[0].seconds, asked[0].storage) == ("bfloat16", 15, str(Path("kept").absolute()))
+    assert (asked[0].precision, asked[0].seconds, asked[0].storage) == (
+        "bfloat16",
+        15,
+        str(Path("kept").absolute()),
+    )
 
 
 def test_no_profile_no_hardware(asked: list[MeasureRequest]) -> None:
@@ -92,11 +115,20 @@ def test_no_profile_no_hardware(asked: list[MeasureRequest]) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["nowhere"], "elastic: nowhere: no such folder; a job is a folder with job.yaml and program.py"),
+        (
+            ["nowhere"],
+            "elastic: nowhere: no such folder; a job is a folder with job.yaml and program.py",
+        ),
         (["tiny", "--out", "."], "elastic: .: is a folder; give another --out FILE"),
-        (["tiny", "--out", "tiny/job.yaml/x"], "elastic: tiny/job.yaml/x: cannot be written (in tiny/job.yaml)"),
+        (
+            ["tiny", "--out", "tiny/job.yaml/x"],
+            "elastic: tiny/job.yaml/x: cannot be written (in tiny/job.yaml)",
+        ),
         (["tiny", "--seconds", "5"], "elastic: --seconds 5: measuring takes at least 20 s"),
-        (["tiny", "--set", "precission=3"], "elastic: tiny/job.yaml: unknown key 'precission'; did you mean"),
+        (
+            ["tiny", "--set", "precission=3"],
+            "elastic: tiny/job.yaml: unknown key 'precission'; did you mean",
+        ),
     ],
 )
 def test_one_line_for_what_is_wrong(
@@ -127,7 +159,8 @@ def test_a_bad_file_stops_a_run_before_it_begins(asked: list[MeasureRequest]) ->
 
 
 @pytest.mark.parametrize(
-    ("pools", "kind"), [("", "GPU"), ("pools: [{name: a, accelerator_type: A100, max_nodes: 1}]\n", "A100")]
+    ("pools", "kind"),
+    [("", "GPU"), ("pools: [{name: a, accelerator_type: A100, max_nodes: 1}]\n", "A100")],
 )
 def test_a_file_is_named_as_the_pools_name_their_gpus(
     asked: list[MeasureRequest], monkeypatch: pytest.MonkeyPatch, pools: str, kind: str

@@ -1,10 +1,12 @@
-"""The same model and layout as anybody would write it: torchrun's environment, plain FSDP2 over gloo, no elastic.worker.
+"""The same model and layout as anybody would write it: torchrun's environment, plain FSDP2 over
+gloo, no elastic.worker.
 
-`python bare.py PROGRAM GROUPS STEPS BATCH` in each of max(GROUPS) processes with RANK, MASTER_ADDR and MASTER_PORT set. GROUPS
-such as 4,3,4: one process group after the other, over the first so many processes, STEPS steps each. A change is what any warm
-recovery must do too: leave the old group, meet, build and cut the model, first step. Rank 0 prints one JSON line per group:
-{"world", "change_s" (null for the first), "steps": [[step, at_s], ...]}. STEPS 0: on and on, and rank 0 prints when each step
-ended, as a script prints its loss.
+`python bare.py PROGRAM GROUPS STEPS BATCH` in each of max(GROUPS) processes with RANK, MASTER_ADDR
+and MASTER_PORT set. GROUPS such as 4,3,4: one process group after the other, over the first so many
+processes, STEPS steps each. A change is what any warm recovery must do too: leave the old group,
+meet, build and cut the model, first step. Rank 0 prints one JSON line per group: {"world",
+"change_s" (null for the first), "steps": [[step, at_s], ...]}. STEPS 0: on and on, and rank 0
+prints when each step ended, as a script prints its loss.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def build(program: Program, world: int) -> tuple[torch.nn.Module, torch.optim.Op
     return model, program.optimizer(list(model.named_parameters()))
 
 
-def train(program: Program, dataset: Any, sizes: tuple[int, int, int, int]) -> list[tuple[int, float]]:
+def train(
+    program: Program, dataset: Any, sizes: tuple[int, int, int, int]
+) -> list[tuple[int, float]]:
     """`sizes`: rank, world, steps, global batch. Returns when each step ended."""
     rank, world, n_steps, batch = sizes
     model, optimizer = build(program, world)
@@ -89,7 +93,8 @@ def main(path: str, groups: str, n_steps: str, batch: str) -> None:
             print(json.dumps({"world": world, "change_s": change_s, "steps": ends}), flush=True)
     store.set(f"done{rank}", b"")
     if rank == 0:
-        store.wait([f"done{other}" for other in range(max(worlds))], TIMEOUT)  # rank 0 holds the store
+        # rank 0 holds the store
+        store.wait([f"done{other}" for other in range(max(worlds))], TIMEOUT)
 
 
 if __name__ == "__main__":

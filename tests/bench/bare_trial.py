@@ -42,14 +42,25 @@ class Bare:
         return Changes(tuple(shrink), tuple(grow))
 
 
-def start(out: IO[str], worlds: Sequence[int], n_steps: int, batch: int, program: Path = PROGRAM) -> list[Popen[bytes]]:
+def start(
+    out: IO[str], worlds: Sequence[int], n_steps: int, batch: int, program: Path = PROGRAM
+) -> list[Popen[bytes]]:
     """The processes of the script, which print into `out`; the caller ends them."""
     environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = [sys.executable, str(SCRIPT), str(program), ",".join(map(str, worlds)), str(n_steps), str(batch)]
+    words = [
+        sys.executable,
+        str(SCRIPT),
+        str(program),
+        ",".join(map(str, worlds)),
+        str(n_steps),
+        str(batch),
+    ]
     return [
-        Popen(words, stdin=DEVNULL, stdout=out, stderr=STDOUT, env={**environment, "RANK": str(rank)})
+        Popen(
+            words, stdin=DEVNULL, stdout=out, stderr=STDOUT, env={**environment, "RANK": str(rank)}
+        )
         for rank in range(max(worlds))
     ]
 
@@ -64,7 +75,9 @@ def run_bare(worlds: Sequence[int], n_steps: int, batch: int, clock: Clock) -> B
     with tempfile.TemporaryFile("w+") as out:
         ranks = start(out, worlds, n_steps, batch)
         try:
-            while any(process.poll() is None for process in ranks) and not any(process.returncode for process in ranks):
+            while any(process.poll() is None for process in ranks) and not any(
+                process.returncode for process in ranks
+            ):
                 clock.look("the bare script")
                 time.sleep(LOOK_S)
         finally:
@@ -74,4 +87,6 @@ def run_bare(worlds: Sequence[int], n_steps: int, batch: int, clock: Clock) -> B
     if any(process.returncode for process in ranks):
         raise Failed(f"the bare script failed: {text[-1500:]}")
     found = [json.loads(line) for line in text.splitlines() if line.startswith('{"world"')]
-    return Bare(tuple(Group(g["world"], g["change_s"], tuple(map(tuple, g["steps"]))) for g in found))
+    return Bare(
+        tuple(Group(g["world"], g["change_s"], tuple(map(tuple, g["steps"]))) for g in found)
+    )

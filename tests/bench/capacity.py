@@ -1,8 +1,10 @@
-"""How soon a run knows what the cloud says of its nodes, on real Ray nodes of this machine, each with metadata of its own.
+"""How soon a run knows what the cloud says of its nodes, on real Ray nodes of this machine, each
+with metadata of its own.
 
-A spot interruption is written on the metadata server at any moment between two looks; until the run has the Notice, and until
-Ray drains the node too once the policy leaves it. Each repeat has a node of its own, which ends with it. Then a real run, to
-which nodes are added and from which they are killed: until it prepares a node that Ray has, and until it aborts a step.
+A spot interruption is written on the metadata server at any moment between two looks; until the run
+has the Notice, and until Ray drains the node too once the policy leaves it. Each repeat has a node
+of its own, which ends with it. Then a real run, to which nodes are added and from which they are
+killed: until it prepares a node that Ray has, and until it aborts a step.
 """
 
 from __future__ import annotations
@@ -33,7 +35,17 @@ from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 from elastic.cluster.ray import _ray_private
 from elastic.ledger.journal import read
 from elastic.storage import open_storage
-from elastic.types import Abort, Action, DrainNode, Event, NodeReady, Notice, Pool, Prepare, ReleaseNode
+from elastic.types import (
+    Abort,
+    Action,
+    DrainNode,
+    Event,
+    NodeReady,
+    Notice,
+    Pool,
+    Prepare,
+    ReleaseNode,
+)
 
 MOST_S, REPEATS = 600.0, 10
 WAIT_S = 120.0
@@ -66,11 +78,15 @@ def wait(backend: RayBackend, clock: Clock, kind: type[Event]) -> Any:
     raise TimeoutError(f"no {kind.__name__} within {WAIT_S:.0f} s")
 
 
-def one(cluster: LocalCluster, backend: RayBackend, server: MetadataServer, clock: Clock, name: str) -> tuple[float, float]:
+def one(
+    cluster: LocalCluster, backend: RayBackend, server: MetadataServer, clock: Clock, name: str
+) -> tuple[float, float]:
     """Seconds from the notice written to the Notice, and from the Notice to the drained node."""
     server.node(name)
     labels = {"elastic-node": name, "elastic-pool": "spot", "ray.io/market-type": "spot"}
-    ray_id = cluster.add(NodeOrder(name, 1, labels, environment={ENDPOINT: server.endpoint(name)})).result(WAIT_S)["ray_id"]
+    ray_id = cluster.add(
+        NodeOrder(name, 1, labels, environment={ENDPOINT: server.endpoint(name)})
+    ).result(WAIT_S)["ray_id"]
     wait(backend, clock, NodeReady)
     looked = f"GET /{name}/latest/meta-data/spot/instance-action"
     while looked not in server.asked:
@@ -84,7 +100,10 @@ def one(cluster: LocalCluster, backend: RayBackend, server: MetadataServer, cloc
     wait(backend, clock, Notice)
     noticed_s = time.monotonic()
     backend.execute(DrainNode(name))
-    while ray_id in {node.ray_id for node in backend.survey.alive.values()} and ray_id not in _ray_private.draining_nodes():
+    while (
+        ray_id in {node.ray_id for node in backend.survey.alive.values()}
+        and ray_id not in _ray_private.draining_nodes()
+    ):
         clock.look("the drained node")
         time.sleep(0.005)
     drained_s = time.monotonic()
@@ -98,7 +117,11 @@ def ordered_s(journal: Path, clock: Clock, after_s: float, done: Callable[[Actio
     while True:
         clock.look("an order of the run")
         for line in read(journal) if journal.is_file() else ():
-            if line.at_s > after_s and line.decision is not None and any(map(done, line.decision.actions)):
+            if (
+                line.at_s > after_s
+                and line.decision is not None
+                and any(map(done, line.decision.actions))
+            ):
                 return line.at_s
         time.sleep(0.1)
 
@@ -107,7 +130,11 @@ def in_a_run(repeats: int, clock: Clock) -> Mapping[str, Spread]:
     """Two nodes stay, a third one comes and is killed as soon as the run trains on it."""
     joined, broken = [], []
     root = str(Path(__file__).resolve().parents[2])
-    with LocalCluster((root,)) as cluster, tempfile.TemporaryDirectory() as folder, cluster.introduced():
+    with (
+        LocalCluster((root,)) as cluster,
+        tempfile.TemporaryDirectory() as folder,
+        cluster.introduced(),
+    ):
         layout = {n: f"dp_shard={n}" for n in (3, 2, 1)}
         pool = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 3}
         path = job(Path(folder), 1_000_000, [], pools=[pool], layout=layout)
@@ -125,7 +152,12 @@ def in_a_run(repeats: int, clock: Clock) -> Mapping[str, Spread]:
         seen = Seen(journal)
 
         def until_in_plan(names: Sequence[str], what: str) -> None:
-            while seen.in_transition or seen.plan is None or not {*names} <= {*seen.plan.nodes} or not seen.entered:
+            while (
+                seen.in_transition
+                or seen.plan is None
+                or not {*names} <= {*seen.plan.nodes}
+                or not seen.entered
+            ):
                 clock.look(what)
                 time.sleep(0.1)
                 seen.look()
@@ -137,14 +169,19 @@ def in_a_run(repeats: int, clock: Clock) -> Mapping[str, Spread]:
                 add(name)
                 ready_s = time.time()
                 prepared_s = ordered_s(
-                    journal, clock, added_s, lambda a, name=name: isinstance(a, Prepare) and a.node_id == name
+                    journal,
+                    clock,
+                    added_s,
+                    lambda a, name=name: isinstance(a, Prepare) and a.node_id == name,
                 )
                 joined.append(max(0.0, prepared_s - ready_s))
                 until_in_plan((name,), "a plan with the node")
                 time.sleep(1.0)
                 killed_s = time.time()
                 cluster.kill(name)
-                broken.append(ordered_s(journal, clock, killed_s, lambda a: isinstance(a, Abort)) - killed_s)
+                broken.append(
+                    ordered_s(journal, clock, killed_s, lambda a: isinstance(a, Abort)) - killed_s
+                )
         finally:
             api.stop(open_storage(str(journal.parent)), "measured")
             run.join(WAIT_S)

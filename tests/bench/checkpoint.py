@@ -1,9 +1,12 @@
-"""Checkpoints: what a save costs the step, and how fast bytes go to storage and back, next to bare files and bare S3 calls.
+"""Checkpoints: what a save costs the step, and how fast bytes go to storage and back, next to bare
+files and bare S3 calls.
 
-Stall: a run of two workers on the embedded cluster that saves every few steps. Speeds: one process and the same bytes, one
-after the other within each round; figures are medians of the rounds' ratios, `_spread` their least and greatest. Raw: a file
-written in 16 MiB pieces and synced; read into memory that is there already, by one thread (`load_vs_raw`) and by as many as
-ours (`_threads`). All is in the page cache, so that reads are as hard to match as can be. `dcp_*`: plain DCP in place of ours.
+Stall: a run of two workers on the embedded cluster that saves every few steps. Speeds: one process
+and the same bytes, one after the other within each round; figures are medians of the rounds'
+ratios, `_spread` their least and greatest. Raw: a file written in 16 MiB pieces and synced; read
+into memory that is there already, by one thread (`load_vs_raw`) and by as many as ours
+(`_threads`). All is in the page cache, so that reads are as hard to match as can be. `dcp_*`: plain
+DCP in place of ours.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ Items = list[tuple[Box, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Size:
-    """`shape` and `n_tensors`: of what goes to the disk; one such tensor goes to the object storage. `every`: steps from one
-    save of the run to the next; `first`: the first step that counts; `steps`: the last."""
+    """`shape` and `n_tensors`: of what goes to the disk; one such tensor goes to the object
+    storage. `every`: steps from one save of the run to the next; `first`: the first step that
+    counts; `steps`: the last."""
 
     shape: tuple[int, int]
     n_tensors: int
@@ -56,19 +60,24 @@ class Size:
 
     def job(self) -> dict[str, Any]:
         return {
-            "name": "checkpoint", "steps": self.steps, "global_batch": 8, "seed": 1, "eval_samples": 12, "layout": "dp_shard=2",
-            "min_workers": 2, "durable_every": self.every, "program": str(self.program),
-            "pools": [{"name": "owned", "market_type": "owned", "max_nodes": 2}],
+            "name": "checkpoint", "steps": self.steps, "global_batch": 8, "seed": 1,
+            "eval_samples": 12, "layout": "dp_shard=2", "min_workers": 2,
+            "durable_every": self.every, "program": str(self.program), "pools": [{"name": "owned",
+            "market_type": "owned", "max_nodes": 2}],
         }  # fmt: skip
 
     def items(self, n: int) -> Items:
         torch.manual_seed(0)
         made = [torch.randn(self.shape) for _ in range(n)]
-        return [(Box(f"t{i}", (0, 0), self.shape, "float32"), tensor) for i, tensor in enumerate(made)]
+        return [
+            (Box(f"t{i}", (0, 0), self.shape, "float32"), tensor) for i, tensor in enumerate(made)
+        ]
 
 
 WHOLE = Size((4096, 8192), 4, 5, 3, PROGRAM, every=8, first=12, steps=80)  # 537 MB
-SMOKE = Size((512, 8192), 2, 1, 1, ROOT / "tests" / "programs" / "tiny.py", every=4, first=5, steps=24)
+SMOKE = Size(
+    (512, 8192), 2, 1, 1, ROOT / "tests" / "programs" / "tiny.py", every=4, first=5, steps=24
+)
 
 
 def pieces(items: Items) -> list[memoryview]:
@@ -140,7 +149,8 @@ def on_disk(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
             ("raw_save", partial(write_raw, root / "raw", parts)),
             ("save", partial(save, storage, step, items)),
         ]
-        for name, what in order if step % 2 else order[::-1]:  # neither always finds the disk as the other left it
+        # neither always finds the disk as the other left it
+        for name, what in order if step % 2 else order[::-1]:
             note(name, what)
         note("raw_load", lambda: read_raw(root / "raw", parts, 1))
         note("raw_load_threads", lambda: read_raw(root / "raw", parts, checkpoint_reader.THREADS))
@@ -155,11 +165,13 @@ def on_disk(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
         for name in ("dcp", "run"):
             shutil.rmtree(root / name)
         (root / "raw").unlink()
-    gbps = {f"{name}_gbps": round(n_bytes / median(values) / 1e9, 2) for name, values in took.items()}
+    gbps = {
+        f"{name}_gbps": round(n_bytes / median(values) / 1e9, 2) for name, values in took.items()
+    }
     return {
-        **ratios("save_vs_raw", took["raw_save"], took["save"]), **ratios("load_vs_raw", took["raw_load"], took["load"]),
-        **ratios("load_vs_raw_threads", took["raw_load_threads"], took["load"]),
-        **ratios("dcp_save_vs_raw", took["raw_save"], took["dcp_save"]),
+        **ratios("save_vs_raw", took["raw_save"], took["save"]), **ratios("load_vs_raw",
+        took["raw_load"], took["load"]), **ratios("load_vs_raw_threads", took["raw_load_threads"],
+        took["load"]), **ratios("dcp_save_vs_raw", took["raw_save"], took["dcp_save"]),
         **ratios("dcp_load_vs_raw", took["raw_load"], took["dcp_load"]), **gbps, "bytes": n_bytes,
         "contents_equal": equal,
     }  # fmt: skip
@@ -168,14 +180,19 @@ def on_disk(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
 def ratios(name: str, raw: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     """Speed of ours as a share of raw's: 1.0 = as fast."""
     found = sorted(a / b for a, b in zip(raw, ours))
-    return {name: round(median(found), 3), f"{name}_spread": [round(found[0], 3), round(found[-1], 3)]}
+    return {
+        name: round(median(found), 3),
+        f"{name}_spread": [round(found[0], 3), round(found[-1], 3)],
+    }
 
 
-# ------------------------------------------------------------------------------------------------ object storage
+# ------------------------------------------------------------------------------------------------
+# object storage
 
 
 def on_s3(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
-    """A Ceph radosgw on loopback where it is installed, else moto; next to bare boto3 put_object and get_object."""
+    """A Ceph radosgw on loopback where it is installed, else moto; next to bare boto3 put_object
+    and get_object."""
     import boto3
     import radosgw
 
@@ -195,9 +212,13 @@ def on_s3(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
         took: dict[str, list[float]] = {"raw_save": [], "save": [], "raw_load": [], "load": []}
         for step in range(size.rounds_s3):
             clock.look(f"round {step} on {name}")
-            took["raw_save"].append(seconds(lambda: client.put_object(Bucket=bucket, Key="raw", Body=data)))
+            took["raw_save"].append(
+                seconds(lambda: client.put_object(Bucket=bucket, Key="raw", Body=data))
+            )
             took["save"].append(seconds(partial(save, storage, step, items)))
-            took["raw_load"].append(seconds(lambda: client.get_object(Bucket=bucket, Key="raw")["Body"].read()))
+            took["raw_load"].append(
+                seconds(lambda: client.get_object(Bucket=bucket, Key="raw")["Body"].read())
+            )
             uri = storage.uri_of(f"checkpoints/step-{step:08d}.g0001")
             items[0][1].zero_()
             took["load"].append(seconds(partial(load, uri, items)))
@@ -210,25 +231,36 @@ def on_s3(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
         }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ stall
+# ------------------------------------------------------------------------------------------------
+# stall
 
 
 def stall(clock: Clock, size: Size) -> dict[str, Any]:
     with running(size.job(), clock) as trial:
-        trial.until(lambda: bool(trial.steps) and trial.steps[-1][1] >= size.steps - 2, f"step {size.steps - 2}")
+        trial.until(
+            lambda: bool(trial.steps) and trial.steps[-1][1] >= size.steps - 2,
+            f"step {size.steps - 2}",
+        )
         lines = trial.lines()
     events = [event for line in lines for _, event in line.events]
     steps = [event for event in events if isinstance(event, StepDone) and event.step >= size.first]
-    saved = [e for e in events if isinstance(e, CopyStored) and e.copy.kind == "durable" and e.copy.step >= size.first]
+    saved = [
+        e
+        for e in events
+        if isinstance(e, CopyStored) and e.copy.kind == "durable" and e.copy.step >= size.first
+    ]
     if len(saved) < SEVERAL:
         raise Failed(f"only {len(saved)} checkpoints were stored")
     step_s = median(step.step_time_s for step in steps if step.step % size.every)
     stall_s = median(event.stall_s for event in saved)
-    after = [step.step_time_s for step in steps if step.step % size.every == 1]  # the copy is written behind this one
+    # the copy is written behind this one
+    after = [step.step_time_s for step in steps if step.step % size.every == 1]
     return {
         "stall_share": round(stall_s / step_s, 4), "stall_ms": round(1e3 * stall_s, 3),
-        "step_ms": round(1e3 * step_s, 1), "n_saves": len(saved), "n_left_out": sum(isinstance(e, CopyFailed) for e in events),
-        "step_behind_which_it_is_written_vs_others": round(median(after) / step_s, 3), "processes_left": 0,
+        "step_ms": round(1e3 * step_s, 1), "n_saves": len(saved), "n_left_out": sum(isinstance(e,
+        CopyFailed) for e in events),
+        "step_behind_which_it_is_written_vs_others": round(median(after) / step_s, 3),
+        "processes_left": 0,
     }  # fmt: skip
 
 

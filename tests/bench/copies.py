@@ -1,7 +1,9 @@
-"""What a peer replica costs: two workers on two nodes, about 100 MB of state, a copy every few steps.
+"""What a peer replica costs: two workers on two nodes, about 100 MB of state, a copy every few
+steps.
 
-Next to it, at the same time on the same machine: how long the step would have waited had the copy been made at the boundary
-into a new buffer, as it was before copies were taken behind the steps; and raw copies of as many bytes.
+Next to it, at the same time on the same machine: how long the step would have waited had the copy
+been made at the boundary into a new buffer, as it was before copies were taken behind the steps;
+and raw copies of as many bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class Size:
 
     def job(self) -> dict[str, Any]:
         return {
-            "name": "copies", "program": str(self.program), "steps": self.steps, "global_batch": 16, "seed": 7,
-            "eval_every": 0, "eval_samples": 0, "clip_grad_norm": 1.0,
+            "name": "copies", "program": str(self.program), "steps": self.steps, "global_batch": 16,
+            "seed": 7, "eval_every": 0, "eval_samples": 0, "clip_grad_norm": 1.0,
         }  # fmt: skip
 
 
@@ -65,7 +67,16 @@ def copied(size: Size, link_bytes_per_s: float, clock: Clock) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as run:
             workers = pool.open(size.job(), Path(run))
-            pool.enter(plan(1, Layout(dp_shard=2), workers, 16, peer_every=EVERY, copy_bytes_per_s=link_bytes_per_s))
+            pool.enter(
+                plan(
+                    1,
+                    Layout(dp_shard=2),
+                    workers,
+                    16,
+                    peer_every=EVERY,
+                    copy_bytes_per_s=link_bytes_per_s,
+                )
+            )
             pool.wait(lambda: bool(pool.events(CopyStored)), "the first copy", 300)
             n_bytes = pool.events(CopyStored)[0].copy.n_bytes // 2
             while len({e.worker for e in pool.events(Quiesced, 1)}) < 2 or not beside:
@@ -90,7 +101,9 @@ def copied(size: Size, link_bytes_per_s: float, clock: Clock) -> dict[str, Any]:
         "step_s": round(step_s, 4),
         "stall_s": round(stall_s, 5),
         "stall_share_of_a_step": round(stall_s / step_s, 5),
-        "stall_share_of_the_run": round(sum(e.stall_s for e in stored[LEFT_OUT:]) / sum(e.step_time_s for e in steps), 5),
+        "stall_share_of_the_run": round(
+            sum(e.stall_s for e in stored[LEFT_OUT:]) / sum(e.step_time_s for e in steps), 5
+        ),
         "at_the_boundary_s": round(new_s, 5),
         "at_the_boundary_share_of_a_step": round(new_s / step_s, 5),
         "warm_copy_s": round(warm_s, 5),
@@ -103,12 +116,20 @@ def copied(size: Size, link_bytes_per_s: float, clock: Clock) -> dict[str, Any]:
 
 def measure(size: Size, clock: Clock, paced: float) -> Mapping[str, Any]:
     found, unpaced = copied(size, paced, clock), copied(size, 0.0, clock)
-    return {**found, **{f"unpaced_{name}": unpaced[name] for name in ("flight_s", "copy_gb_per_s", "stall_s", "step_s")}}
+    return {
+        **found,
+        **{
+            f"unpaced_{name}": unpaced[name]
+            for name in ("flight_s", "copy_gb_per_s", "stall_s", "step_s")
+        },
+    }
 
 
 def main() -> int:
     given = options(__doc__, MOST_S, repeats=1)
-    return finish("copies", given, lambda clock: measure(SMOKE if given.smoke else WHOLE, clock, PACED))
+    return finish(
+        "copies", given, lambda clock: measure(SMOKE if given.smoke else WHOLE, clock, PACED)
+    )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,18 @@ from typing import Any
 
 from elastic.ledger.accounts import PHASES, Transition
 from elastic.ledger.journal import Line
-from elastic.types import DTYPE_BYTES, DriverStarted, EnterPlan, NodePrepared, PlanEntered, StepDone, TensorSpec
+from elastic.types import (
+    DTYPE_BYTES,
+    DriverStarted,
+    EnterPlan,
+    NodePrepared,
+    PlanEntered,
+    StepDone,
+    TensorSpec,
+)
 
-NAMES = {"kill": "loss", "notice": "notice", "add": "growth", "hang": "hang"}  # of what each drill leads to
+# of what each drill leads to
+NAMES = {"kill": "loss", "notice": "notice", "add": "growth", "hang": "hang"}
 AROUND = 20  # steps
 TRAINING = ("notice", "growth")  # whose `quiesce` is spent training: it is no part of the pause
 
@@ -32,7 +41,11 @@ class Spread:
     def plain(self) -> dict[str, float | int]:
         if not self.values:
             return {"n": 0}
-        return {"min": round(min(self.values), 4), "max": round(max(self.values), 4), "n": len(self.values)}
+        return {
+            "min": round(min(self.values), 4),
+            "max": round(max(self.values), 4),
+            "n": len(self.values),
+        }
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,8 @@ class Drill:
 
 @dataclass(frozen=True)
 class ColdRestart:
-    """Everything killed and started again, in seconds from the kill to the end of the first step."""
+    """Everything killed and started again, in seconds from the kill to the end of the first
+    step."""
 
     seconds: float
     steps_lost: int
@@ -54,33 +68,50 @@ class ColdRestart:
 
 @dataclass(frozen=True)
 class Changes:
-    """What bare torch needs for a change of group in warm processes: groups, model, first step, less an ordinary step."""
+    """What bare torch needs for a change of group in warm processes: groups, model, first step,
+    less an ordinary step."""
 
     shrink_s: tuple[float, ...] = ()
     grow_s: tuple[float, ...] = ()
 
 
-# ------------------------------------------------------------------------------------------------ from the journal
+# ------------------------------------------------------------------------------------------------
+# from the journal
 
 
-def answers(drills: Sequence[Drill], transitions: Sequence[Transition]) -> dict[str, list[Transition]]:
-    """The transition that each drill led to: the next one after it that reached a step. Those that were overtaken have no pause
-    of their own: it is a part of the one that overtook them. Growth also comes from a node that is back after a hang."""
+def answers(
+    drills: Sequence[Drill], transitions: Sequence[Transition]
+) -> dict[str, list[Transition]]:
+    """The transition that each drill led to: the next one after it that reached a step. Those that
+    were overtaken have no pause of their own: it is a part of the one that overtook them. Growth
+    also comes from a node that is back after a hang."""
     found: dict[str, list[Transition]] = {name: [] for name in NAMES.values()}
     reached = [t for t in transitions if t.phases_s.get("first_step", 0.0) > 0]
     for drill in drills:
         if drill.kind != "add":
             found[NAMES[drill.kind]] += [t for t in reached if t.at_s > drill.at_s][:1]
-    found["growth"] = [t for t in reached if t.cause == "growth" and not any(t in others for others in found.values())]
+    found["growth"] = [
+        t
+        for t in reached
+        if t.cause == "growth" and not any(t in others for others in found.values())
+    ]
     return found
 
 
 def cold_restart(lines: Sequence[Line], killed_at_s: float) -> ColdRestart:
-    """Of the first driver that started after the kill. Raises ValueError when it has not finished a step."""
-    before = [e.step for line in lines for at_s, e in line.events if isinstance(e, StepDone) and at_s <= killed_at_s]
+    """Of the first driver that started after the kill. Raises ValueError when it has not finished a
+    step."""
+    before = [
+        e.step
+        for line in lines
+        for at_s, e in line.events
+        if isinstance(e, StepDone) and at_s <= killed_at_s
+    ]
     marks: dict[str, float] = {}
     resumed = 0
-    for at_s, event in ((at_s, e) for line in lines for at_s, e in line.events if at_s > killed_at_s):
+    for at_s, event in (
+        (at_s, e) for line in lines for at_s, e in line.events if at_s > killed_at_s
+    ):
         if isinstance(event, DriverStarted):
             marks.setdefault("driver", at_s)
         elif isinstance(event, NodePrepared) and "entered" not in marks:
@@ -94,22 +125,27 @@ def cold_restart(lines: Sequence[Line], killed_at_s: float) -> ColdRestart:
         raise ValueError(f"no step after {killed_at_s}")
     names, times = ["driver", "prepared", "entered", "step"], [killed_at_s]
     times += [marks.get(name, times[-1]) for name in names]
-    phases_s = {name: round(max(0.0, later - sooner), 4) for name, (sooner, later) in zip(names, pairwise(times))}
-    return ColdRestart(round(marks["step"] - killed_at_s, 4), max(before, default=0) - resumed, phases_s)
+    phases_s = {
+        name: round(max(0.0, later - sooner), 4)
+        for name, (sooner, later) in zip(names, pairwise(times))
+    }
+    return ColdRestart(
+        round(marks["step"] - killed_at_s, 4), max(before, default=0) - resumed, phases_s
+    )
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Every step that was finished, in order: generation, step, when; and how many ranks each generation has. `around`: steps
-    before an event and after it that its excess looks at."""
+    """Every step that was finished, in order: generation, step, when; and how many ranks each
+    generation has. `around`: steps before an event and after it that its excess looks at."""
 
     steps: tuple[tuple[int, int, float], ...]
     worlds: Mapping[int, int]
     around: int = AROUND
 
     def window(self, began_s: float, generation: int) -> tuple[int, int] | None:
-        """Indices of the step that ended `around` steps before `began_s` and of as many steps into `generation`; None where
-        other transitions lie in between or steps are missing."""
+        """Indices of the step that ended `around` steps before `began_s` and of as many steps into
+        `generation`; None where other transitions lie in between or steps are missing."""
         ended = sum(1 for _, _, at_s in self.steps if at_s <= began_s) - 1
         own = [i for i, (g, _, _) in enumerate(self.steps) if g == generation]
         first, last = ended - self.around, own[self.around - 1] if len(own) >= self.around else -1
@@ -118,7 +154,8 @@ class Pace:
         return first, last
 
     def ordinary_s(self, windows: Sequence[tuple[int, int]]) -> dict[int, float]:
-        """Per number of ranks, the mean time of a step of a running generation that lies in none of the windows."""
+        """Per number of ranks, the mean time of a step of a running generation that lies in none of
+        the windows."""
         found: dict[int, list[float]] = {}
         for i, ((g, _, before_s), (h, _, at_s)) in enumerate(pairwise(self.steps)):
             if g == h and not any(first <= i < last for first, last in windows):
@@ -126,7 +163,8 @@ class Pace:
         return {world: sum(times) / len(times) for world, times in found.items()}
 
     def excess_s(self, first: int, last: int, ordinary_s: Mapping[int, float]) -> float | None:
-        """Wall seconds between two steps, less what the progress between them costs at the capacity that there was for it."""
+        """Wall seconds between two steps, less what the progress between them costs at the capacity
+        that there was for it."""
         old, new = self.steps[first][0], self.steps[last][0]
         resumed = next(step for generation, step, _ in self.steps if generation == new) - 1
         worlds = self.worlds[old], self.worlds[new]
@@ -140,20 +178,29 @@ class Pace:
 def pace(lines: Iterable[Line], around: int = AROUND) -> Pace:
     steps, worlds = [], {}
     for line in lines:
-        steps += [(e.generation, e.step, at_s) for at_s, e in line.events if isinstance(e, StepDone)]
+        steps += [
+            (e.generation, e.step, at_s) for at_s, e in line.events if isinstance(e, StepDone)
+        ]
         for action in line.decision.actions if line.decision else ():
             if isinstance(action, EnterPlan):
                 worlds[action.plan.generation] = len(action.plan.ranks)
     return Pace(tuple(steps), worlds, around)
 
 
-def excesses(run: Pace, asked: Sequence[Drill], found: Mapping[str, Sequence[Transition]]) -> dict[str, list[float]]:
-    """Per cause, the excess of each transition; an event begins with the newest drill before its transition."""
+def excesses(
+    run: Pace, asked: Sequence[Drill], found: Mapping[str, Sequence[Transition]]
+) -> dict[str, list[float]]:
+    """Per cause, the excess of each transition; an event begins with the newest drill before its
+    transition."""
     windows = {}
     for name, transitions in found.items():
         kinds = [kind for kind, leads_to in NAMES.items() if leads_to == name]
         for transition in transitions:
-            began = [drill.at_s for drill in asked if drill.kind in kinds and drill.at_s < transition.at_s]
+            began = [
+                drill.at_s
+                for drill in asked
+                if drill.kind in kinds and drill.at_s < transition.at_s
+            ]
             window = run.window(began[-1], transition.generation) if began else None
             if window is not None:
                 windows[name, transition.generation] = window
@@ -183,20 +230,26 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float] |
 
 def gaps(lines: Iterable[Line]) -> dict[int, float]:
     """Per generation, from the end of the last step before it to the end of its own first one."""
-    steps = [(at_s, e.generation) for line in lines for at_s, e in line.events if isinstance(e, StepDone)]
+    steps = [
+        (at_s, e.generation) for line in lines for at_s, e in line.events if isinstance(e, StepDone)
+    ]
     return {new: at_s - before_s for (before_s, old), (at_s, new) in pairwise(steps) if new > old}
 
 
-# ------------------------------------------------------------------------------------------------ figures
+# ------------------------------------------------------------------------------------------------
+# figures
 
 
 def phases(name: str, found: Sequence[Transition], gaps: Mapping[int, float]) -> dict[str, float]:
-    """Median of each phase. `rest`: what of the time without a finished step lies in none of them (mostly the step that was
-    aborted); `ordinary_step`: what is taken off, so that all add up to the pause (each a median: nearly)."""
+    """Median of each phase. `rest`: what of the time without a finished step lies in none of them
+    (mostly the step that was aborted); `ordinary_step`: what is taken off, so that all add up to
+    the pause (each a median: nearly)."""
     counted = [phase for phase in PHASES if not (phase == "quiesce" and name in TRAINING)]
     out = {phase: median(t.phases_s.get(phase, 0.0) for t in found) for phase in counted}
     if known := [(t, gaps[t.generation]) for t in found if t.generation in gaps]:
-        out["rest"] = median(gap_s - sum(t.phases_s.get(phase, 0.0) for phase in counted) for t, gap_s in known)
+        out["rest"] = median(
+            gap_s - sum(t.phases_s.get(phase, 0.0) for phase in counted) for t, gap_s in known
+        )
         out["ordinary_step"] = median(t.pause_s - gap_s for t, gap_s in known)
     return {phase: round(seconds, 4) for phase, seconds in out.items()}
 
@@ -213,7 +266,9 @@ class Found:
 def recovery(run: Found, colds: Sequence[ColdRestart], bare: Changes) -> dict[str, Any]:
     """All figures of the drills but the load of the machine."""
     found, gaps = run.transitions, run.gaps
-    pauses = {name: Spread(tuple(t.pause_s for t in transitions)) for name, transitions in found.items()}
+    pauses = {
+        name: Spread(tuple(t.pause_s for t in transitions)) for name, transitions in found.items()
+    }
     cold = Spread(tuple(c.seconds for c in colds))
     shrink, grow = Spread(bare.shrink_s), Spread(bare.grow_s)
     out: dict[str, Any] = {f"pause_{name}_s": spread.middle for name, spread in pauses.items()}
@@ -230,7 +285,9 @@ def recovery(run: Found, colds: Sequence[ColdRestart], bare: Changes) -> dict[st
         out[f"{name}_vs_cold"] = ratio(spread.middle, cold.middle)
     out["contents_equal"] = all(t.digest_ok for transitions in found.values() for t in transitions)
     out["bare_shrink_s"], out["bare_grow_s"] = shrink.middle, grow.middle
-    out["phases_s"] = {name: phases(name, transitions, gaps) for name, transitions in found.items() if transitions}
+    out["phases_s"] = {
+        name: phases(name, transitions, gaps) for name, transitions in found.items() if transitions
+    }
     out["phases_s"]["cold_restart"] = _cold_phases(colds)
     spreads = {f"pause_{name}_s": spread for name, spread in pauses.items()}
     spreads |= {f"excess_{name}_s": spread for name, spread in excess.items()}
@@ -241,7 +298,10 @@ def recovery(run: Found, colds: Sequence[ColdRestart], bare: Changes) -> dict[st
 
 def device_bound(run: Found) -> dict[str, Any]:
     """Pauses and excess of the drills whose steps leave the host free."""
-    pauses = {f"pause_{name}_s": Spread(tuple(t.pause_s for t in found)) for name, found in run.transitions.items()}
+    pauses = {
+        f"pause_{name}_s": Spread(tuple(t.pause_s for t in found))
+        for name, found in run.transitions.items()
+    }
     excess = {f"excess_{name}_s": Spread(tuple(values)) for name, values in run.excess_s.items()}
     spreads = {f"device_bound_{key}": spread for key, spread in {**pauses, **excess}.items()}
     out: dict[str, Any] = {key: spread.middle for key, spread in spreads.items()}
@@ -263,13 +323,16 @@ def less(value: float | None, floor: float | None) -> float | None:
 
 
 DRAWN = 2000  # bootstrap samples
-SETTLES = 2  # steps at the start of a block that are not counted: the one that was frozen, and the one that is told with it
+# steps at the start of a block that are not counted: the one that was frozen, and the one that is
+# told with it
+SETTLES = 2
 
 
 @dataclass(frozen=True)
 class Block:
-    """One stretch in which one contender ran alone. Seconds are per step: wall (mean and median), CPU per kind of process, and
-    the named parts of the wall seconds that the contender itself tells."""
+    """One stretch in which one contender ran alone. Seconds are per step: wall (mean and median),
+    CPU per kind of process, and the named parts of the wall seconds that the contender itself
+    tells."""
 
     mean_s: float
     median_s: float
@@ -278,19 +341,24 @@ class Block:
 
 
 def block(ends: Sequence[float], cpu_s: Mapping[str, float], active_s: float) -> Block | None:
-    """`ends`: when each step of the block ended. `cpu_s`: CPU seconds of the `active_s` seconds in which nothing was frozen.
-    None where fewer than two whole steps remain."""
+    """`ends`: when each step of the block ended. `cpu_s`: CPU seconds of the `active_s` seconds in
+    which nothing was frozen. None where fewer than two whole steps remain."""
     whole = ends[SETTLES - 1 :]
     times = [b - a for a, b in pairwise(whole)]
     if len(times) < 2:
         return None
     mean_s = (whole[-1] - whole[0]) / len(times)
-    return Block(mean_s, median(times), {kind: seconds * mean_s / active_s for kind, seconds in cpu_s.items()})
+    return Block(
+        mean_s,
+        median(times),
+        {kind: seconds * mean_s / active_s for kind, seconds in cpu_s.items()},
+    )
 
 
 def overhead(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
-    """`pairs`: a block under elastic and a bare one, one right after the other. The ratios are those of the sums over all
-    pairs; their intervals hold 95 % of the ratios of as many pairs drawn with replacement (percentile bootstrap)."""
+    """`pairs`: a block under elastic and a bare one, one right after the other. The ratios are
+    those of the sums over all pairs; their intervals hold 95 % of the ratios of as many pairs drawn
+    with replacement (percentile bootstrap)."""
     kinds = {
         "step_time_ratio": lambda b: b.mean_s,
         "median_step_time_ratio": lambda b: b.median_s,
@@ -303,10 +371,14 @@ def overhead(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
     out["elastic_step_s"] = Spread(tuple(ours.mean_s for ours, _ in pairs)).middle
     out["bare_step_s"] = Spread(tuple(bare.mean_s for _, bare in pairs)).middle
     names = sorted({kind for ours, _ in pairs for kind in ours.cpu_s})
-    out["elastic_cpu_parts_s"] = {k: Spread(tuple(ours.cpu_s.get(k, 0.0) for ours, _ in pairs)).middle for k in names}
+    out["elastic_cpu_parts_s"] = {
+        k: Spread(tuple(ours.cpu_s.get(k, 0.0) for ours, _ in pairs)).middle for k in names
+    }
     out["bare_cpu_s"] = Spread(tuple(sum(bare.cpu_s.values()) for _, bare in pairs)).middle
     names = sorted({part for ours, _ in pairs for part in ours.parts_s})
-    out["elastic_parts_s"] = {k: Spread(tuple(ours.parts_s.get(k, 0.0) for ours, _ in pairs)).middle for k in names}
+    out["elastic_parts_s"] = {
+        k: Spread(tuple(ours.parts_s.get(k, 0.0) for ours, _ in pairs)).middle for k in names
+    }
     return out
 
 

@@ -1,4 +1,5 @@
-"""What runs in the processes of the reshard bench: live moves, the same bytes over bare gloo, and DCP by way of a disk."""
+"""What runs in the processes of the reshard bench: live moves, the same bytes over bare gloo, and
+DCP by way of a disk."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Took:
-    """Of one participant, in seconds and bytes. `peak_bytes`: resident memory beyond what was there before."""
+    """Of one participant, in seconds and bytes. `peak_bytes`: resident memory beyond what was there
+    before."""
 
     seconds: float
     received_bytes: int = 0
@@ -45,12 +47,15 @@ def fill(mover: Mover, case: Case) -> None:
     """Old boxes, in memory that is there."""
     mover.held = {}
     for rank in (r for r, who in case.holders.items() if mover.me in who):
-        mover.held[rank] = {k: (b, t.fill_(1)) for k, (b, t) in empty_state(case.model, case.old, rank).items()}
+        mover.held[rank] = {
+            k: (b, t.fill_(1)) for k, (b, t) in empty_state(case.model, case.old, rank).items()
+        }
 
 
 @contextmanager
 def resident() -> Iterator[Callable[[], int]]:
-    """Bytes by which this process's resident memory has grown at most since the start, looked at every millisecond."""
+    """Bytes by which this process's resident memory has grown at most since the start, looked at
+    every millisecond."""
 
     def pages() -> int:
         with open("/proc/self/statm") as file:
@@ -74,8 +79,8 @@ def resident() -> Iterator[Callable[[], int]]:
 
 
 def live(mover: Mover, case: Case, only_wire: bool) -> Took:
-    """As a worker does it: plan, prove the cover, move, into memory that nobody has touched. `only_wire`: own bytes left out,
-    planned before, and without the watch on the memory."""
+    """As a worker does it: plan, prove the cover, move, into memory that nobody has touched.
+    `only_wire`: own bytes left out, planned before, and without the watch on the memory."""
     me = mover.me
     new: Tensors = empty_state(case.model, case.new, me) if me < case.new[0].world_size else {}
     transfers = case.transfers(me) if only_wire else ()
@@ -108,24 +113,33 @@ def _carried(mover: Mover, transfers: tuple[Transfer, ...], new: Tensors) -> Too
 
 
 def bare(mover: Mover, case: Case, warm: bool) -> Took:
-    """isend and irecv of as many bytes between the same pairs, everything posted at once, without a sum. The messages have the
-    size that is fastest here. `warm`: into memory that was written to before."""
+    """isend and irecv of as many bytes between the same pairs, everything posted at once, without a
+    sum. The messages have the size that is fastest here. `warm`: into memory that was written to
+    before."""
     pairs: dict[tuple[int, int], int] = {}
     for t in case.transfers():
         if t.source != t.destination:
             pairs[t.source, t.destination] = pairs.get((t.source, t.destination), 0) + t.n_bytes
     out = {d: torch.ones(n, dtype=torch.uint8) for (s, d), n in pairs.items() if s == mover.me}
-    into = {s: (torch.ones if warm else torch.empty)(n, dtype=torch.uint8) for (s, d), n in pairs.items() if d == mover.me}
+    into = {
+        s: (torch.ones if warm else torch.empty)(n, dtype=torch.uint8)
+        for (s, d), n in pairs.items()
+        if d == mover.me
+    }
     dist.barrier()
     began = time.perf_counter()
     works = []
     for at in range(0, max(pairs.values(), default=0), CHUNK_BYTES):
         for peer, data in into.items():
             if at < data.numel():
-                works.append(dist.irecv(data[at : at + CHUNK_BYTES], group=mover.group, group_src=peer))
+                works.append(
+                    dist.irecv(data[at : at + CHUNK_BYTES], group=mover.group, group_src=peer)
+                )
         for peer, data in out.items():
             if at < data.numel():
-                works.append(dist.isend(data[at : at + CHUNK_BYTES], group=mover.group, group_dst=peer))
+                works.append(
+                    dist.isend(data[at : at + CHUNK_BYTES], group=mover.group, group_dst=peer)
+                )
     for work in works:
         if work is not None:
             work.wait()
@@ -133,11 +147,13 @@ def bare(mover: Mover, case: Case, warm: bool) -> Took:
     return Took(time.perf_counter() - began, sum(data.numel() for data in into.values()))
 
 
-# ------------------------------------------------------------------------------------------------ by way of a disk
+# ------------------------------------------------------------------------------------------------
+# by way of a disk
 
 
 def by_dcp(mover: Mover, case: Case, folder: str) -> Took:
-    """dcp.save from the old layout and dcp.load into the new one, of DTensors cut along the same axes."""
+    """dcp.save from the old layout and dcp.load into the new one, of DTensors cut along the same
+    axes."""
     old, new = _distributed(case, case.old, mover.me), _distributed(case, case.new, mover.me)
     for tensor in old.values():
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(1)
@@ -152,7 +168,9 @@ def by_dcp(mover: Mover, case: Case, folder: str) -> Took:
 
 def _distributed(case: Case, cut: Cut, me: int) -> dict[str, Any]:
     layout, layers = cut
-    grid = torch.arange(layout.world_size).view(layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
+    grid = torch.arange(layout.world_size).view(
+        layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp
+    )
     mesh = DeviceMesh("cpu", grid, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
     if me >= layout.world_size:
         return {}
@@ -167,17 +185,22 @@ def _distributed(case: Case, cut: Cut, me: int) -> dict[str, Any]:
             out[spec.fqn] = torch.zeros(spec.shape, dtype=dtype)
             continue
         tp = Shard(spec.tp_dim) if placed.tp_cut and spec.tp_dim is not None else Replicate()
-        out[spec.fqn] = empty(spec.shape, dtype=dtype, device_mesh=stage, placements=[Replicate(), Shard(0), tp])
+        out[spec.fqn] = empty(
+            spec.shape, dtype=dtype, device_mesh=stage, placements=[Replicate(), Shard(0), tp]
+        )
     return out
 
 
-# ------------------------------------------------------------------------------------------------ integers
+# ------------------------------------------------------------------------------------------------
+# integers
 
 
 def least_bytes(case: Case) -> tuple[int, int]:
-    """Bytes that must cross at least: with the ranks where they are, and with the best choice of who becomes which rank. By
-    comparing all boxes with all, and trying all orders."""
-    have = [{b.fqn: b for b in boxes(case.model, *case.old, r)} for r in range(case.old[0].world_size)]
+    """Bytes that must cross at least: with the ranks where they are, and with the best choice of
+    who becomes which rank. By comparing all boxes with all, and trying all orders."""
+    have = [
+        {b.fqn: b for b in boxes(case.model, *case.old, r)} for r in range(case.old[0].world_size)
+    ]
     want = [boxes(case.model, *case.new, r) for r in range(case.new[0].world_size)]
     old_rank = {p: rank for rank, (p,) in case.holders.items()}
 
@@ -188,14 +211,18 @@ def least_bytes(case: Case) -> tuple[int, int]:
     everyone = range(len(want))
     cost = [[missing(rank, p) for p in everyone] for rank in everyone]
     placed = sum(cost[rank][rank] for rank in everyone)
-    return placed, min(sum(cost[rank][p] for rank, p in enumerate(who)) for who in permutations(everyone))
+    return placed, min(
+        sum(cost[rank][p] for rank, p in enumerate(who)) for who in permutations(everyone)
+    )
 
 
 def _common(box: Any, other: Any) -> int:
     if other is None:
         return 0
     n = box.n_bytes // max(1, box.n_elements)
-    for start, size, there, length in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True):
+    for start, size, there, length in zip(
+        box.offsets, box.sizes, other.offsets, other.sizes, strict=True
+    ):
         n *= max(0, min(start + size, there + length) - max(start, there))
     return n
 
@@ -204,4 +231,6 @@ def shards(case: Case, n: int) -> tuple[list[int], list[int]]:
     """Old and new bytes of each participant."""
     old, new = shard_bytes(case.model, case.old), shard_bytes(case.model, case.new)
     old_rank = {p: rank for rank, (p,) in case.holders.items()}
-    return [old[old_rank[p]] if p in old_rank else 0 for p in range(n)], [new[p] if p < len(new) else 0 for p in range(n)]
+    return [old[old_rank[p]] if p in old_rank else 0 for p in range(n)], [
+        new[p] if p < len(new) else 0 for p in range(n)
+    ]

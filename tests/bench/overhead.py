@@ -1,10 +1,13 @@
-"""What a run costs under elastic when nothing happens, next to a bare script with the same model, layout and batch.
+"""What a run costs under elastic when nothing happens, next to a bare script with the same model,
+layout and batch.
 
-Both are there at once, and one is frozen (SIGSTOP to all its processes) while the other runs: blocks of a few seconds in turn,
-elastic and bare, bare and elastic, so that whatever the machine does meanwhile falls on both. Under elastic: two nodes of one
-worker each (dp_shard=2) on the embedded cluster, peer replicas and journal on. How often it copies is what a run before it
-comes to by itself (one that is frozen now and then measures long steps, and copies more often). Bare: bare.py in two processes.
-Wall seconds and CPU seconds per step; CPU seconds are of all processes, under elastic also of driver and Ray.
+Both are there at once, and one is frozen (SIGSTOP to all its processes) while the other runs:
+blocks of a few seconds in turn, elastic and bare, bare and elastic, so that whatever the machine
+does meanwhile falls on both. Under elastic: two nodes of one worker each (dp_shard=2) on the
+embedded cluster, peer replicas and journal on. How often it copies is what a run before it comes to
+by itself (one that is frozen now and then measures long steps, and copies more often). Bare:
+bare.py in two processes. Wall seconds and CPU seconds per step; CPU seconds are of all processes,
+under elastic also of driver and Ray.
 """
 
 from __future__ import annotations
@@ -34,15 +37,16 @@ BATCH = 8
 MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}
 TINY = ROOT / "tests" / "programs" / "tiny.py"
 JOB = {
-    "name": "overhead", "steps": 100_000, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0, "eval_samples": 12,
-    "layout": "dp_shard=2", "min_workers": 2, "durable_every": 0,
+    "name": "overhead", "steps": 100_000, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0,
+    "eval_samples": 12, "layout": "dp_shard=2", "min_workers": 2, "durable_every": 0,
     "pools": [{"name": "owned", "market_type": "owned", "max_nodes": 2}],
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Size:
-    """`warm`: steps before the first block; `undisturbed`: steps in which a run finds its own cadence."""
+    """`warm`: steps before the first block; `undisturbed`: steps in which a run finds its own
+    cadence."""
 
     models: Mapping[str, Path]
     warm: int = 15
@@ -52,7 +56,9 @@ class Size:
 
 
 WHOLE = Size(MODELS)
-SMOKE = Size(dict.fromkeys(MODELS, TINY), warm=6, undisturbed=10, steps_a_block=4, block_least_s=0.5)
+SMOKE = Size(
+    dict.fromkeys(MODELS, TINY), warm=6, undisturbed=10, steps_a_block=4, block_least_s=0.5
+)
 
 
 class Contender(Protocol):
@@ -83,7 +89,9 @@ class Elastic:
         return [at_s for _, _, at_s in self.trial.steps]
 
     def parts_s(self, since_s: float) -> Mapping[str, float]:
-        times = [t for (_, _, at_s), t in zip(self.trial.steps, self.trial.times_s) if at_s >= since_s]
+        times = [
+            t for (_, _, at_s), t in zip(self.trial.steps, self.trial.times_s) if at_s >= since_s
+        ]
         ends = [at_s for _, _, at_s in self.trial.steps if at_s >= since_s]
         if len(ends) < 3:
             return {}
@@ -98,7 +106,12 @@ class Bare:
     trees: list[Tree]
 
     def ends(self) -> list[float]:
-        return [float(at_s) for at_s in re.findall(r"^step \d+ ended (\S+) loss", self.out.read_text(), re.MULTILINE)]
+        return [
+            float(at_s)
+            for at_s in re.findall(
+                r"^step \d+ ended (\S+) loss", self.out.read_text(), re.MULTILINE
+            )
+        ]
 
     def parts_s(self, since_s: float) -> Mapping[str, float]:
         return {}
@@ -133,12 +146,17 @@ def run_block(contender: Contender, seconds: float) -> Block | None:
     return replace(found, parts_s=contender.parts_s(ends[figures.SETTLES - 1])) if found else None
 
 
-def warm(contender: Contender, n_steps: int, clock: Clock, process: Popen[bytes], log: Path) -> float:
+def warm(
+    contender: Contender, n_steps: int, clock: Clock, process: Popen[bytes], log: Path
+) -> float:
     """Waits for its first steps, then freezes it. Returns the seconds of a step."""
     while len(ends := contender.ends()) < n_steps:
         clock.look("the first steps")
         if process.poll() is not None:
-            raise Failed(f"it ended first (exit code {process.returncode}): {log.read_text(errors='replace')[-1500:]}")
+            raise Failed(
+                f"it ended first (exit code {process.returncode}): "
+                f"{log.read_text(errors='replace')[-1500:]}"
+            )
         time.sleep(LOOK_S)
     signal_all(contender, signal.SIGSTOP)
     return (ends[-1] - ends[-6]) / 5
@@ -178,7 +196,10 @@ def under_bare(program: Path, n_steps: int, clock: Clock) -> Iterator[tuple[Bare
 
 def compare(program: Path, n_pairs: int, size: Size, clock: Clock) -> dict[str, Any]:
     every = own_cadence(program, size.undisturbed, clock)
-    with under_elastic(program, every, size.warm, clock) as ours, under_bare(program, size.warm, clock) as (bare, step_s):
+    with (
+        under_elastic(program, every, size.warm, clock) as ours,
+        under_bare(program, size.warm, clock) as (bare, step_s),
+    ):
         seconds = max(size.block_least_s, (size.steps_a_block + figures.SETTLES) * step_s)
         pairs: list[tuple[Block, Block]] = []
         for number in range(n_pairs):
@@ -194,11 +215,21 @@ def compare(program: Path, n_pairs: int, size: Size, clock: Clock) -> dict[str, 
 def measure(clock: Clock, n_pairs: int, models: list[str], size: Size) -> dict[str, Any]:
     """The figures of the wide model by their names, those of the small one below `small`."""
     found = {name: compare(size.models[name], n_pairs, size, clock) for name in models}
-    small = {"small": found["small"], "small_step_time_ratio": found["small"]["step_time_ratio"]} if "small" in found else {}
+    small = (
+        {"small": found["small"], "small_step_time_ratio": found["small"]["step_time_ratio"]}
+        if "small" in found
+        else {}
+    )
     return {**found.get("wide", {}), **small, "processes_left": 0}
 
 
 if __name__ == "__main__":
     given = options(__doc__, MOST_S, repeats=PAIRS, parts=tuple(MODELS), smoke_parts=("wide",))
     size = SMOKE if given.smoke else WHOLE
-    sys.exit(finish("overhead", given, lambda clock: measure(clock, max(2, given.repeats), given.parts, size)))
+    sys.exit(
+        finish(
+            "overhead",
+            given,
+            lambda clock: measure(clock, max(2, given.repeats), given.parts, size),
+        )
+    )

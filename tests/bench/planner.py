@@ -1,7 +1,8 @@
 """CPU seconds of a search for the best layouts: 8 to 16,384 equal GPUs, and 1,024 of three kinds.
 
-Equal GPUs are one kind to the planner, so that what it looks at grows with the divisors of their number. Each search is one
-that `elastic plan` makes, the reading of catalog and job left out; the first one in a process is not counted.
+Equal GPUs are one kind to the planner, so that what it looks at grows with the divisors of their
+number. Each search is one that `elastic plan` makes, the reading of catalog and job left out; the
+first one in a process is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from elastic.planner.offers import Aim, NodeGroup
 from elastic.planner.published.decoder import Decoder
 from elastic.types import Job, Node
 
-MODELS = {"8b": Decoder(32, 4096, 32, 8, 14336, 128256, 8192), "70b": Decoder(80, 8192, 64, 8, 28672, 128256, 8192)}
+MODELS = {
+    "8b": Decoder(32, 4096, 32, 8, 14336, 128256, 8192),
+    "70b": Decoder(80, 8192, 64, 8, 28672, 128256, 8192),
+}
 SIZES = (8, 64, 512, 1024, 4096, 16384)
 KINDS = (("H100-80GB-SXM", 64), ("A100-80GB-SXM", 32), ("H200-141GB-SXM", 32))
 PER_GPU = 2  # samples of a step
@@ -30,7 +34,9 @@ MOST_S = 600.0
 
 
 def group(chip: str, n_nodes: int) -> NodeGroup:
-    return NodeGroup(chip, catalog_hardware.profile(catalog.find_chip(chip)), n_nodes, 8, usd_per_node_h=30.0)
+    return NodeGroup(
+        chip, catalog_hardware.profile(catalog.find_chip(chip)), n_nodes, 8, usd_per_node_h=30.0
+    )
 
 
 def searched_s(groups: list[NodeGroup], model: Decoder, aim: Aim) -> float:
@@ -50,7 +56,11 @@ def run_s(model: Decoder, kinds: tuple[tuple[str, int], ...]) -> float:
     known = {name: catalog_hardware.profile(catalog.find_chip(name)) for name, _ in kinds}
     nodes = [Node(f"{name}-{i}", name, 8) for name, n in kinds for i in range(n)]
     memory = {node.node_id: known[node.pool].memory_bytes for node in nodes}
-    limits = LayoutLimits(min(memory.values()), hardware={node.node_id: known[node.pool] for node in nodes}, memory=memory)
+    limits = LayoutLimits(
+        min(memory.values()),
+        hardware={node.node_id: known[node.pool] for node in nodes},
+        memory=memory,
+    )
     profile, batch = model.profile(), PER_GPU * 8 * len(nodes)
     compute.matmul_s.cache_clear()
     began_s = process_time()
@@ -66,18 +76,32 @@ def measure(clock: Clock, repeats: int) -> dict[str, Any]:
         clock.look(f"{n} GPUs")
         nodes = [group("H100-80GB-SXM", n // 8)]
         fitting = {name: model for name, model in MODELS.items() if n > 8 or name == "8b"}
-        equal[n] = {name: median(searched_s(nodes, model, Aim()) for _ in range(repeats)) for name, model in fitting.items()}
+        equal[n] = {
+            name: median(searched_s(nodes, model, Aim()) for _ in range(repeats))
+            for name, model in fitting.items()
+        }
     three = [group(chip, n) for chip, n in KINDS]
     aims = {"": Aim(), "_cheapest": Aim("cheapest")}
-    mixed = {name: median(searched_s(three, MODELS["70b"], aim) for _ in range(repeats)) for name, aim in aims.items()}
-    figures = {"search_64_s": max(equal[64].values()), "search_1024_s": mixed[""], "search_16384_s": max(equal[16384].values())}
+    mixed = {
+        name: median(searched_s(three, MODELS["70b"], aim) for _ in range(repeats))
+        for name, aim in aims.items()
+    }
+    figures = {
+        "search_64_s": max(equal[64].values()),
+        "search_1024_s": mixed[""],
+        "search_16384_s": max(equal[16384].values()),
+    }
     few = tuple((chip, n // 16) for chip, n in KINDS)
     for name, kinds in (("run_64_s", few), ("run_1024_s", KINDS)):
-        figures[name] = max(median(run_s(model, kinds) for _ in range(repeats)) for model in MODELS.values())
+        figures[name] = max(
+            median(run_s(model, kinds) for _ in range(repeats)) for model in MODELS.values()
+        )
     figures |= {f"search_1024{name}_s": seconds for name, seconds in mixed.items() if name}
     return {
         **{name: round(seconds, 4) for name, seconds in figures.items()},
-        "growth_s": {n: {name: round(seconds, 4) for name, seconds in by.items()} for n, by in equal.items()},
+        "growth_s": {
+            n: {name: round(seconds, 4) for name, seconds in by.items()} for n, by in equal.items()
+        },
         "mixed_1024_over_64": round(figures["search_1024_s"] / figures["search_64_s"], 2),
         "equal_16384_over_64": round(figures["search_16384_s"] / figures["search_64_s"], 2),
     }

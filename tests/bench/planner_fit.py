@@ -1,8 +1,10 @@
-"""Fits the constants of elastic/planner/cost/kernels.csv to published measurements: coordinate descent on log errors.
+"""Fits the constants of elastic/planner/cost/kernels.csv to published measurements: coordinate
+descent on log errors.
 
-Half of the weight goes to rows, half to sources, so that no long table outvotes the others; large errors count up to a bound,
-and a constant that the rows say little of stays near where it began. `--half`: fits one half of the sources and scores the
-other with it, and the other way round; nothing is written then. `--smoke`: fits to four measurements that it makes up.
+Half of the weight goes to rows, half to sources, so that no long table outvotes the others; large
+errors count up to a bound, and a constant that the rows say little of stays near where it began.
+`--half`: fits one half of the sources and scores the other with it, and the other way round;
+nothing is written then. `--smoke`: fits to four measurements that it makes up.
 """
 
 from __future__ import annotations
@@ -32,17 +34,20 @@ ROUNDS, FIRST_STEP = 8, 0.25
 MOST = 1.2  # of a log error, that counts
 DRAWN = 6e-4  # to where a constant began, per square of its log distance
 BETTER = 1e-6
-# One half of the sources, by parts of their names: of each software generation that several sources used, some.
+# One half of the sources, by parts of their names: of each software generation that several sources
+# used, some.
 HALF = ("prequel", "NeMo@", "asyncTP", "202506", "4d88a8a44", "docs/performance-summary.md")
 
 Key = tuple[str, str, str]  # software, architecture, constant; '' = all of them
 EVERYWHERE = {"tail": 0.4, "crowd": 0.2, "jitter": 0.01, "link": 0.6, "node": 0.7, "bandwidth": 0.8}
 OF_SOFTWARE = {
     "megatron-2022": {
-        "microbatch_s": 5e-3, "moved": 1.0, "crowd": 0.8, "dp_hidden": 0.3, "tp_hidden": 0.01, "host_s": 8e-6,
+        "microbatch_s": 5e-3, "moved": 1.0, "crowd": 0.8, "dp_hidden": 0.3, "tp_hidden": 0.01,
+        "host_s": 8e-6,
     },
     "megatron-2024": {
-        "microbatch_s": 1e-3, "moved": 0.25, "tp_hidden": 0.3, "dp_hidden": 0.6, "casts": 2.0, "host_s": 1.2e-5,
+        "microbatch_s": 1e-3, "moved": 0.25, "tp_hidden": 0.3, "dp_hidden": 0.6, "casts": 2.0,
+        "host_s": 1.2e-5,
     },
     "megatron-2026": {"moved": 0.2, "casts": 2.0, "host_s": 4e-6},
     "fsdp1": {"moved": 0.8, "host_s": 8e-6},
@@ -50,10 +55,10 @@ OF_SOFTWARE = {
     "fsdp2-compiled": {"moved": 0.3, "casts": 2.0},
 }  # fmt: skip
 BOUNDS = {
-    "matmul": (0.3, 1.0), "low8": (0.3, 1.0), "low4": (0.2, 1.0), "attend_forward": (0.02, 1.0), "attend_backward": (0.02, 1.0),
-    "odd_heads": (0.02, 1.0), "moved": (0.05, 3.0), "tp_hidden": (0.001, 0.9), "dp_hidden": (0.001, 1.0),
-    "jitter": (5e-4, 0.05),
-    "crowd": (0.01, 1.0), "tail": (0.05, 1.0), "link": (0.2, 0.95), "node": (0.2, 0.95), "bandwidth": (0.5, 0.95),
+    "matmul": (0.3, 1.0), "low8": (0.3, 1.0), "low4": (0.2, 1.0), "attend_forward": (0.02, 1.0),
+    "attend_backward": (0.02, 1.0), "odd_heads": (0.02, 1.0), "moved": (0.05, 3.0),
+    "tp_hidden": (0.001, 0.9), "dp_hidden": (0.001, 1.0), "jitter": (5e-4, 0.05), "crowd": (0.01,
+    1.0), "tail": (0.05, 1.0), "link": (0.2, 0.95), "node": (0.2, 0.95), "bandwidth": (0.5, 0.95),
     "casts": (0.5, 8.0), "host_s": (1e-6, 6e-5), "microbatch_s": (1e-5, 0.2),
 }  # fmt: skip
 
@@ -69,7 +74,11 @@ def arch(case: Case) -> str:
 
 def start(found: Sequence[Case]) -> dict[Key, float]:
     made: dict[Key, float] = {("", "", name): value for name, value in EVERYWHERE.items()}
-    made |= {(software, "", name): value for software, some in OF_SOFTWARE.items() for name, value in some.items()}
+    made |= {
+        (software, "", name): value
+        for software, some in OF_SOFTWARE.items()
+        for name, value in some.items()
+    }
     for case in found:
         own = {"matmul": 0.82, "attend_forward": 0.5}
         own |= {"odd_heads": 0.1} if case.software in UNFUSED else {"attend_backward": 0.45}
@@ -88,18 +97,30 @@ def kernels(constants: Mapping[Key, float], software: str, arch: str) -> Kernels
 def errors(constants: Mapping[Key, float], found: Sequence[Case]) -> list[float]:
     """Log of predicted over measured."""
     compute.matmul_s.cache_clear()
-    made = {pair: kernels(constants, *pair) for pair in {(case.software, arch(case)) for case in found}}
-    return [math.log(case.predicted_tokens_per_s(made[case.software, arch(case)]) / case.tokens_per_s) for case in found]
+    made = {
+        pair: kernels(constants, *pair) for pair in {(case.software, arch(case)) for case in found}
+    }
+    return [
+        math.log(case.predicted_tokens_per_s(made[case.software, arch(case)]) / case.tokens_per_s)
+        for case in found
+    ]
 
 
-def loss(off: Sequence[float], found: Sequence[Case], constants: Mapping[Key, float], began: Mapping[Key, float]) -> float:
+def loss(
+    off: Sequence[float],
+    found: Sequence[Case],
+    constants: Mapping[Key, float],
+    began: Mapping[Key, float],
+) -> float:
     by: dict[str, list[float]] = defaultdict(list)
     for error, case in zip(off, found):
         bounded = min(abs(error), MOST)
         by[case.source].append(bounded + bounded * bounded / 2)
     rows = sum(map(sum, by.values())) / len(found)
     sources = sum(sum(some) / len(some) for some in by.values()) / len(by)
-    return (rows + sources) / 2 + DRAWN * sum(math.log(constants[key] / began[key]) ** 2 for key in constants)
+    return (rows + sources) / 2 + DRAWN * sum(
+        math.log(constants[key] / began[key]) ** 2 for key in constants
+    )
 
 
 def touched(key: Key, found: Sequence[Case]) -> list[int]:
@@ -108,7 +129,8 @@ def touched(key: Key, found: Sequence[Case]) -> list[int]:
     return [
         i
         for i, case in enumerate(found)
-        if not software or (software in (case.software, family(case.software)) and on in ("", arch(case)))
+        if not software
+        or (software in (case.software, family(case.software)) and on in ("", arch(case)))
     ]
 
 
@@ -138,10 +160,16 @@ def fit(found: Sequence[Case], began: Mapping[Key, float]) -> dict[Key, float]:
 
 def figures(constants: Mapping[Key, float], found: Sequence[Case]) -> dict[str, float]:
     off = [abs(math.exp(error) - 1) for error in errors(constants, found)]
-    return {"rows": len(off), "median_abs_err": round(median(off), 4), "p90_abs_err": round(quantile(off, 0.9), 4)}
+    return {
+        "rows": len(off),
+        "median_abs_err": round(median(off), 4),
+        "p90_abs_err": round(quantile(off, 0.9), 4),
+    }
 
 
-def halves(found: Sequence[Case], began: Mapping[Key, float], half: Sequence[str]) -> dict[str, dict[str, float]]:
+def halves(
+    found: Sequence[Case], began: Mapping[Key, float], half: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """`half`: parts of the names of those sources that are one half."""
     one = [case for case in found if any(part in case.source for part in half)]
     two = [case for case in found if case not in one]
@@ -159,20 +187,24 @@ def write(constants: Mapping[Key, float], path: Path = KERNELS) -> None:
         table.writerows([*key, f"{value:.4g}"] for key, value in sorted(constants.items()))
 
 
-# ------------------------------------------------------------------------------------------------ made-up measurements
+# ------------------------------------------------------------------------------------------------
+# made-up measurements
 
 ROW = {
-    "source": "s", "model": "llama3-8b", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
-    "ffn": "14336", "vocab": "128256", "gpu": "H100-80GB-SXM", "tp": "1", "pp": "1", "precision": "bf16",
-    "activation_ckpt": "selective", "zero_stage": "fsdp2", "tokens_per_s_per_gpu": "1",
+    "source": "s", "model": "llama3-8b", "params_b": "8.03", "layers": "32", "hidden": "4096",
+    "heads": "32", "kv_heads": "8", "ffn": "14336", "vocab": "128256", "gpu": "H100-80GB-SXM",
+    "tp": "1", "pp": "1", "precision": "bf16", "activation_ckpt": "selective",
+    "zero_stage": "fsdp2", "tokens_per_s_per_gpu": "1",
 }  # fmt: skip
-SIZES = (("8", "2048"), ("8", "8192"), ("64", "8192"), ("64", "2048"))  # GPUs and length of a sequence
+# GPUs and length of a sequence
+SIZES = (("8", "2048"), ("8", "8192"), ("64", "8192"), ("64", "2048"))
 SMOKE_HALF = ("64",)
 SLOWER = {("fsdp2", "Hopper", "matmul"): 0.6, ("fsdp2", "", "moved"): 1.5}
 
 
 def made_up() -> list[Case]:
-    """Measurements of a world in which products and network are slower than where the fit begins; one source per size."""
+    """Measurements of a world in which products and network are slower than where the fit begins;
+    one source per size."""
     found = cases([ROW | {"source": f"{n}", "gpus": n, "seq_len": seq} for n, seq in SIZES])
     of = kernels(start(found) | SLOWER, "fsdp2", "Hopper")
     return [replace(case, tokens_per_s=case.predicted_tokens_per_s(of)) for case in found]
@@ -183,28 +215,47 @@ def published(shared: Path) -> list[Case]:
         return [case for case in cases(csv.DictReader(opened)) if case.tokens_per_s]
 
 
-# ------------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------------------
+# the command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--shared", type=Path, default=SHARED, help=f"folder with planner/public.csv (default {SHARED})")
-    parser.add_argument("--half", action="store_true", help="fit on one half of the sources, score on the other; both ways")
-    parser.add_argument("--write", action="store_true", help="write elastic/planner/cost/kernels.csv")
+    parser.add_argument(
+        "--shared",
+        type=Path,
+        default=SHARED,
+        help=f"folder with planner/public.csv (default {SHARED})",
+    )
+    parser.add_argument(
+        "--half",
+        action="store_true",
+        help="fit on one half of the sources, score on the other; both ways",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write elastic/planner/cost/kernels.csv"
+    )
     given = parser.parse_args(arguments)
     given.parts = PARTS[given.half :][:1]
     if not given.smoke and not (path := given.shared / "planner" / "public.csv").exists():
-        print(f"planner_fit: {path} is not there; --shared names the folder of the measurements", file=sys.stderr)
+        print(
+            f"planner_fit: {path} is not there; --shared names the folder of the measurements",
+            file=sys.stderr,
+        )
         return 2
     found = made_up() if given.smoke else published(given.shared)
     began = start(found)
     if given.half:
-        return report.tell("planner_fit", given, halves(found, began, SMOKE_HALF if given.smoke else HALF))
+        return report.tell(
+            "planner_fit", given, halves(found, began, SMOKE_HALF if given.smoke else HALF)
+        )
     constants = fit(found, began)
     fitted = figures(constants, found)
     if given.write and not given.smoke:
         write(constants)
-    return report.tell("planner_fit", given, {"all": fitted, "median_abs_err": fitted["median_abs_err"]})
+    return report.tell(
+        "planner_fit", given, {"all": fitted, "median_abs_err": fitted["median_abs_err"]}
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The same model, seed and data under elastic, Ray Train's elastic trainer and torchrun, one after the other, while the same
-things happen to their nodes at the same seconds after the first step.
+"""The same model, seed and data under elastic, Ray Train's elastic trainer and torchrun, one after
+the other, while the same things happen to their nodes at the same seconds after the first step.
 
-preemptions: four workers, four preemptions (two kills without a word, two notices of ten seconds), each node replaced after a
-while; a fixed number of steps, a checkpoint every so many. events: the short one, a kill, a growth and a notice.
+preemptions: four workers, four preemptions (two kills without a word, two notices of ten seconds),
+each node replaced after a while; a fixed number of steps, a checkpoint every so many. events: the
+short one, a kill, a growth and a notice.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ END_S = 20.0
 
 @dataclass(frozen=True)
 class Course:
-    """`schedule`: seconds after the first step, and what happens then to one node. `most_s`: for each contender."""
+    """`schedule`: seconds after the first step, and what happens then to one node. `most_s`: for
+    each contender."""
 
     steps: int
     save_every: int
@@ -55,7 +57,8 @@ COURSES = {
     "preemptions": Course(
         500, 20,
         (
-            (15, "kill"), (30, "add"), (45, "notice"), (70, "add"), (85, "kill"), (100, "add"), (115, "notice"), (140, "add"),
+            (15, "kill"), (30, "add"), (45, "notice"), (70, "add"), (85, "kill"), (100, "add"),
+            (115, "notice"), (140, "add"),
         ),
         480.0,
     ),
@@ -65,7 +68,8 @@ SMOKE = Course(40, 10, ((1, "kill"),), 100.0, world=2, least=1)  # in place of e
 
 
 def run(one: Contender, course: Course, clock: Clock) -> list[tuple[float, str]]:
-    """From the start to the last step; returns what happened when. Raises Failed when nothing was trained at all."""
+    """From the start to the last step; returns what happened when. Raises Failed when nothing was
+    trained at all."""
     one.start()
     _until(lambda: one.done() >= 1, one, clock, "the first step")
     if one.done() < 1:
@@ -105,14 +109,31 @@ def only(name: str, course: Course, out: Path) -> None:
     sample_s = SMOKE_SAMPLE_S if course is SMOKE else SAMPLE_S
     for variable in LEFT_OUT:
         os.environ.pop(variable, None)
-    os.environ |= {**ON_THIS_MACHINE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RACE_SAMPLE_S": str(sample_s)}
-    paths = (str(ROOT), str(JOB), str(JOB.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    os.environ |= {
+        **ON_THIS_MACHINE,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RACE_SAMPLE_S": str(sample_s),
+    }
+    paths = (
+        str(ROOT),
+        str(JOB),
+        str(JOB.parent),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    )
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     processes.adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="el-race-"))
-    os.environ["RAY_TMPDIR"] = str(folder)  # before Ray is imported: other clusters here are not seen
+    # before Ray is imported: other clusters here are not seen
+    os.environ["RAY_TMPDIR"] = str(folder)
     clock = Clock(course.most_s)
-    one = contender(name, folder, Length(course.steps, course.save_every, course.world, course.least), clock, USD_PER_NODE_H)
+    one = contender(
+        name,
+        folder,
+        Length(course.steps, course.save_every, course.world, course.least),
+        clock,
+        USD_PER_NODE_H,
+    )
     try:
         launched_s = time.time()
         events = run(one, course, clock)
@@ -131,8 +152,12 @@ def only(name: str, course: Course, out: Path) -> None:
 def read(out: Path) -> Race:
     data: dict[str, Any] = json.loads(out.read_text())
     steps = tuple(Done(**done) for done in data["steps"])
-    nodes, events = (tuple((float(at_s), value) for at_s, value in data[key]) for key in ("nodes", "events"))
-    return Race(data["name"], data["launched_s"], data["until_s"], steps, nodes, events, data["notes"])
+    nodes, events = (
+        tuple((float(at_s), value) for at_s, value in data[key]) for key in ("nodes", "events")
+    )
+    return Race(
+        data["name"], data["launched_s"], data["until_s"], steps, nodes, events, data["notes"]
+    )
 
 
 def measured(name: str, course_name: str, course: Course, folder: Path) -> Race:
@@ -142,8 +167,8 @@ def measured(name: str, course_name: str, course: Course, folder: Path) -> Race:
         raise Failed("Ray Train needs pandas, pyarrow: pip install -c constraints.txt -e .")
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--only", name, "--courses", course_name, "--out", str(out), *smoke],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            [sys.executable, str(SCRIPT), "--only", name, "--courses", course_name, "--out",
+            str(out), *smoke], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
         tree, until_s = Tree(process.pid), time.monotonic() + course.most_s + END_S
         try:
@@ -170,8 +195,15 @@ def figures(races: Sequence[Race], course: Course, prefix: str) -> dict[str, Any
         found[f"{race.name}_load_most"] = race.notes["load"]["most"]
         if race.steps[-1].step < course.steps:
             found[f"{race.name}_not_finished"] = f"step {race.steps[-1].step} of {course.steps}"
-            print(f"race: {TITLES[race.name]} was not finished: {race.notes.get('words')}", file=sys.stderr)
-    losses = [found[f"{race.name}_final_loss"] for race in races if f"{race.name}_not_finished" not in found]
+            print(
+                f"race: {TITLES[race.name]} was not finished: {race.notes.get('words')}",
+                file=sys.stderr,
+            )
+    losses = [
+        found[f"{race.name}_final_loss"]
+        for race in races
+        if f"{race.name}_not_finished" not in found
+    ]
     if losses:
         found["final_loss_spread"] = round(max(losses) - min(losses), 5)
     return {f"{prefix}{name}": value for name, value in found.items()}
@@ -183,7 +215,10 @@ def main() -> int:
     if given.only:
         only(given.only, courses[given.courses[0]], given.out)
         return 0
-    found: dict[str, Any] = {"sample_s": SMOKE_SAMPLE_S if given.smoke else SAMPLE_S, "usd_per_node_h": USD_PER_NODE_H}
+    found: dict[str, Any] = {
+        "sample_s": SMOKE_SAMPLE_S if given.smoke else SAMPLE_S,
+        "usd_per_node_h": USD_PER_NODE_H,
+    }
     failed: dict[str, str] = {}
     shown: list[str] = []
     with tempfile.TemporaryDirectory(prefix="el-races-") as folder:
@@ -208,18 +243,23 @@ def main() -> int:
 
 
 def table(
-    course_name: str, course: Course, races: Sequence[Race], found: Mapping[str, Any], png: Path | None
+    course_name: str, course: Course, races: Sequence[Race], found: Mapping[str, Any],
+    png: Path | None
 ) -> list[str]:  # fmt: skip
     """In Markdown, and the picture below it, which is drawn."""
     prefix = "" if course_name == "preemptions" else f"{course_name}_"
-    own = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+    own = {
+        name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)
+    }
     happened = ", ".join(f"{what} at {at_s:.0f} s" for at_s, what in course.schedule)
     drawn: list[str] = []
     if png is not None and races:
         import race_picture
 
         target = png if not prefix else png.with_stem(f"{png.stem}-{course_name}")
-        race_picture.save(races, f"{course_name}: {course.steps} steps on {races[0].nodes[0][1]} workers", target)
+        race_picture.save(
+            races, f"{course_name}: {course.steps} steps on {races[0].nodes[0][1]} workers", target
+        )
         drawn = ["", f"![loss and workers against the wall clock: {course_name}]({target})"]
     head = f"{course_name}: {happened}, counted from the first step"
     return ["", head, "", *race_figures.table(own, [race.name for race in races]), *drawn]
@@ -237,14 +277,28 @@ def with_tables(text: str, lines: Sequence[str]) -> str:
 def options() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the races")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help=f"put the tables between its lines {BEGIN} and {END}")
-    parser.add_argument("--courses", nargs="+", choices=sorted(COURSES), help="default: all, with --smoke events")
-    parser.add_argument("--contenders", nargs="+", choices=sorted(TITLES), help="default: all, with --smoke elastic torchrun")
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        metavar="FILE",
+        help=f"put the tables between its lines {BEGIN} and {END}",
+    )
+    parser.add_argument(
+        "--courses", nargs="+", choices=sorted(COURSES), help="default: all, with --smoke events"
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=sorted(TITLES),
+        help="default: all, with --smoke elastic torchrun",
+    )
     parser.add_argument("--only", choices=sorted(TITLES), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.courses = given.courses or (["events"] if given.smoke else ["preemptions", "events"])
-    given.contenders = given.contenders or (["elastic", "torchrun"] if given.smoke else ["elastic", "ray_train", "torchrun"])
+    given.contenders = given.contenders or (
+        ["elastic", "torchrun"] if given.smoke else ["elastic", "ray_train", "torchrun"]
+    )
     given.parts = given.courses
     return given
 

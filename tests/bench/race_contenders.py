@@ -1,4 +1,5 @@
-"""The three ways through the race, each with its nodes on this machine: elastic, Ray Train, torchrun."""
+"""The three ways through the race, each with its nodes on this machine: elastic, Ray Train,
+torchrun."""
 
 from __future__ import annotations
 
@@ -25,17 +26,21 @@ JOB = Path(__file__).resolve().parent / "race_job"
 STEPS = "steps.jsonl"
 NEWEST = 16  # lines: some steps of all workers
 WORDS = 1500  # of a log, into an error
-RAY_TRAIN_SETTINGS = {  # as a user would tune it for losses; the defaults (2, 60, 5) are measured by ray_train.py
+# as a user would tune it for losses; the defaults (2, 60, 5) are measured by ray_train.py
+RAY_TRAIN_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
 }  # fmt: skip
 TORCHRUN_SETTINGS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it no loss is survived
-RENDEZVOUS = "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=600"
+RENDEZVOUS = (
+    "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=600"
+)
 
 
 @dataclass(frozen=True)
 class Length:
-    """How far the race goes, and with how many workers: `world` at the start, not fewer than `least`."""
+    """How far the race goes, and with how many workers: `world` at the start, not fewer than
+    `least`."""
 
     steps: int
     save_every: int
@@ -72,7 +77,12 @@ def counted(nodes: list[tuple[float, int]], by: int) -> None:
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     paths = (str(ROOT), str(JOB), str(JOB.parent))
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 @dataclass
@@ -88,10 +98,9 @@ class Elastic:
         layout = {n: f"dp_replicate={n}" if n > 1 else "dp_shard=1" for n in range(1, world + 1)}
         pool = {"usd_per_node_h": self.usd_per_node_h, "notice_s": 30}
         job = {
-            "name": "race", "program": str(JOB / "program.py"), "steps": self.length.steps, "global_batch": 12, "seed": 1,
-            "layout": layout, "min_workers": self.length.least, "durable_every": self.length.save_every,
-            "budget_usd": 1e6,
-            "pools": [
+            "name": "race", "program": str(JOB / "program.py"), "steps": self.length.steps,
+            "global_batch": 12, "seed": 1, "layout": layout, "min_workers": self.length.least,
+            "durable_every": self.length.save_every, "budget_usd": 1e6, "pools": [
                 {"name": "spot", "market_type": "spot", "max_nodes": world - 1, **pool},
                 {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, **pool},
             ],
@@ -129,13 +138,25 @@ class Elastic:
         for line in self.trial.lines():
             for at_s, event in line.events:
                 if isinstance(event, StepDone):
-                    found.append(Done(event.generation, worlds[event.generation], event.step, at_s, event.train_loss))
+                    found.append(
+                        Done(
+                            event.generation,
+                            worlds[event.generation],
+                            event.step,
+                            at_s,
+                            event.train_loss,
+                        )
+                    )
                 elif isinstance(event, NodeLost) or (isinstance(event, NodeReady) and found):
-                    self.nodes.append((at_s, self.nodes[-1][1] + (1 if isinstance(event, NodeReady) else -1)))
+                    self.nodes.append(
+                        (at_s, self.nodes[-1][1] + (1 if isinstance(event, NodeReady) else -1))
+                    )
             for action in line.decision.actions if line.decision else ():
                 if isinstance(action, EnterPlan):
                     worlds[action.plan.generation] = len(action.plan.ranks)
-        last = next((i for i, done in enumerate(found) if done.step == self.length.steps), len(found) - 1)
+        last = next(
+            (i for i, done in enumerate(found) if done.step == self.length.steps), len(found) - 1
+        )
         self.nodes = [entry for entry in self.nodes if entry[0] <= found[last].at_s]
         return found[: last + 1]
 
@@ -178,11 +199,14 @@ class Marked:
         return finished(self.lines)
 
     def of_last_rank(self, roots: dict[Any, int]) -> Any:
-        """The node below whose process the newest group's last rank runs; the newest node where there is none now. Rank 0's
-        stays, which is the easier case for both."""
+        """The node below whose process the newest group's last rank runs; the newest node where
+        there is none now. Rank 0's stays, which is the easier case for both."""
         marks = [json.loads(line) for line in self.lines[-NEWEST:]]
         pid = max(marks, key=lambda mark: (mark["group"], mark["rank"]))["pid"] if marks else 0
-        return next((name for name, root in roots.items() if pid in processes.descendants(root)), list(roots)[-1])
+        return next(
+            (name for name, root in roots.items() if pid in processes.descendants(root)),
+            list(roots)[-1],
+        )
 
     def words(self) -> str:
         logs = [file for file in self.folder.rglob("*.log") if file.is_file()]
@@ -213,15 +237,17 @@ class Torchrun(Marked):
     def _agent(self) -> None:
         self.n_started += 1
         words = [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.length.least}:{self.length.world}",
-            "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}",
-            "--rdzv-id=race", f"--rdzv-conf={RENDEZVOUS}", "--local-addr=127.0.0.1", str(JOB / "peer.py"), str(self.folder),
-            str(self.length.steps), str(self.length.save_every),
+            sys.executable, "-m", "torch.distributed.run",
+            f"--nnodes={self.length.least}:{self.length.world}", "--nproc-per-node=1",
+            "--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            "--rdzv-id=race", f"--rdzv-conf={RENDEZVOUS}", "--local-addr=127.0.0.1",
+            str(JOB / "peer.py"), str(self.folder), str(self.length.steps),
+            str(self.length.save_every),
         ]  # fmt: skip
         with (self.folder / f"agent{self.n_started}.log").open("ab") as log:
             self.agents[self.n_started] = subprocess.Popen(
-                words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=environment() | TORCHRUN_SETTINGS,
+                words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, env=environment() | TORCHRUN_SETTINGS,
             )  # fmt: skip
 
     def ended(self) -> bool:
@@ -271,11 +297,18 @@ class RayTrain(Marked):
         self.peer = Peer(self.folder, self.clock)
         for _ in range(self.length.world):
             self.peer.add()
-        words = [sys.executable, str(JOB / "ray_peer.py"), str(self.peer.cluster.address), HOST, str(self.folder)]
+        words = [
+            sys.executable,
+            str(JOB / "ray_peer.py"),
+            str(self.peer.cluster.address),
+            HOST,
+            str(self.folder),
+        ]
         with (self.folder / "job.log").open("ab") as log:
             self.peer.process = subprocess.Popen(
-                [*words, *map(str, (self.length.steps, self.length.save_every, self.length.least, self.length.world))],
-                cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment() | RAY_TRAIN_SETTINGS,
+                [*words, *map(str, (self.length.steps, self.length.save_every, self.length.least,
+                self.length.world))], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, env=environment() | RAY_TRAIN_SETTINGS,
             )  # fmt: skip
 
     def ended(self) -> bool:
@@ -303,10 +336,15 @@ class RayTrain(Marked):
             self.peer.process.wait()
 
 
-def contender(name: str, folder: Path, length: Length, clock: Clock, usd_per_node_h: float) -> Contender:
+def contender(
+    name: str, folder: Path, length: Length, clock: Clock, usd_per_node_h: float
+) -> Contender:
     if name == "elastic":
         return Elastic(folder, length, clock, usd_per_node_h)
-    kinds: dict[str, Callable[[Path, Length, Clock], Contender]] = {"ray_train": RayTrain, "torchrun": Torchrun}
+    kinds: dict[str, Callable[[Path, Length, Clock], Contender]] = {
+        "ray_train": RayTrain,
+        "torchrun": Torchrun,
+    }
     if name not in kinds:
         raise Failed(f"'{name}' does not take part")
     return kinds[name](folder, length, clock)

@@ -1,8 +1,10 @@
-"""From the steps that a contender finished, and the nodes it had, to figures. No clock, no process, no Ray.
+"""From the steps that a contender finished, and the nodes it had, to figures. No clock, no process,
+no Ray.
 
-useful_wall = useful seconds / wall seconds. Wall: from the launch (without_first_start: from the end of the first step) to the
-end of the last step. Useful: for each step that counts (of one that was trained again only the last time), what a step of the
-group that did it takes undisturbed: the contender's own median for that number of workers.
+useful_wall = useful seconds / wall seconds. Wall: from the launch (without_first_start: from the
+end of the first step) to the end of the last step. Useful: for each step that counts (of one that
+was trained again only the last time), what a step of the group that did it takes undisturbed: the
+contender's own median for that number of workers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-STILL = 3.0  # within a group a gap of more than so many ordinary steps is a standstill; what is shorter is a slow step
+# within a group a gap of more than so many ordinary steps is a standstill; what is shorter is a
+# slow step
+STILL = 3.0
 FIRST = 2  # steps of a group that are not ordinary ones
 
 
@@ -31,7 +35,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Race:
-    """What is known of a contender. `nodes`: (at_s, how many stand since then); `events`: (at_s, what)."""
+    """What is known of a contender. `nodes`: (at_s, how many stand since then); `events`: (at_s,
+    what)."""
 
     name: str
     launched_s: float
@@ -47,10 +52,14 @@ class Race:
 
 
 def finished(lines: Iterable[str]) -> tuple[Done, ...]:
-    """`lines`: one of JSON per worker and step, as peer.Marks writes them; the last worker ends a step."""
+    """`lines`: one of JSON per worker and step, as peer.Marks writes them; the last worker ends a
+    step."""
     ends: dict[tuple[int, int, int], dict[int, tuple[float, float]]] = {}
     for mark in map(json.loads, lines):
-        ends.setdefault((mark["group"], mark["world"], mark["step"]), {})[mark["rank"]] = (mark["at_s"], mark["loss"])
+        ends.setdefault((mark["group"], mark["world"], mark["step"]), {})[mark["rank"]] = (
+            mark["at_s"],
+            mark["loss"],
+        )
     whole = [(key, of) for key, of in ends.items() if len(of) == key[1]]
     done = [Done(*key, max(at_s for at_s, _ in of.values()), of[0][1]) for key, of in whole]
     return tuple(sorted(done, key=lambda d: d.at_s))
@@ -62,7 +71,8 @@ def counted(steps: Sequence[Done]) -> list[Done]:
 
 
 def pace(steps: Sequence[Done]) -> dict[int, float]:
-    """Workers -> seconds of an undisturbed step: the median within groups of that size, their first steps left out."""
+    """Workers -> seconds of an undisturbed step: the median within groups of that size, their first
+    steps left out."""
     times: dict[int, list[float]] = {}
     for group in dict.fromkeys(done.group for done in steps):
         own = [done for done in steps if done.group == group]
@@ -71,7 +81,9 @@ def pace(steps: Sequence[Done]) -> dict[int, float]:
     known = {world: median(values) for world, values in times.items()}
     if not known:
         raise ValueError("no group has finished more than two steps")
-    nearest = {world: min(known, key=lambda k: abs(k - world)) for world in {done.world for done in steps}}
+    nearest = {
+        world: min(known, key=lambda k: abs(k - world)) for world in {done.world for done in steps}
+    }
     return {world: known[near] * near / world for world, near in nearest.items()}
 
 
@@ -101,7 +113,8 @@ def figures(race: Race, usd_per_node_h: float) -> dict[str, Any]:
     first_step_s = step_s[kept[0].world]
     values = {
         "useful_wall": useful_s / (race.until_s - race.launched_s),
-        "useful_wall_without_first_start": (useful_s - first_step_s) / (race.until_s - race.first_s),
+        "useful_wall_without_first_start": (useful_s - first_step_s)
+        / (race.until_s - race.first_s),
         "useful_of_paid": useful_node_s / paid_s,
         "wall_s": race.until_s - race.launched_s,
         "first_start_s": race.first_s - race.launched_s,
@@ -119,9 +132,13 @@ def figures(race: Race, usd_per_node_h: float) -> dict[str, Any]:
 
 
 def groups(race: Race) -> list[tuple[float, int]]:
-    """(at_s, workers that train since then): 0 from the last step of a group until the first one of the next has begun."""
+    """(at_s, workers that train since then): 0 from the last step of a group until the first one of
+    the next has begun."""
     step_s = pace(race.steps)
-    found: list[tuple[float, int]] = [(race.launched_s, 0), (race.first_s - step_s[race.steps[0].world], race.steps[0].world)]
+    found: list[tuple[float, int]] = [
+        (race.launched_s, 0),
+        (race.first_s - step_s[race.steps[0].world], race.steps[0].world),
+    ]
     for before, after in pairwise(race.steps):
         still = still_s(before, after, step_s)
         if still:
@@ -133,20 +150,26 @@ def groups(race: Race) -> list[tuple[float, int]]:
 
 
 ROWS = (
-    ("useful wall time", "useful_wall", "{:.3f}"),
-    ("the same without the first start", "useful_wall_without_first_start", "{:.3f}"),
-    ("useful of the paid node-seconds", "useful_of_paid", "{:.3f}"), ("wall clock, s", "wall_s", "{:.0f}"),
-    ("first start, s", "first_start_s", "{:.1f}"), ("idle after it, s", "idle_s", "{:.1f}"),
-    ("steps trained again", "steps_redone", "{}"), ("dollars", "usd", "{:.3f}"),
-    ("loss, mean of the last 20 steps", "final_loss", "{:.4f}"),
+    ("useful wall time", "useful_wall", "{:.3f}"), ("the same without the first start",
+    "useful_wall_without_first_start", "{:.3f}"), ("useful of the paid node-seconds",
+    "useful_of_paid", "{:.3f}"), ("wall clock, s", "wall_s", "{:.0f}"), ("first start, s",
+    "first_start_s", "{:.1f}"), ("idle after it, s", "idle_s", "{:.1f}"), ("steps trained again",
+    "steps_redone", "{}"), ("dollars", "usd", "{:.3f}"), ("loss, mean of the last 20 steps",
+    "final_loss", "{:.4f}"),
 )  # fmt: skip
 TITLES = {"elastic": "elastic", "ray_train": "Ray Train 2.60", "torchrun": "torchrun"}
 
 
 def table(found: Mapping[str, Any], contenders: Sequence[str]) -> list[str]:
     """A table in Markdown; a contender that could not be measured has dashes."""
-    lines = ["| | " + " | ".join(TITLES[name] for name in contenders) + " |", "|---|" + "---|" * len(contenders)]
+    lines = [
+        "| | " + " | ".join(TITLES[name] for name in contenders) + " |",
+        "|---|" + "---|" * len(contenders),
+    ]
     for title, name, shape in ROWS:
-        cells = [shape.format(found[key]) if (key := f"{who}_{name}") in found else "-" for who in contenders]
+        cells = [
+            shape.format(found[key]) if (key := f"{who}_{name}") in found else "-"
+            for who in contenders
+        ]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return lines

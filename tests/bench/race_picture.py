@@ -1,4 +1,5 @@
-"""The race as a picture: train loss and workers that train, against the wall clock since the launch."""
+"""The race as a picture: train loss and workers that train, against the wall clock since the
+launch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def save(races: Sequence[Race], title: str, path: Path) -> Path:
     for race in races:
         at_s = [done.at_s - race.launched_s for done in race.steps]
         values = [done.train_loss for done in race.steps]
-        smooth = [sum(part) / len(part) for k in range(len(values)) if (part := values[max(0, k - SMOOTH + 1) : k + 1])]
+        smooth = [
+            sum(part) / len(part)
+            for k in range(len(values))
+            if (part := values[max(0, k - SMOOTH + 1) : k + 1])
+        ]
         loss.plot(
             at_s,
             smooth,
@@ -37,17 +42,48 @@ def save(races: Sequence[Race], title: str, path: Path) -> Path:
     loss.grid(alpha=0.25)
     for axes, race in zip(rows, races):
         steps = [(at_s - race.launched_s, n) for at_s, n in groups(race)]
-        axes.step([t for t, _ in steps], [n for _, n in steps], where="post", color=COLORS[race.name], linewidth=1)
-        axes.fill_between([t for t, _ in steps], [n for _, n in steps], step="post", color=COLORS[race.name], alpha=0.35)
+        axes.step(
+            [t for t, _ in steps],
+            [n for _, n in steps],
+            where="post",
+            color=COLORS[race.name],
+            linewidth=1,
+        )
+        axes.fill_between(
+            [t for t, _ in steps],
+            [n for _, n in steps],
+            step="post",
+            color=COLORS[race.name],
+            alpha=0.35,
+        )
         nodes = [*race.nodes, (race.until_s, race.nodes[-1][1])]
-        axes.step([t - race.launched_s for t, _ in nodes], [n for _, n in nodes], where="post", color="#888888", linewidth=0.8)
+        axes.step(
+            [t - race.launched_s for t, _ in nodes],
+            [n for _, n in nodes],
+            where="post",
+            color="#888888",
+            linewidth=0.8,
+        )
         for at_s, what in race.events:
-            axes.axvline(at_s - race.launched_s, color="#c0392b" if what == "kill" else "#888888", linewidth=0.8, linestyle=":")
-            axes.annotate(what, (at_s - race.launched_s, 1.0), xycoords=("data", "axes fraction"), fontsize=6, va="top")
+            axes.axvline(
+                at_s - race.launched_s,
+                color="#c0392b" if what == "kill" else "#888888",
+                linewidth=0.8,
+                linestyle=":",
+            )
+            axes.annotate(
+                what,
+                (at_s - race.launched_s, 1.0),
+                xycoords=("data", "axes fraction"),
+                fontsize=6,
+                va="top",
+            )
         axes.set_ylabel(f"{TITLES[race.name]}\nworkers", fontsize=7)
         axes.set_ylim(0, 5)
         axes.set_yticks([0, 2, 4])
-    rows[-1].set_xlabel("seconds since the launch (gray line: nodes that stand; filled: workers that train)")
+    rows[-1].set_xlabel(
+        "seconds since the launch (gray line: nodes that stand; filled: workers that train)"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path

@@ -1,4 +1,5 @@
-"""A Ceph radosgw on loopback, in memory: one monitor, one OSD, one gateway, everything in one folder.
+"""A Ceph radosgw on loopback, in memory: one monitor, one OSD, one gateway, everything in one
+folder.
 
 Debian: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw
 
@@ -29,7 +30,15 @@ from typing import Any
 import report
 from trial import Clock, Failed
 
-PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "radosgw", "radosgw-admin", "ceph-authtool", "monmaptool")
+PROGRAMS = (
+    "ceph-mon",
+    "ceph-osd",
+    "ceph",
+    "radosgw",
+    "radosgw-admin",
+    "ceph-authtool",
+    "monmaptool",
+)
 ACCESS, SECRET = "elastic-bench", "elastic-bench-secret"
 START_S = 60.0
 CONFIG = """[global]
@@ -89,11 +98,14 @@ def start(folder: Path, memory_bytes: int = 8 << 30) -> Server:
         (folder / name).mkdir(parents=True)
     fsid, mon, port = str(uuid.uuid4()), free_port(), free_port()
     config = folder / "ceph.conf"
-    config.write_text(CONFIG.format(fsid=fsid, mon=mon, port=port, folder=folder, memory=memory_bytes))
+    config.write_text(
+        CONFIG.format(fsid=fsid, mon=mon, port=port, folder=folder, memory=memory_bytes)
+    )
     try:
         _monitor(folder, fsid, mon)
         _osd(folder)
-        _call(folder, "radosgw-admin", "user", "create", "--uid=bench", "--display-name=bench", f"--access-key={ACCESS}",
+        _call(folder, "radosgw-admin", "user", "create", "--uid=bench", "--display-name=bench",
+            f"--access-key={ACCESS}",
               f"--secret-key={SECRET}")  # fmt: skip
         _gateway(folder, port)
     except BaseException:
@@ -128,20 +140,57 @@ def free_port() -> int:
 
 
 def _monitor(folder: Path, fsid: str, port: int) -> None:
-    _call(folder, "monmaptool", "--create", "--fsid", fsid, "--add", "a", f"127.0.0.1:{port}", "monmap")
-    _call(folder, "ceph-authtool", "-C", "keyring", "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")
-    for name, caps in (("client.admin", "mon osd mgr"), ("client.rgw.a", "mon osd"), ("osd.0", "mon osd")):
+    _call(
+        folder,
+        "monmaptool",
+        "--create",
+        "--fsid",
+        fsid,
+        "--add",
+        "a",
+        f"127.0.0.1:{port}",
+        "monmap",
+    )
+    _call(
+        folder,
+        "ceph-authtool",
+        "-C",
+        "keyring",
+        "--gen-key",
+        "-n",
+        "mon.",
+        "--cap",
+        "mon",
+        "allow *",
+    )
+    for name, caps in (
+        ("client.admin", "mon osd mgr"),
+        ("client.rgw.a", "mon osd"),
+        ("osd.0", "mon osd"),
+    ):
         wanted = [word for cap in caps.split() for word in ("--cap", cap, "allow *")]
         _call(folder, "ceph-authtool", "keyring", "--gen-key", "-n", name, *wanted)
     as_root = ("--setuser", "root", "--setgroup", "root")
-    _call(folder, "ceph-mon", "--mkfs", "-i", "a", "--monmap", "monmap", "--keyring", "keyring", *as_root)
+    _call(
+        folder,
+        "ceph-mon",
+        "--mkfs",
+        "-i",
+        "a",
+        "--monmap",
+        "monmap",
+        "--keyring",
+        "keyring",
+        *as_root,
+    )
     _call(folder, "ceph-mon", "-i", "a", *as_root)
 
 
 def _osd(folder: Path) -> None:
     secret = _call(folder, "ceph-authtool", "keyring", "-n", "osd.0", "--print-key").strip()
     (folder / "secret.json").write_text(json.dumps({"cephx_secret": secret}))
-    with suppress(subprocess.CalledProcessError):  # it is in the monitor's first keyring already; `osd new` makes it anew
+    # it is in the monitor's first keyring already; `osd new` makes it anew
+    with suppress(subprocess.CalledProcessError):
         _call(folder, "ceph", "auth", "del", "osd.0")
     name = str(uuid.uuid4())
     _call(folder, "ceph", "osd", "new", name, "-i", "secret.json")
@@ -153,8 +202,8 @@ def _osd(folder: Path) -> None:
 def _gateway(folder: Path, port: int) -> None:
     with (folder / "gateway.log").open("wb") as log:
         process = subprocess.Popen(
-            ["radosgw", "-n", "client.rgw.a", "-f"], cwd=folder, env=_environment(folder), stdout=log, stderr=log,
-            start_new_session=True,
+            ["radosgw", "-n", "client.rgw.a", "-f"], cwd=folder, env=_environment(folder),
+            stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     (folder / "gateway.pid").write_text(str(process.pid))
     until_s = time.monotonic() + START_S
@@ -171,7 +220,13 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _call(folder: Path, *words: str) -> str:
     done = subprocess.run(
-        words, cwd=folder, env=_environment(folder), capture_output=True, text=True, check=True, timeout=START_S
+        words,
+        cwd=folder,
+        env=_environment(folder),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=START_S,
     )
     return done.stdout
 

@@ -1,7 +1,9 @@
-"""What Ray Train's elastic TorchTrainer needs when a node is killed, announced to leave, or added: for comparison.
+"""What Ray Train's elastic TorchTrainer needs when a node is killed, announced to leave, or added:
+for comparison.
 
-The same model on the same kind of nodes as recovery.py: real raylets on this machine, one worker each, plus a head. Ray Train
-and Ray with their defaults. Each cause is a run of its own, in a process of its own; nothing of it is left afterwards.
+The same model on the same kind of nodes as recovery.py: real raylets on this machine, one worker
+each, plus a head. Ray Train and Ray with their defaults. Each cause is a run of its own, in a
+process of its own; nothing of it is left afterwards.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ SMOKE = "growth"  # a kill and a notice take a minute: Ray Train's own start tim
 
 
 def measure(clock: Clock, smoke: bool = False) -> dict[str, Any]:
-    """All causes (in the smoke size SMOKE alone), one after another. One that could not be measured has no figures:
-    `ray_train_failed` says why."""
+    """All causes (in the smoke size SMOKE alone), one after another. One that could not be measured
+    has no figures: `ray_train_failed` says why."""
     found: dict[str, Any] = {"ray_train_failed": {}, "ray_train_load": {}}
     for cause in [SMOKE] if smoke else WORLDS:
         try:
@@ -58,8 +60,9 @@ def _measured(cause: str, clock: Clock, smoke: bool) -> dict[str, Any]:
         tempfile.TemporaryFile("w+") as log,
     ):
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--cause", cause, "--json", *(["--smoke"] if smoke else [])],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "TMPDIR": folder},
+            [sys.executable, str(SCRIPT), "--cause", cause, "--json",
+            *(["--smoke"] if smoke else [])], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env={**os.environ, "TMPDIR": folder},
         )  # fmt: skip
         tree, own = Tree(process.pid), Clock(MOST_S + END_S)
         try:
@@ -88,11 +91,16 @@ def run(cause: str, clock: Clock, smoke: bool) -> dict[str, Any]:
     for name in LEFT_OUT:
         os.environ.pop(name, None)
     os.environ |= {**ON_THIS_MACHINE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    known = [str(ROOT), str(SCRIPT.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    known = [
+        str(ROOT),
+        str(SCRIPT.parent),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(known))  # what the workers import from
     processes.adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="el-rt-"))
-    os.environ["RAY_TMPDIR"] = str(folder)  # before Ray is imported: other clusters here are not seen
+    # before Ray is imported: other clusters here are not seen
+    os.environ["RAY_TMPDIR"] = str(folder)
     try:
         from ray_train_peer import Peer
         from ray_train_peer import run as run_peer
@@ -107,8 +115,12 @@ def run(cause: str, clock: Clock, smoke: bool) -> dict[str, Any]:
 
 def main() -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--cause", choices=sorted(WORLDS), required=True, help="what happens to a node")
-    parser.add_argument("--most-s", type=float, default=MOST_S, help=f"bound of the whole (default {MOST_S:.0f})")
+    parser.add_argument(
+        "--cause", choices=sorted(WORLDS), required=True, help="what happens to a node"
+    )
+    parser.add_argument(
+        "--most-s", type=float, default=MOST_S, help=f"bound of the whole (default {MOST_S:.0f})"
+    )
     given = parser.parse_args()
 
     def measured(clock: Clock) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The bench's model under Ray Train's elastic TorchTrainer, as its guides have it: FSDP2, AdamW, a sharded checkpoint by DCP.
+"""The bench's model under Ray Train's elastic TorchTrainer, as its guides have it: FSDP2, AdamW, a
+sharded checkpoint by DCP.
 
-`python ray_train_job.py ADDRESS HOST FOLDER PROGRAM CAUSE LEAST MOST [RESIZE_S]`: the script that a user starts. Each worker
-appends a line per finished step to FOLDER/steps.jsonl. Ray Train has its defaults; `max_failures=-1` because the
-default is to give up.
+`python ray_train_job.py ADDRESS HOST FOLDER PROGRAM CAUSE LEAST MOST [RESIZE_S]`: the script that a
+user starts. Each worker appends a line per finished step to FOLDER/steps.jsonl. Ray Train has its
+defaults; `max_failures=-1` because the default is to give up.
 """
 
 from __future__ import annotations
@@ -41,22 +42,31 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": torch.tensor(0)}
     with checkpoint.as_directory() as folder:
         dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     return int(state["step"])
 
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, loss: float) -> None:
-    """Each worker's part into a folder of its own; Ray Train brings them together in the run's storage."""
+    """Each worker's part into a folder of its own; Ray Train brings them together in the run's
+    storage."""
     weights, moments = get_state_dict(model, optimizer)
     with tempfile.TemporaryDirectory() as folder:
-        dcp.save({"model": weights, "optimizer": moments, "step": torch.tensor(step)}, checkpoint_id=folder)
-        ray.train.report({"step": step, "loss": loss}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+        dcp.save(
+            {"model": weights, "optimizer": moments, "step": torch.tensor(step)},
+            checkpoint_id=folder,
+        )
+        ray.train.report(
+            {"step": step, "loss": loss}, checkpoint=ray.train.Checkpoint.from_directory(folder)
+        )
 
 
 def steps(
     program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int
 ) -> Iterator[tuple[int, float]]:
-    """Trains for ever; yields the number and the loss of each step that is done. The same step as in bare.py."""
+    """Trains for ever; yields the number and the loss of each step that is done. The same step as
+    in bare.py."""
     rank, world = dist.get_rank(), dist.get_world_size()
     share = range(BATCH)[rank * BATCH // world : (rank + 1) * BATCH // world]
     dataset = program.dataset()
@@ -91,7 +101,8 @@ def train(settings: dict[str, str]) -> None:
             log.write(json.dumps({**who, "step": step, "at_s": time.time()}) + "\n")
             log.flush()
             noticed = settings["cause"] == "notice" and ray.train.get_preemption_info() is not None
-            if step % SAVE_EVERY == 0 or (noticed and not saved_for_notice):  # what Ray Train's reference recommends
+            # what Ray Train's reference recommends
+            if step % SAVE_EVERY == 0 or (noticed and not saved_for_notice):
                 save(model, optimizer, step, loss)
             saved_for_notice = saved_for_notice or noticed
 
@@ -102,16 +113,20 @@ def append(path: Path, value: dict[str, Any]) -> None:
 
 
 def main(address: str, host: str, folder: str, program: str, cause: str, *numbers: str) -> None:
-    """`numbers`: workers at least and at most; seconds from one look for more nodes to the next, where not Ray Train's own."""
+    """`numbers`: workers at least and at most; seconds from one look for more nodes to the next,
+    where not Ray Train's own."""
     least, most, *resize_s = numbers
-    more: dict[str, Any] = {"elastic_resize_monitor_interval_s": float(resize_s[0])} if resize_s else {}
+    more: dict[str, Any] = (
+        {"elastic_resize_monitor_interval_s": float(resize_s[0])} if resize_s else {}
+    )
     connect(address, "bench", host)
     TorchTrainer(
         train,
         train_loop_config={"folder": folder, "program": program, "cause": cause},
         scaling_config=ray.train.ScalingConfig(num_workers=(int(least), int(most)), **more),
         run_config=ray.train.RunConfig(
-            name="bench", storage_path=f"{folder}/storage", failure_config=ray.train.FailureConfig(max_failures=-1),
+            name="bench", storage_path=f"{folder}/storage",
+            failure_config=ray.train.FailureConfig(max_failures=-1),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
         ),
     ).fit()  # fmt: skip

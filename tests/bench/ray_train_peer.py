@@ -1,4 +1,5 @@
-"""Ray Train's run on several real Ray nodes of this machine, what happens to its nodes, and the end of all of it."""
+"""Ray Train's run on several real Ray nodes of this machine, what happens to its nodes, and the end
+of all of it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from elastic.cluster.local.local_cluster import HOST, STORE_BYTES
 from elastic.cluster.ray import processes
 
 JOB = Path(__file__).resolve().parent / "ray_train_job.py"
-MIDDLE = range(SAVE_EVERY // 2 - 1, SAVE_EVERY // 2 + 2)  # the event comes half-way between two checkpoints
+# the event comes half-way between two checkpoints
+MIDDLE = range(SAVE_EVERY // 2 - 1, SAVE_EVERY // 2 + 2)
 NOTICE_S = 30.0
 AFTER_STEPS = 3
 WORDS = 1500  # of a log, into an error
@@ -52,8 +54,9 @@ class Peer:
     def _start(self, values: dict[str, Any]) -> Any:
         n = len(self.cluster.list_all_nodes())
         return self.cluster.add_node(
-            node_ip_address=HOST, temp_dir=f"{self.folder}/ray", include_log_monitor=False, object_store_memory=STORE_BYTES,
-            plasma_store_socket_name=f"{self.folder}/s{n}", raylet_socket_name=f"{self.folder}/r{n}", **values,
+            node_ip_address=HOST, temp_dir=f"{self.folder}/ray", include_log_monitor=False,
+            object_store_memory=STORE_BYTES, plasma_store_socket_name=f"{self.folder}/s{n}",
+            raylet_socket_name=f"{self.folder}/r{n}", **values,
         )  # fmt: skip
 
     def add(self) -> None:
@@ -68,8 +71,8 @@ class Peer:
         more += [] if length.resize_s is None else [str(length.resize_s)]
         with (self.folder / "job.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(JOB), address, HOST, str(self.folder), str(PROGRAM), cause, *more],
-                cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [sys.executable, str(JOB), address, HOST, str(self.folder), str(PROGRAM), cause,
+                *more], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
     def look(self) -> list[Done]:
@@ -87,7 +90,10 @@ class Peer:
     def until(self, holds: Callable[[list[Done]], bool], what: str) -> list[Done]:
         while not holds(steps := self.look()):
             if self.process is not None and self.process.poll() is not None:
-                raise Failed(f"{what}: the trainer ended first (exit code {self.process.returncode}): {self.words()}")
+                raise Failed(
+                    f"{what}: the trainer ended first (exit code {self.process.returncode}): "
+                    f"{self.words()}"
+                )
             try:
                 self.clock.look(what)
             except Failed as error:
@@ -98,14 +104,22 @@ class Peer:
 
     def words(self) -> str:
         """The end of what the script and Ray Train's controller wrote."""
-        files = [self.folder / "job.log", *self.folder.glob("ray/session_latest/logs/train/ray-train-app-controller-*.log")]
-        return " ".join(file.read_text(errors="replace")[-WORDS:] for file in files if file.is_file())
+        files = [
+            self.folder / "job.log",
+            *self.folder.glob("ray/session_latest/logs/train/ray-train-app-controller-*.log"),
+        ]
+        return " ".join(
+            file.read_text(errors="replace")[-WORDS:] for file in files if file.is_file()
+        )
 
     def node_of_last_rank(self) -> str:
-        """Ray id of the node with the newest group's last worker: rank 0 stays, which is the easier case for Ray Train."""
+        """Ray id of the node with the newest group's last worker: rank 0 stays, which is the easier
+        case for Ray Train."""
         workers = [json.loads(line) for line in (self.folder / PIDS).read_text().splitlines()]
         pid = max(workers, key=lambda w: (w["group"], w["rank"]))["pid"]
-        return next(name for name, raylet in self.raylets.items() if pid in processes.descendants(raylet))
+        return next(
+            name for name, raylet in self.raylets.items() if pid in processes.descendants(raylet)
+        )
 
     def kill(self, name: str) -> None:
         """SIGKILL for the node's raylet and all below it at once."""
@@ -145,7 +159,11 @@ def run(peer: Peer, cause: str, length: Length) -> Change:
 
     def settled(steps: list[Done]) -> bool:
         newest = steps[-1] if steps else None
-        return newest is not None and newest.step >= length.settle_steps and newest.step % SAVE_EVERY in MIDDLE
+        return (
+            newest is not None
+            and newest.step >= length.settle_steps
+            and newest.step % SAVE_EVERY in MIDDLE
+        )
 
     steps = peer.until(settled, f"{length.settle_steps} steps of {before} workers")
     if steps[-1].world != before:

@@ -1,12 +1,13 @@
-"""How long training stalls when nodes leave and come, and what that costs in all, next to a cold restart, bare torch and
-Ray Train.
+"""How long training stalls when nodes leave and come, and what that costs in all, next to a cold
+restart, bare torch and Ray Train.
 
-drills: one run on the embedded cluster, four nodes of one worker: again and again a node is killed, drained, hung, added. Then
-the driver is killed, the cluster ends with it, and `elastic run` is started again with the same run name, at once (nothing is
-counted for noticing). Beside it, what bare torch needs for the same change of groups in warm processes. device_bound: the
-drills with steps that wait as for a GPU, so that nodes that prepare do not take the cores of those that train. sizes: the
-drills at about 10 MB, 100 MB and 1 GB of training state. ray_train: the same losses under Ray Train's elastic trainer, once
-each.
+drills: one run on the embedded cluster, four nodes of one worker: again and again a node is killed,
+drained, hung, added. Then the driver is killed, the cluster ends with it, and `elastic run` is
+started again with the same run name, at once (nothing is counted for noticing). Beside it, what
+bare torch needs for the same change of groups in warm processes. device_bound: the drills with
+steps that wait as for a GPU, so that nodes that prepare do not take the cores of those that train.
+sizes: the drills at about 10 MB, 100 MB and 1 GB of training state. ray_train: the same losses
+under Ray Train's elastic trainer, once each.
 """
 
 from __future__ import annotations
@@ -32,21 +33,29 @@ from elastic.reshard.rank_boxes import state_specs
 from elastic.types import DrillAsked, DriverStarted
 
 PARTS = ("drills", "device_bound", "sizes", "ray_train")
-MOST_S, ANOTHER_ROUND, ONE_MORE_RESTART = 2700.0, 0.5, 0.6  # a repeat is begun only in the first so much of the time
+# a repeat is begun only in the first so much of the time
+MOST_S, ANOTHER_ROUND, ONE_MORE_RESTART = 2700.0, 0.5, 0.6
 REPEATS = 10
-PEER_EVERY, IN_FLIGHT = 5, 3  # a copy counts once it is acknowledged: steps that may pass until then
+# a copy counts once it is acknowledged: steps that may pass until then
+PEER_EVERY, IN_FLIGHT = 5, 3
 SHORT = PEER_EVERY + IN_FLIGHT  # steps of a generation before the next thing happens, at least
 USD_PER_H = 3.6  # made up: a budget ends the run also when the bench itself was killed
 BATCH = 4  # one sample per worker, as in the published measurement
 NOTICE_S = 12  # a drill's notice: long enough to see that the node is used until it has to go
-DRILLS = ("kill=any-spot", "add=spot", f"notice=any-spot deadline_s={NOTICE_S}", "add=spot", "hang=any-spot")
+DRILLS = (
+    "kill=any-spot",
+    "add=spot",
+    f"notice=any-spot deadline_s={NOTICE_S}",
+    "add=spot",
+    "hang=any-spot",
+)
 
 
 @dataclass(frozen=True)
 class Size:
-    """`world` and `least`: workers of the whole group, and with how few it continues; `around`: steps on both sides of an event
-    that its excess looks at; `sizes`: width and layers of the models for `sizes`; `others`: what happens in the parts beside
-    `drills`."""
+    """`world` and `least`: workers of the whole group, and with how few it continues; `around`:
+    steps on both sides of an event that its excess looks at; `sizes`: width and layers of the
+    models for `sizes`; `others`: what happens in the parts beside `drills`."""
 
     world: int
     least: int
@@ -63,10 +72,11 @@ class Size:
     def job(self, **more: Any) -> dict[str, Any]:
         pool = {"notice_s": 30, "usd_per_node_h": USD_PER_H}
         return {
-            "name": "recovery", "steps": 100_000, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0, "eval_samples": 12,
-            "layout": {n: f"dp_shard={n}" for n in range(self.least, self.world + 1)}, "min_workers": self.least,
-            "peer_every": PEER_EVERY, "durable_every": 20, "budget_usd": 1e6,
-            "pools": [
+            "name": "recovery", "steps": 100_000, "global_batch": BATCH, "seed": 1,
+            "clip_grad_norm": 1.0, "eval_samples": 12,
+            "layout": {n: f"dp_shard={n}" for n in range(self.least, self.world + 1)},
+            "min_workers": self.least, "peer_every": PEER_EVERY, "durable_every": 20,
+            "budget_usd": 1e6, "pools": [
                 {"name": "spot", "market_type": "spot", "max_nodes": self.world - 1, **pool},
                 {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, **pool},
             ],
@@ -74,7 +84,9 @@ class Size:
         }  # fmt: skip
 
 
-WHOLE = Size(4, 2, figures.AROUND, {"10 MB": (128, 4), "100 MB": (416, 4), "1 GB": (832, 10)}, DRILLS, 0.25)
+WHOLE = Size(
+    4, 2, figures.AROUND, {"10 MB": (128, 4), "100 MB": (416, 4), "1 GB": (832, 10)}, DRILLS, 0.25
+)
 SMOKE = Size(2, 1, 3, {"1 MB": (64, 2), "3 MB": (96, 2)}, DRILLS[:2], 0.02)
 SIZED_PROGRAM = """
 from dataclasses import replace
@@ -101,7 +113,9 @@ def happen(trial: Trial, world: int, settle: int, entry: str) -> None:
     trial.until(lambda: trial.settled(world, before, settle), f"{entry}: a generation of {world}")
 
 
-def drills(trial: Trial, repeats: int, size: Size, settle: int, entries: Sequence[str] = DRILLS) -> None:
+def drills(
+    trial: Trial, repeats: int, size: Size, settle: int, entries: Sequence[str] = DRILLS
+) -> None:
     for number in range(repeats):
         if number and trial.clock.spent > ANOTHER_ROUND:
             break
@@ -131,7 +145,11 @@ def found_in(lines: Sequence[Line], around: int) -> Found:
         for line in lines for at_s, event in line.events if isinstance(event, DrillAsked)
     ]  # fmt: skip
     transitions = figures.answers(asked, account(lines).transitions)
-    return Found(transitions, figures.gaps(lines), figures.excesses(figures.pace(lines, around), asked, transitions))
+    return Found(
+        transitions,
+        figures.gaps(lines),
+        figures.excesses(figures.pace(lines, around), asked, transitions),
+    )
 
 
 def with_drills(clock: Clock, repeats: int, size: Size) -> dict[str, Any]:
@@ -156,7 +174,8 @@ def device_bound(clock: Clock, repeats: int, size: Size) -> dict[str, Any]:
 
 
 def with_sizes(clock: Clock, repeats: int, size: Size) -> dict[str, Any]:
-    """Pauses at several sizes of the training state: what does not depend on it, and what each GB adds."""
+    """Pauses at several sizes of the training state: what does not depend on it, and what each GB
+    adds."""
     pauses: dict[str, list[tuple[float, float]]] = {}
     failed: dict[str, str] = {}
     for name, (hidden, layers) in size.sizes.items():
@@ -177,7 +196,9 @@ def at_size(clock: Clock, repeats: int, size: Size, shape: tuple[int, int]) -> l
     """`shape`: width and layers."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         program = Path(folder) / "sized.py"
-        program.write_text(SIZED_PROGRAM.format(hidden=shape[0], layers=shape[1], base=str(PROGRAM)))
+        program.write_text(
+            SIZED_PROGRAM.format(hidden=shape[0], layers=shape[1], base=str(PROGRAM))
+        )
         with running(size.job(program=str(program), durable_every=200), clock) as trial:
             trial.until(lambda: trial.settled(size.world, 0, SHORT), f"width {shape[0]}: the start")
             drills(trial, repeats, size, SHORT, size.others)
@@ -192,7 +213,9 @@ def state_gb(lines: Sequence[Line]) -> float:
 def _of_size(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
     through = figures.line_through(points)
     by_gb = {gb: median(p for g, p in points if g == gb) for gb in sorted({g for g, _ in points})}
-    out: dict[str, Any] = {"pause_s_by_gb": {round(gb, 4): round(pause_s, 3) for gb, pause_s in by_gb.items()}}
+    out: dict[str, Any] = {
+        "pause_s_by_gb": {round(gb, 4): round(pause_s, 3) for gb, pause_s in by_gb.items()}
+    }
     if through is not None:
         out |= {"intercept_s": round(through[0], 3), "slope_s_per_gb": round(through[1], 3)}
     return out
@@ -211,12 +234,20 @@ def measure(clock: Clock, repeats: int, parts: Sequence[str], size: Size) -> dic
 
         found |= ray_train.measure(clock, size is SMOKE)
         for cause in ("loss", "notice", "growth"):
-            key = {"loss": "ray_train_loss_s", "notice": "ray_train_notice_idle_s", "growth": "ray_train_growth_s"}[cause]
-            found[f"ray_train_times_{cause}"] = figures.ratio(found.get(key), found.get(f"pause_{cause}_s"))
+            key = {
+                "loss": "ray_train_loss_s",
+                "notice": "ray_train_notice_idle_s",
+                "growth": "ray_train_growth_s",
+            }[cause]
+            found[f"ray_train_times_{cause}"] = figures.ratio(
+                found.get(key), found.get(f"pause_{cause}_s")
+            )
     return {**found, "processes_left": 0}
 
 
 if __name__ == "__main__":
     given = options(__doc__, MOST_S, REPEATS, PARTS, smoke_parts=("drills",))
     size = SMOKE if given.smoke else WHOLE
-    sys.exit(finish("recovery", given, lambda clock: measure(clock, given.repeats, given.parts, size)))
+    sys.exit(
+        finish("recovery", given, lambda clock: measure(clock, given.repeats, given.parts, size))
+    )

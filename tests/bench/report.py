@@ -1,4 +1,5 @@
-"""What every bench does at its beginning and its end: its command line, one line of JSON, and a verdict as exit code."""
+"""What every bench does at its beginning and its end: its command line, one line of JSON, and a
+verdict as exit code."""
 
 from __future__ import annotations
 
@@ -24,11 +25,16 @@ def baselines(bench: str) -> dict[str, dict[str, Any]]:
 
 def parser(about: str | None) -> argparse.ArgumentParser:
     """What all benches know; SIGTERM now ends one like Ctrl-C."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by a signal"))  # what was started ends too
-    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # what was started ends too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by a signal"))
+    made = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--json", action="store_true", help="only the line of JSON")
     made.add_argument(
-        "--smoke", action="store_true", help="once through everything in seconds: promises are held, ratios are noise"
+        "--smoke",
+        action="store_true",
+        help="once through everything in seconds: promises are held, ratios are noise",
     )
     return made
 
@@ -41,16 +47,28 @@ def options(
     smoke_parts: Sequence[str] = (),
     flags: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
-    """Of a bench's command line. `parts`: what may be measured by itself; `smoke_parts`: those of `--smoke` where none is named
-    (default: all); `flags`: more words that only this bench knows, and what they do."""
+    """Of a bench's command line. `parts`: what may be measured by itself; `smoke_parts`: those of
+    `--smoke` where none is named (default: all); `flags`: more words that only this bench knows,
+    and what they do."""
     made = parser(about)
     for name, what in (flags or {}).items():
         made.add_argument(f"--{name}", action="store_true", help=what)
-    made.add_argument("--repeats", type=int, help=f"how often each thing is measured (default {repeats}, with --smoke 1)")
-    made.add_argument("--most-s", type=float, default=most_s, help=f"bound of the whole bench (default {most_s:.0f})")
+    made.add_argument(
+        "--repeats",
+        type=int,
+        help=f"how often each thing is measured (default {repeats}, with --smoke 1)",
+    )
+    made.add_argument(
+        "--most-s",
+        type=float,
+        default=most_s,
+        help=f"bound of the whole bench (default {most_s:.0f})",
+    )
     if parts:
         few = f", with --smoke {' '.join(smoke_parts)}" if smoke_parts else ""
-        made.add_argument("--parts", nargs="+", choices=parts, help=f"only these (default: all{few})")
+        made.add_argument(
+            "--parts", nargs="+", choices=parts, help=f"only these (default: all{few})"
+        )
     given = made.parse_args()
     if given.repeats is None:
         given.repeats = 1 if given.smoke else repeats
@@ -59,7 +77,9 @@ def options(
     return given
 
 
-def finish(bench: str, given: argparse.Namespace, measure: Callable[[Clock], Mapping[str, Any]]) -> int:
+def finish(
+    bench: str, given: argparse.Namespace, measure: Callable[[Clock], Mapping[str, Any]]
+) -> int:
     """Measures, prints and judges. 0 = as good as stored, 1 = much worse or not measured."""
     clock = Clock(given.most_s)
     try:
@@ -77,7 +97,10 @@ def tell(bench: str, given: argparse.Namespace, figures: Mapping[str, Any]) -> i
     if not given.json:
         for name, value in found.items():
             print(f"{name:26} {value}")
-    print(json.dumps({"bench": bench, **({"smoke": True} if given.smoke else {}), "figures": found}), flush=True)
+    print(
+        json.dumps({"bench": bench, **({"smoke": True} if given.smoke else {}), "figures": found}),
+        flush=True,
+    )
     for sentence in found["worse"]:
         print(f"{bench}: {sentence}", file=sys.stderr)
     return 1 if found["worse"] else 0

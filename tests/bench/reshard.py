@@ -1,8 +1,9 @@
-"""Moving a state of about 1 GB between layouts of four ranks: live from memory to memory, next to bare gloo and to DCP by disk.
+"""Moving a state of about 1 GB between layouts of four ranks: live from memory to memory, next to
+bare gloo and to DCP by disk.
 
-Four processes and gloo, no Ray, no model: only the bytes. Every figure is a ratio of things measured one after the other in the
-same processes, the median over the repeats; that of all pairs of layouts is the median over the pairs, `_least` and `_most` the
-worst of them.
+Four processes and gloo, no Ray, no model: only the bytes. Every figure is a ratio of things
+measured one after the other in the same processes, the median over the repeats; that of all pairs
+of layouts is the median over the pairs, `_least` and `_most` the worst of them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ PAIRS: dict[str, tuple[Cut, Cut]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """`pairs`: how many are measured; `least_mb`: what a pair must move for a rate to mean anything."""
+    """`pairs`: how many are measured; `least_mb`: what a pair must move for a rate to mean
+    anything."""
 
     model: ModelProfile
     pairs: int
@@ -79,8 +81,8 @@ def slowest_s(found: list[Took]) -> float:
 
 
 def case_of(model: ModelProfile, old: Cut, new: Cut) -> Case:
-    """Four workers on nodes of their own, in the order of ranks that the policy would give them; those that are too many at the
-    end of the order only send."""
+    """Four workers on nodes of their own, in the order of ranks that the policy would give them;
+    those that are too many at the end of the order only send."""
     workers = [WorkerId(f"n{i}", 0) for i in range(N)]
     n_new = new[0].world_size
     held = {workers[rank]: [rank] for rank in range(old[0].world_size)}
@@ -91,14 +93,23 @@ def case_of(model: ModelProfile, old: Cut, new: Cut) -> Case:
 
 def measured(movers: Movers, case: Case, repeats: int, clock: Clock) -> dict[str, Any]:
     """One pair of layouts: what each repeat gave, as lists."""
-    answers_of: dict[str, list[float]] = {name: [] for name in ("vs_raw", "vs_warm_raw", "live_s", "gbps", "raw_gbps", "peak")}
+    answers_of: dict[str, list[float]] = {
+        name: [] for name in ("vs_raw", "vs_warm_raw", "live_s", "gbps", "raw_gbps", "peak")
+    }
     answers(movers, moves.fill, case)
     old, new = moves.shards(case, N)
     n_bytes = 0
-    for i in range(repeats + 1):  # the first is a rehearsal: memory that this machine never gave before is slow
+    # the first is a rehearsal: memory that this machine never gave before is slow
+    for i in range(repeats + 1):
         clock.look("reshard")
-        wire, raw = answers(movers, moves.live, case, True), answers(movers, moves.bare, case, False)
-        warm, whole = answers(movers, moves.bare, case, True), answers(movers, moves.live, case, False)
+        wire, raw = (
+            answers(movers, moves.live, case, True),
+            answers(movers, moves.bare, case, False),
+        )
+        warm, whole = (
+            answers(movers, moves.bare, case, True),
+            answers(movers, moves.live, case, False),
+        )
         n_bytes = sum(took.received_bytes for took in wire)
         if i == 0:
             continue
@@ -108,7 +119,9 @@ def measured(movers: Movers, case: Case, repeats: int, clock: Clock) -> dict[str
         answers_of["gbps"].append(n_bytes / slowest_s(wire) / 1e9)
         answers_of["raw_gbps"].append(n_bytes / slowest_s(raw) / 1e9)
         promised = [a + b + staging_bytes(N) for a, b in zip(old, new, strict=True)]
-        answers_of["peak"].append(max((old[me] + took.peak_bytes) / promised[me] for me, took in enumerate(whole)))
+        answers_of["peak"].append(
+            max((old[me] + took.peak_bytes) / promised[me] for me, took in enumerate(whole))
+        )
     return {**answers_of, "n_bytes": n_bytes}
 
 
@@ -121,7 +134,8 @@ def by_disk_s(movers: Movers, case: Case) -> float:
 
 
 def contents_equal(movers: Movers) -> bool:
-    """Small states whose elements all differ are moved between all pairs of layouts, and every bit is compared."""
+    """Small states whose elements all differ are moved between all pairs of layouts, and every bit
+    is compared."""
     for name, (old, new) in PAIRS.items():
         for answer in movers.call(checked_move, case_of(SMOKE.model, old, new)):
             if isinstance(answer, AssertionError):
@@ -143,11 +157,14 @@ def measure(clock: Clock, repeats: int, size: Size) -> Mapping[str, Any]:
             least, best = moves.least_bytes(case)
             dcp_s = [by_disk_s(movers, case) for _ in range(max(1, repeats // 2))]
             pairs[name] = {
-                "moved_mb": round(found["n_bytes"] / 1e6), "moved_vs_least": round(found["n_bytes"] / max(1, least), 4),
-                "moved_vs_best_order": round(found["n_bytes"] / max(1, best), 4), "live_s": median(found["live_s"]),
-                "dcp_s": median(dcp_s), "live_vs_dcp": median(dcp_s) / median(found["live_s"]),
-                **{name: median(found[name]) for name in ("vs_raw", "vs_warm_raw", "gbps", "raw_gbps")},
-                "peak": max(found["peak"]), "spread": {"vs_raw": Spread(tuple(found["vs_raw"])).plain()},
+                "moved_mb": round(found["n_bytes"] / 1e6),
+                "moved_vs_least": round(found["n_bytes"] / max(1, least), 4),
+                "moved_vs_best_order": round(found["n_bytes"] / max(1, best), 4),
+                "live_s": median(found["live_s"]), "dcp_s": median(dcp_s),
+                "live_vs_dcp": median(dcp_s) / median(found["live_s"]),
+                **{name: median(found[name]) for name in ("vs_raw", "vs_warm_raw", "gbps",
+                "raw_gbps")}, "peak": max(found["peak"]),
+                "spread": {"vs_raw": Spread(tuple(found["vs_raw"])).plain()},
             }  # fmt: skip
     finally:
         movers.close()
@@ -157,7 +174,11 @@ def measure(clock: Clock, repeats: int, size: Size) -> Mapping[str, Any]:
 def summary(pairs: Mapping[str, Mapping[str, Any]], size: Size) -> dict[str, Any]:
     def over(name: str) -> list[float]:
         wire = name in ("vs_raw", "vs_warm_raw")
-        return [float(pair[name]) for pair in pairs.values() if not wire or pair["moved_mb"] >= size.least_mb]
+        return [
+            float(pair[name])
+            for pair in pairs.values()
+            if not wire or pair["moved_mb"] >= size.least_mb
+        ]
 
     state_mb = sum(shard_bytes(size.model, (Layout(), ()))) / 1e6
     return {
@@ -171,7 +192,8 @@ def summary(pairs: Mapping[str, Mapping[str, Any]], size: Size) -> dict[str, Any
         "live_vs_dcp": round(median(over("live_vs_dcp")), 2),
         "live_vs_dcp_least": round(min(over("live_vs_dcp")), 2),
         "pairs": {
-            name: {k: round(v, 3) if isinstance(v, float) else v for k, v in pair.items()} for name, pair in pairs.items()
+            name: {k: round(v, 3) if isinstance(v, float) else v for k, v in pair.items()}
+            for name, pair in pairs.items()
         },
     }
 

@@ -1,14 +1,17 @@
-"""How what the driver does grows with the cluster: CPU seconds of one process, at sizes up to 8,192 GPUs; nothing is trained.
+"""How what the driver does grows with the cluster: CPU seconds of one process, at sizes up to 8,192
+GPUs; nothing is trained.
 
-`moves`: the forecast of a transition, and the transfers of one rank, of an 8B model when a node of eight GPUs goes.
-`decisions`: the real driver loop, policy and state over simulated nodes of eight GPUs, with two losses and two notices;
-`decision_ms` of all looks but those that order a new plan, `change_ms` of these; `noticed_ms` while a notice is pending.
-`looks`: the same policy over a state made directly, a step between two looks: nothing pending (`look_ms`), a notice for one
-node (`notice_ms`), the same when the move is near (`near_ms`); the first of these plans the move (`near_first_ms`).
-`answers`: what all workers of a generation say when it is over, folded into the state one by one.
-`gather`: the parts of one checkpoint on their way to a commit. `orders`: what a worker is sent to enter a generation.
-`groups`, `meshes`: what a generation's groups cost each rank, as they are and as full meshes (scale_groups.py).
-`cluster`: a whole run with one notice on made-up workers, under the real driver loop, backend and journal (scale_cluster.py).
+`moves`: the forecast of a transition, and the transfers of one rank, of an 8B model when a node of
+eight GPUs goes. `decisions`: the real driver loop, policy and state over simulated nodes of eight
+GPUs, with two losses and two notices; `decision_ms` of all looks but those that order a new plan,
+`change_ms` of these; `noticed_ms` while a notice is pending. `looks`: the same policy over a state
+made directly, a step between two looks: nothing pending (`look_ms`), a notice for one node
+(`notice_ms`), the same when the move is near (`near_ms`); the first of these plans the move
+(`near_first_ms`). `answers`: what all workers of a generation say when it is over, folded into the
+state one by one. `gather`: the parts of one checkpoint on their way to a commit. `orders`: what a
+worker is sent to enter a generation. `groups`, `meshes`: what a generation's groups cost each rank,
+as they are and as full meshes (scale_groups.py). `cluster`: a whole run with one notice on made-up
+workers, under the real driver loop, backend and journal (scale_cluster.py).
 
 `exponent`: of the growth over all sizes, by least squares (1 = as the cluster).
 """
@@ -63,7 +66,17 @@ from elastic.types import (
 from elastic.types.orders import Rendezvous, WorkerOrder
 
 PER_NODE = 8
-PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders", "cluster", "groups", "meshes")
+PARTS = (
+    "moves",
+    "decisions",
+    "looks",
+    "answers",
+    "gather",
+    "orders",
+    "cluster",
+    "groups",
+    "meshes",
+)
 ALL = (64, 512, 4096, 8192)
 RANKS = {"groups": (8, 16, 32, 64, 128), "meshes": (8, 16, 32, 64)}
 SIZES = dict.fromkeys(PARTS, ALL) | {"decisions": (64, 256, 1024), "cluster": (8, *ALL)} | RANKS
@@ -108,14 +121,24 @@ def moves(n: int, profile: ModelProfile) -> dict[str, float]:
     for old, new in cuts:
         blocks = profile.n_blocks // 4
         sides = (old, ()), (new, (blocks,) * 4 if new.pp > 1 else ())
-        told_s = seconds(lambda s=sides: forecast(profile, *s, holders=holders, nodes=nodes, room=Room(), pace=TransferRates()))  # type: ignore[misc]
-        found.append((told_s, seconds(lambda s=sides: plan_transfers(profile, *s, holders, nodes, me=0))))  # type: ignore[misc]
-    return {"forecast_s": round(max(told for told, _ in found), 3), "transfers_s": round(max(own for _, own in found), 3)}
+        told_s = seconds(
+            lambda s=sides: forecast(
+                profile, *s, holders=holders, nodes=nodes, room=Room(), pace=TransferRates()
+            )
+        )  # type: ignore[misc]
+        found.append(
+            (told_s, seconds(lambda s=sides: plan_transfers(profile, *s, holders, nodes, me=0)))
+        )  # type: ignore[misc]
+    return {
+        "forecast_s": round(max(told for told, _ in found), 3),
+        "transfers_s": round(max(own for _, own in found), 3),
+    }
 
 
 @dataclass
 class Looks:
-    """Decides, and keeps what each look took. `profiled`: all are, which costs as much again; that of the slowest is kept."""
+    """Decides, and keeps what each look took. `profiled`: all are, which costs as much again; that
+    of the slowest is kept."""
 
     profiled: bool = False
     plain: list[float] = field(default_factory=list)
@@ -131,7 +154,9 @@ class Looks:
         took_s = process_time() - began_s
         changed = any(isinstance(action, EnterPlan) for action in found.actions)
         (self.changes if changed else self.plain).append(took_s)
-        pending = state.phase == "running" and any(n.status == "draining" and n.deadline_s for n in state.nodes.values())
+        pending = state.phase == "running" and any(
+            n.status == "draining" and n.deadline_s for n in state.nodes.values()
+        )
         if pending and not changed:
             self.noticed.append(took_s)
         if took_s > self.slowest_s:
@@ -149,19 +174,28 @@ def decisions(n: int, profile: ModelProfile, profiled: bool = False) -> dict[str
     n_nodes, seen = n // PER_NODE, Looks(profiled)
     pools = (Pool("spot", "H100", PER_NODE, "spot", 0.0, 0, n_nodes),)
     job = {
-        "name": "scale", "steps": STEPS, "global_batch": 2 * n, "microbatch_size": 1, "seed": 0, "layout": "auto",
-        "min_workers": PER_NODE, "peer_every": 5, "durable_every": 20,
+        "name": "scale", "steps": STEPS, "global_batch": 2 * n, "microbatch_size": 1, "seed": 0,
+        "layout": "auto", "min_workers": PER_NODE, "peer_every": 5, "durable_every": 20,
     }  # fmt: skip
     faults = [Fault(100.0 + 60 * i, "notice" if i % 2 else "loss", 3 * i, 30.0) for i in range(4)]
     backend = SimBackend(pools, Job.from_plain(job), faults, Delays(work_s=10.0 * n))
-    state = drive(backend, MemoryJournal(), DriverStarted("scale", 1, job, pools, profile), decide=seen)
+    state = drive(
+        backend, MemoryJournal(), DriverStarted("scale", 1, job, pools, profile), decide=seen
+    )
     if state.phase != "succeeded" or len(seen.changes) < 3 or not seen.noticed:
-        raise AssertionError(f"{n} GPUs: {state.phase} after {len(seen.changes)} changes: {state.outcome_reason}")
+        raise AssertionError(
+            f"{n} GPUs: {state.phase} after {len(seen.changes)} changes: {state.outcome_reason}"
+        )
     if profiled:
-        print(f"the slowest of {len(seen.plain) + len(seen.changes)} looks at {n} GPUs\n{seen.told()}", file=sys.stderr)
+        print(
+            f"the slowest of {len(seen.plain) + len(seen.changes)} looks at {n} "
+            f"GPUs\n{seen.told()}",
+            file=sys.stderr,
+        )
     numbers = {
-        "decision": median(seen.plain), "decision_worst": max(seen.plain), "noticed": median(seen.noticed),
-        "noticed_worst": max(seen.noticed), "change": median(seen.changes), "change_worst": max(seen.changes),
+        "decision": median(seen.plain), "decision_worst": max(seen.plain),
+        "noticed": median(seen.noticed), "noticed_worst": max(seen.noticed),
+        "change": median(seen.changes), "change_worst": max(seen.changes),
     }  # fmt: skip
     return {f"{name}_ms": round(1000 * value, 2) for name, value in numbers.items()}
 
@@ -180,10 +214,14 @@ def looks(n: int, profile: ModelProfile) -> dict[str, float]:
         "max_nodes": len(nodes),
     }
     state = State(
-        phase="running", run="scale", job=Job.from_plain(job), pools=(pool,), model=profile, nodes=nodes,
-        prepared=frozenset(nodes), considered=plan.nodes, generation=1, plan=plan, plans={1: plan}, step=5, step_time_s=10.0,
+        phase="running", run="scale", job=Job.from_plain(job), pools=(pool,), model=profile,
+        nodes=nodes, prepared=frozenset(nodes), considered=plan.nodes, generation=1, plan=plan,
+        plans={1: plan}, step=5, step_time_s=10.0,
     )  # fmt: skip
-    noticed = {**nodes, "spot-0": replace(nodes["spot-0"], status="draining", deadline_s=deadline_s)}
+    noticed = {
+        **nodes,
+        "spot-0": replace(nodes["spot-0"], status="draining", deadline_s=deadline_s),
+    }
     lead_s = lead_of(state).seconds
     found = {}
     for kind, at_s, there in (
@@ -213,12 +251,16 @@ def answers(n: int, profile: ModelProfile) -> dict[str, float]:
     """The slower of two ends: a generation is aborted, or stops at a boundary for the next one."""
     plan = plan_of(n)
     nodes = {name: Node(name, "spot", PER_NODE, "prepared") for name in plan.nodes}
-    known = State(run="scale", job=Job(steps=STEPS), nodes=nodes, plans={1: plan}, generation=1, step=5)
+    known = State(
+        run="scale", job=Job(steps=STEPS), nodes=nodes, plans={1: plan}, generation=1, step=5
+    )
     lost = Aborting(1, 0.0, frozenset(plan.ranks), Failure("loss", "a node is gone", 0.0))
     broken = replace(known, phase="waiting", aborting=lost)
     stopped = replace(known, phase="running", plan=plan, quiescing=(1, 0.0))
     told = [
-        Quiesced(worker, 1, 5, (Holding(worker, 1, rank, 5, "live"),), commit=(1.0, 2.0), pending_step=6)
+        Quiesced(
+            worker, 1, 5, (Holding(worker, 1, rank, 5, "live"),), commit=(1.0, 2.0), pending_step=6
+        )
         for rank, worker in enumerate(plan.ranks)
     ]
     took = []
@@ -227,7 +269,9 @@ def answers(n: int, profile: ModelProfile) -> dict[str, float]:
         for event in told:
             state = fold(state, event, 0.0)
         took.append(process_time() - began_s)
-        if len(state.holdings) != n or (state.aborting.owing if state.aborting else len(state.quiesced) < n):
+        if len(state.holdings) != n or (
+            state.aborting.owing if state.aborting else len(state.quiesced) < n
+        ):
             raise AssertionError(f"{n} workers have answered, and the state does not know it")
     return {"answers_s": round(max(took), 4)}
 
@@ -236,7 +280,10 @@ def gather(n: int, profile: ModelProfile) -> dict[str, float]:
     plan, complete = plan_of(n), []
     found = Gather(complete.append, lambda node_id: PER_NODE)
     found.expect(plan)
-    told = [(worker, ShardStored(1, 5, rank, 8, 0.1, 0.0, rank)) for rank, worker in enumerate(plan.ranks)]
+    told = [
+        (worker, ShardStored(1, 5, rank, 8, 0.1, 0.0, rank))
+        for rank, worker in enumerate(plan.ranks)
+    ]
 
     def add() -> None:
         for worker, event in told:
@@ -250,7 +297,9 @@ def gather(n: int, profile: ModelProfile) -> dict[str, float]:
 
 def orders(n: int, profile: ModelProfile) -> dict[str, float]:
     plan = plan_of(n)
-    order = WorkerOrder(EnterPlan(plan), Rendezvous(plan.ranks, ("127.0.0.1", 29500), 60.0, "secret"))
+    order = WorkerOrder(
+        EnterPlan(plan), Rendezvous(plan.ranks, ("127.0.0.1", 29500), 60.0, "secret")
+    )
     return {"order_kb": round(len(pickle.dumps(order)) / 1e3, 1)}
 
 
@@ -259,8 +308,9 @@ def cluster(n: int, profile: ModelProfile, step_s: float = 1.0) -> dict[str, flo
 
 
 MEASURES = {
-    "moves": moves, "decisions": decisions, "looks": looks, "answers": answers, "gather": gather, "orders": orders,
-    "cluster": cluster, "groups": scale_groups.groups, "meshes": scale_groups.meshes,
+    "moves": moves, "decisions": decisions, "looks": looks, "answers": answers, "gather": gather,
+    "orders": orders, "cluster": cluster, "groups": scale_groups.groups,
+    "meshes": scale_groups.meshes,
 }  # fmt: skip
 
 
@@ -279,16 +329,24 @@ def measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool = False)
         for name in by_size[max(by_size)]:
             quantity, _, unit = name.rpartition("_")
             if unit in UNITS_S:
-                found[f"{quantity}_exponent"] = exponent({n: row[name] * UNITS_S[unit] for n, row in by_size.items()})
+                found[f"{quantity}_exponent"] = exponent(
+                    {n: row[name] * UNITS_S[unit] for n, row in by_size.items()}
+                )
                 found[f"{quantity}_most_{unit}"] = max(row[name] for row in by_size.values())
     return found
 
 
 def main() -> int:
     given = report.options(
-        __doc__, MOST_S, repeats=1, parts=PARTS, flags={"profile": f"print {TOLD} lines of the profile of the slowest decision"}
+        __doc__,
+        MOST_S,
+        repeats=1,
+        parts=PARTS,
+        flags={"profile": f"print {TOLD} lines of the profile of the slowest decision"},
     )
-    return report.finish("scale", given, lambda clock: measure(clock, given.parts, given.smoke, given.profile))
+    return report.finish(
+        "scale", given, lambda clock: measure(clock, given.parts, given.smoke, given.profile)
+    )
 
 
 if __name__ == "__main__":

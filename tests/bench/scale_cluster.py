@@ -1,8 +1,9 @@
-"""A made-up cluster: what RayBackend calls of Ray, and workers that answer as real ones do, all in this process.
+"""A made-up cluster: what RayBackend calls of Ray, and workers that answer as real ones do, all in
+this process.
 
-The driver loop, the policy, the journal, the backend and its pieces (crew, gather, silence, admission, the store that a
-generation meets at) are the real ones. Rank 0 tells of a step every `step_s`; a worker without news holds its poll as long as
-it was asked to. Nothing is trained.
+The driver loop, the policy, the journal, the backend and its pieces (crew, gather, silence,
+admission, the store that a generation meets at) are the real ones. Rank 0 tells of a step every
+`step_s`; a worker without news holds its poll as long as it was asked to. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -114,7 +115,11 @@ class Worker:
         assert self.plan is not None
         first = self.cluster.first
         step = first.step if first is not None else self.step
-        held = () if self.rank < 0 else (Holding(self.me, self.plan.generation, self.rank, step, "live"),)
+        held = (
+            ()
+            if self.rank < 0
+            else (Holding(self.me, self.plan.generation, self.rank, step, "live"),)
+        )
         self.next_s, self.left = inf, True
         self.say(Quiesced(self.me, self.plan.generation, step, held))
 
@@ -123,7 +128,11 @@ class Worker:
         if now_s >= self.next_s and self.plan is not None:
             self.step, self.next_s = self.step + 1, now_s + self.cluster.step_s
             took_s, digest = self.cluster.step_s, "0123456789abcdef"
-            self.say(StepDone(self.plan.generation, self.step, 1.0, 10, took_s, grad_norm=1.0, digest=digest))
+            self.say(
+                StepDone(
+                    self.plan.generation, self.step, 1.0, 10, took_s, grad_norm=1.0, digest=digest
+                )
+            )
             if self.step >= STEPS:
                 self.next_s = inf
                 self.cluster.store_last(self.plan)
@@ -133,8 +142,8 @@ class Worker:
         step = self.cluster.first.step if self.cluster.first is not None else 0
         messages = tuple(m for m in self.outbox if m[0] > seen)
         return SimpleNamespace(
-            messages=messages, generation=generation, phase="stepping" if generation else "idle", step=step, progress=step,
-            pid=0, said=(), arrived=(), doing="", where="",
+            messages=messages, generation=generation, phase="stepping" if generation else "idle",
+            step=step, progress=step, pid=0, said=(), arrived=(), doing="", where="",
         )  # fmt: skip
 
 
@@ -183,7 +192,8 @@ class MadeUpCluster:
                 worker.say(ShardStored(plan.generation, STEPS, worker.rank, 8, 0.1))
                 worker.leave()
 
-    # ------------------------------------------------------------------------------------------ as LocalCluster
+    # ------------------------------------------------------------------------------------------ as
+    # LocalCluster
 
     def add(self, order: NodeOrder) -> Future[dict[str, Any]]:
         answer: Future[dict[str, Any]] = Future()
@@ -199,7 +209,8 @@ class MadeUpCluster:
     def last_words(self, pid: int) -> str:
         return ""
 
-    # ------------------------------------------------------------------------------------------ as ray
+    # ------------------------------------------------------------------------------------------ as
+    # ray
 
     @property
     def util(self) -> Any:
@@ -214,7 +225,9 @@ class MadeUpCluster:
     def get(self, ref: Ref) -> Any:
         return ref.worker.beat(ref.value) if ref.worker is not None else ref.value
 
-    def wait(self, refs: Sequence[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
+    def wait(
+        self, refs: Sequence[Ref], num_returns: int, timeout: float
+    ) -> tuple[list[Ref], list[Ref]]:
         until_s = time.monotonic() + timeout
         while True:
             now_s = time.monotonic()
@@ -265,13 +278,15 @@ def made_up(step_s: float) -> Iterator[MadeUpCluster]:
 
 @dataclass
 class Timed:
-    """CPU seconds. `enter_s`: of the orders to enter a plan; `entered_s`: from there until the generation runs."""
+    """CPU seconds. `enter_s`: of the orders to enter a plan; `entered_s`: from there until the
+    generation runs."""
 
     looks_s: list[float] = field(default_factory=list)
     changes_s: list[float] = field(default_factory=list)
     enter_s: list[float] = field(default_factory=list)
     entered_s: list[float] = field(default_factory=list)
-    idle: list[tuple[float, float]] = field(default_factory=list)  # by the clock, CPU: where it begins, and ends
+    # by the clock, CPU: where it begins, and ends
+    idle: list[tuple[float, float]] = field(default_factory=list)
     ordered_s: float = 0.0
 
     def decide(self, state: State, now_s: float) -> Decision:
@@ -299,19 +314,30 @@ def run(n: int, per_node: int, model: ModelProfile, step_s: float) -> dict[str, 
     n_nodes, timed = n // per_node, Timed()
     pools = (Pool("spot", "CPU", per_node, "spot", 0.0, 0, n_nodes),)
     job: dict[str, Any] = {
-        "name": "scale", "steps": STEPS, "global_batch": 2 * n, "microbatch_size": 1, "seed": 0, "layout": "auto",
-        "min_workers": per_node, "peer_every": 0, "durable_every": 0, "n_samples": 1_000_000,
-        "drill": [{"at_step": NOTICE_AT, "notice": "any-spot", "deadline_s": 12}],
+        "name": "scale", "steps": STEPS, "global_batch": 2 * n, "microbatch_size": 1, "seed": 0,
+        "layout": "auto", "min_workers": per_node, "peer_every": 0, "durable_every": 0,
+        "n_samples": 1_000_000, "drill": [{"at_step": NOTICE_AT, "notice": "any-spot",
+        "deadline_s": 12}],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, made_up(step_s) as cluster:
         began_s = time.process_time()
         ray = RayBackend(RayRun("scale", folder, job, pools), cluster, commit=lambda *_: "made up")  # type: ignore[arg-type]
         ray.execute = lambda action: timed.execute(ray, action)  # type: ignore[method-assign]
         path = Path(folder) / "journal.jsonl"
-        state = drive(ray, Journal(path, 1), DriverStarted("scale", 1, job, pools, model), decide=timed.decide)
+        state = drive(
+            ray, Journal(path, 1), DriverStarted("scale", 1, job, pools, model), decide=timed.decide
+        )
         took_s = time.process_time() - began_s
-        if state.phase != "succeeded" or len(timed.changes_s) < 2 or len(timed.idle) < 2 or not timed.entered_s:
-            raise AssertionError(f"{n} workers: {state.phase} after {len(timed.changes_s)} plans: {state.outcome_reason}")
+        if (
+            state.phase != "succeeded"
+            or len(timed.changes_s) < 2
+            or len(timed.idle) < 2
+            or not timed.entered_s
+        ):
+            raise AssertionError(
+                f"{n} workers: {state.phase} after {len(timed.changes_s)} plans: "
+                f"{state.outcome_reason}"
+            )
         (from_s, from_cpu_s), (to_s, to_cpu_s) = timed.idle
         return {
             "loop_ms": round(1000 * median(timed.looks_s), 3),

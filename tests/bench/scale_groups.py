@@ -1,7 +1,9 @@
-"""What the groups of a generation cost each rank: ranks are threads of this process, on gloo, around one store.
+"""What the groups of a generation cost each rank: ranks are threads of this process, on gloo,
+around one store.
 
-`groups`: as they are; `meshes`: with a connection between each pair of ranks, as they were above 16 ranks. Nothing is trained;
-the groups to train in have eight ranks at most, but where a number of ranks cannot be cut so.
+`groups`: as they are; `meshes`: with a connection between each pair of ranks, as they were above 16
+ranks. Nothing is trained; the groups to train in have eight ranks at most, but where a number of
+ranks cannot be cut so.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ WORDS = 17  # numbers of a commit, and three of each rank
 
 
 def groups(n: int, profile: ModelProfile) -> dict[str, float]:
-    """CPU seconds of all threads for each rank; a commit by the clock, of ranks that share this machine; requests at the store
-    and open descriptors for each rank."""
+    """CPU seconds of all threads for each rank; a commit by the clock, of ranks that share this
+    machine; requests at the store and open descriptors for each rank."""
     fds, began_s = _open(), process_time()
     with joined(n) as ranks:
         formed_s = process_time() - began_s
@@ -44,7 +46,8 @@ def groups(n: int, profile: ModelProfile) -> dict[str, float]:
         commit_s = median(ranks.all(commits))
         return {
             "groups_s": round(formed_s / n, 4), "commit_ms": round(1000 * commit_s, 2),
-            "requests_n": round(sum(ranks.store.requests.values()) / n, 1), "open_n": round((_open() - fds) / n, 1),
+            "requests_n": round(sum(ranks.store.requests.values()) / n, 1),
+            "open_n": round((_open() - fds) / n, 1),
             "answer_kb": round(ranks.store.n_bytes / n / 1e3, 1),
         }  # fmt: skip
 

@@ -1,9 +1,10 @@
-"""What befalls a rank, and how soon the right one is named: it stalls while its process answers (stall), its process is
-stopped (hang), it computes ten times slower (slow), it silently corrupts its results (corrupt); on each of several ranks,
-rank 0 too.
+"""What befalls a rank, and how soon the right one is named: it stalls while its process answers
+(stall), its process is stopped (hang), it computes ten times slower (slow), it silently corrupts
+its results (corrupt); on each of several ranks, rank 0 too.
 
-Whole runs on the embedded cluster, four nodes of one worker, plainly sharded, results compared every few steps. Seconds are
-from the drill to the first decision that names the node; after it the run must continue, with or without the node.
+Whole runs on the embedded cluster, four nodes of one worker, plainly sharded, results compared
+every few steps. Seconds are from the drill to the first decision that names the node; after it the
+run must continue, with or without the node.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"slow": {"factor": 10.0, "unit_s": 0.005}}
 
 @dataclass(frozen=True)
 class Size:
-    """`at_step`: when the drill comes; `after`: steps that must follow the decision; `check`: from one comparison of results to
-    the next."""
+    """`at_step`: when the drill comes; `after`: steps that must follow the decision; `check`: from
+    one comparison of results to the next."""
 
     nodes: int
     ranks: tuple[int, ...]
@@ -43,11 +44,18 @@ ORDERS = (Abort, Quarantine, SetShares)
 
 
 def named(lines: Sequence[Line]) -> tuple[str, float, Line | None]:
-    """The node that the drill has befallen, when, and the first decision since that names a node in an order or its reason."""
+    """The node that the drill has befallen, when, and the first decision since that names a node in
+    an order or its reason."""
     for i, line in enumerate(lines):
         for at_s, event in line.events:
-            if isinstance(event, DrillAsked) and (names := next((event.drill[k] for k in PARTS if k in event.drill), None)):
-                later = (one for one in lines[i:] if one.decision and any(isinstance(a, ORDERS) for a in one.decision.actions))
+            if isinstance(event, DrillAsked) and (
+                names := next((event.drill[k] for k in PARTS if k in event.drill), None)
+            ):
+                later = (
+                    one
+                    for one in lines[i:]
+                    if one.decision and any(isinstance(a, ORDERS) for a in one.decision.actions)
+                )
                 return names[0], at_s, next(later, None)
     return "", 0.0, None
 
@@ -55,27 +63,48 @@ def named(lines: Sequence[Line]) -> tuple[str, float, Line | None]:
 def one(clock: Clock, kind: str, rank: int, size: Size) -> dict[str, Any]:
     drill = [{"at_step": size.at_step, kind: f"rank:{rank}", **OPTIONS.get(kind, {})}]
     if kind == "slow":  # the others take a known time for their work too
-        drill += [{"at_step": 1, kind: f"rank:{r}", "factor": 1.0, "unit_s": 0.005} for r in range(size.nodes)]
+        drill += [
+            {"at_step": 1, kind: f"rank:{r}", "factor": 1.0, "unit_s": 0.005}
+            for r in range(size.nodes)
+        ]
     kept = {"peer_every": 4, "durable_every": size.check, "check_numbers_every": size.check}
-    with running(job(size.nodes, 4 * size.nodes, drill, layout="auto", min_workers=2, **kept), clock) as trial:
+    with running(
+        job(size.nodes, 4 * size.nodes, drill, layout="auto", min_workers=2, **kept), clock
+    ) as trial:
 
         def last() -> tuple[str, float, Line | None]:
             return _last(trial, size.at_step)
 
-        trial.until(lambda: bool(trial.steps) and last()[2] is not None, f"{kind} of rank {rank}: a decision")
+        trial.until(
+            lambda: bool(trial.steps) and last()[2] is not None,
+            f"{kind} of rank {rank}: a decision",
+        )
         node, at_s, line = last()
         assert line is not None and line.decision is not None
         before = max(step for _, step, _ in trial.steps)
-        trial.until(lambda: trial.steps[-1][1] >= before + size.after, f"{kind} of rank {rank}: more steps")
+        trial.until(
+            lambda: trial.steps[-1][1] >= before + size.after, f"{kind} of rank {rank}: more steps"
+        )
         generation_s = next((s for _, _, s in trial.steps if s > line.at_s), line.at_s)
     if node not in line.decision.reason:
-        raise Failed(f"{kind} of rank {rank} ({node}): the decision names another: {line.decision.reason}")
-    return {"named_s": round(line.at_s - at_s, 2), "next_step_s": round(generation_s - at_s, 2), "why": line.decision.reason}
+        raise Failed(
+            f"{kind} of rank {rank} ({node}): the decision names another: {line.decision.reason}"
+        )
+    return {
+        "named_s": round(line.at_s - at_s, 2),
+        "next_step_s": round(generation_s - at_s, 2),
+        "why": line.decision.reason,
+    }
 
 
 def _last(trial: Trial, at_step: int) -> tuple[str, float, Line | None]:
     lines = trial.lines()
-    drills = [(i, event.drill) for i, line in enumerate(lines) for _, event in line.events if isinstance(event, DrillAsked)]
+    drills = [
+        (i, event.drill)
+        for i, line in enumerate(lines)
+        for _, event in line.events
+        if isinstance(event, DrillAsked)
+    ]
     begins = [i for i, drill in drills if drill.get("at_step") == at_step]
     return named(lines[begins[-1] :]) if begins else ("", 0.0, None)
 
@@ -91,7 +120,11 @@ def measure(parts: Sequence[str], clock: Clock, size: Size) -> dict[str, Any]:
 
 def main() -> int:
     given = options(__doc__, MOST_S, parts=PARTS, smoke_parts=("hang",))
-    return finish("sickness", given, lambda clock: measure(given.parts, clock, SMOKE if given.smoke else WHOLE))
+    return finish(
+        "sickness",
+        given,
+        lambda clock: measure(given.parts, clock, SMOKE if given.smoke else WHOLE),
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Whole benches, once through: ratios of things that were measured in the same run. The rest is in test_smoke.py."""
+"""Whole benches, once through: ratios of things that were measured in the same run. The rest is in
+test_smoke.py."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ def test_recovery() -> None:
     found = bench("recovery", "--parts", "drills")
     assert found["pause_loss_s"] < found["cold_restart_s"] / 5
     for cause in ("notice", "loss", "growth", "hang"):
-        assert set(found["phases_s"][cause]) >= {"detect", "groups", "build", "transfer", "first_step", "rest"}
+        assert set(found["phases_s"][cause]) >= {
+            "detect",
+            "groups",
+            "build",
+            "transfer",
+            "first_step",
+            "rest",
+        }
 
 
 def test_reshard() -> None:

@@ -1,4 +1,5 @@
-"""A day of one step a second, as the bench `month` makes it: what a month leaves behind follows from it."""
+"""A day of one step a second, as the bench `month` makes it: what a month leaves behind follows
+from it."""
 
 from __future__ import annotations
 

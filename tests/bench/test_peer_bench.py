@@ -1,4 +1,5 @@
-"""The arithmetic of the Ray Train bench: from the lines of its workers to seconds and steps lost."""
+"""The arithmetic of the Ray Train bench: from the lines of its workers to seconds and steps
+lost."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def lines(group: int, world: int, steps: range, first_s: float, step_s: float = 
 
 
 def story(world: int = 3) -> list[Done]:
-    """Four workers up to step 27 at 105.21; a new group continues behind the checkpoint of step 20 at 180.01."""
+    """Four workers up to step 27 at 105.21; a new group continues behind the checkpoint of step 20
+    at 180.01."""
     return finished([*lines(1, 4, range(1, 28), 100.0), *lines(2, world, range(21, 31), 180.0)])
 
 
@@ -37,7 +39,12 @@ def test_a_step_that_a_worker_did_not_finish_does_not_count() -> None:
     whole = lines(1, 4, range(1, 4), 10.0)
     assert [d.step for d in finished(whole[:-1])] == [1, 2]
     again = lines(2, 4, range(3, 5), 90.0)  # the same step in a later group of the same size
-    assert [(d.group, d.step) for d in finished(whole[:-1] + again)] == [(1, 1), (1, 2), (2, 3), (2, 4)]
+    assert [(d.group, d.step) for d in finished(whole[:-1] + again)] == [
+        (1, 1),
+        (1, 2),
+        (2, 3),
+        (2, 4),
+    ]
 
 
 def test_a_loss_counts_from_the_kill_to_the_first_step_of_those_left() -> None:
@@ -67,7 +74,8 @@ def test_an_ordinary_step_is_the_median_of_the_old_groups_last() -> None:
 
 def test_only_a_group_that_is_new_and_of_that_size_answers() -> None:
     steps = finished([
-        *lines(1, 3, range(1, 10), 10.0), *lines(2, 4, range(5, 10), 40.0), *lines(3, 3, range(9, 12), 70.0),
+        *lines(1, 3, range(1, 10), 10.0), *lines(2, 4, range(5, 10), 40.0), *lines(3, 3, range(9,
+        12), 70.0),
     ])  # fmt: skip
     assert first_after(steps, 10.5, 3) == Done(3, 3, 9, pytest.approx(70.01))
     assert first_after(steps, 10.5, 4) == Done(2, 4, 5, pytest.approx(40.01))
@@ -88,7 +96,9 @@ def test_each_cause_has_its_figures() -> None:
     assert figures("growth", found)["ray_train_growth_to_step_s"] == 75.01
 
 
-def test_what_cannot_be_measured_has_a_reason_and_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_measured_has_a_reason_and_no_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = ray_train.measure(Clock(60.0))
     assert set(found["ray_train_failed"]) == {"kill", "notice", "growth"}

@@ -13,26 +13,41 @@ import race
 import race_figures
 import race_picture
 from race_contenders import contender
-from race_figures import Done, Race, counted, figures, finished, groups, idle_s, node_seconds, pace, table
+from race_figures import (
+    Done,
+    Race,
+    counted,
+    figures,
+    finished,
+    groups,
+    idle_s,
+    node_seconds,
+    pace,
+    table,
+)
 from trial import Clock, Failed
 
 from elastic.cluster.ray import processes
 
 
 def steps(group: int, world: int, which: range, first_s: float, step_s: float) -> list[Done]:
-    return [Done(group, world, step, first_s + k * step_s, 5.0 - step / 10) for k, step in enumerate(which)]
+    return [
+        Done(group, world, step, first_s + k * step_s, 5.0 - step / 10)
+        for k, step in enumerate(which)
+    ]
 
 
 def story(name: str = "torchrun") -> Race:
-    """Launched at 0; four workers do steps 1 to 10 in a second each from 11 on; one is killed at 21, three continue at 51
-    behind the checkpoint of step 8, two seconds a step, up to step 14."""
+    """Launched at 0; four workers do steps 1 to 10 in a second each from 11 on; one is killed at
+    21, three continue at 51 behind the checkpoint of step 8, two seconds a step, up to step 14."""
     done = [*steps(1, 4, range(1, 11), 11.0, 1.0), *steps(2, 3, range(9, 15), 51.0, 2.0)]
     return Race(name, 0.0, 61.0, tuple(done), ((0.0, 4), (21.0, 3)), ((21.0, "kill"),))
 
 
 def test_a_step_ends_with_its_last_worker_and_only_when_all_have_done_it() -> None:
     lines = [
-        json.dumps({"group": 1, "rank": rank, "world": 2, "step": step, "at_s": step + 0.1 * rank, "loss": 1.0, "pid": 1})
+        json.dumps({"group": 1, "rank": rank, "world": 2, "step": step, "at_s": step + 0.1 * rank,
+        "loss": 1.0, "pid": 1})
         for step in (1, 2) for rank in (0, 1) if (step, rank) != (2, 1)
     ]  # fmt: skip
     assert finished(lines) == (Done(1, 2, 1, 1.1, 1.0),)
@@ -59,7 +74,9 @@ def test_useful_wall_is_what_the_steps_that_count_would_have_cost() -> None:
     found = figures(story(), usd_per_node_h=3600.0)
     useful_s = 8 * 1.0 + 6 * 2.0
     assert found["torchrun_useful_wall"] == pytest.approx(useful_s / 61, abs=1e-4)
-    assert found["torchrun_useful_wall_without_first_start"] == pytest.approx((useful_s - 1) / 50, abs=1e-4)
+    assert found["torchrun_useful_wall_without_first_start"] == pytest.approx(
+        (useful_s - 1) / 50, abs=1e-4
+    )
     assert found["torchrun_idle_s"] == pytest.approx(31 - 2)
     assert found["torchrun_steps_redone"] == 2
     assert found["torchrun_first_start_s"] == 11
@@ -69,7 +86,9 @@ def test_useful_wall_is_what_the_steps_that_count_would_have_cost() -> None:
 
 
 def test_an_undisturbed_run_is_useful_but_for_its_start() -> None:
-    found = figures(Race("elastic", 0.0, 110.0, tuple(steps(1, 4, range(1, 101), 11.0, 1.0)), ((0.0, 4),)), 1.0)
+    found = figures(
+        Race("elastic", 0.0, 110.0, tuple(steps(1, 4, range(1, 101), 11.0, 1.0)), ((0.0, 4),)), 1.0
+    )
     assert found["elastic_useful_wall"] == pytest.approx(100 / 110, abs=1e-4)
     assert found["elastic_useful_wall_without_first_start"] == 1.0
     assert (found["elastic_idle_s"], found["elastic_steps_redone"]) == (0, 0)
@@ -85,7 +104,8 @@ def test_of_one_that_did_not_finish_all_the_time_counts() -> None:
 def test_idle_time_begins_where_an_ordinary_step_would_have_ended() -> None:
     assert idle_s(steps(1, 4, range(1, 4), 0.0, 2.9), {4: 1.0}) == 0  # slow, but at work
     change = [Done(1, 4, 1, 0.0, 1.0), Done(2, 3, 2, 1.7, 1.0)]
-    assert idle_s(change, {4: 1.0, 3: 1.5}) == pytest.approx(0.2)  # from one group to another all above a step counts
+    # from one group to another all above a step counts
+    assert idle_s(change, {4: 1.0, 3: 1.5}) == pytest.approx(0.2)
     assert idle_s(steps(1, 4, range(1, 3), 0.0, 5.0), {4: 1.0}) == 4.0
 
 
@@ -129,7 +149,11 @@ def test_the_courses_can_be_run() -> None:
 
 
 def test_the_report_has_a_table_and_its_picture(tmp_path: Path) -> None:
-    found = race.figures([replace(story(), notes={"load": {"most": 1.0}, "words": ""})], race.COURSES["events"], "events_")
+    found = race.figures(
+        [replace(story(), notes={"load": {"most": 1.0}, "words": ""})],
+        race.COURSES["events"],
+        "events_",
+    )
     assert found["events_torchrun_not_finished"] == "step 14 of 120"
     lines = race.table("events", race.COURSES["events"], [story()], found, tmp_path / "race.png")
     assert lines[-1].endswith(f"({tmp_path}/race-events.png)")
@@ -149,7 +173,16 @@ def test_the_tables_go_between_the_marks() -> None:
 
 @pytest.mark.whole
 def test_a_short_race() -> None:
-    words = [sys.executable, str(Path(race.__file__)), "--courses", "events", "--contenders", "elastic", "torchrun", "--json"]
+    words = [
+        sys.executable,
+        str(Path(race.__file__)),
+        "--courses",
+        "events",
+        "--contenders",
+        "elastic",
+        "torchrun",
+        "--json",
+    ]
     process = subprocess.Popen(words, text=True, stdout=subprocess.PIPE)
     out, _ = process.communicate(timeout=480)
     assert process.returncode == 0

@@ -1,5 +1,6 @@
-"""Every bench stays alive: in its smoke size, called as docs/benchmarks.md says, it ends with 0 and a line of JSON with the
-documented figures, and nothing of it is left. No figure is compared here."""
+"""Every bench stays alive: in its smoke size, called as docs/benchmarks.md says, it ends with 0 and
+a line of JSON with the documented figures, and nothing of it is left. No figure is compared
+here."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ PARTS_OF_A_BENCH = {"bare", "race_picture"}  # named in the docs, but no benches
 
 @dataclass(frozen=True)
 class Smoke:
-    """`words`: what stands behind `--json --smoke`; `without`: documented figures of parts that are not run; `long`: in
-    the whole tier: it takes a quarter of a minute or more."""
+    """`words`: what stands behind `--json --smoke`; `without`: documented figures of parts that are
+    not run; `long`: in the whole tier: it takes a quarter of a minute or more."""
 
     bench: str
     words: tuple[str, ...] = ()
@@ -61,8 +62,12 @@ SMOKES = (
     Smoke("overhead", without=("small",), long=True),
     Smoke("checkpoint", long=True),
     Smoke("recovery", without=("device_bound_*", "sizes", "ray_train_*"), long=True),
-    Smoke("ray_train", ("--cause", "growth"), ("ray_train_loss_s", "ray_train_notice_*"), long=True),
-    Smoke("unequal", ("--parts", "1_2_3_4"), ("change.*", "odd.*", "jitter.*", "*.layers"), long=True),
+    Smoke(
+        "ray_train", ("--cause", "growth"), ("ray_train_loss_s", "ray_train_notice_*"), long=True
+    ),
+    Smoke(
+        "unequal", ("--parts", "1_2_3_4"), ("change.*", "odd.*", "jitter.*", "*.layers"), long=True
+    ),
     Smoke("sickness", long=True),
     Smoke("capacity", long=True),
     Smoke("race", long=True),
@@ -70,13 +75,18 @@ SMOKES = (
 
 
 def marked(smoke: Smoke) -> Any:
-    marks = [pytest.mark.e2e, pytest.mark.timeout(MOST_S + 2 * GONE_S), *([pytest.mark.whole] if smoke.long else [])]
+    marks = [
+        pytest.mark.e2e,
+        pytest.mark.timeout(MOST_S + 2 * GONE_S),
+        *([pytest.mark.whole] if smoke.long else []),
+    ]
     if smoke.bench == "radosgw":
         marks.append(pytest.mark.skipif(not radosgw.installed(), reason="Ceph is not installed"))
     return pytest.param(smoke, marks=marks, id=str(smoke))
 
 
-# ------------------------------------------------------------------------------------------------ what the page says
+# ------------------------------------------------------------------------------------------------
+# what the page says
 
 
 @cache
@@ -92,7 +102,11 @@ def documented(text: str) -> list[str]:
     for line in text.splitlines():
         in_table = line.startswith("| figure |") or (in_table and line.startswith("|"))
         if in_table:
-            found += [name for cell in re.findall(r"`([^`]+)`", line.split("|")[1]) for name in spelled(cell)]
+            found += [
+                name
+                for cell in re.findall(r"`([^`]+)`", line.split("|")[1])
+                for name in spelled(cell)
+            ]
     return found
 
 
@@ -115,7 +129,10 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("| figure | meaning |\n|---|---|\n| `a_{x,y}_s`, `b` | `c` |\n\n| `d` |\n", ["a_x_s", "a_y_s", "b"]),
+        (
+            "| figure | meaning |\n|---|---|\n| `a_{x,y}_s`, `b` | `c` |\n\n| `d` |\n",
+            ["a_x_s", "a_y_s", "b"],
+        ),
         ("| figure | meaning |\n| `<one>.named_s` | |\n| `..._95` | |", ["*.named_s", "*_95"]),
         ("| | seconds |\n| `a` | 1 |", []),
     ],
@@ -124,22 +141,33 @@ def test_the_page_is_read(text: str, found: list[str]) -> None:
     assert documented(text) == found
 
 
-# ------------------------------------------------------------------------------------------------ benches and their names
+# ------------------------------------------------------------------------------------------------
+# benches and their names
 
 
 def knows_smoke(path: Path) -> bool:
     """It is run by itself, and its command line is one of report.py's."""
     tree = ast.parse(path.read_text())
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    return '__name__ == "__main__"' in path.read_text() and bool(called & {"options", "report.options", "report.parser"})
+    return '__name__ == "__main__"' in path.read_text() and bool(
+        called & {"options", "report.options", "report.parser"}
+    )
 
 
 def benches() -> set[str]:
-    return {path.stem for path in HERE.glob("*.py") if path.name != Path(__file__).name and knows_smoke(path)}
+    return {
+        path.stem
+        for path in HERE.glob("*.py")
+        if path.name != Path(__file__).name and knows_smoke(path)
+    }
 
 
 def test_every_file_that_is_run_by_itself_is_a_bench_or_a_part_of_one() -> None:
-    run = {path.stem for path in HERE.glob("*.py") if re.search('^if __name__ == "__main__"', path.read_text(), re.MULTILINE)}
+    run = {
+        path.stem
+        for path in HERE.glob("*.py")
+        if re.search('^if __name__ == "__main__"', path.read_text(), re.MULTILINE)
+    }
     assert run == benches() | {"bare", "ray_train_job"}
 
 
@@ -149,19 +177,27 @@ def test_every_bench_has_a_section_of_the_page_with_figures_and_a_smoke_test() -
     assert all(documented(text) for text in sections().values())
 
 
-@pytest.mark.parametrize("text", [PAGE.read_text(), (ROOT / "Makefile").read_text()], ids=["docs/benchmarks.md", "Makefile"])
+@pytest.mark.parametrize(
+    "text",
+    [PAGE.read_text(), (ROOT / "Makefile").read_text()],
+    ids=["docs/benchmarks.md", "Makefile"],
+)
 def test_whatever_is_named_is_a_bench(text: str) -> None:
     loops = re.findall(r"for bench in ([\w ]+);", text)
-    named = {*re.findall(r"tests/bench/(?!test_)(\w+)\.py", text), *" ".join(loops).split()} - {"NAME"}
+    named = {*re.findall(r"tests/bench/(?!test_)(\w+)\.py", text), *" ".join(loops).split()} - {
+        "NAME"
+    }
     assert named and named <= benches() | PARTS_OF_A_BENCH
     assert all((HERE / f"{name}.py").is_file() for name in named)
 
 
-# ------------------------------------------------------------------------------------------------ once through
+# ------------------------------------------------------------------------------------------------
+# once through
 
 
 def left_of(mark: str) -> list[str]:
-    """Waits for the end of all that the bench started; what is left then is killed, and its command lines returned."""
+    """Waits for the end of all that the bench started; what is left then is killed, and its command
+    lines returned."""
     with suppress(AssertionError):
         until(lambda: not processes(mark), "their end", GONE_S)
     left = processes(mark)
@@ -177,7 +213,8 @@ def run(smoke: Smoke) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     try:
         done = subprocess.run(
             [sys.executable, f"tests/bench/{smoke.bench}.py", "--json", "--smoke", *smoke.words],
-            cwd=ROOT, env={**os.environ, MARK: mark}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=MOST_S,
+            cwd=ROOT, env={**os.environ, MARK: mark}, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=MOST_S,
         )  # fmt: skip
         print(f"{smoke}: {time.monotonic() - began_s:.1f} s, load {os.getloadavg()[0]:.1f}")
     finally:
@@ -193,7 +230,11 @@ def test_smoke(smoke: Smoke) -> None:
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert (found["bench"], found["smoke"], found["figures"]["worse"]) == (smoke.bench, True, [])
     there = set(paths(found["figures"]))
-    wanted = [name for name in documented(sections()[smoke.bench]) if not any(fnmatchcase(name, no) for no in smoke.without)]
+    wanted = [
+        name
+        for name in documented(sections()[smoke.bench])
+        if not any(fnmatchcase(name, no) for no in smoke.without)
+    ]
     assert wanted
     missing = [name for name in wanted if not any(fnmatchcase(path, name) for path in there)]
     assert not missing, f"{missing} of {sorted(there)}"

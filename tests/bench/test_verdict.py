@@ -1,4 +1,5 @@
-"""How a bench ends: which figures decide, what no figure may be, the line of JSON, the exit code."""
+"""How a bench ends: which figures decide, what no figure may be, the line of JSON, the exit
+code."""
 
 from __future__ import annotations
 
@@ -24,19 +25,29 @@ STORED = {
 }
 
 
-def given(smoke: bool = False, parts: Sequence[str] | None = None, most_s: float = 5.0) -> Namespace:
-    return Namespace(json=True, most_s=most_s, smoke=smoke, **({"parts": list(parts)} if parts else {}))
+def given(
+    smoke: bool = False, parts: Sequence[str] | None = None, most_s: float = 5.0
+) -> Namespace:
+    return Namespace(
+        json=True, most_s=most_s, smoke=smoke, **({"parts": list(parts)} if parts else {})
+    )
 
 
 @pytest.mark.parametrize(
     ("figures", "sentences"),
     [
         ({"ratio": 0.19, "lost": 0}, []),
-        ({"ratio": 0.21, "lost": 0}, ["ratio is 0.21, more than 0.2 (stored is 0.1, allowed 2.0 times that)"]),
+        (
+            {"ratio": 0.21, "lost": 0},
+            ["ratio is 0.21, more than 0.2 (stored is 0.1, allowed 2.0 times that)"],
+        ),
         ({"ratio": 0.1, "lost": 1}, ["lost is 1, more than 0 (promised)"]),
         ({"lost": 0}, ["ratio was not measured"]),
         ({"ratio": None, "lost": 0}, ["ratio was not measured"]),
-        ({"ratio": float("nan"), "lost": 0}, ["ratio is nan, more than 0.2 (stored is 0.1, allowed 2.0 times that)"]),
+        (
+            {"ratio": float("nan"), "lost": 0},
+            ["ratio is nan, more than 0.2 (stored is 0.1, allowed 2.0 times that)"],
+        ),
     ],
 )
 def test_the_verdict(figures: dict[str, Any], sentences: list[str]) -> None:
@@ -48,7 +59,9 @@ def test_a_figure_below_its_floor_is_worse() -> None:
     assert worse({"speed": 0.71}, stored) == []
     assert worse({"speed": 0.69}, stored) == ["speed is 0.69, less than 0.7 (promised)"]
     assert worse({}, stored) == ["speed was not measured"]
-    assert worse({"equal": False}, {"equal": {"least": 1}}) == ["equal is False, less than 1 (promised)"]
+    assert worse({"equal": False}, {"equal": {"least": 1}}) == [
+        "equal is False, less than 1 (promised)"
+    ]
 
 
 def test_only_the_parts_that_were_asked_for_count() -> None:
@@ -77,12 +90,20 @@ def test_what_nothing_can_have_measured() -> None:
         "n": None,
     }
     assert unsound(figures) == ["b.1 is inf", "c.d_s is -0.5, below 0"]
-    assert dict(numbers(figures)) == {"a_s": 0.1, "b.0": 1, "b.1": float("inf"), "c.d_s": -0.5, "excess_loss_s": -2.0}
+    assert dict(numbers(figures)) == {
+        "a_s": 0.1,
+        "b.0": 1,
+        "b.1": float("inf"),
+        "c.d_s": -0.5,
+        "excess_loss_s": -2.0,
+    }
     assert unsound({"step_s": float("nan")}) == ["step_s is nan"]
 
 
 def test_every_baseline_names_a_figure() -> None:
-    known = recovery(Found({n: [] for n in ("loss", "notice", "growth", "hang")}, {}, {}), [], Changes())
+    known = recovery(
+        Found({n: [] for n in ("loss", "notice", "growth", "hang")}, {}, {}), [], Changes()
+    )
     assert set(BASELINES["recovery"]) <= {*known, "n_sizes_failed", "processes_left"}
     assert set(BASELINES["overhead"]) <= {*overhead([]), "processes_left"}
     for stored in (stored for bench in BASELINES.values() for stored in bench.values()):
@@ -90,11 +111,18 @@ def test_every_baseline_names_a_figure() -> None:
         assert stored.get("times", 2.0) > 1
 
 
-@pytest.mark.parametrize("bench", [name for name, of in BASELINES.items() if any("parts" in stored for stored in of.values())])
+@pytest.mark.parametrize(
+    "bench",
+    [name for name, of in BASELINES.items() if any("parts" in stored for stored in of.values())],
+)
 def test_every_part_of_a_baseline_can_be_asked_for(bench: str) -> None:
     module: Any = import_module(bench)
-    parts = next(getattr(module, name) for name in ("PARTS", "MODELS", "COURSES") if hasattr(module, name))
-    assert {part for stored in BASELINES[bench].values() for part in stored.get("parts", ())} <= set(parts)
+    parts = next(
+        getattr(module, name) for name in ("PARTS", "MODELS", "COURSES") if hasattr(module, name)
+    )
+    assert {
+        part for stored in BASELINES[bench].values() for part in stored.get("parts", ())
+    } <= set(parts)
 
 
 @pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (9.0, 1), (float("nan"), 1), (-1.0, 1)])
@@ -113,7 +141,8 @@ def test_a_bench_ends_with_its_figures_and_its_verdict(
 @pytest.mark.parametrize(
     ("smoke", "parts", "figures", "code"),
     [
-        (False, ["change"], {"found_s": 3.0}, 0),  # nothing is said of the speeds that nobody asked for
+        # nothing is said of the speeds that nobody asked for
+        (False, ["change"], {"found_s": 3.0}, 0),
         (False, ["change"], {"found_s": 16.0}, 1),
         (False, ["fast"], {"found_s": 3.0}, 1),
         (False, ["fast"], {"speed": 0.6}, 1),
@@ -124,8 +153,8 @@ def test_a_bench_ends_with_its_figures_and_its_verdict(
     ],
 )
 def test_the_exit_code(
-    smoke: bool, parts: list[str], figures: dict[str, Any], code: int, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    smoke: bool, parts: list[str], figures: dict[str, Any], code: int,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(report, "baselines", lambda bench: STORED)
     assert report.tell("x", given(smoke, parts), {"ratio": 0.1, "lost": 0} | figures) == code
@@ -149,16 +178,24 @@ def failing(clock: Clock) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("measure", "code"), [(lambda clock: {}, 0), (failing, 1)])
-def test_a_bench_without_baselines_is_judged_all_the_same(measure: Callable[[Clock], dict[str, Any]], code: int) -> None:
+def test_a_bench_without_baselines_is_judged_all_the_same(
+    measure: Callable[[Clock], dict[str, Any]], code: int
+) -> None:
     assert report.baselines("nobody") == {}
     assert report.finish("nobody", given(), measure) == code
 
 
 @pytest.mark.parametrize(
     ("words", "repeats", "parts"),
-    [([], 5, ["a", "b"]), (["--smoke"], 1, ["b"]), (["--smoke", "--parts", "a", "--repeats", "3"], 3, ["a"])],
+    [
+        ([], 5, ["a", "b"]),
+        (["--smoke"], 1, ["b"]),
+        (["--smoke", "--parts", "a", "--repeats", "3"], 3, ["a"]),
+    ],
 )
-def test_the_command_line(words: list[str], repeats: int, parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line(
+    words: list[str], repeats: int, parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", *words])
     monkeypatch.setattr("signal.signal", lambda number, what: None)
     found = report.options("about", 10.0, 5, ("a", "b"), ("b",))

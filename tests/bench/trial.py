@@ -1,4 +1,5 @@
-"""A run of `elastic` in a process of its own, watched through its journal, and the promise that nothing of it is left."""
+"""A run of `elastic` in a process of its own, watched through its journal, and the promise that
+nothing of it is left."""
 
 from __future__ import annotations
 
@@ -47,11 +48,19 @@ class Clock:
 
     def look(self, what: str) -> None:
         if self.spent > 1:
-            raise Failed(f"{what}: not within the bench's {self.most_s:.0f} s (load {os.getloadavg()[0]:.1f})")
+            raise Failed(
+                f"{what}: not within the bench's {self.most_s:.0f} s (load "
+                f"{os.getloadavg()[0]:.1f})"
+            )
 
     def plain(self) -> dict[str, Any]:
         self.loads.append(round(os.getloadavg()[0], 2))
-        load = {"before": self.loads[0], "after": self.loads[-1], "most": max(self.loads), "cpus": os.cpu_count()}
+        load = {
+            "before": self.loads[0],
+            "after": self.loads[-1],
+            "most": max(self.loads),
+            "cpus": os.cpu_count(),
+        }
         return {"load": load, "bench_s": round(time.monotonic() - self.began_s, 1)}
 
 
@@ -80,7 +89,8 @@ class Tree:
         return left
 
     def cpu_s(self, into: dict[int, tuple[str, float]]) -> dict[str, float]:
-        """CPU seconds so far per kind of process, also of those that have ended since the last look (`into` keeps them)."""
+        """CPU seconds so far per kind of process, also of those that have ended since the last look
+        (`into` keeps them)."""
         self.look()
         for pid in self.left():
             try:
@@ -114,7 +124,8 @@ class Trial:
     at_byte: int = 0
     worlds: dict[int, int] = field(default_factory=dict)  # generation -> ranks
     steps: list[tuple[int, int, float]] = field(default_factory=list)  # generation, step, at_s
-    times_s: list[dict[str, float]] = field(default_factory=list)  # of each: what the workers told of it
+    # of each: what the workers told of it
+    times_s: list[dict[str, float]] = field(default_factory=list)
     n_durable: int = 0
     peer_every: int = 0  # of the newest plan, or as it was changed since
 
@@ -131,8 +142,8 @@ class Trial:
         environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
         with (self.folder / "run.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic", "run", str(job), "--run-name", "bench", "--local", "--json"],
-                cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [sys.executable, "-m", "elastic", "run", str(job), "--run-name", "bench", "--local",
+                "--json"], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self.trees.append(Tree(self.process.pid))
@@ -141,7 +152,8 @@ class Trial:
         api.drill(open_storage(self.journal.parent), words)
 
     def kill(self) -> float:
-        """SIGKILL of the driver; everything else of the run ends with it by itself. Returns when (epoch seconds)."""
+        """SIGKILL of the driver; everything else of the run ends with it by itself. Returns when
+        (epoch seconds)."""
         assert self.process is not None
         self.trees[-1].look()
         at_s = time.time()
@@ -163,14 +175,17 @@ class Trial:
                 if holds():
                     return
                 tail = (self.folder / "run.log").read_text(errors="replace")[-1500:]
-                raise Failed(f"{what}: the run ended first (exit code {self.process.returncode}): {tail}")
+                raise Failed(
+                    f"{what}: the run ended first (exit code {self.process.returncode}): {tail}"
+                )
             time.sleep(LOOK_S)
             self.clock.loads.append(round(os.getloadavg()[0], 2))
             self.trees[-1].look()
             self.look()
 
     def look(self) -> None:
-        """Reads what is new in the journal, in whole lines; plain JSON, so that the watcher costs little."""
+        """Reads what is new in the journal, in whole lines; plain JSON, so that the watcher costs
+        little."""
         if not self.journal.is_file():
             return
         with self.journal.open("rb") as file:
@@ -186,7 +201,9 @@ class Trial:
         for at_s, event in line["events"]:
             if event["kind"] == "StepDone":
                 self.steps.append((event["generation"], event["step"], at_s))
-                self.times_s.append({"step": event["step_time_s"], "data": event["data_s"], "copy": event["copy_s"]})
+                self.times_s.append(
+                    {"step": event["step_time_s"], "data": event["data_s"], "copy": event["copy_s"]}
+                )
             elif event["kind"] == "CopyStored":
                 self.n_durable += event["copy"]["kind"] == "durable"
         for action in (line.get("decision") or {}).get("actions", ()):
@@ -202,10 +219,16 @@ class Trial:
         return self.steps[-1][0] if self.steps else 0
 
     def settled(self, world: int, after: int, n_steps: int) -> bool:
-        """A generation of `world` ranks, newer than `after`, has done `n_steps` steps and is the newest."""
+        """A generation of `world` ranks, newer than `after`, has done `n_steps` steps and is the
+        newest."""
         newest = self.generation
         done = sum(1 for generation, _, _ in self.steps[-n_steps:] if generation == newest)
-        return newest > after and newest == max(self.worlds, default=0) and self.worlds[newest] == world and done >= n_steps
+        return (
+            newest > after
+            and newest == max(self.worlds, default=0)
+            and self.worlds[newest] == world
+            and done >= n_steps
+        )
 
     def lines(self) -> list[Line]:
         return read(self.journal)
@@ -213,7 +236,8 @@ class Trial:
 
 @contextmanager
 def running(job: Mapping[str, Any], clock: Clock) -> Iterator[Trial]:
-    """A run in a folder of its own, from its start to its end. Raises Failed where a process of it did not end by itself."""
+    """A run in a folder of its own, from its start to its end. Raises Failed where a process of it
+    did not end by itself."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-", ignore_cleanup_errors=True) as folder:
         trial = Trial(Path(folder), job, clock)
         try:

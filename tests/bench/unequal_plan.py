@@ -1,10 +1,12 @@
-"""1,000 GPUs of three kinds, by the cost model: one plan over all of them against equal shares, and against leaving kinds out.
+"""1,000 GPUs of three kinds, by the cost model: one plan over all of them against equal shares, and
+against leaving kinds out.
 
-Every number is what `elastic plan` predicts (find_offers, and planner/hetero/hetero_offers.py for several kinds): nothing is
-trained. `unequal`: what it answers for all three kinds, of which it may leave nodes out; `all_kinds`: the best that uses each
-kind. `equal`: at most what equal shares and stages over all give: 1,000 GPUs of the kind that is slowest for the model, with
-the slowest links, in the layout that suits them. `dropped`: the best over two kinds or one. `sum_of_kinds`: what each kind
-gives in a job of its own, added up; they train no common model.
+Every number is what `elastic plan` predicts (find_offers, and planner/hetero/hetero_offers.py for
+several kinds): nothing is trained. `unequal`: what it answers for all three kinds, of which it may
+leave nodes out; `all_kinds`: the best that uses each kind. `equal`: at most what equal shares and
+stages over all give: 1,000 GPUs of the kind that is slowest for the model, with the slowest links,
+in the layout that suits them. `dropped`: the best over two kinds or one. `sum_of_kinds`: what each
+kind gives in a job of its own, added up; they train no common model.
 """
 
 from __future__ import annotations
@@ -36,15 +38,22 @@ MOST_S = 600.0
 
 
 def groups(kinds: Kinds = KINDS) -> tuple[NodeGroup, ...]:
-    return tuple(NodeGroup(name, catalog_hardware.profile(catalog.find_chip(name)), n, size) for name, n, size in kinds)
+    return tuple(
+        NodeGroup(name, catalog_hardware.profile(catalog.find_chip(name)), n, size)
+        for name, n, size in kinds
+    )
 
 
 def n_gpus(of: tuple[NodeGroup, ...]) -> int:
     return sum(group.n_gpus for group in of)
 
 
-def offers(model: ModelProfile, of: tuple[NodeGroup, ...], batch: int, n_best: int = 1) -> tuple[Offer, ...]:
-    return find_offers(model, Job(global_batch=batch, precision="bfloat16"), of, Aim(n_best=n_best)).best
+def offers(
+    model: ModelProfile, of: tuple[NodeGroup, ...], batch: int, n_best: int = 1
+) -> tuple[Offer, ...]:
+    return find_offers(
+        model, Job(global_batch=batch, precision="bfloat16"), of, Aim(n_best=n_best)
+    ).best
 
 
 def most(found: tuple[Offer, ...]) -> float:
@@ -53,9 +62,13 @@ def most(found: tuple[Offer, ...]) -> float:
 
 
 def over_all(found: tuple[Offer, ...], of: tuple[NodeGroup, ...]) -> float:
-    """Tokens per second of the best plan that uses each of these kinds, in any number; 0 = none fits."""
+    """Tokens per second of the best plan that uses each of these kinds, in any number; 0 = none
+    fits."""
     names = {group.pool for group in of}
-    return max((offer.tokens_per_s for offer in found if {part.pool for part in offer.parts} == names), default=0.0)
+    return max(
+        (offer.tokens_per_s for offer in found if {part.pool for part in offer.parts} == names),
+        default=0.0,
+    )
 
 
 def equal(model: ModelProfile, of: tuple[NodeGroup, ...], batch: int) -> float:

@@ -11,7 +11,9 @@ import pytest
 from elastic import catalog
 from elastic.errors import SpecError
 
-SHARED = Path(os.environ.get("ELASTIC_SHARED", Path(__file__).resolve().parents[2].parent / "shared"))
+SHARED = Path(
+    os.environ.get("ELASTIC_SHARED", Path(__file__).resolve().parents[2].parent / "shared")
+)
 SPELLINGS = {
     "A100-40GB-SXM": ("a100", "A100-40GB", "A100_40GB", "A100-40G", "NVIDIA A100-SXM4-40GB"),
     "A100-80GB-SXM": ("A100-80GB", "A100_80GB", "a100 80 gb", "NVIDIA A100-SXM4-80GB", "A100-80G"),
@@ -46,12 +48,21 @@ SPELLINGS = {
 def test_each_chip_is_found_by_its_usual_names_and_its_own() -> None:
     assert set(SPELLINGS) == set(catalog.chips())
     for name, spellings in SPELLINGS.items():
-        assert [catalog.find_chip(spelling).name for spelling in (name, *spellings)] == [name] * (1 + len(spellings))
+        assert [catalog.find_chip(spelling).name for spelling in (name, *spellings)] == [name] * (
+            1 + len(spellings)
+        )
 
 
 def test_a_family_is_all_its_forms() -> None:
-    assert [chip.name for chip in catalog.find_chips("h100")][:3] == ["H100-80GB-SXM", "H100-80GB-PCIe", "H100-94GB-NVL"]
-    assert [chip.name for chip in catalog.find_chips("a100-80gb")] == ["A100-80GB-SXM", "A100-80GB-PCIe"]
+    assert [chip.name for chip in catalog.find_chips("h100")][:3] == [
+        "H100-80GB-SXM",
+        "H100-80GB-PCIe",
+        "H100-94GB-NVL",
+    ]
+    assert [chip.name for chip in catalog.find_chips("a100-80gb")] == [
+        "A100-80GB-SXM",
+        "A100-80GB-PCIe",
+    ]
     assert [chip.name for chip in catalog.find_chips("A100-80GB-SXM")] == ["A100-80GB-SXM"]
 
 
@@ -80,4 +91,6 @@ def test_the_names_of_published_measurements_are_found() -> None:
     with source.open() as opened:
         names = {row["gpu"] for row in csv.DictReader(opened)}
     found = {name: catalog.find_chip(name).name for name in names}
-    assert len(found) > 10 and all(chip.startswith(name.split("-")[0]) for name, chip in found.items())
+    assert len(found) > 10 and all(
+        chip.startswith(name.split("-")[0]) for name, chip in found.items()
+    )

@@ -48,7 +48,10 @@ SEEN = [("0", "NVIDIA X"), ("1", "NVIDIA X"), ("2", "NVIDIA X")]
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
-    for run in (lambda: command_line.main(["certify", *words]), lambda: certify_command.main(words)):
+    for run in (
+        lambda: command_line.main(["certify", *words]),
+        lambda: certify_command.main(words),
+    ):
         assert run() == 2
         shown = capsys.readouterr()
         assert said in shown.err
@@ -60,18 +63,26 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 def test_it_needs_neither_ray_nor_pydantic() -> None:
     files = (ROOT / "elastic" / "certify").rglob("*.py")
     plain = [
-        file for file in files if file.stem[0] != "_" and file.parent.name not in ("programs", "gpu")
+        file
+        for file in files
+        if file.stem[0] != "_" and file.parent.name not in ("programs", "gpu")
     ]  # scripts; what needs a GPU
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in plain]
     assert len(names) > 15
-    done = subprocess.run([sys.executable, "-c", BLOCKED, *names], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *names], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_what_a_place_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "_visible", lambda: SEEN)
     assert find(None, True) == Place("several-gpus", 3, ("0", "1", "2"), ("NVIDIA X",) * 3)
-    assert (find(2, True).ranks, find(1, True).kind, find(0, True).kind) == (2, "one-gpu", "cpu-gloo")
+    assert (find(2, True).ranks, find(1, True).kind, find(0, True).kind) == (
+        2,
+        "one-gpu",
+        "cpu-gloo",
+    )
     assert not find(None, True).ray
     with pytest.raises(SpecError, match="this machine has 3"):
         find(4, True)
@@ -87,9 +98,16 @@ def test_the_environment_of_each_rank() -> None:
     assert all("NCCL_HOSTID" not in one for one in several)
     one = Place("one-gpu", 4, ("0",)).environments()
     assert len({env["NCCL_HOSTID"] for env in one}) == 4
-    wanted = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
+    wanted = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NET": "Socket",
+    }
     assert all(env.items() >= wanted.items() for env in one)
-    assert Place("one-gpu", 1, ("0",)).environments() == [{"CUDA_VISIBLE_DEVICES": "0", "GLOO_SOCKET_IFNAME": "lo"}]
+    assert Place("one-gpu", 1, ("0",)).environments() == [
+        {"CUDA_VISIBLE_DEVICES": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    ]
     assert {env["CUDA_VISIBLE_DEVICES"] for env in Place("cpu-gloo", 2).environments()} == {""}
 
 
@@ -99,15 +117,19 @@ Last error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000
 """
 
 
-def test_where_nccl_refuses_its_message_is_kept_and_one_rank_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_nccl_refuses_its_message_is_kept_and_one_rank_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*arguments: object) -> dict:
         raise Failed(f"elastic.certify.checks.shared_gpu failed: {REFUSAL}")
 
     monkeypatch.setattr(shared_gpu.bare_runs, "run", refuse)
     done = Tasks(lambda check: None)
-    certify_command.carry_out(Place("one-gpu", 4, ("0",)), str(tmp_path), done, budget_s=1.0)  # too little for anything else
+    # too little for anything else
+    certify_command.carry_out(Place("one-gpu", 4, ("0",)), str(tmp_path), done, budget_s=1.0)
     found = {check.name: check for check in done.checks}
-    assert "needs about" in found["ranks share one GPU"].why  # with so little time it is not even asked
+    # with so little time it is not even asked
+    assert "needs about" in found["ranks share one GPU"].why
     done = Tasks(lambda check: None)
     with Lab(Place("one-gpu", 4, ("0",))) as lab:
         done.run([shared_gpu.task(lab)], 60.0)
@@ -115,7 +137,8 @@ def test_where_nccl_refuses_its_message_is_kept_and_one_rank_goes_on(monkeypatch
     assert check.verdict == "not run"
     assert "Duplicate GPU detected" in check.why
     assert "invalid usage" in check.why
-    assert {name: one.verdict for name, one in found.items() if name in ("kill", "abort", "reshard")} == {
+    assert {name: one.verdict for name, one in found.items() if name in ("kill", "abort",
+        "reshard")} == {
         "kill": "not run", "abort": "not run", "reshard": "not run"
     }  # fmt: skip
     assert found["kill"].why == "it needs two ranks at least"
@@ -137,9 +160,21 @@ def test_only_some_checks(tmp_path: Path) -> None:
     assert [check.name for check in done.checks] == ["kill", "growth", "notice", "planner error"]
 
 
-def test_with_hardly_any_time_nothing_is_run_and_that_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_with_hardly_any_time_nothing_is_run_and_that_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     out = tmp_path / "out.json"
-    words = ["certify", "--minutes", "0.001", "--no-ray", "--json", "--storage", str(tmp_path / "s"), "--out", str(out)]
+    words = [
+        "certify",
+        "--minutes",
+        "0.001",
+        "--no-ray",
+        "--json",
+        "--storage",
+        str(tmp_path / "s"),
+        "--out",
+        str(out),
+    ]
     assert command_line.main(words) == 1
     data = json.loads(capsys.readouterr().out)
     assert data == json.loads(out.read_text())
@@ -158,9 +193,30 @@ def test_with_hardly_any_time_nothing_is_run_and_that_is_no_success(tmp_path: Pa
 @pytest.mark.whole
 def test_ctrl_c_ends_all_processes_and_prints_what_was_found(tmp_path: Path) -> None:
     mark = f"certify-{os.getpid()}"
-    words = [sys.executable, "-m", "elastic.certify", "--no-ray", "--gpus", "2", "--storage", str(tmp_path / "s")]
-    environment = {**os.environ, "ELASTIC_TEST_RUN": mark, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+    words = [
+        sys.executable,
+        "-m",
+        "elastic.certify",
+        "--no-ray",
+        "--gpus",
+        "2",
+        "--storage",
+        str(tmp_path / "s"),
+    ]
+    environment = {
+        **os.environ,
+        "ELASTIC_TEST_RUN": mark,
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(tmp_path),
+    }
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
     assert process.stdout is not None
     first = process.stdout.readline()
     while not first.startswith(("pass", "fail")):
@@ -169,7 +225,8 @@ def test_ctrl_c_ends_all_processes_and_prints_what_was_found(tmp_path: Path) -> 
     until(lambda: len(below(mark)) >= 3 or process.poll() is not None, "workers")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
-    slow = first.startswith("fail") and "failed: checkpoint\n" in out  # a busy machine's disk: told, and no fault here
+    # a busy machine's disk: told, and no fault here
+    slow = first.startswith("fail") and "failed: checkpoint\n" in out
     assert process.returncode == (1 if slow else 3), out + err
     assert "checkpoint" in first
     assert " checkpoint  " not in out, "no row is printed twice"
@@ -185,7 +242,10 @@ def below(mark: str) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
-                if f"ELASTIC_TEST_RUN={mark}".encode() in Path(f"/proc/{name}/environ").read_bytes():
+                if (
+                    f"ELASTIC_TEST_RUN={mark}".encode()
+                    in Path(f"/proc/{name}/environ").read_bytes()
+                ):
                     found.append(int(name))
             except OSError:
                 continue

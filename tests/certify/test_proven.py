@@ -19,15 +19,24 @@ CLAIM = Claim("one", ("layout *", "kill"), ())
 
 def report(*checks: tuple[str, str], kind: str = "cpu-gloo") -> CertifyReport:
     place = {
-        "kind": kind, "ranks": 4, "gpus": [], "ray": "2.60.0", "storage": "/s", "torch": "2.13", "python": "3.11",
-        "elastic": "0", "cpus": 2, "load_1min": 0.5, "at": "2026-01-01 00:00 UTC",
+        "kind": kind, "ranks": 4, "gpus": [], "ray": "2.60.0", "storage": "/s", "torch": "2.13",
+        "python": "3.11", "elastic": "0", "cpus": 2, "load_1min": 0.5, "at": "2026-01-01 00:00 UTC",
     }  # fmt: skip
-    return CertifyReport(place, tuple(Check(name, verdict, why="NCCL | says no") for name, verdict in checks), 300.0, 99.0)
+    return CertifyReport(
+        place,
+        tuple(Check(name, verdict, why="NCCL | says no") for name, verdict in checks),
+        300.0,
+        99.0,
+    )
 
 
 def test_the_page_is_what_the_results_say() -> None:
-    made = page(README, read_results(ROOT / "docs" / "certified"), read_whole_run(ROOT / proven.TESTS))
-    assert (ROOT / "docs" / "proven.md").read_text() == made, f"docs/proven.md is out of date: {proven.COMMAND}"
+    made = page(
+        README, read_results(ROOT / "docs" / "certified"), read_whole_run(ROOT / proven.TESTS)
+    )
+    assert (ROOT / "docs" / "proven.md").read_text() == made, (
+        f"docs/proven.md is out of date: {proven.COMMAND}"
+    )
 
 
 def test_every_paragraph_that_says_what_is_shown_has_a_claim() -> None:
@@ -35,7 +44,10 @@ def test_every_paragraph_that_says_what_is_shown_has_a_claim() -> None:
     intro = head.partition("# elastic")[2].partition("\n## ")[0]
     paragraphs = [p for p in (intro + rest.partition("\n## ")[0]).split("\n\n") if p.strip()]
     plain = [
-        p for p in paragraphs if "<!-- claim: " not in p and not p.strip().startswith(("Not shown yet", "[docs/proven.md]"))
+        p
+        for p in paragraphs
+        if "<!-- claim: " not in p
+        and not p.strip().startswith(("Not shown yet", "[docs/proven.md]"))
     ]
     allowed = ("Shown by the tests in this repository",)  # says where, and claims nothing more
     assert not [p[:80] for p in plain if not p.strip().startswith(allowed)]
@@ -44,7 +56,9 @@ def test_every_paragraph_that_says_what_is_shown_has_a_claim() -> None:
 def test_every_way_in_has_a_claim() -> None:
     """A row of the commands that starts training, under whatever name."""
     rows = [
-        line for line in README.splitlines() if line.startswith(("| `elastic run --", "| `torchrun", "| `elastic.", "| `ray "))
+        line
+        for line in README.splitlines()
+        if line.startswith(("| `elastic run --", "| `torchrun", "| `elastic.", "| `ray "))
     ]
     assert rows
     assert not [row[:60] for row in rows if "<!-- claim: " not in row]
@@ -62,8 +76,27 @@ def test_every_check_that_a_claim_names_is_one() -> None:
     from elastic.certify.checks import ways_in
     from elastic.certify.checks.main_path import NAMES
 
-    ways = {ways_in.LIVE, ways_in.RESTARTED, ways_in.TORCHRUN, ways_in.RAY_TRAIN, ways_in.DRIVER, ways_in.OBJECTS}
-    names = {*NAMES, *ways, "kill", "growth", "notice", "checkpoint", "reshard", "step time", "groups", "layout *", "abort *"}
+    ways = {
+        ways_in.LIVE,
+        ways_in.RESTARTED,
+        ways_in.TORCHRUN,
+        ways_in.RAY_TRAIN,
+        ways_in.DRIVER,
+        ways_in.OBJECTS,
+    }
+    names = {
+        *NAMES,
+        *ways,
+        "kill",
+        "growth",
+        "notice",
+        "checkpoint",
+        "reshard",
+        "step time",
+        "groups",
+        "layout *",
+        "abort *",
+    }
     assert {check for claim in CLAIMS for check in claim.checks} <= names
 
 
@@ -75,7 +108,10 @@ def test_every_check_that_a_claim_names_is_one() -> None:
         ("a text<!-- /claim -->", "does not pair"),
         ("a <!-- claim: one -->b <!-- claim: one -->c<!-- /claim -->", "does not pair"),
         ("nothing", "claim 'one' of elastic/certify/claims.py is marked 0 times"),
-        ("a <!-- claim: one -->b<!-- /claim --> <!-- claim: one -->b<!-- /claim -->", "is marked 2 times"),
+        (
+            "a <!-- claim: one -->b<!-- /claim --> <!-- claim: one -->b<!-- /claim -->",
+            "is marked 2 times",
+        ),
         ("x\n<!-- claim: one -->text<!-- /claim -->", "must stand alone"),
     ],
 )
@@ -96,7 +132,10 @@ def test_the_words_are_those_of_the_readme() -> None:
         ([("kill", "not run"), ("layout tp=2", "not run")], "not run"),
         ([("kill", "pass")], "part (1 check; not run: layout *)"),
         ([("kill", "pass"), ("layout tp=2", "pass")], "pass (2 checks)"),
-        ([("kill", "pass"), ("layout tp=2", "pass"), ("layout pp=2", "not run")], "part (2 checks; not run: layout pp=2)"),
+        (
+            [("kill", "pass"), ("layout tp=2", "pass"), ("layout pp=2", "not run")],
+            "part (2 checks; not run: layout pp=2)",
+        ),
         ([("kill", "fail"), ("layout tp=2", "pass")], "**FAIL**: kill"),
         ([("killing", "pass")], "not run"),
     ],
@@ -108,27 +147,50 @@ def test_cells(checks: list, text: str) -> None:
 def test_a_claim_with_figures_shows_those_that_were_measured() -> None:
     claim = Claim("speed", ("kill",), (), ("pause_s", "ratio"))
     found = report()
-    found = CertifyReport(found.place, (Check("kill", "pass", {"pause_s": 0.25, "other": 3}),), 300.0, 1.0)
+    found = CertifyReport(
+        found.place, (Check("kill", "pass", {"pause_s": 0.25, "other": 3}),), 300.0, 1.0
+    )
     assert cell(claim, [found]) == "ran (1 check); kill: pause_s 0.25"
 
 
 def test_figures_that_a_claim_names_are_measured_by_its_checks() -> None:
-    by_check = {check.name: check for check in proven.merged(list(read_results(ROOT / "docs" / "certified").values()))}
+    by_check = {
+        check.name: check
+        for check in proven.merged(list(read_results(ROOT / "docs" / "certified").values()))
+    }
     for claim in CLAIMS:
-        ran = [c for name, c in by_check.items() if c.verdict == "pass" and any(proven.matches(name, w) for w in claim.checks)]
+        ran = [
+            c
+            for name, c in by_check.items()
+            if c.verdict == "pass" and any(proven.matches(name, w) for w in claim.checks)
+        ]
         assert all(name in check.figures for check in ran for name in claim.figures), claim.id
 
 
 def test_a_failure_in_one_result_counts_whatever_the_others_say() -> None:
-    fine, bad = report(("kill", "pass"), ("layout tp=2", "pass")), report(("kill", "fail"), ("layout tp=2", "not run"))
+    fine, bad = (
+        report(("kill", "pass"), ("layout tp=2", "pass")),
+        report(("kill", "fail"), ("layout tp=2", "not run")),
+    )
     for order in ((fine, bad), (bad, fine)):
         assert cell(CLAIM, order) == "**FAIL**: kill"
 
 
 def test_a_result_stands_in_its_own_column_with_what_nccl_said() -> None:
-    made = page(README, {"one-gpu.json": report(("checkpoint", "pass"), ("ranks share one GPU", "not run"), kind="one-gpu")})
+    made = page(
+        README,
+        {
+            "one-gpu.json": report(
+                ("checkpoint", "pass"), ("ranks share one GPU", "not run"), kind="one-gpu"
+            )
+        },
+    )
     row = next(line for line in made.splitlines() if "compare every byte" in line)
-    assert [part.strip() for part in row.split("|")][2:5] == ["not run", "pass (1 check)", "not run"]
+    assert [part.strip() for part in row.split("|")][2:5] == [
+        "not run",
+        "pass (1 check)",
+        "not run",
+    ]
     assert "| ranks share one GPU | not run |  | NCCL \\| says no |" in made
 
 
@@ -140,7 +202,9 @@ def test_unknown_kinds_and_broken_files_are_refused(tmp_path: Path) -> None:
         read_results(tmp_path)
 
 
-def test_the_command_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_writes_and_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert proven.main([]) == 2
     (tmp_path / "README.md").write_text(README)
@@ -155,7 +219,9 @@ def test_the_command_writes_and_checks(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_last_whole_run_of_the_tests_stands_on_the_page() -> None:
     tiers = [{"tier": "unit", "seconds": 100.4, "passed": 7, "failed": 1, "skipped": 2}]
-    made = page(README, {}, {"at": "2026-01-01 00:00 UTC", "commit": "abc", "cpus": 2, "tiers": tiers})
+    made = page(
+        README, {}, {"at": "2026-01-01 00:00 UTC", "commit": "abc", "cpus": 2, "tiers": tiers}
+    )
     assert "(`make test-all`): 2026-01-01 00:00 UTC, commit abc, 2 minutes on 2 cores." in made
     assert "| unit | 100 | 7 | 1 | 2 |" in made
     assert "make test-all" not in page(README, {})

@@ -32,7 +32,9 @@ def test_a_figure_beyond_its_bound_or_missing_fails(figures: dict, broken: str) 
     assert check.why.startswith(broken)
 
 
-@pytest.mark.parametrize("bounds", [[], [Bound("seconds", "here")], [Bound("seconds", "here", most=1.0, least=0.0)]])
+@pytest.mark.parametrize(
+    "bounds", [[], [Bound("seconds", "here")], [Bound("seconds", "here", most=1.0, least=0.0)]]
+)
 def test_a_check_that_could_not_fail_is_refused(bounds: list[Bound]) -> None:
     with pytest.raises(InternalError, match="could not fail"):
         judge("thing", {"seconds": 1.0}, bounds)
@@ -43,14 +45,20 @@ def test_small_differences_keep_their_digits() -> None:
 
 
 def test_a_result_survives_json() -> None:
-    checks = (judge("a", {"seconds": 3.0}, [MOST]), not_run("b", "no GPU"), failed("c", ValueError("two\nlines")))
+    checks = (
+        judge("a", {"seconds": 3.0}, [MOST]),
+        not_run("b", "no GPU"),
+        failed("c", ValueError("two\nlines")),
+    )
     report = CertifyReport(PLACE, checks, 300.0, 12.5, interrupted=True)
     assert CertifyReport.from_plain(json.loads(json.dumps(report.plain())), "x") == report
     assert report.plain()["verdicts"] == {"pass": 0, "fail": 2, "not_run": 1}
     assert checks[2].why == "ValueError: two lines"
 
 
-@pytest.mark.parametrize("data", [{}, [], {"certify": 1}, {"certify": 1, "checks": [{"name": "a"}], "place": {}}])
+@pytest.mark.parametrize(
+    "data", [{}, [], {"certify": 1}, {"certify": 1, "checks": [{"name": "a"}], "place": {}}]
+)
 def test_another_file_is_no_result(data: object) -> None:
     with pytest.raises(SpecError, match=r"x\.json: "):
         CertifyReport.from_plain(data, "x.json")
@@ -59,8 +67,8 @@ def test_another_file_is_no_result(data: object) -> None:
 @pytest.mark.parametrize(
     ("verdicts", "interrupted", "code"),
     [
-        (("pass", "not run"), False, 0), (("pass", "fail"), False, 1), (("not run",), False, 1), ((), False, 1),
-        (("pass",), True, 3), (("fail",), True, 1),
+        (("pass", "not run"), False, 0), (("pass", "fail"), False, 1), (("not run",), False, 1),
+        ((), False, 1), (("pass",), True, 3), (("fail",), True, 1),
     ],
 )  # fmt: skip
 def test_exit_codes(verdicts: tuple, interrupted: bool, code: int) -> None:
@@ -70,7 +78,10 @@ def test_exit_codes(verdicts: tuple, interrupted: bool, code: int) -> None:
 
 def test_rows_hold_place_numbers_bounds_and_errors_whole() -> None:
     why = " ".join(f"word{i}" for i in range(80))
-    rows = [*replace(judge("a", {"seconds": 3.0}, [MOST]), where="this host").lines(), *not_run("b", why).lines()]
+    rows = [
+        *replace(judge("a", {"seconds": 3.0}, [MOST]), where="this host").lines(),
+        *not_run("b", why).lines(),
+    ]
     text = " ".join(" ".join(rows).split())
     assert "fail a 0.0 s (this host) seconds 3 [seconds <= 2] seconds is 3, more than 2" in text
     assert why in text
@@ -78,7 +89,17 @@ def test_rows_hold_place_numbers_bounds_and_errors_whole() -> None:
 
 
 def test_the_end_counts_and_names_what_failed() -> None:
-    report = CertifyReport(PLACE, (judge("a", {"seconds": 3.0}, [MOST]), not_run("b", "no GPU")), 300.0, 12.5, interrupted=True)
-    assert report.summary() == ["", "failed: a", "0 passed, 1 failed, 1 not run in 12 s (interrupted)"]
+    report = CertifyReport(
+        PLACE,
+        (judge("a", {"seconds": 3.0}, [MOST]), not_run("b", "no GPU")),
+        300.0,
+        12.5,
+        interrupted=True,
+    )
+    assert report.summary() == [
+        "",
+        "failed: a",
+        "0 passed, 1 failed, 1 not run in 12 s (interrupted)",
+    ]
     fine = CertifyReport(PLACE, (judge("a", {"seconds": 1.0}, [MOST]),), 300.0, 12.5)
     assert fine.summary() == ["", "1 passed, 0 failed, 0 not run in 12 s"]

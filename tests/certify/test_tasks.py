@@ -13,7 +13,9 @@ from elastic.certify.tasks import Failed, Limit, OutOfTime, Task, TaskRefused, T
 FINE = Bound("n", "here", most=1)
 
 
-def fine(*names: str, least_s: float = 0.0, weight: float = 1.0, raises: BaseException | None = None) -> Task:
+def fine(
+    *names: str, least_s: float = 0.0, weight: float = 1.0, raises: BaseException | None = None
+) -> Task:
     """Yields a passing check for each name, the last of them only if it does not raise before."""
 
     def work(limit: Limit) -> Iterator[Check]:
@@ -53,7 +55,11 @@ def test_what_was_broken_off_is_tried_again_with_what_others_left() -> None:
 
     found, tasks = done([Task(("a", "b"), hungry, 0.0, 1.0), fine("c", weight=3.0)])
     assert shares == pytest.approx([25.0, 100.0], abs=1.0)
-    assert [(check.name, check.verdict) for check in tasks.checks] == [("a", "pass"), ("c", "pass"), ("b", "pass")]
+    assert [(check.name, check.verdict) for check in tasks.checks] == [
+        ("a", "pass"),
+        ("c", "pass"),
+        ("b", "pass"),
+    ]
     assert tasks.checks[0].figures == {"n": 1}, "what was found first stays"
     shares.clear()
     found, _ = done([Task(("a", "b"), hungry, 0.0, 1.0), fine("c", weight=0.5)], budget_s=30.0)
@@ -73,7 +79,13 @@ def test_shares_follow_the_weights_and_a_short_task_leaves_its_rest() -> None:
         shares.append(limit.left_s)
         yield judge(f"n{len(shares)}", {"n": 1}, [FINE])
 
-    done([Task(("n1",), note, 0.0, 1.0), Task(("n2",), note, 0.0, 3.0), Task(("n3",), note, 0.0, 1.0)])
+    done(
+        [
+            Task(("n1",), note, 0.0, 1.0),
+            Task(("n2",), note, 0.0, 3.0),
+            Task(("n3",), note, 0.0, 1.0),
+        ]
+    )
     assert shares == pytest.approx([20.0, 75.0, 100.0], abs=1.0)
 
 
@@ -101,7 +113,11 @@ def test_out_of_time_and_refused_are_neither_pass_nor_fail(reason: Exception) ->
 
 def test_ctrl_c_keeps_what_was_found() -> None:
     found, tasks = done([fine("a", "b", raises=KeyboardInterrupt()), fine("c")])
-    assert found == {"a": ("pass", ""), "b": ("not run", "interrupted"), "c": ("not run", "interrupted before its turn")}
+    assert found == {
+        "a": ("pass", ""),
+        "b": ("not run", "interrupted"),
+        "c": ("not run", "interrupted before its turn"),
+    }
     assert tasks.interrupted
 
 

@@ -1,4 +1,5 @@
-"""The command line as a whole: one line per error, exit codes, what an import brings, and in which file each verb stands."""
+"""The command line as a whole: one line per error, exit codes, what an import brings, and in which
+file each verb stands."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ finally:
         (("status", "s3://Bucket_/run"), "no name of a bucket; use s3://bucket/prefix"),
     ],
 )
-def test_bad_input_is_one_line(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = called(capsys, *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
@@ -56,10 +59,15 @@ def test_bad_usage_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "line"), [(KeyboardInterrupt, 3, "elastic: interrupted\n"), (BrokenPipeError, 0, "")]
+    ("error", "code", "line"),
+    [(KeyboardInterrupt, 3, "elastic: interrupted\n"), (BrokenPipeError, 0, "")],
 )
 def test_ctrl_c_and_a_reader_that_has_had_enough(
-    error: type[BaseException], code: int, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException],
+    code: int,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def breaks_off(storage: str | None) -> list[Any]:
         raise error
@@ -71,7 +79,9 @@ def test_ctrl_c_and_a_reader_that_has_had_enough(
 
 def test_help_brings_neither_torch_nor_ray() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.startswith("usage: elastic") and done.stdout.endswith("brought:\n"), done.stderr
+    assert done.stdout.startswith("usage: elastic") and done.stdout.endswith("brought:\n"), (
+        done.stderr
+    )
 
 
 def handlers(of: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
@@ -87,9 +97,20 @@ def handlers(of: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
 def test_each_verb_is_named_at_the_top_of_its_file() -> None:
     """Who looks for a verb finds it by the first lines of the files."""
     verbs = dict(handlers(parser()))
-    assert {"run", "plan", "why", "stop", "checkpoint rm", "cluster reap", "profile", "certify"} <= verbs.keys()
+    assert {
+        "run",
+        "plan",
+        "why",
+        "stop",
+        "checkpoint rm",
+        "cluster reap",
+        "profile",
+        "certify",
+    } <= verbs.keys()
     for words, handler in verbs.items():
         module = inspect.getmodule(handler)
         assert module is not None and module is not command_line
         first = (ast.get_docstring(ast.parse(inspect.getsource(module))) or "").partition("\n")[0]
-        assert set(words.split()) <= set(first.replace("`", " ").replace(",", " ").replace(":", " ").replace(".", " ").split())
+        assert set(words.split()) <= set(
+            first.replace("`", " ").replace(",", " ").replace(":", " ").replace(".", " ").split()
+        )

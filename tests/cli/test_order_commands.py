@@ -16,7 +16,9 @@ from elastic.storage import LocalStorage
 @pytest.mark.usefixtures("live")
 def test_orders_reach_the_inbox(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert called(capsys, "stop", "tiny-1", "--reason", "enough")[0] == 0
-    assert as_json(capsys, "drill", "tiny-1", "kill=any-spot,partner")["drill"] == {"kill": ["any-spot", "partner"]}
+    assert as_json(capsys, "drill", "tiny-1", "kill=any-spot,partner")["drill"] == {
+        "kill": ["any-spot", "partner"]
+    }
     assert called(capsys, "drill", "tiny-1", "notice=any", "deadline_s=5", "at_step=9")[0] == 0
     run = LocalStorage(storage / "tiny-1")
     assert [json.loads(run.get(key)) for key in run.list("inbox/")] == [
@@ -28,17 +30,26 @@ def test_orders_reach_the_inbox(storage: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.usefixtures("storage", "idle")
 @pytest.mark.parametrize("words", [("stop", "tiny-1"), ("drill", "tiny-1", "kill=any")])
-def test_orders_to_a_run_that_nobody_drives(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_orders_to_a_run_that_nobody_drives(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = called(capsys, *words)
     assert (code, err) == (2, "elastic: run 'tiny-1' is not running (succeeded at step 30)\n")
 
 
-def test_who_trains_without_a_driver_takes_no_orders(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_trains_without_a_driver_takes_no_orders(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = LocalStorage(storage / "tiny-1")
     Lease(run, "tiny-1").release()  # the driver's, whose journal is there
     by_torchrun = Lease(run, "tiny-1")
     try:
         code, _, err = called(capsys, "stop", "tiny-1")
-        assert code == 2 and f"process {os.getpid()} on " in err and "takes no orders" in err and not run.list("inbox/")
+        assert (
+            code == 2
+            and f"process {os.getpid()} on " in err
+            and "takes no orders" in err
+            and not run.list("inbox/")
+        )
     finally:
         by_torchrun.release()

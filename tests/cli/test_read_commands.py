@@ -1,4 +1,5 @@
-"""Commands that read a run: what they print of one that the simulator has done, and how a run is named."""
+"""Commands that read a run: what they print of one that the simulator has done, and how a run is
+named."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def test_ls_and_status(storage: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.usefixtures("idle")
 def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert called(capsys, "ls", "--storage", str(tmp_path / "empty"))[1] == f"no runs in {tmp_path / 'empty'}\n"
+    assert (
+        called(capsys, "ls", "--storage", str(tmp_path / "empty"))[1]
+        == f"no runs in {tmp_path / 'empty'}\n"
+    )
     assert as_json(capsys, "ls", "--storage", str(tmp_path / "empty")) == []
 
 
@@ -55,29 +59,43 @@ def test_ledger_report_and_replay(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["decisions"] > 5
 
 
-def test_replay_of_an_altered_journal_is_found(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_of_an_altered_journal_is_found(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = storage / "tiny-1" / "journal.jsonl"
-    path.write_text(re.sub(r',"crc":"\w+"', "", path.read_text()).replace('"Notice"', '"NoticeWithdrawn"'))
+    path.write_text(
+        re.sub(r',"crc":"\w+"', "", path.read_text()).replace('"Notice"', '"NoticeWithdrawn"')
+    )
     code, out, _ = called(capsys, "replay", "tiny-1")
     assert code == 1
     assert "NOT identical" in out
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_run_by_the_name_of_its_job_or_by_how_it_begins(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_by_the_name_of_its_job_or_by_how_it_begins(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def named(word: str) -> str:
         code, out, err = called(capsys, "status", word, "--json")
         return err if code else str(find_runs.open_run(word).name)
 
     for name in ("tiny-20250101-000000", "tiny-20250102-000000", "tiny-3-20250103-000000"):
         (storage / name).mkdir()
-        (storage / name / "journal.jsonl").write_bytes((storage / "tiny-1" / "journal.jsonl").read_bytes())
-    assert named("tiny") == "tiny-20250102-000000", "the newest of the job's, not of those of the job tiny-3"
+        (storage / name / "journal.jsonl").write_bytes(
+            (storage / "tiny-1" / "journal.jsonl").read_bytes()
+        )
+    assert named("tiny") == "tiny-20250102-000000", (
+        "the newest of the job's, not of those of the job tiny-3"
+    )
     assert named("tiny-3") == "tiny-3-20250103-000000"
     assert named("tiny-1") == "tiny-1"
     assert named("tiny-20250101") == "tiny-20250101-000000"
     assert "no run 'tiny-2' here or in" in named("tiny-2")
-    assert named("tiny-2").rstrip().endswith("several begin so: tiny-20250101-000000, tiny-20250102-000000")
+    assert (
+        named("tiny-2")
+        .rstrip()
+        .endswith("several begin so: tiny-20250101-000000, tiny-20250102-000000")
+    )
     assert "runs there: tiny-" in named("iny")
     assert "no run 'tiny'" in called(capsys, "checkpoint", "rm", "tiny", "--step", "3")[2], (
         "what removes asks for the whole name"

@@ -30,7 +30,8 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def stage(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Stage]]:
-    """Makes backends with the fake session; `embedded=False`: on the same nodes as on an existing cluster."""
+    """Makes backends with the fake session; `embedded=False`: on the same nodes as on an existing
+    cluster."""
     from elastic.cluster.backend.ray_backend import RayBackend, RayRun
 
     opened: list[Any] = []

@@ -35,7 +35,9 @@ def test_read_from_its_text(tmp_path: Path, text: str, enters: bool) -> None:
 
 
 def test_what_is_no_script_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"--script .*/none.py: no such file; it must be a Python file"):
+    with pytest.raises(
+        SpecError, match=r"--script .*/none.py: no such file; it must be a Python file"
+    ):
         script_file(tmp_path / "none.py")
     with pytest.raises(SpecError, match=r"train.py, line 2: not Python: "):
         script_file(script(tmp_path, "import torch\nwith with\n"))

@@ -1,4 +1,5 @@
-"""The file of measured hardware: where it is, what comes back, and one line for what is wrong with it."""
+"""The file of measured hardware: where it is, what comes back, and one line for what is wrong with
+it."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from elastic.config.hardware import PLACE, check_writable, known_hardware, path_of, read_hardware, write_hardware
+from elastic.config.hardware import (
+    PLACE,
+    check_writable,
+    known_hardware,
+    path_of,
+    read_hardware,
+    write_hardware,
+)
 from elastic.errors import SpecError
 from elastic.ledger.journal import decode, encode
 from elastic.types import DriverStarted, HardwareProfile, ModelProfile
 
 MEASURED = HardwareProfile(
-    "H100", 9e14, 80 << 30, flop_per_s=(("bfloat16", 7e14),), reached=1.0, launch_s=4e-6, measured=("launch_s",),
-    products=((512, 256, 768, 3e14),), crowded=((1, 5e10), (2, 4e10)), crowded_bytes=((1, 4e9),),
-    collectives=(("all_gather", 2, 1e-4, 3e-10), ("send", 2, 1e-4, 2e-10)),
+    "H100", 9e14, 80 << 30, flop_per_s=(("bfloat16", 7e14),), reached=1.0, launch_s=4e-6,
+    measured=("launch_s",), products=((512, 256, 768, 3e14),), crowded=((1, 5e10), (2, 4e10)),
+    crowded_bytes=((1, 4e9),), collectives=(("all_gather", 2, 1e-4, 3e-10), ("send", 2, 1e-4,
+    2e-10)),
 )  # fmt: skip
 
 
@@ -69,9 +78,18 @@ def test_what_is_left_of_a_machine_for_each_of_many() -> None:
         ("{", "not a hardware profile (JSONDecodeError"),
         ("[]", "not a hardware profile (TypeError"),
         ("{}", "not a hardware profile (KeyError: 'schema')"),
-        ('{"schema": 1, "profile": {"launch_s": "soon"}}', "not a hardware profile (TypeError: launch_s is 'soon')"),
-        ('{"schema": 1, "profile": {"crowded": 3}}', "not a hardware profile (TypeError: crowded is 3)"),
-        ('{"schema": 2, "profile": {}}', "was written by a newer version of elastic (schema 2, this one reads 1)"),
+        (
+            '{"schema": 1, "profile": {"launch_s": "soon"}}',
+            "not a hardware profile (TypeError: launch_s is 'soon')",
+        ),
+        (
+            '{"schema": 1, "profile": {"crowded": 3}}',
+            "not a hardware profile (TypeError: crowded is 3)",
+        ),
+        (
+            '{"schema": 2, "profile": {}}',
+            "was written by a newer version of elastic (schema 2, this one reads 1)",
+        ),
     ],
 )
 def test_one_line_for_a_bad_file(tmp_path: Path, text: str, line: str) -> None:
@@ -79,7 +97,9 @@ def test_one_line_for_a_bad_file(tmp_path: Path, text: str, line: str) -> None:
     path.write_text(text)
     with pytest.raises(SpecError) as raised:
         known_hardware(["CPU"], {PLACE: str(tmp_path)})
-    assert str(raised.value).startswith(f"{path}: {line}") and "elastic profile JOB" in str(raised.value)
+    assert str(raised.value).startswith(f"{path}: {line}") and "elastic profile JOB" in str(
+        raised.value
+    )
 
 
 def test_a_place_that_cannot_be_written_is_found_before(tmp_path: Path) -> None:

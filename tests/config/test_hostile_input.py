@@ -1,4 +1,5 @@
-"""A job whose numbers nobody can mean: always one clear line, never a traceback or a hang, and what is accepted can be used."""
+"""A job whose numbers nobody can mean: always one clear line, never a traceback or a hang, and what
+is accepted can be used."""
 
 from __future__ import annotations
 
@@ -17,20 +18,30 @@ from pydantic import BaseModel
 from elastic.catalog.bounded_yaml import VALUES_MOST, yaml_of
 from elastic.config.data_section import SourceSpec
 from elastic.config.drill import DrillSpec
-from elastic.config.job import JobSpec, PoolSpec, check_budget, check_fit, drill_entry, job_of, load_job
+from elastic.config.job import (
+    JobSpec,
+    PoolSpec,
+    check_budget,
+    check_fit,
+    drill_entry,
+    job_of,
+    load_job,
+)
 from elastic.config.optimization import OWNERS
 from elastic.errors import SpecError
 
 HOSTILE: list[Any] = [
-    math.inf, -math.inf, math.nan, -0.0, 5e-324, 1e-300, 1e300, -1e300, 1.7976931348623157e308, 0, -1, 1, 2, 0.5, 2**31, 2**53,
-    2**53 + 1, 2**63, 2**64, -(2**63), 10**30, -(10**30), 10**400, True, False, "", "1e999", "nan", "inf", "-1", "0x10",
-    "9" * 5000, "1_000", "auto", "\0", "a\nb", "../..", [], {}, [math.nan], {"a": math.inf}, None,
+    math.inf, -math.inf, math.nan, -0.0, 5e-324, 1e-300, 1e300, -1e300, 1.7976931348623157e308, 0,
+    -1, 1, 2, 0.5, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, -(2**63), 10**30, -(10**30), 10**400,
+    True, False, "", "1e999", "nan", "inf", "-1", "0x10", "9" * 5000, "1_000", "auto", "\0", "a\nb",
+    "../..", [], {}, [math.nan], {"a": math.inf}, None,
 ]  # fmt: skip
 TOO_LONG = 10**5000  # Python does not print it
 GOOD: dict[str, Any] = {"steps": 10, "global_batch": 8}
 SAMPLES = {
     PoolSpec: {"name": "a"}, DrillSpec: {"at_step": 1, "kill": "any"}, SourceSpec: {"folder": "x"},
-    OWNERS["lr_schedule"]: {"kind": "cosine"}, OWNERS["grad_norm"]: {"most": 1.0}, OWNERS["block_norm"]: {"most": 1.0},
+    OWNERS["lr_schedule"]: {"kind": "cosine"}, OWNERS["grad_norm"]: {"most": 1.0},
+    OWNERS["block_norm"]: {"most": 1.0},
 }  # fmt: skip
 
 
@@ -46,7 +57,9 @@ def numbers_of(model: type[BaseModel], place: tuple[Any, ...] = ()) -> Iterator[
     """Places of all keys in which a number may stand."""
     for name, field in model.__pydantic_fields__.items():
         many = (0,) if typing.get_origin(field.annotation) is list else ()
-        inner = [found for found in models(field.annotation) if found is not SourceSpec or not place]
+        inner = [
+            found for found in models(field.annotation) if found is not SourceSpec or not place
+        ]
         for found in inner:
             yield from numbers_of(found, (*place, name, *many))
         if {int, float} & {field.annotation, *typing.get_args(field.annotation)}:
@@ -60,8 +73,18 @@ def job_with(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
         data = [data] if place[i] == 0 else {place[i]: data}
         if isinstance(data, dict) and (owner := owner_of(place[:i])):
             data = {**SAMPLES.get(owner, {}), **data}
-            if owner is DrillSpec and place[i] in ("deadline_s", "factor", "unit_s", "jitter", "gpu"):
-                data = {"at_step": 1, "notice" if place[i] == "deadline_s" else "slow": "any", "factor": 2.0} | data
+            if owner is DrillSpec and place[i] in (
+                "deadline_s",
+                "factor",
+                "unit_s",
+                "jitter",
+                "gpu",
+            ):
+                data = {
+                    "at_step": 1,
+                    "notice" if place[i] == "deadline_s" else "slow": "any",
+                    "factor": 2.0,
+                } | data
     return GOOD | data
 
 
@@ -77,7 +100,8 @@ PLACES = sorted(set(numbers_of(JobSpec)), key=str)
 
 
 def tried(data: dict[str, Any], tmp_path: Path) -> str:
-    """The line that refuses it; '' = it is a job, which then can be written down and held against its pools."""
+    """The line that refuses it; '' = it is a job, which then can be written down and held against
+    its pools."""
     try:
         job = job_of(data, tmp_path / "program.py", "job.yaml")
         json.dumps(job.plain(), allow_nan=False)
@@ -144,7 +168,10 @@ def test_values_behind_aliases_are_counted_each_time() -> None:
         yaml_of("&a [*a]", "f")
 
 
-@pytest.mark.parametrize("text", ["a: !!timestamp 1", "a: !!bool maybe", "a: !!int ''", "!!timestamp 1: a", "a: 2026-13-45"])
+@pytest.mark.parametrize(
+    "text",
+    ["a: !!timestamp 1", "a: !!bool maybe", "a: !!int ''", "!!timestamp 1: a", "a: 2026-13-45"],
+)
 def test_a_value_that_is_none_of_its_kind_is_one_line(text: str) -> None:
     with pytest.raises(SpecError, match="^job.yaml: not YAML: "):
         yaml_of(text, "job.yaml")

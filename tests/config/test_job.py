@@ -54,7 +54,10 @@ def test_embedded_pools(n_gpus: int, wanted: list[tuple[str, str, int, int]]) ->
 
 
 def test_plain_survives_json(folder: Path) -> None:
-    job = load(folder, GOOD + "layout: {2: tp=2, 4: 'dp_shard=2,tp=2'}\ndrill: [{at_step: 3, kill: rank0}]\n")
+    job = load(
+        folder,
+        GOOD + "layout: {2: tp=2, 4: 'dp_shard=2,tp=2'}\ndrill: [{at_step: 3, kill: rank0}]\n",
+    )
     plain = job.plain()
     assert json.loads(json.dumps(plain)) == plain
     assert plain["layout"] == {"2": "tp=2", "4": "dp_shard=2,tp=2"}
@@ -65,7 +68,12 @@ def test_plain_survives_json(folder: Path) -> None:
 
 def test_overrides(folder: Path) -> None:
     job = load(folder, GOOD, "steps=3", "layout=dp_shard=2,tp=2", "durable_every=5", "storage=null")
-    assert (job.steps, job.layout, job.durable_every, job.storage) == (3, "dp_shard=2,tp=2", 5, None)
+    assert (job.steps, job.layout, job.durable_every, job.storage) == (
+        3,
+        "dp_shard=2,tp=2",
+        5,
+        None,
+    )
 
 
 def test_layout_for(folder: Path) -> None:
@@ -76,7 +84,9 @@ def test_layout_for(folder: Path) -> None:
     assert layout_for(load(folder, GOOD).job(), 4) is None
 
 
-BOMB = "args: [&a0 [x, x], " + ", ".join(f"&a{k} [*a{k - 1}, *a{k - 1}]" for k in range(1, 40)) + "]\n"
+BOMB = (
+    "args: [&a0 [x, x], " + ", ".join(f"&a{k} [*a{k - 1}, *a{k - 1}]" for k in range(1, 40)) + "]\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -84,54 +94,125 @@ BOMB = "args: [&a0 [x, x], " + ", ".join(f"&a{k} [*a{k - 1}, *a{k - 1}]" for k i
     [
         ("steps: 10\nglobal_bach: 8\n", "unknown key 'global_bach'; did you mean 'global_batch'?"),
         (GOOD + "quux: 1\n", "unknown key 'quux'; keys are name, program, steps"),
-        (GOOD + "pools: [{name: a, market: spot}]\n", "unknown key 'pools.0.market'; did you mean 'market_type'?"),
+        (
+            GOOD + "pools: [{name: a, market: spot}]\n",
+            "unknown key 'pools.0.market'; did you mean 'market_type'?",
+        ),
         ("global_batch: 8\n", "key 'steps' is missing"),
-        ("steps: 10\nglobal_batch: 0\n", "key 'global_batch': input should be greater than 0 (it is 0)"),
+        (
+            "steps: 10\nglobal_batch: 0\n",
+            "key 'global_batch': input should be greater than 0 (it is 0)",
+        ),
         ("steps: ten\nglobal_batch: 8\n", "key 'steps': input should be a valid integer"),
-        (GOOD + "layout: dp=4\n", "layout 'dp=4': 'dp' is not an axis; axes are pp, dp_replicate, dp_shard, cp, tp"),
+        (
+            GOOD + "layout: dp=4\n",
+            "layout 'dp=4': 'dp' is not an axis; axes are pp, dp_replicate, dp_shard, cp, tp",
+        ),
         (GOOD + "layout: dp_shard=0\n", "dp_shard must be a whole number of at least 1, not '0'"),
-        (GOOD + "layout: {4: tp=2}\n", "key 'layout': the entry for 4 workers is 'tp=2', a layout of 2"),
-        (GOOD + "layout: dp_shard=16\n", "layout 'dp_shard=16' has 16 data-parallel ranks, global_batch=8 has fewer samples"),
+        (
+            GOOD + "layout: {4: tp=2}\n",
+            "key 'layout': the entry for 4 workers is 'tp=2', a layout of 2",
+        ),
+        (
+            GOOD + "layout: dp_shard=16\n",
+            "layout 'dp_shard=16' has 16 data-parallel ranks, global_batch=8 has fewer samples",
+        ),
         (GOOD + "min_workers: 4\nmax_workers: 2\n", "max_workers=2 is less than min_workers=4"),
         (
             GOOD + "peer_copies: -1\n",
-            "key 'peer_replicas' (also 'peer_copies'): must be 'auto' or a number of copies on other nodes",
+            "key 'peer_replicas' (also 'peer_copies'): must be 'auto' or a number of copies on "
+            "other nodes",
         ),
-        (GOOD + "copy_link_share: 2\n", "key 'copy_link_share': input should be less than or equal to 1 (it is 2)"),
+        (
+            GOOD + "copy_link_share: 2\n",
+            "key 'copy_link_share': input should be less than or equal to 1 (it is 2)",
+        ),
         (
             GOOD + "peer_every: -1\n",
-            "key 'replica_every' (also 'peer_every'): must be 'auto' or a number of steps (0 = off), not -1",
+            "key 'replica_every' (also 'peer_every'): must be 'auto' or a number of steps (0 = "
+            "off), not -1",
         ),
-        (GOOD + "precision: bf16\n", "key 'precision': input should be 'float32', 'bfloat16' or 'float16' (it is 'bf16')"),
+        (
+            GOOD + "precision: bf16\n",
+            "key 'precision': input should be 'float32', 'bfloat16' or 'float16' (it is 'bf16')",
+        ),
         (GOOD + "deadline_h: 0\n", "key 'deadline_h': input should be greater than 0 (it is 0)"),
-        (GOOD + "on_demand_floor: -1\n", "key 'on_demand_floor': must be a word or a number of at least 0, not -1"),
+        (
+            GOOD + "on_demand_floor: -1\n",
+            "key 'on_demand_floor': must be a word or a number of at least 0, not -1",
+        ),
         (GOOD + "on_demand_floor: all\n", "key 'on_demand_floor'"),
-        (GOOD + "waiting_usd_per_h: -2\n", "key 'waiting_usd_per_h': must be a word or a number of at least 0, not -2"),
-        (GOOD + "purpose: best\n", "key 'purpose': input should be 'auto', 'fastest' or 'cheapest' (it is 'best')"),
-        (GOOD + "budget_usd: .inf\n", "key 'budget_usd': input should be a finite number (it is inf)"),
-        (GOOD + "waiting_usd_per_h: .nan\n", "key 'waiting_usd_per_h': input should be a finite number (it is nan)"),
-        (GOOD + "orphan_lease_s: 1e-300\n", "key 'orphan_lease_s': input should be greater than or equal to 1 (it is"),
-        (GOOD + "orphan_lease_s: .inf\n", "key 'orphan_lease_s': input should be a finite number (it is inf)"),
-        (GOOD + "orphan_lease_s: 1e9\n", "key 'orphan_lease_s': input should be less than or equal to 2592000 (it is"),
+        (
+            GOOD + "waiting_usd_per_h: -2\n",
+            "key 'waiting_usd_per_h': must be a word or a number of at least 0, not -2",
+        ),
+        (
+            GOOD + "purpose: best\n",
+            "key 'purpose': input should be 'auto', 'fastest' or 'cheapest' (it is 'best')",
+        ),
+        (
+            GOOD + "budget_usd: .inf\n",
+            "key 'budget_usd': input should be a finite number (it is inf)",
+        ),
+        (
+            GOOD + "waiting_usd_per_h: .nan\n",
+            "key 'waiting_usd_per_h': input should be a finite number (it is nan)",
+        ),
+        (
+            GOOD + "orphan_lease_s: 1e-300\n",
+            "key 'orphan_lease_s': input should be greater than or equal to 1 (it is",
+        ),
+        (
+            GOOD + "orphan_lease_s: .inf\n",
+            "key 'orphan_lease_s': input should be a finite number (it is inf)",
+        ),
+        (
+            GOOD + "orphan_lease_s: 1e9\n",
+            "key 'orphan_lease_s': input should be less than or equal to 2592000 (it is",
+        ),
         (
             GOOD + "pools: [{name: a, ends_at_s: .nan}]\n",
             "key 'pools.0.ends_at_s': input should be a finite number (it is nan)",
         ),
         (GOOD + 'pools: [{name: "a\\nb"}]\n', "key 'pools.0.name': string should match pattern"),
         (GOOD + "pools: [{name: ../a}]\n", "key 'pools.0.name': string should match pattern"),
-        (GOOD + "seed: 99999999999999999999\n", "key 'seed': input should be less than or equal to 9007199254740992 (it is"),
-        (GOOD + f"eval_samples: {10**30}\n", "key 'eval_samples': input should be less than or equal to 1000000000 (it is"),
-        (GOOD + f"microbatch_size: {10**30}\n", "key 'microbatch_size': input should be less than or equal to 1000000000"),
-        (f"steps: {10**30}\nglobal_batch: 8\n", "key 'steps': input should be less than or equal to 1000000000000 (it is"),
+        (
+            GOOD + "seed: 99999999999999999999\n",
+            "key 'seed': input should be less than or equal to 9007199254740992 (it is",
+        ),
+        (
+            GOOD + f"eval_samples: {10**30}\n",
+            "key 'eval_samples': input should be less than or equal to 1000000000 (it is",
+        ),
+        (
+            GOOD + f"microbatch_size: {10**30}\n",
+            "key 'microbatch_size': input should be less than or equal to 1000000000",
+        ),
+        (
+            f"steps: {10**30}\nglobal_batch: 8\n",
+            "key 'steps': input should be less than or equal to 1000000000000 (it is",
+        ),
         (f"steps: 10\nglobal_batch: {'9' * 5000}\n", "not YAML: Exceeds the limit (4300"),
         (GOOD + "name: 2001-99-99\n", "not YAML: month must be in 1..12"),
         (GOOD + f"peer_every: {10**30}\n", "000000; at most 1e+12"),
-        (GOOD + "optimizer: {path: torch.optim.SGD, lr: 1e999}\n", "inf is no number that a class of optimizers takes"),
-        (GOOD + "drill: [{at_step: 1, notice: any, deadline_s: .inf}]\n", "key 'drill.0.deadline_s': input should be a finite"),
+        (
+            GOOD + "optimizer: {path: torch.optim.SGD, lr: 1e999}\n",
+            "inf is no number that a class of optimizers takes",
+        ),
+        (
+            GOOD + "drill: [{at_step: 1, notice: any, deadline_s: .inf}]\n",
+            "key 'drill.0.deadline_s': input should be a finite",
+        ),
         (GOOD + "args: " + "[" * 100_000 + "]" * 100_000, "nested more than 100 deep"),
-        (GOOD + BOMB, "it holds more than 1,000,000 values, those behind aliases counted each time"),
+        (
+            GOOD + BOMB,
+            "it holds more than 1,000,000 values, those behind aliases counted each time",
+        ),
         (GOOD + "pools: [{name: a}, {name: a}]\n", "two pools have the same name (a, a)"),
-        (GOOD + "pools: [{name: a, min_nodes: 3}]\n", "pool 'a': min_nodes=3 is more than max_nodes=1"),
+        (
+            GOOD + "pools: [{name: a, min_nodes: 3}]\n",
+            "pool 'a': min_nodes=3 is more than max_nodes=1",
+        ),
         (GOOD + "drill: [{kill: any}]\n", "an entry of the drill has no at_step"),
         ("- a\n", "it must hold keys and values, not a list"),
         ("steps: [\n", "line 2: not YAML"),
@@ -167,14 +248,21 @@ def test_unknown_override_names_the_nearest(folder: Path) -> None:
 
 
 def test_fit(folder: Path) -> None:
-    pools = [Pool(name="a", gpus_per_node=2, max_nodes=2), Pool(name="b", gpus_per_node=1, max_nodes=1)]
+    pools = [
+        Pool(name="a", gpus_per_node=2, max_nodes=2),
+        Pool(name="b", gpus_per_node=1, max_nodes=1),
+    ]
     check_fit(load(folder, GOOD + "layout: dp_shard=5\n"), pools)
     check_fit(load(folder, GOOD + "layout: {2: tp=2, 8: dp_shard=8}\n"), pools)
-    with pytest.raises(SpecError, match=r"layout 'dp_shard=6' needs 6 workers; the pools give at most 5 \(a 2 x 2"):
+    with pytest.raises(
+        SpecError, match=r"layout 'dp_shard=6' needs 6 workers; the pools give at most 5 \(a 2 x 2"
+    ):
         check_fit(load(folder, GOOD + "layout: dp_shard=6\n"), pools)
     with pytest.raises(SpecError, match="min_workers=6; the pools give at most 5"):
         check_fit(load(folder, GOOD + "min_workers: 6\n"), pools)
-    with pytest.raises(SpecError, match="on_demand_floor=2, but no pool is on-demand \\(a is owned, b is owned\\)"):
+    with pytest.raises(
+        SpecError, match="on_demand_floor=2, but no pool is on-demand \\(a is owned, b is owned\\)"
+    ):
         check_fit(load(folder, GOOD + "on_demand_floor: 2\n"), pools)
     with pytest.raises(SpecError, match="adds to pool 'c'; the pools are a, b"):
         check_fit(load(folder, GOOD + "drill: [{at_step: 1, add: c}]\n"), pools)
@@ -182,7 +270,9 @@ def test_fit(folder: Path) -> None:
 
 def test_drill_file(tmp_path: Path) -> None:
     file = tmp_path / "drill.yaml"
-    file.write_text("- {at_step: 9, kill: [rank0, partner]}\n- {at_step: 2, notice: any-spot, deadline_s: 30}\n")
+    file.write_text(
+        "- {at_step: 9, kill: [rank0, partner]}\n- {at_step: 2, notice: any-spot, deadline_s: 30}\n"
+    )
     assert [entry.plain() for entry in load_drill(file)] == [
         {"at_step": 2, "notice": "any-spot", "deadline_s": 30.0},
         {"at_step": 9, "kill": ["rank0", "partner"]},
@@ -195,7 +285,10 @@ def test_drill_file(tmp_path: Path) -> None:
     [
         ("kill: any\n", "it must be a list"),
         ("- {at_step: 1, kil: any}\n", "entry 1: unknown key 'kil'; did you mean 'kill'?"),
-        ("- {at_step: 1}\n", "entry 1: a drill entry has exactly one of notice, kill, hang, slow, stall, corrupt"),
+        (
+            "- {at_step: 1}\n",
+            "entry 1: a drill entry has exactly one of notice, kill, hang, slow, stall, corrupt",
+        ),
         ("- {at_step: 1, kill: any, add: spot}\n", "not kill, add"),
         ("- {at_step: 1, kill: any, deadline_s: 3}\n", "deadline_s belongs to a notice only"),
         ("- {at_step: 1, kill: 'rank:x'}\n", "'rank:x' names no node"),

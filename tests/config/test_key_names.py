@@ -20,14 +20,18 @@ def folder(tmp_path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(("documented", "stored"), KEYS)
-def test_either_name_is_taken_and_stored_under_one(tmp_path: Path, documented: str, stored: str) -> None:
+def test_either_name_is_taken_and_stored_under_one(
+    tmp_path: Path, documented: str, stored: str
+) -> None:
     for name in (documented, stored):
         job = load_job(folder(tmp_path, f"{name}: 3\n"))
         assert job.plain()[stored] == 3 and documented not in job.plain()
 
 
 @pytest.mark.parametrize(("documented", "stored"), KEYS)
-def test_an_override_takes_either_name_over_either_name_of_the_file(tmp_path: Path, documented: str, stored: str) -> None:
+def test_an_override_takes_either_name_over_either_name_of_the_file(
+    tmp_path: Path, documented: str, stored: str
+) -> None:
     for written in (documented, stored):
         place = folder(tmp_path, f"{written}: 3\n")
         for given in (documented, stored):
@@ -35,7 +39,9 @@ def test_an_override_takes_either_name_over_either_name_of_the_file(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("documented", "stored"), KEYS)
-def test_both_names_at_once_are_one_clear_error(tmp_path: Path, documented: str, stored: str) -> None:
+def test_both_names_at_once_are_one_clear_error(
+    tmp_path: Path, documented: str, stored: str
+) -> None:
     right = f"'{documented}' and '{stored}' are two names of one key; keep '{documented}'"
     with pytest.raises(SpecError, match=rf"job.yaml: {right}$"):
         job_data(folder(tmp_path, f"{documented}: 3\n{stored}: 3\n"))
@@ -45,14 +51,21 @@ def test_both_names_at_once_are_one_clear_error(tmp_path: Path, documented: str,
         job_of({"steps": 1, "global_batch": 1, documented: 3, stored: 3}, tmp_path / "program.py")
 
 
-def test_a_wrong_value_is_shown_under_both_names_and_a_misspelled_key_gets_the_documented_one(tmp_path: Path) -> None:
+def test_a_wrong_value_is_shown_under_both_names_and_a_misspelled_key_gets_the_documented_one(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(
-        SpecError, match=r"key 'checkpoint_every' \(also 'durable_every'\): must be 'auto' or a number of steps"
+        SpecError,
+        match=r"key 'checkpoint_every' \(also 'durable_every'\): must be 'auto' or a number of steps",
     ):
         load_job(folder(tmp_path, "checkpoint_every: -1\n"))
-    with pytest.raises(SpecError, match="unknown key 'checkpoint_evry'; did you mean 'checkpoint_every'"):
+    with pytest.raises(
+        SpecError, match="unknown key 'checkpoint_evry'; did you mean 'checkpoint_every'"
+    ):
         load_job(folder(tmp_path, "checkpoint_evry: 1\n"))
 
 
 def test_the_table_names_keys_of_a_job() -> None:
-    assert set(DOCUMENTED) <= set(JobSpec.model_fields) and not set(STORED) & set(JobSpec.model_fields)
+    assert set(DOCUMENTED) <= set(JobSpec.model_fields) and not set(STORED) & set(
+        JobSpec.model_fields
+    )

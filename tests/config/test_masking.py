@@ -31,8 +31,8 @@ SECRET = "zq7-planted"
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["HF_TOKEN", "hf-token", "token", "wandb_api_key", "wandbApiKey", "--key", "apikey", "AWS_SECRET_ACCESS_KEY", "credentials",
+    "name", ["HF_TOKEN", "hf-token", "token", "wandb_api_key", "wandbApiKey", "--key", "apikey",
+    "AWS_SECRET_ACCESS_KEY", "credentials",
      "passwd", "db.password", "client_secret", "api_keys", "access_tokens"],
 )  # fmt: skip
 def test_names_of_secrets(name: str) -> None:
@@ -40,8 +40,8 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["end_token", "eos_token", "pad-token", "tokens", "tokenizer", "max_tokens", "n_key_heads", "sort_key", "keyword", "monkey",
+    "name", ["end_token", "eos_token", "pad-token", "tokens", "tokenizer", "max_tokens",
+    "n_key_heads", "sort_key", "keyword", "monkey",
      "text_key", "passes", "storage", ""],
 )  # fmt: skip
 def test_names_of_anything_else(name: str) -> None:
@@ -55,11 +55,13 @@ def test_a_number_is_a_token_of_text_but_may_be_a_password() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        ["--hf-token", SECRET], ["--lr", "3", f"--wandb_api_key={SECRET}"], [f"+wandb.api_key={SECRET}"], ["-token", SECRET],
-        ["--url", f"https://me:{SECRET}@host/x"], [f"https://host/x?a=1&sig={SECRET}&b=2"], ["--password", "-" + SECRET],
+        ["--hf-token", SECRET], ["--lr", "3", f"--wandb_api_key={SECRET}"],
+        [f"+wandb.api_key={SECRET}"], ["-token", SECRET], ["--url", f"https://me:{SECRET}@host/x"],
+        [f"https://host/x?a=1&sig={SECRET}&b=2"], ["--password", "-" + SECRET],
         ["hf_" + SECRET.replace("-", "x") * 4], ["--more", f"--api-key {SECRET}"],
-        {"env": {"HF_TOKEN": SECRET}}, {"api_keys": [SECRET, SECRET]}, {"credentials": {"user": SECRET}},
-        {"drill": [{"passwd": SECRET}]}, {"data": {"train": {"jsonl": f"s3://me:{SECRET}@host/x"}}},
+        {"env": {"HF_TOKEN": SECRET}}, {"api_keys": [SECRET, SECRET]},
+        {"credentials": {"user": SECRET}}, {"drill": [{"passwd": SECRET}]},
+        {"data": {"train": {"jsonl": f"s3://me:{SECRET}@host/x"}}},
     ],
 )  # fmt: skip
 def test_secrets_are_masked_wherever_they_stand(value: Any) -> None:
@@ -71,10 +73,31 @@ def test_secrets_are_masked_wherever_they_stand(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        {"data": {"train": {"tokens": "/data/x.bin", "end_token": "<end>"}, "validation": {"token": {"tokens": "y.bin"}}}},
+        {
+            "data": {
+                "train": {"tokens": "/data/x.bin", "end_token": "<end>"},
+                "validation": {"token": {"tokens": "y.bin"}},
+            }
+        },
         {"data.train": {"mixture": {"api_key": {"tokens": "/data/x.bin", "end_token": "<end>"}}}},
-        {"optimizer": {"token": {"path": "torch.optim.AdamW", "parameters": ["*key*"]}}, "end_token": "<end>"},
-        ["--end-token", "<end>", "--max-token", "4", "--tokens", "x.bin", "--use-key", "--lr", "3", "a=b", "-key", "--lr"],
+        {
+            "optimizer": {"token": {"path": "torch.optim.AdamW", "parameters": ["*key*"]}},
+            "end_token": "<end>",
+        },
+        [
+            "--end-token",
+            "<end>",
+            "--max-token",
+            "4",
+            "--tokens",
+            "x.bin",
+            "--use-key",
+            "--lr",
+            "3",
+            "a=b",
+            "-key",
+            "--lr",
+        ],
         {"args": [], "steps": 3, "token": None, "keys": 4, "program": "/home/me/secret/program.py"},
     ],
 )
@@ -83,7 +106,10 @@ def test_paths_and_tokens_of_text_are_not(value: Any) -> None:
 
 
 def test_texts() -> None:
-    said = f"error: unrecognized arguments: --hf-token {SECRET} ['--api-key', '{SECRET}'] at postgres://me:{SECRET}@host/x"
+    said = (
+        f"error: unrecognized arguments: --hf-token {SECRET} ['--api-key', '{SECRET}'] at "
+        f"postgres://me:{SECRET}@host/x"
+    )
     assert masked_text(said) == said.replace(SECRET, "***")
     for plain in (
         "spot-1",
@@ -98,8 +124,17 @@ def test_texts() -> None:
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With planted secrets, of no known form."""
-    planted = {"HF_TOKEN": "zq7/planted+one", "MY_DB_PASSWORD": "zq7-planted-two", "RAY_AUTH_TOKEN_PATH": "/tmp/zq7-path/token"}
-    for name, value in {**planted, "SSH_KEY": "/home/zq7-file", "PIN_PASSWORD": "1234", "RUN_NAME": "zq7-a-name"}.items():
+    planted = {
+        "HF_TOKEN": "zq7/planted+one",
+        "MY_DB_PASSWORD": "zq7-planted-two",
+        "RAY_AUTH_TOKEN_PATH": "/tmp/zq7-path/token",
+    }
+    for name, value in {
+        **planted,
+        "SSH_KEY": "/home/zq7-file",
+        "PIN_PASSWORD": "1234",
+        "RUN_NAME": "zq7-a-name",
+    }.items():
         monkeypatch.setenv(name, value)
     masking._of_environment.cache_clear()
     yield
@@ -110,18 +145,33 @@ def test_a_secret_of_the_environment_is_masked_wherever_a_program_says_it(
     environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "save_loss", lambda view, path: path.touch())  # it takes a second
-    said = "OSError: 401 for https://hub/x?q=zq7/planted+one (user zq7-a-name, key file /home/zq7-file); zq7-planted-two, 1234"
-    assert masked_text(said) == "OSError: 401 for https://hub/x?q=*** (user zq7-a-name, key file /home/zq7-file); ***, 1234"
+    said = (
+        "OSError: 401 for https://hub/x?q=zq7/planted+one (user zq7-a-name, key file "
+        "/home/zq7-file); zq7-planted-two, 1234"
+    )
+    assert masked_text(said) == (
+        "OSError: 401 for https://hub/x?q=*** (user zq7-a-name, key file /home/zq7-file); ***, 1234"
+    )
     events = (
-        WorkerFailed(WorkerId("n", 0), 1, "program", said), CopyFailed(1, 5, said), NodeLost("n", said),
-        Silent(WorkerId("n", 0), 1, "stepping", 1.0, said), RequestFailed("spot", "r", said),
+        WorkerFailed(WorkerId("n", 0), 1, "program", said), CopyFailed(1, 5, said), NodeLost("n",
+        said), Silent(WorkerId("n", 0), 1, "stepping", 1.0, said), RequestFailed("spot", "r", said),
     )  # fmt: skip
-    start = DriverStarted("r", 1, {"args": [said], "storage": "s3://me:zq7-planted-two@host/x"}, (), ModelProfile(1, 1, ()))
+    start = DriverStarted(
+        "r",
+        1,
+        {"args": [said], "storage": "s3://me:zq7-planted-two@host/x"},
+        (),
+        ModelProfile(1, 1, ()),
+    )
     place = RunFolder.of(open_storage(tmp_path / "r"))
     journal = place.open_journal(1, StoredJournal())
-    journal.append(1.0, [(1.0, event) for event in (start, *events)], Decision((Stop("failed", said),), said))
+    journal.append(
+        1.0, [(1.0, event) for event in (start, *events)], Decision((Stop("failed", said),), said)
+    )
     journal.close()
     _, shown = report.write(place)
     files = {file.name: file.read_bytes() for file in place.folder.rglob("*") if file.is_file()}
     assert {"journal.jsonl", "report.json"} <= files.keys() and b"***" in files["journal.jsonl"]
-    assert [name for name, data in files.items() if b"planted" in data] == [] and "planted" not in "".join(shown)
+    assert [
+        name for name, data in files.items() if b"planted" in data
+    ] == [] and "planted" not in "".join(shown)

@@ -1,4 +1,5 @@
-"""What every Backend promises: the same actions in, the same order of event kinds out. On the simulator and on Ray."""
+"""What every Backend promises: the same actions in, the same order of event kinds out. On the
+simulator and on Ray."""
 
 from __future__ import annotations
 
@@ -46,9 +47,10 @@ from elastic.types import (
 
 POOL = Pool("spot", market_type="spot", gpus_per_node=2, max_nodes=2)
 JOB: dict[str, Any] = {
-    "name": "contract", "folder": str(ROOT), "program": str(ROOT / "tests" / "programs" / "tiny_slow.py"), "steps": 100_000,
-    "global_batch": 12, "seed": 1, "eval_every": 0, "eval_samples": 0, "clip_grad_norm": 1.0, "orphan_lease_s": 900.0,
-    "drill": [],
+    "name": "contract", "folder": str(ROOT),
+    "program": str(ROOT / "tests" / "programs" / "tiny_slow.py"), "steps": 100_000,
+    "global_batch": 12, "seed": 1, "eval_every": 0, "eval_samples": 0, "clip_grad_norm": 1.0,
+    "orphan_lease_s": 900.0, "drill": [],
 }  # fmt: skip
 MOST_S = 300.0
 
@@ -62,7 +64,9 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
     from elastic.cluster.local.local_cluster import LocalCluster
 
     with LocalCluster((str(ROOT),)) as cluster:
-        made = RayBackend(RayRun("contract", str(tmp_path), JOB, (POOL,), python_path=(str(ROOT),)), cluster)
+        made = RayBackend(
+            RayRun("contract", str(tmp_path), JOB, (POOL,), python_path=(str(ROOT),)), cluster
+        )
         yield made
         made.close()
 
@@ -86,10 +90,18 @@ class Talk:
             self.heard += self.backend.poll(self.backend.now_s() + 1.0)
 
     def of(self, kind: type, generation: int | None = None) -> list[Any]:
-        return [e for e in self.heard if isinstance(e, kind) and generation in (None, getattr(e, "generation", None))]
+        return [
+            e
+            for e in self.heard
+            if isinstance(e, kind) and generation in (None, getattr(e, "generation", None))
+        ]
 
     def first(self, kind: type, generation: int) -> int:
-        return next(i for i, e in enumerate(self.heard) if isinstance(e, kind) and getattr(e, "generation", None) == generation)
+        return next(
+            i
+            for i, e in enumerate(self.heard)
+            if isinstance(e, kind) and getattr(e, "generation", None) == generation
+        )
 
 
 def shares(n: int) -> tuple[int, ...]:
@@ -112,9 +124,20 @@ def test_same_actions_in_same_order_of_events_out(backend: Backend) -> None:
     assert {type(e) for e in talk.heard} == {NodePrepared}
 
     workers = tuple(WorkerId(name, k) for name in names for k in range(2))
-    first = Plan(1, Layout(dp_shard=4), workers, shares(4), (4,), peer_every=3, copies_to=((2,), (3,), (0,), (1,)))
+    first = Plan(
+        1,
+        Layout(dp_shard=4),
+        workers,
+        shares(4),
+        (4,),
+        peer_every=3,
+        copies_to=((2,), (3,), (0,), (1,)),
+    )
     talk.order(EnterPlan(first))
-    talk.until(lambda: any(e.step >= 8 for e in talk.of(StepDone)) and bool(talk.of(CopyStored)), "eight steps and a copy")
+    talk.until(
+        lambda: any(e.step >= 8 for e in talk.of(StepDone)) and bool(talk.of(CopyStored)),
+        "eight steps and a copy",
+    )
     assert isinstance(next(e for e in talk.heard if not isinstance(e, Probed)), PlanEntered)
     assert [e.step for e in talk.of(StepDone)] == list(range(1, len(talk.of(StepDone)) + 1))
     assert {e.copy.kind for e in talk.of(CopyStored)} == {"peer"}
@@ -127,14 +150,34 @@ def test_same_actions_in_same_order_of_events_out(backend: Backend) -> None:
 
 
 def _live_to_one_node(talk: Talk, first: Plan) -> None:
-    """The old generation is left, the new one entered at the same step, then stepped; senders leave it with nothing."""
-    holdings = tuple(Holding(worker, 1, rank, -1, "live") for rank, worker in enumerate(first.ranks))
+    """The old generation is left, the new one entered at the same step, then stepped; senders leave
+    it with nothing."""
+    holdings = tuple(
+        Holding(worker, 1, rank, -1, "live") for rank, worker in enumerate(first.ranks)
+    )
     resume = Resume("live", -1, 1, first.layout, first.layers, holdings)
-    talk.order(EnterPlan(Plan(2, Layout(dp_shard=2), first.ranks[:2], shares(2), (4,), resume=resume, cause="notice")))
-    talk.until(lambda: bool(talk.of(StepDone, 2)) and len(talk.of(Quiesced, 2)) == 2, "a step of generation 2 and its senders")
+    talk.order(
+        EnterPlan(
+            Plan(
+                2,
+                Layout(dp_shard=2),
+                first.ranks[:2],
+                shares(2),
+                (4,),
+                resume=resume,
+                cause="notice",
+            )
+        )
+    )
+    talk.until(
+        lambda: bool(talk.of(StepDone, 2)) and len(talk.of(Quiesced, 2)) == 2,
+        "a step of generation 2 and its senders",
+    )
     entered = talk.first(PlanEntered, 2)
     assert entered < talk.first(StepDone, 2)
-    assert {e.worker for e in talk.heard[:entered] if isinstance(e, Quiesced) and e.generation == 1} >= set(first.ranks[:2])
+    assert {
+        e.worker for e in talk.heard[:entered] if isinstance(e, Quiesced) and e.generation == 1
+    } >= set(first.ranks[:2])
     assert talk.of(StepDone, 2)[0].step == talk.of(PlanEntered, 2)[0].step + 1
     assert {e.worker for e in talk.of(Quiesced, 2)} == set(first.ranks[2:])
     assert all(e.holdings == () for e in talk.of(Quiesced, 2))
@@ -167,12 +210,17 @@ def _ends(talk: Talk, names: list[str], workers: tuple[WorkerId, ...]) -> None:
     _refuses(talk)
 
     talk.order(Quiesce(2, save=True))
-    talk.until(lambda: len(talk.of(Quiesced, 2)) == 2 and bool(talk.of(CopyStored)), "the end of generation 2 and its copy")
+    talk.until(
+        lambda: len(talk.of(Quiesced, 2)) == 2 and bool(talk.of(CopyStored)),
+        "the end of generation 2 and its copy",
+    )
     assert {(e.copy.kind, e.copy.generation) for e in talk.of(CopyStored)} == {("durable", 2)}
     assert len({e.step for e in talk.of(Quiesced, 2)}) == 1, "all stop at the same boundary"
 
     talk.order(Abort(2))
-    talk.until(lambda: {e.worker for e in talk.of(Quiesced)} == set(workers[:2]), "an answer to the abort")
+    talk.until(
+        lambda: {e.worker for e in talk.of(Quiesced)} == set(workers[:2]), "an answer to the abort"
+    )
     assert all(h.step == e.step for e in talk.of(Quiesced) for h in e.holdings if h.kind == "live")
 
     talk.order(Stop("stopped", "the contract ends"))

@@ -19,7 +19,8 @@ from elastic.errors import InternalError, ProgramError
 
 
 class Squares:
-    """Item i is {"x": i, "y": [i*i, -i]}; counts what was read; fails at `bad`; waits for `gate` where there is one."""
+    """Item i is {"x": i, "y": [i*i, -i]}; counts what was read; fails at `bad`; waits for `gate`
+    where there is one."""
 
     def __init__(self, bad: int = -1, gate: threading.Event | None = None) -> None:
         self.bad, self.gate, self.read = bad, gate, list[int]()
@@ -64,7 +65,10 @@ def test_batches_come_in_order(opened: list[Loader]) -> None:
     opened.append(loader)
     for step in range(4, 12):
         (batch,), wait_s = loader.take(step)
-        assert batch["x"].tolist() == [3 * step, 3 * step + 1, 3 * step + 2] and batch["x"].dtype == torch.int64
+        assert (
+            batch["x"].tolist() == [3 * step, 3 * step + 1, 3 * step + 2]
+            and batch["x"].dtype == torch.int64
+        )
         assert batch["y"].shape == (3, 2) and 0 <= wait_s < 10
 
 
@@ -101,7 +105,9 @@ def test_wait_is_measured(opened: list[Loader]) -> None:
 
 def test_a_step_out_of_turn_and_a_restart(opened: list[Loader]) -> None:
     ids = {"width": 3}
-    loader = Loader(Squares(), lambda step: one(range(step * 10, step * 10 + ids["width"])), first_step=0)
+    loader = Loader(
+        Squares(), lambda step: one(range(step * 10, step * 10 + ids["width"])), first_step=0
+    )
     opened.append(loader)
     assert loader.take(0)[0][0]["x"].tolist() == [0, 1, 2]
     assert loader.take(7)[0][0]["x"].tolist() == [70, 71, 72]
@@ -128,7 +134,9 @@ def test_a_rank_without_samples_gets_tensors_of_length_0(opened: list[Loader]) -
     loader = Loader(Squares(), lambda step: one([]), first_step=0)
     opened.append(loader)
     batch = loader.take(0)[0][0]
-    assert batch["x"].shape == (0,) and batch["y"].shape == (0, 2) and batch["y"].dtype == torch.int64
+    assert (
+        batch["x"].shape == (0,) and batch["y"].shape == (0, 2) and batch["y"].dtype == torch.int64
+    )
 
 
 def test_an_error_of_the_dataset_names_the_sample(opened: list[Loader]) -> None:
@@ -153,7 +161,9 @@ def test_an_error_of_the_order_comes_out_too(opened: list[Loader]) -> None:
 
 
 def test_items_that_differ_are_named(opened: list[Loader]) -> None:
-    loader = Loader([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], lambda step: one([0, 1]), first_step=0)
+    loader = Loader(
+        [{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], lambda step: one([0, 1]), first_step=0
+    )
     opened.append(loader)
     with pytest.raises(ProgramError, match=r"batch of step 0: .*'x': \[2\] and \[3\]"):
         loader.take(0)
@@ -182,10 +192,12 @@ def test_close_with_full_buffer() -> None:
 def test_collate_takes_tensors_arrays_and_numbers() -> None:
     fixed = np.arange(3, dtype=np.float32)
     fixed.flags.writeable = False  # as a read-only memory map is
-    batch = collate([{"t": torch.ones(2), "a": fixed, "n": 3, "f": 0.5, "b": True, "m": torch.tensor(1)}] * 2)
+    batch = collate(
+        [{"t": torch.ones(2), "a": fixed, "n": 3, "f": 0.5, "b": True, "m": torch.tensor(1)}] * 2
+    )
     assert {key: (tuple(v.shape), v.dtype) for key, v in batch.items()} == {
-        "t": ((2, 2), torch.float32), "a": ((2, 3), torch.float32), "n": ((2,), torch.int64), "f": ((2,), torch.float64),
-        "b": ((2,), torch.bool), "m": ((2,), torch.int64),
+        "t": ((2, 2), torch.float32), "a": ((2, 3), torch.float32), "n": ((2,), torch.int64),
+        "f": ((2,), torch.float64), "b": ((2,), torch.bool), "m": ((2,), torch.int64),
     }  # fmt: skip
     assert collate([{"x": torch.tensor(1)}, {"x": 2}])["x"].tolist() == [1, 2]
 

@@ -1,4 +1,5 @@
-"""Loader processes: the same batches, a bound, an end that is told, and none that is left behind."""
+"""Loader processes: the same batches, a bound, an end that is told, and none that is left
+behind."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from elastic.program import Program
 from elastic.types import Job
 
 READ = PROGRAMS / "tiny_read.py"
-PLAIN = Program(model=lambda: None, optimizer=lambda named: None, dataset=None, loss=lambda output, batch: None)
+PLAIN = Program(
+    model=lambda: None, optimizer=lambda named: None, dataset=None, loss=lambda output, batch: None
+)
 
 
 def alive(pid: int) -> bool:
@@ -57,14 +60,21 @@ def read_job(folder: Path, n: int = 1) -> dict[str, Any]:
     return {"folder": str(folder), "program": str(READ), "seed": 0, "data": {"loader_workers": n}}
 
 
-def test_the_same_batches_as_without(text_job: dict[str, Any], started: list[Readers | Loader]) -> None:
-    """Two generations with other shares over the same processes: what each step reads is a function of the step."""
+def test_the_same_batches_as_without(
+    text_job: dict[str, Any], started: list[Readers | Loader]
+) -> None:
+    """Two generations with other shares over the same processes: what each step reads is a function
+    of the step."""
     dataset = dataset_of(PLAIN, Job.from_plain(text_job))
     readers = readers_of(Job.from_plain(text_job))
     assert readers is not None and len(readers.each) == 2
     started.append(readers)
     pids = [reader.pid for reader in readers.each]
-    for share, steps in ((slice(0, 4), range(5)), (slice(2, 8), range(5, 10)), (slice(0, 0), range(10, 12))):
+    for share, steps in (
+        (slice(0, 4), range(5)),
+        (slice(2, 8), range(5, 10)),
+        (slice(0, 0), range(10, 12)),
+    ):
 
         def parts(step: int, share: slice = share) -> list[Microbatch]:
             return [Microbatch(sample_ids(len(dataset), 8, 1, step)[share])]
@@ -74,12 +84,18 @@ def test_the_same_batches_as_without(text_job: dict[str, Any], started: list[Rea
         started += [loader, plain]
         for step in steps:
             one, two = loader.take(step)[0][0], plain.take(step)[0][0]
-            assert sorted(one) == ["document", "input", "position", "target"] and len(one["input"]) == share.stop - share.start
-            assert all(torch.equal(one[key], two[key]) and one[key].dtype == two[key].dtype for key in one)
+            assert (
+                sorted(one) == ["document", "input", "position", "target"]
+                and len(one["input"]) == share.stop - share.start
+            )
+            assert all(
+                torch.equal(one[key], two[key]) and one[key].dtype == two[key].dtype for key in one
+            )
         assert loader.close() and plain.close()
     assert [reader.pid for reader in readers.each] == pids
     for pid in pids:
-        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()  # a job's own data needs none
+        # a job's own data needs none
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
     readers.close()
     assert not any(alive(pid) for pid in pids)
 
@@ -96,18 +112,28 @@ def test_a_killed_process_is_told_and_replaced(
     loader = Loader(None, lambda step: [Microbatch([step])], 5, readers=readers)
     started.append(loader)
     batch = loader.take(5)[0][0]
-    assert batch["x"].tolist() == [5] and batch["half"].tolist() == [2.5] and batch["half"].dtype == torch.bfloat16
+    assert (
+        batch["x"].tolist() == [5]
+        and batch["half"].tolist() == [2.5]
+        and batch["half"].dtype == torch.bfloat16
+    )
     before = readers.each[0].pid
     (tmp_path / "kill").touch()
-    with pytest.raises(LoaderLost, match=rf"loader process {before} was killed by SIGKILL while .*memory.*\(step \d+\)"):
+    with pytest.raises(
+        LoaderLost,
+        match=rf"loader process {before} was killed by SIGKILL while .*memory.*\(step \d+\)",
+    ):
         for step in range(6, 20):
             loader.take(step)
     loader.close()
-    again = Loader(None, lambda step: [Microbatch([step])], 8, readers=readers)  # as the next generation does
+    # as the next generation does
+    again = Loader(None, lambda step: [Microbatch([step])], 8, readers=readers)
     started.append(again)
     assert [again.take(step)[0][0]["x"].tolist() for step in range(8, 11)] == [[8], [9], [10]]
     assert readers.each[0].pid != before and not alive(before)
-    with pytest.raises(ProgramError, match=r"the dataset failed at sample 77 of step 77: OSError: disk on fire"):
+    with pytest.raises(
+        ProgramError, match=r"the dataset failed at sample 77 of step 77: OSError: disk on fire"
+    ):
         again.take(77)
 
 
@@ -137,13 +163,20 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
 def test_data_that_cannot_be_opened(tmp_path: Path, started: list[Readers | Loader]) -> None:
     readers = Readers(
         Recipe(
-            Job.from_plain({"folder": str(tmp_path), "data": {"train": {"jsonl": "absent", "tokenizer": "bytes", "seq": 4}}})
+            Job.from_plain(
+                {
+                    "folder": str(tmp_path),
+                    "data": {"train": {"jsonl": "absent", "tokenizer": "bytes", "seq": 4}},
+                }
+            )
         ),
         1,
     )
     loader = Loader(None, lambda step: [Microbatch([step])], 0, readers=readers)
     started += [readers, loader]
-    with pytest.raises(ProgramError, match=r"the batch of step 0: data\.train: .*absent: no such folder or file"):
+    with pytest.raises(
+        ProgramError, match=r"the batch of step 0: data\.train: .*absent: no such folder or file"
+    ):
         loader.take(0)
 
 
@@ -182,17 +215,26 @@ class Large:
 
 
 @pytest.mark.parametrize(("most_bytes", "steps"), [(3500, 3), (10, 1), (100_000, 8)])
-def test_reading_ahead_is_bounded_in_bytes_too(most_bytes: int, steps: int, started: list[Readers | Loader]) -> None:
+def test_reading_ahead_is_bounded_in_bytes_too(
+    most_bytes: int, steps: int, started: list[Readers | Loader]
+) -> None:
     dataset = Large()
     loader = Loader(dataset, lambda step: [Microbatch([step])], 0, ReadAhead(8, most_bytes))
     started.append(loader)
     for step in range(4):
-        until(lambda step=step: len(dataset.read) >= step + steps and all(map(is_waiting, loader._threads)), "full buffers")
+        until(
+            lambda step=step: (
+                len(dataset.read) >= step + steps and all(map(is_waiting, loader._threads))
+            ),
+            "full buffers",
+        )
         assert dataset.read == list(range(step + steps))
         assert loader.take(step)[0][0]["x"][0, 0] == step
 
 
-def test_one_reader_serves_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_reader_serves_one_thread_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
     reader = Reader(Recipe(Job.from_plain(read_job(tmp_path))))
     found: dict[int, list[int]] = {}
@@ -207,6 +249,7 @@ def test_one_reader_serves_one_thread_at_a_time(tmp_path: Path, monkeypatch: pyt
         thread.join()
     reader.close()
     assert found == {n: [n] * 3 for n in range(9)}
-    with pytest.raises(LoaderLost, match="have been ended"):  # a thread that is late starts no new process
+    # a thread that is late starts no new process
+    with pytest.raises(LoaderLost, match="have been ended"):
         reader.load([Microbatch([1])])
     assert reader.pid == 0

@@ -31,7 +31,11 @@ def test_weights_are_exact_and_every_set_is_gone_through() -> None:
     mixture = Mixture(SETS, {"code": 0.5, "web": 0.25, "books": 0.25})
     assert len(mixture) == 400
     found = Counter(mixture[i] for i in range(400))
-    assert [sum(n for (name, _), n in found.items() if name == wanted) for wanted in SETS] == [200, 100, 100]
+    assert [sum(n for (name, _), n in found.items() if name == wanted) for wanted in SETS] == [
+        200,
+        100,
+        100,
+    ]
     for name, items in SETS.items():
         times = [found[item] for item in items]
         assert min(times) >= 1 and max(times) - min(times) <= 1, name
@@ -44,7 +48,9 @@ def test_a_given_length_cuts_each_set_in_its_own_order() -> None:
     assert len(set(web)) == 21 and [i for _, i in web] != sorted(i for _, i in web)
     other = Mixture(SETS, {"code": 1, "web": 2, "books": 1}, n_samples=41, seed=1)
     assert [other[i] for i in range(41)] != [mixture[i] for i in range(41)]
-    assert [Mixture(SETS, {"code": 1, "web": 2, "books": 1}, 41)[i] for i in range(41)] == [mixture[i] for i in range(41)]
+    assert [Mixture(SETS, {"code": 1, "web": 2, "books": 1}, 41)[i] for i in range(41)] == [
+        mixture[i] for i in range(41)
+    ]
 
 
 def test_a_huge_mixture_costs_nothing() -> None:
@@ -55,11 +61,16 @@ def test_a_huge_mixture_costs_nothing() -> None:
     assert 0.85 < share < 0.95 and len({mixture[i] for i in ids}) == 1000
 
 
-@given(n=st.integers(1, 10**6), weights=st.lists(st.fractions(Fraction(1, 1000), 1), min_size=1, max_size=8))
+@given(
+    n=st.integers(1, 10**6),
+    weights=st.lists(st.fractions(Fraction(1, 1000), 1), min_size=1, max_size=8),
+)
 def test_apportioned(n: int, weights: list[Fraction]) -> None:
     shares = [weight / sum(weights) for weight in weights]
     counts = apportioned(n, shares)
-    assert sum(counts) == n and all(abs(count - n * share) < 1 for count, share in zip(counts, shares))
+    assert sum(counts) == n and all(
+        abs(count - n * share) < 1 for count, share in zip(counts, shares)
+    )
 
 
 def test_bad_mixtures() -> None:

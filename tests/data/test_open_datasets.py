@@ -1,4 +1,5 @@
-"""`data:` of job.yaml: each kind of source without a line of Python, and one line for each mistake."""
+"""`data:` of job.yaml: each kind of source without a line of Python, and one line for each
+mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from elastic.types import Job
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizer files need the library")
 
 TEXTS = ["one two three", "four five six seven", "eight", "nine ten"] * 5
-NONE = Program(model=lambda: None, optimizer=lambda named: None, dataset=None, loss=lambda output, batch: None)
+NONE = Program(
+    model=lambda: None, optimizer=lambda named: None, dataset=None, loss=lambda output, batch: None
+)
 
 
 @pytest.fixture
@@ -58,7 +61,9 @@ def job(place: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     """As it stands in the journal; `microbatch_tokens` is a key of the job."""
     keys = {"microbatch_tokens": data["microbatch_tokens"]} if "microbatch_tokens" in data else {}
     data = {key: value for key, value in data.items() if key not in keys}
-    spec = job_of({"steps": 1, "global_batch": 1, "data": data, **keys}, place / "program.py", "job.yaml")
+    spec = job_of(
+        {"steps": 1, "global_batch": 1, "data": data, **keys}, place / "program.py", "job.yaml"
+    )
     plain = json.loads(json.dumps(spec.plain()))
     assert DataSpec.model_validate(plain["data"]) == spec.data
     return plain
@@ -97,7 +102,9 @@ def test_packed(place: Path, source: str) -> None:
     keep = {key: value for key, value in SOURCES[source].items() if key != "pack"}
     whole = opened(place, train={**keep, "seq": 24, "pack": "whole"})
     assert sorted(whole[0]) == ["document", "input", "position", "target"]
-    assert sum(int((whole[i]["target"] != -100).sum()) for i in range(len(whole))) == len(STREAM) - len(TEXTS)
+    assert sum(int((whole[i]["target"] != -100).sum()) for i in range(len(whole))) == len(
+        STREAM
+    ) - len(TEXTS)
     cut = opened(place, train={**keep, "pack": True})
     assert bytes(tokens(cut)) == STREAM[: 8 * len(cut)] and cut[1]["document"][-1] > 0
     padded = opened(place, train={**keep, "pack": "pad"})
@@ -113,7 +120,9 @@ def test_a_tokenizer_file(place: Path, path: str, source: str) -> None:
     assert tokens(found) == wanted[:-1]
 
 
-def test_text_is_tokenised_once(place: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+def test_text_is_tokenised_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
     source = {"jsonl": "rows.jsonl", "text": "body", "tokenizer": "model", "seq": 4}
     heard: list[int] = []
     with heard_by(lambda: heard.append(1)):
@@ -130,37 +139,84 @@ def test_text_is_tokenised_once(place: Path, monkeypatch: pytest.MonkeyPatch, ow
     assert tokens(opened(place, train=source)) == first
     with (place / "rows.jsonl").open("a") as file:
         file.write('{"body": "ten"}\n')
-    assert len(tokens(opened(place, train={**source, "seq": 1}))) == len(tokens(opened(place, train={**source, "seq": 1})))
+    assert len(tokens(opened(place, train={**source, "seq": 1}))) == len(
+        tokens(opened(place, train={**source, "seq": 1}))
+    )
     assert len([*(own_cache / "built").iterdir()]) > len(kept)
 
 
 def test_fields_of_ids_and_of_numbers(place: Path) -> None:
-    found = opened(place, train={"jsonl": "rows.jsonl", "text": "ids", "tokenizer": "none", "seq": 3, "pack": "whole"})
+    found = opened(
+        place,
+        train={
+            "jsonl": "rows.jsonl",
+            "text": "ids",
+            "tokenizer": "none",
+            "seq": 3,
+            "pack": "whole",
+        },
+    )
     assert len(found) == 20 and found[7]["input"].tolist() == [7, 5, 6]
     numbers = opened(place, train={"jsonl": "rows.jsonl", "columns": ["ids"]})
     assert numbers[7]["ids"].tolist() == [7, 5, 6]
-    files = opened(place, train={"tokens": "train.bin", "dtype": "uint16", "seq": 9, "end_token": 30, "pack": "cut"})
-    assert len(files) == 11 and files[3]["target"].tolist() == [28, 29, 30, -100, 32, 33, 34, 35, 36]
+    files = opened(
+        place,
+        train={"tokens": "train.bin", "dtype": "uint16", "seq": 9, "end_token": 30, "pack": "cut"},
+    )
+    assert len(files) == 11 and files[3]["target"].tolist() == [
+        28,
+        29,
+        30,
+        -100,
+        32,
+        33,
+        34,
+        35,
+        36,
+    ]
     assert len(opened(place, train="indexed")) == len(opened(place, train={"rows": "indexed"})) == 5
 
 
 def test_mixtures_hand_on_what_their_parts_do_not_say(place: Path) -> None:
-    parts = {"files": {"folder": "texts", "weight": 3}, "lines": {"jsonl": "rows.jsonl", "text": "body", "weight": 1}}
-    found = opened(place, train={"mixture": parts, "tokenizer": "bytes", "seq": 8, "pack": "cut", "samples": 40})
-    assert len(found) == 40 and found.counts == [30, 10] and sorted(found[39]) == ["document", "input", "position", "target"]
+    parts = {
+        "files": {"folder": "texts", "weight": 3},
+        "lines": {"jsonl": "rows.jsonl", "text": "body", "weight": 1},
+    }
+    found = opened(
+        place,
+        train={"mixture": parts, "tokenizer": "bytes", "seq": 8, "pack": "cut", "samples": 40},
+    )
+    assert (
+        len(found) == 40
+        and found.counts == [30, 10]
+        and sorted(found[39]) == ["document", "input", "position", "target"]
+    )
     tokens_too = {**parts, "ids": {"tokens": "train.bin", "dtype": "uint16", "weight": 1, "seq": 4}}
     said = refused(place, train={"mixture": tokens_too, "tokenizer": "bytes", "seq": 8})
-    assert said.startswith("data.train: part 'ids' of the mixture gives input int64 [4], target int64 [4], part 'files' input")
+    assert said.startswith(
+        "data.train: part 'ids' of the mixture gives input int64 [4], target int64 [4], part "
+        "'files' input"
+    )
 
 
 def test_validation_sets_by_name(place: Path) -> None:
     one = validation_of(NONE, Job.from_plain(job(place, {"validation": SOURCES["folder"]})))
     assert len(one) == (len(STREAM) - 1) // 8
-    several = validation_of(NONE, Job.from_plain(job(place, {"validation": {"prose": SOURCES["jsonl"], "rows": "indexed"}})))
-    assert isinstance(several, Sets) and [*several] == ["prose", "rows"] and len(several["rows"]) == 5
+    several = validation_of(
+        NONE,
+        Job.from_plain(job(place, {"validation": {"prose": SOURCES["jsonl"], "rows": "indexed"}})),
+    )
+    assert (
+        isinstance(several, Sets) and [*several] == ["prose", "rows"] and len(several["rows"]) == 5
+    )
     assert validation_of(NONE, Job()) is None
     with pytest.raises(SpecError, match=r"data\.validation\.b: .*absent: no such folder"):
-        validation_of(NONE, Job.from_plain(job(place, {"validation": {"a": SOURCES["jsonl"], "b": {"jsonl": "absent"}}})))
+        validation_of(
+            NONE,
+            Job.from_plain(
+                job(place, {"validation": {"a": SOURCES["jsonl"], "b": {"jsonl": "absent"}}})
+            ),
+        )
 
 
 def test_under_s3(place: Path, s3: Storage) -> None:
@@ -172,28 +228,35 @@ def test_under_s3(place: Path, s3: Storage) -> None:
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        ({"jsonl": "absent.jsonl", "tokenizer": "bytes", "seq": 4}, "data.train: .*absent.jsonl: no such folder or file"),
-        ({"jsonl": "rows.jsonl", "tokenizer": "bytes", "seq": 4}, "rows.jsonl, line 1: no field 'text'; it has 'body', 'ids'"),
-        ({"jsonl": "rows.jsonl", "text": "ids", "tokenizer": "bytes", "seq": 4}, "line 1, field 'ids': a text was wanted"),
-        ({"jsonl": "rows.jsonl", "text": "body", "tokenizer": "none", "seq": 4}, "line 1, field 'body': .* wants a list"),
-        ({"jsonl": "rows.jsonl", "text": "body", "seq": 4}, "data.train: key 'tokenizer' is missing: bytes, the path of"),
-        ({"jsonl": "rows.jsonl", "text": "body", "tokenizer": "bytes"}, "data.train: key 'seq' is missing"),
-        ({"jsonl": "rows.jsonl", "text": "body", "tokenizer": "no", "seq": 4}, "tokenizer .*no: no such file; it must be"),
-        ({"folder": "texts", "tokenizer": "rows.jsonl", "seq": 4}, "rows.jsonl: no file of the tokenizers library"),
-        ({"folder": "texts", "tokenizer": "model", "end_token": "<x>", "seq": 4}, "it has no token '<x>' to end"),
-        ({"folder": "texts", "tokenizer": "bytes", "end_token": "<x>", "seq": 4}, "tokenizer 'bytes' has no texts for tokens"),
-        ({"folder": "texts", "seq": 4000}, "data.train: it holds 245 tokens; one sample of seq=4000 needs 4001"),
-        ({"tokens": "train.bin", "seq": 4}, "data.train: .*train.bin: a raw token file does not say what it holds"),
-        ({"jsonl": "rows.jsonl"}, "rows.jsonl, line 1: 'body' is no number or tensor"),
-        ("absent", "data.train: .*absent: no index.json there"),
-        ({"seq": 4}, "key 'data.train': a source has exactly one of rows, folder, .* not none"),
-        ({"folder": "a", "tokens": "b"}, "exactly one of .* not folder, tokens"),
-        ({"folder": "a", "text": "b"}, "'text' belongs to jsonl or parquet or huggingface, not to folder"),
-        ({"jsonl": "a", "columns": ["x"], "seq": 3}, "'columns' are fields of numbers"),
-        ({"mixture": {}}, "a mixture needs parts"),
-        ({"mixture": {"a": {"folder": "x", "weight": 1}, "b": {"folder": "y"}}}, "part 'b' of the mixture has no weight"),
-        ({"folder": "a", "sek": 3}, r"unknown key 'data.train.sek'; did you mean 'seq'\?"),
-        ({"folder": "a", "pack": "tight"}, "key 'data.train.pack': input should be 'stream', .* or 'document'"),
+        ({"jsonl": "absent.jsonl", "tokenizer": "bytes", "seq": 4},
+        "data.train: .*absent.jsonl: no such folder or file"), ({"jsonl": "rows.jsonl",
+        "tokenizer": "bytes", "seq": 4},
+        "rows.jsonl, line 1: no field 'text'; it has 'body', 'ids'"), ({"jsonl": "rows.jsonl",
+        "text": "ids", "tokenizer": "bytes", "seq": 4}, "line 1, field 'ids': a text was wanted"),
+        ({"jsonl": "rows.jsonl", "text": "body", "tokenizer": "none", "seq": 4},
+        "line 1, field 'body': .* wants a list"), ({"jsonl": "rows.jsonl", "text": "body",
+        "seq": 4}, "data.train: key 'tokenizer' is missing: bytes, the path of"),
+        ({"jsonl": "rows.jsonl", "text": "body", "tokenizer": "bytes"},
+        "data.train: key 'seq' is missing"), ({"jsonl": "rows.jsonl", "text": "body",
+        "tokenizer": "no", "seq": 4}, "tokenizer .*no: no such file; it must be"),
+        ({"folder": "texts", "tokenizer": "rows.jsonl", "seq": 4},
+        "rows.jsonl: no file of the tokenizers library"), ({"folder": "texts", "tokenizer": "model",
+        "end_token": "<x>", "seq": 4}, "it has no token '<x>' to end"), ({"folder": "texts",
+        "tokenizer": "bytes", "end_token": "<x>", "seq": 4},
+        "tokenizer 'bytes' has no texts for tokens"), ({"folder": "texts", "seq": 4000},
+        "data.train: it holds 245 tokens; one sample of seq=4000 needs 4001"),
+        ({"tokens": "train.bin", "seq": 4},
+        "data.train: .*train.bin: a raw token file does not say what it holds"),
+        ({"jsonl": "rows.jsonl"}, "rows.jsonl, line 1: 'body' is no number or tensor"), ("absent",
+        "data.train: .*absent: no index.json there"), ({"seq": 4},
+        "key 'data.train': a source has exactly one of rows, folder, .* not none"), ({"folder": "a",
+        "tokens": "b"}, "exactly one of .* not folder, tokens"), ({"folder": "a", "text": "b"},
+        "'text' belongs to jsonl or parquet or huggingface, not to folder"), ({"jsonl": "a",
+        "columns": ["x"], "seq": 3}, "'columns' are fields of numbers"), ({"mixture": {}},
+        "a mixture needs parts"), ({"mixture": {"a": {"folder": "x", "weight": 1},
+        "b": {"folder": "y"}}}, "part 'b' of the mixture has no weight"), ({"folder": "a",
+        "sek": 3}, r"unknown key 'data.train.sek'; did you mean 'seq'\?"), ({"folder": "a",
+        "pack": "tight"}, "key 'data.train.pack': input should be 'stream', .* or 'document'"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_one_line(place: Path, train: Any, says: str) -> None:
@@ -215,28 +278,47 @@ class NoLength:
     ],
 )
 def test_a_dataset_of_the_program(dataset: Any, says: str) -> None:
-    program = Program(model=lambda: None, optimizer=lambda n: None, dataset=lambda: dataset, loss=lambda o, b: None)
+    program = Program(
+        model=lambda: None,
+        optimizer=lambda n: None,
+        dataset=lambda: dataset,
+        loss=lambda o, b: None,
+    )
     with pytest.raises(SpecError, match=says):
         dataset_of(program, Job())
 
 
 def test_documents_by_themselves(place: Path) -> None:
-    """Of the same corpus as `pad`, without the filling; their lengths are known without reading them."""
+    """Of the same corpus as `pad`, without the filling; their lengths are known without reading
+    them."""
     source = {"jsonl": "rows.jsonl", "text": "body", "tokenizer": "bytes", "seq": 9}
-    alone, filled = (opened(place, train={**source, "pack": pack}, microbatch_tokens=20) for pack in ("document", "pad"))
+    alone, filled = (
+        opened(place, train={**source, "pack": pack}, microbatch_tokens=20)
+        for pack in ("document", "pad")
+    )
     assert len(alone) == len(filled) == len(TEXTS)
     for i, text in enumerate(TEXTS):
         n = min(len(text.encode()) + 1, 9)
-        assert alone.length(i) == n == len(alone[i]["input"]) == len(alone[i]["target"]) and filled.length(i) == 9
+        assert (
+            alone.length(i) == n == len(alone[i]["input"]) == len(alone[i]["target"])
+            and filled.length(i) == 9
+        )
         assert all((alone[i][key] == filled[i][key][:n]).all() for key in ("input", "target"))
         assert set(filled[i]["target"][n:].tolist()) <= {-100}
     both = {"a": source, "b": {"folder": "texts"}}
-    mixed = opened(place, train={"mixture": both, "tokenizer": "bytes", "seq": 9, "pack": "document"}, microbatch_tokens=20)
+    mixed = opened(
+        place,
+        train={"mixture": both, "tokenizer": "bytes", "seq": 9, "pack": "document"},
+        microbatch_tokens=20,
+    )
     assert all(mixed.length(i) == len(mixed[i]["input"]) for i in range(len(mixed)))
 
 
 def test_lists_of_unequal_length(place: Path) -> None:
-    rows = [{"n": 1, "input_ids": list(range(i % 7 + 1)), "attention_mask": [1] * (i % 7 + 1)} for i in range(20)]
+    rows = [
+        {"n": 1, "input_ids": list(range(i % 7 + 1)), "attention_mask": [1] * (i % 7 + 1)}
+        for i in range(20)
+    ]
     (place / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / "lists.parquet")
     for kind in ("jsonl", "parquet"):
@@ -244,7 +326,8 @@ def test_lists_of_unequal_length(place: Path) -> None:
         assert [found.length(i) for i in range(20)] == [i % 7 + 1 for i in range(20)]
         assert [len(found[i]["input_ids"]) for i in range(20)] == [i % 7 + 1 for i in range(20)]
     assert re.search(
-        r"data.train: .*lists.jsonl, line 7: a sample of 7 tokens, microbatch_tokens is 6; raise it",
+        r"data.train: .*lists.jsonl, line 7: a sample of 7 tokens, microbatch_tokens is 6; raise "
+        r"it",
         refused(place, train={"jsonl": "lists.jsonl"}, microbatch_tokens=6),
     )
     indexed = opened(place, train={"rows": "indexed"}, microbatch_tokens=7)
@@ -253,9 +336,13 @@ def test_lists_of_unequal_length(place: Path) -> None:
 
 def test_a_program_whose_samples_have_no_lengths() -> None:
     def program(dataset: Any) -> Program:
-        return Program(model=len, optimizer=len, dataset=dataset, loss=len, validation=lambda: [{"x": 1}])
+        return Program(
+            model=len, optimizer=len, dataset=dataset, loss=len, validation=lambda: [{"x": 1}]
+        )
 
-    with pytest.raises(SpecError, match="Program.dataset: microbatch_tokens needs .*; give list a method length"):
+    with pytest.raises(
+        SpecError, match="Program.dataset: microbatch_tokens needs .*; give list a method length"
+    ):
         dataset_of(program(lambda: [{"x": 1}]), Job(microbatch_tokens=9))
     with pytest.raises(SpecError, match="Program.validation: microbatch_tokens needs"):
         validation_of(program(None), Job(microbatch_tokens=9))

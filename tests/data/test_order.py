@@ -1,4 +1,5 @@
-"""The order of the samples: a permutation per epoch, the same for every layout, for any number of samples."""
+"""The order of the samples: a permutation per epoch, the same for every layout, for any number of
+samples."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_the_stream_does_not_depend_on_how_it_is_cut_into_steps() -> None:
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     n = 500
-    orders = [tuple(stream(n, n, seed, 3)[e * n : (e + 1) * n]) for seed in (0, 1, 2) for e in range(3)]
+    orders = [
+        tuple(stream(n, n, seed, 3)[e * n : (e + 1) * n]) for seed in (0, 1, 2) for e in range(3)
+    ]
     assert len(set(orders)) == 9
     assert stream(n, n, 1, 1) == stream(n, n, 1, 1)
 
@@ -42,7 +45,8 @@ def test_the_order_is_kept_from_release_to_release() -> None:
 
 
 def test_orders_look_random() -> None:
-    """Positions of sample 0 over many seeds are spread evenly; neighbors in the order are not neighbors in the data."""
+    """Positions of sample 0 over many seeds are spread evenly; neighbors in the order are not
+    neighbors in the data."""
     n, tries = 16, 3200
     where = Counter(sample_ids(n, n, seed, 0).index(0) for seed in range(tries))
     chi2 = sum((where[i] - tries / n) ** 2 / (tries / n) for i in range(n))
@@ -77,7 +81,8 @@ def test_digests_add_over_shares_and_are_exact_in_float64() -> None:
     summed = [sum(float(part[i]) for part in parts) for i in range(2)]
     assert digest_text(summed) == digest_text(digest(ids)) and len(digest_text(summed)) == 28
     assert all(float(value) == value < 2**53 for value in digest(ids))
-    assert max(digest([i])[k] for i in range(3000) for k in range(2)) < 2**26  # so 2**27 of them stay exact
+    # so 2**27 of them stay exact
+    assert max(digest([i])[k] for i in range(3000) for k in range(2)) < 2**26
 
 
 def test_digest_tells_samples_apart_but_not_their_order() -> None:

@@ -1,4 +1,5 @@
-"""Samples of one length from documents: what is in them, where documents end, and that no token is lost or met twice."""
+"""Samples of one length from documents: what is in them, where documents end, and that no token is
+lost or met twice."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Row:
 def pieces(item: Item) -> list[tuple[list[int], list[int]]]:
     """Input and target of each document in a sample; checks the masks on the way."""
     document, position = item["document"], item["position"]
-    assert all(values.dtype == np.int64 and values.shape == item["input"].shape for values in item.values())
+    assert all(
+        values.dtype == np.int64 and values.shape == item["input"].shape for values in item.values()
+    )
     assert document[0] == 0 and set(np.diff(document).tolist()) <= {0, 1}
     found = []
     for d in range(int(document[-1]) + 1):
@@ -43,12 +46,26 @@ def test_windows_and_cut_windows_differ_in_the_masks_only() -> None:
     plain, cut = Windows(row, 6), MaskedWindows(row, 6)
     assert len(plain) == len(cut) == 3
     for i in range(3):
-        assert plain[i]["input"].tolist() == cut[i]["input"].tolist() == list(range(1000 + 6 * i, 1006 + 6 * i))
+        assert (
+            plain[i]["input"].tolist()
+            == cut[i]["input"].tolist()
+            == list(range(1000 + 6 * i, 1006 + 6 * i))
+        )
         assert plain[i]["target"].tolist() == list(range(1001 + 6 * i, 1007 + 6 * i))
     none = NO_TARGET
-    assert pieces(cut[0]) == [([1000, 1001, 1002, 1003, 1004], [1001, 1002, 1003, 1004, none]), ([1005], [1006])]
-    assert pieces(cut[1]) == [([1006, 1007], [1007, none]), ([1008], [none]), ([1009, 1010, 1011], [1010, 1011, 1012])]
-    assert pieces(cut[2]) == [([1012, 1013, 1014, 1015], [1013, 1014, 1015, none]), ([1016, 1017], [1017, 1018])]
+    assert pieces(cut[0]) == [
+        ([1000, 1001, 1002, 1003, 1004], [1001, 1002, 1003, 1004, none]),
+        ([1005], [1006]),
+    ]
+    assert pieces(cut[1]) == [
+        ([1006, 1007], [1007, none]),
+        ([1008], [none]),
+        ([1009, 1010, 1011], [1010, 1011, 1012]),
+    ]
+    assert pieces(cut[2]) == [
+        ([1012, 1013, 1014, 1015], [1013, 1014, 1015, none]),
+        ([1016, 1017], [1017, 1018]),
+    ]
     for one in (plain, cut):
         with pytest.raises(IndexError, match="sample 3 of 3"):
             one[3]
@@ -74,8 +91,14 @@ def test_whole_documents() -> None:
     assert whole.filled == 19 / 20
 
 
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), seq=st.integers(1, 17), look=st.sampled_from([3, 4096]))
-def test_every_token_comes_up_once_and_no_target_crosses_a_document(lengths: list[int], seq: int, look: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    seq=st.integers(1, 17),
+    look=st.sampled_from([3, 4096]),
+)
+def test_every_token_comes_up_once_and_no_target_crosses_a_document(
+    lengths: list[int], seq: int, look: int
+) -> None:
     row, before = Row(lengths), packing.LOOK_AHEAD
     packing.LOOK_AHEAD = look
     try:
@@ -93,7 +116,8 @@ def test_every_token_comes_up_once_and_no_target_crosses_a_document(lengths: lis
                 last = token + 1 == row.ends[document_of[token]]
                 assert after == (NO_TARGET if last else token + 1001)
             assert tokens or set(target) == {NO_TARGET}
-            if tokens and len(tokens) < seq:  # shorter than a sample: it is the end of its document, and its start if it fits
+            # shorter than a sample: it is the end of its document, and its start if it fits
+            if tokens and len(tokens) < seq:
                 assert tokens[-1] + 1 in row.ends
                 assert document_of[tokens[0]] == document_of[tokens[-1]]
     assert sorted(seen) == list(range(int(row.ends[-1])))
@@ -109,7 +133,11 @@ def test_packing_fills_well_and_quickly() -> None:
 
 def test_one_document_per_sample() -> None:
     padded = Padded(Row([3, 1, 7]), 4)
-    assert [padded[i]["input"].tolist() for i in range(3)] == [[1000, 1001, 1002, 0], [1003, 0, 0, 0], [1004, 1005, 1006, 1007]]
+    assert [padded[i]["input"].tolist() for i in range(3)] == [
+        [1000, 1001, 1002, 0],
+        [1003, 0, 0, 0],
+        [1004, 1005, 1006, 1007],
+    ]
     none = NO_TARGET
     assert [padded[i]["target"].tolist() for i in range(3)] == [
         [1001, 1002, none, none], [none] * 4, [1005, 1006, 1007, 1008],

@@ -1,4 +1,5 @@
-"""Iterable datasets with a state: by rising positions, from a state on, whatever part of a step is wanted."""
+"""Iterable datasets with a state: by rising positions, from a state on, whatever part of a step is
+wanted."""
 
 from __future__ import annotations
 
@@ -39,13 +40,20 @@ class Letters:
 
 
 def opened(job: dict[str, Any] | None = None) -> Stream:
-    found: Stream = dataset_of(program_of(Letters), Job.from_plain({"global_batch": BATCH, **(job or {})}))
+    found: Stream = dataset_of(
+        program_of(Letters), Job.from_plain({"global_batch": BATCH, **(job or {})})
+    )
     assert isinstance(found, Stream)
     return found
 
 
 def program_of(dataset: Any) -> Program:
-    return Program(model=lambda: None, optimizer=lambda named: None, dataset=dataset, loss=lambda output, batch: None)
+    return Program(
+        model=lambda: None,
+        optimizer=lambda named: None,
+        dataset=dataset,
+        loss=lambda output, batch: None,
+    )
 
 
 def read(stream: Stream, step: int, share: slice) -> list[int]:
@@ -53,11 +61,14 @@ def read(stream: Stream, step: int, share: slice) -> list[int]:
 
 
 def test_shares_of_steps_read_ahead_are_those_of_one_reader() -> None:
-    """Two ranks, then three from the state of any of the two, while both had read two steps further."""
+    """Two ranks, then three from the state of any of the two, while both had read two steps
+    further."""
     ranks = [opened(), opened()]
     found = []
     for step in range(5):
-        found += sum((read(rank, step, share) for rank, share in zip(ranks, (slice(0, 1), slice(1, 4)))), [])
+        found += sum(
+            (read(rank, step, share) for rank, share in zip(ranks, (slice(0, 1), slice(1, 4)))), []
+        )
     states = []
     for rank in ranks:
         rank.taken(2)
@@ -70,7 +81,13 @@ def test_shares_of_steps_read_ahead_are_those_of_one_reader() -> None:
         rank.load_state_dict(states[0])
         assert rank.state_dict() == states[0]
     for step in range(3, 9):
-        again += sum((read(rank, step, share) for rank, share in zip(more, (slice(0, 2), slice(2, 2), slice(2, 4)))), [])
+        again += sum(
+            (
+                read(rank, step, share)
+                for rank, share in zip(more, (slice(0, 2), slice(2, 2), slice(2, 4)))
+            ),
+            [],
+        )
     assert found == [i % 11 for i in range(20)] and again == [i % 11 for i in range(12, 36)]
     assert len(more[0]._states) < 20
 
@@ -83,7 +100,9 @@ def test_a_state_is_never_that_of_a_step_that_was_only_read_ahead() -> None:
     assert stream.state_dict() == {"at": 0, "state": {"at": 0}}
     stream.taken(0)
     assert stream.state_dict() == {"at": 4, "state": {"at": 4}}
-    with pytest.raises(ProgramError, match="sample 3 of a stream was asked for, which is at 8 already"):
+    with pytest.raises(
+        ProgramError, match="sample 3 of a stream was asked for, which is at 8 already"
+    ):
         stream[3]
     assert stream[0] == {"x": 0} and len(stream) == N_POSITIONS
 
@@ -125,7 +144,9 @@ def test_a_reader_of_an_older_generation_moves_nothing() -> None:
     stream.load_state_dict(begun)
     new = stream.reader()
     assert new[0] == {"x": 0}
-    with pytest.raises(ProgramError, match="sample 6 of a stream was asked for by a generation that is over"):
+    with pytest.raises(
+        ProgramError, match="sample 6 of a stream was asked for by a generation that is over"
+    ):
         old[6]
     assert [new[position]["x"] for position in range(1, 9)] == [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -168,7 +189,9 @@ def test_what_cannot_be() -> None:
     with pytest.raises(SpecError, match="loader_workers: a stream is read by its worker alone"):
         with_stream(program_of(Letters), opened(), Job.from_plain({"data": {"loader_workers": 1}}))
     with pytest.raises(SpecError, match=r"extra_state\['dataset'\]: the name is taken"):
-        taken = Program(model=len, optimizer=len, dataset=None, loss=len, extra_state={"dataset": Letters()})
+        taken = Program(
+            model=len, optimizer=len, dataset=None, loss=len, extra_state={"dataset": Letters()}
+        )
         with_stream(taken, opened(), Job())
     with pytest.raises(SpecError, match=r"list_iterator has no \[sample id\]"):
         dataset_of(program_of(lambda: iter([1])), Job())

@@ -1,4 +1,5 @@
-"""What stands in deploy/: policies, manifests and the image's recipe, as far as that can be tried without a cloud or Docker."""
+"""What stands in deploy/: policies, manifests and the image's recipe, as far as that can be tried
+without a cloud or Docker."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ DEPLOY = ROOT / "deploy"
 SHARED = Path(os.environ.get("ELASTIC_SHARED", ROOT.parent / "shared"))
 MANIFESTS = {"RayCluster": "raycluster", "RayJob": "rayjob"}
 POLICIES = sorted((DEPLOY / "iam").glob("*.json"))
-# What Ray's provider for AWS calls on EC2, on a head and from `ray up`, and `elastic prices` and `reap` besides.
+# What Ray's provider for AWS calls on EC2, on a head and from `ray up`, and `elastic prices` and
+# `reap` besides.
 CALLED = {
     "RunInstances",
     "CreateTags",
@@ -44,7 +46,8 @@ def actions(found: dict[str, Any]) -> list[str]:
     return [found["Action"]] if isinstance(found["Action"], str) else found["Action"]
 
 
-# ---------------------------------------------------------------------------------------------------- IAM
+# ----------------------------------------------------------------------------------------------------
+# IAM
 
 
 @pytest.mark.parametrize("file", POLICIES, ids=lambda file: file.stem)
@@ -108,8 +111,18 @@ WANTED, THERE = "aws:RequestTag/ray-cluster-name", "aws:ResourceTag/ray-cluster-
         ("ec2:TerminateInstances", INSTANCE, {THERE: "elastic-cheap"}, False),
         ("ec2:TerminateInstances", INSTANCE, {}, False),
         ("ec2:StopInstances", INSTANCE, {THERE: OWN}, False),
-        ("iam:PassRole", "arn:aws:iam::1:role/admin", {"iam:PassedToService": "ec2.amazonaws.com"}, False),
-        ("iam:PassRole", "arn:aws:iam::1:role/elastic-worker", {"iam:PassedToService": "lambda.amazonaws.com"}, False),
+        (
+            "iam:PassRole",
+            "arn:aws:iam::1:role/admin",
+            {"iam:PassedToService": "ec2.amazonaws.com"},
+            False,
+        ),
+        (
+            "iam:PassRole",
+            "arn:aws:iam::1:role/elastic-worker",
+            {"iam:PassedToService": "lambda.amazonaws.com"},
+            False,
+        ),
     ],
 )
 def test_of_instances_only_this_clusters_may_be_started_tagged_and_ended(
@@ -123,12 +136,18 @@ def test_of_the_bucket_only_the_prefixes() -> None:
     bucket = "arn:aws:s3:::REPLACE-BUCKET"
     for who, removes in (("head", True), ("worker", False), ("user", None)):
         found = statements(who)
-        assert allows(found, "s3:PutObject", f"{bucket}/elastic/run/journal.jsonl") is (removes is not None)
-        assert allows(found, "s3:DeleteObject", f"{bucket}/elastic/run/journal.jsonl") is bool(removes)
+        assert allows(found, "s3:PutObject", f"{bucket}/elastic/run/journal.jsonl") is (
+            removes is not None
+        )
+        assert allows(found, "s3:DeleteObject", f"{bucket}/elastic/run/journal.jsonl") is bool(
+            removes
+        )
         assert not allows(found, "s3:PutObject", f"{bucket}/tokens/x.bin") and not allows(
             found, "s3:GetObject", f"{bucket}-2/elastic/x"
         )
-        assert allows(found, "s3:ListBucket", bucket, {"s3:prefix": "elastic/run/"}) is (removes is not None)
+        assert allows(found, "s3:ListBucket", bucket, {"s3:prefix": "elastic/run/"}) is (
+            removes is not None
+        )
         assert not allows(found, "s3:ListBucket", bucket, {"s3:prefix": "payroll/"}) and not allows(
             found, "s3:ListBucket", bucket
         )
@@ -137,11 +156,14 @@ def test_of_the_bucket_only_the_prefixes() -> None:
 def test_workers_have_no_rights_on_instances_and_none_outside_their_prefixes() -> None:
     for entry in statements("worker"):
         assert all(action.startswith("s3:") for action in actions(entry))
-        assert fnmatch(entry["Resource"], "arn:aws:s3:::REPLACE-BUCKET/*/*") or "s3:prefix" in json.dumps(entry["Condition"])
+        assert fnmatch(
+            entry["Resource"], "arn:aws:s3:::REPLACE-BUCKET/*/*"
+        ) or "s3:prefix" in json.dumps(entry["Condition"])
 
 
 def test_the_policies_fit_the_cluster_files() -> None:
-    """The profiles are those that deploy/iam/README.md makes, and each file has a name of its own to put in."""
+    """The profiles are those that deploy/iam/README.md makes, and each file has a name of its own
+    to put in."""
     names = [load_cluster(file).name for file in (ROOT / "cluster_configs").glob("aws*.yaml")]
     assert len(set(names)) == len(names) > 2
     for file in (ROOT / "cluster_configs").glob("aws*.yaml"):
@@ -151,7 +173,8 @@ def test_the_policies_fit_the_cluster_files() -> None:
             assert node_type.node_config["IamInstanceProfile"] == {"Name": wanted}
 
 
-# ---------------------------------------------------------------------------------------------------- Kubernetes
+# ----------------------------------------------------------------------------------------------------
+# Kubernetes
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
@@ -171,8 +194,14 @@ def test_a_manifest_is_right_but_for_its_placeholders(kind: str) -> None:
             ("authOptions: {mode: token}", "authOptions: {mode: disabled}"),
             "spec.authOptions: Ray runs the code of whoever reaches",
         ),
-        (("    version: v2", "    version: v1"), "spec.autoscalerOptions: the first autoscaler does not know label selectors"),
-        (("        ray.io/market-type: spot\n", ""), "spec.workerGroupSpecs.0.labels: the label ray.io/market-type is missing"),
+        (
+            ("    version: v2", "    version: v1"),
+            "spec.autoscalerOptions: the first autoscaler does not know label selectors",
+        ),
+        (
+            ("        ray.io/market-type: spot\n", ""),
+            "spec.workerGroupSpecs.0.labels: the label ray.io/market-type is missing",
+        ),
         (
             ("ray.io/market-type: spot", "ray.io/market-type: on-demand"),
             "labeled on-demand, but its node_config asks for spot nodes",
@@ -181,19 +210,29 @@ def test_a_manifest_is_right_but_for_its_placeholders(kind: str) -> None:
             ("terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 5"),
             "a pod that is told to leave has 5 s; at least 30",
         ),
-        (("elastic:0.1.0", "elastic:latest"), "'REPLACE/elastic:latest' may be another one tomorrow"),
         (
-            ('limits: {cpu: "180", memory: 1900Gi, nvidia.com/gpu: "8"', 'limits: {cpu: "180", nvidia.com/gpu: "4"'),
+            ("elastic:0.1.0", "elastic:latest"),
+            "'REPLACE/elastic:latest' may be another one tomorrow",
+        ),
+        (
+            (
+                'limits: {cpu: "180", memory: 1900Gi, nvidia.com/gpu: "8"',
+                'limits: {cpu: "180", nvidia.com/gpu: "4"',
+            ),
             "GPU: 4, but a p5",
         ),
     ],
 )
-def test_a_mistake_in_a_manifest_is_one_line(tmp_path: Path, change: tuple[str, str], told: str) -> None:
+def test_a_mistake_in_a_manifest_is_one_line(
+    tmp_path: Path, change: tuple[str, str], told: str
+) -> None:
     text = (DEPLOY / "kubernetes" / "raycluster.yaml").read_text()
     assert change[0] in text
     file = tmp_path / "cluster.yaml"
     file.write_text(text.replace(*change, 1))
-    assert any(told in line for line in api.check_cluster(file).lines()), api.check_cluster(file).lines()
+    assert any(told in line for line in api.check_cluster(file).lines()), api.check_cluster(
+        file
+    ).lines()
 
 
 def strict(schema: Any) -> Any:
@@ -202,9 +241,17 @@ def strict(schema: Any) -> Any:
         return [strict(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: value if key in ("default", "enum") else strict(value) for key, value in schema.items()}
-    open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-    if isinstance(made.get("properties"), dict) and schema.get("type") == "object" and not open_ended:
+    made = {
+        key: value if key in ("default", "enum") else strict(value) for key, value in schema.items()
+    }
+    open_ended = (
+        schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    )
+    if (
+        isinstance(made.get("properties"), dict)
+        and schema.get("type") == "object"
+        and not open_ended
+    ):
         made["additionalProperties"] = False
     return made
 
@@ -222,7 +269,8 @@ def test_a_manifest_follows_kuberays_schema(kind: str) -> None:
     text = (DEPLOY / "kubernetes" / f"{MANIFESTS[kind]}.yaml").read_text()
     assert [error.message for error in validator.iter_errors(yaml.safe_load(text))] == []
     misspelt = yaml.safe_load(text.replace("maxReplicas:", "maxReplicaz:", 1))
-    assert len(list(validator.iter_errors(misspelt))) == 2  # the unknown key, and the one that is missing now
+    # the unknown key, and the one that is missing now
+    assert len(list(validator.iter_errors(misspelt))) == 2
 
 
 def test_both_manifests_describe_the_same_cluster() -> None:
@@ -234,17 +282,27 @@ def test_both_manifests_describe_the_same_cluster() -> None:
     assert (policy["kind"], policy["spec"]["policyTypes"]) == ("NetworkPolicy", ["Ingress"])
     accounts = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "accounts.yaml").read_text()))
     names = {entry["metadata"]["name"] for entry in accounts if entry["kind"] == "ServiceAccount"}
-    templates = [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    templates = [
+        group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ]
     pods = [template["spec"] for template in templates]
-    own = policy["spec"]["podSelector"]["matchLabels"]  # not KubeRay's: a RayJob's cluster has another name each time
+    # not KubeRay's: a RayJob's cluster has another name each time
+    own = policy["spec"]["podSelector"]["matchLabels"]
     assert own and all(template["metadata"]["labels"] == own for template in templates)
     assert policy["spec"]["ingress"][0]["from"] == [{"podSelector": {"matchLabels": own}}]
     words = job["entrypoint"].split()
-    assert {"--supervise", "--run-name"} <= set(words)  # a program's error is not paid for once more by backoffLimit
+    # a program's error is not paid for once more by backoffLimit
+    assert {"--supervise", "--run-name"} <= set(words)
     for pod in pods:
         (container,) = pod["containers"]
-        security, mounts = container["securityContext"], {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"} and security["readOnlyRootFilesystem"]
+        security, mounts = (
+            container["securityContext"],
+            {mount["mountPath"] for mount in container["volumeMounts"]},
+        )
+        assert (
+            pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            and security["readOnlyRootFilesystem"]
+        )
         assert mounts == {"/dev/shm", "/tmp"} and container["workingDir"] == "/tmp"
         assert {"name": "HOME", "value": "/tmp"} in container["env"]
         for hook in container.get("lifecycle", {}).values():
@@ -255,24 +313,31 @@ def test_both_manifests_describe_the_same_cluster() -> None:
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]
 
 
-# ---------------------------------------------------------------------------------------------------- the image
+# ----------------------------------------------------------------------------------------------------
+# the image
 
 
 def recipe() -> list[tuple[str, str]]:
     """Instruction and arguments of each line of the Dockerfile."""
     text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [
+        line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")
+    ]
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
 
 
 def copied(to: Path) -> None:
     """What the first stage sees of this repository."""
-    for instruction, words in recipe()[: [i for i, (word, _) in enumerate(recipe()) if word == "FROM"][1]]:
+    for instruction, words in recipe()[
+        : [i for i, (word, _) in enumerate(recipe()) if word == "FROM"][1]
+    ]:
         if instruction == "COPY":
             *sources, target = words.split()
             for source in sources:
                 if (ROOT / source).is_dir():
-                    shutil.copytree(ROOT / source, to / target, ignore=shutil.ignore_patterns("__pycache__"))
+                    shutil.copytree(
+                        ROOT / source, to / target, ignore=shutil.ignore_patterns("__pycache__")
+                    )
                 else:
                     shutil.copy(ROOT / source, to)
 
@@ -289,7 +354,8 @@ def test_the_image_runs_as_nobody_special_and_copies_what_is_there() -> None:
 
 @pytest.mark.e2e
 def test_what_the_image_copies_is_enough_to_install_the_package(tmp_path: Path) -> None:
-    """Its last install command, without the packages that this one needs, from the files that it sees."""
+    """Its last install command, without the packages that this one needs, from the files that it
+    sees."""
     if int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("the setuptools of this environment is older than 77")
     copied(tmp_path)
@@ -305,12 +371,19 @@ def test_what_the_image_copies_is_enough_to_install_the_package(tmp_path: Path) 
         str(tmp_path / "out"),
         ".",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     text = "from elastic import catalog; print(catalog.__file__, len(catalog.instance_types()))"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "out")}
     said = subprocess.run(
-        [sys.executable, "-c", text], cwd="/", env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", text],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert said.startswith(str(tmp_path / "out"))
     assert int(said.split()[1]) > 80  # the tables came along
@@ -318,23 +391,35 @@ def test_what_the_image_copies_is_enough_to_install_the_package(tmp_path: Path) 
 
 @pytest.mark.whole
 def test_the_images_install_commands_run_in_a_fresh_environment(tmp_path: Path) -> None:
-    """Minutes, and hundreds of megabytes from pip's index. Without a GPU the build of torch for CPUs will do, where pip sees
-    one: that with CUDA is gigabytes."""
+    """Minutes, and hundreds of megabytes from pip's index. Without a GPU the build of torch for
+    CPUs will do, where pip sees one: that with CUDA is gigabytes."""
     copied(tmp_path)
     runs = [words for word, words in recipe() if word == "RUN" and "/opt/elastic" in words]
     assert len(runs) == 3
     for words in runs:
-        command = words.replace("/opt/elastic", str(tmp_path / "venv")).replace("python3.12", sys.executable)
+        command = words.replace("/opt/elastic", str(tmp_path / "venv")).replace(
+            "python3.12", sys.executable
+        )
         if shutil.which("nvidia-smi") is None:
             command = command.replace('"torch===', '"torch==')
         subprocess.run(command, shell=True, cwd=tmp_path, check=True, timeout=1800)
     said = subprocess.run(
-        [tmp_path / "venv" / "bin" / "elastic", "--version"], capture_output=True, text=True, check=True
+        [tmp_path / "venv" / "bin" / "elastic", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert said.startswith("elastic ")
-    text = "import sys, torch, ray, elastic.cluster.backend.ray_backend; print(sys.prefix, torch.__version__, elastic.__file__)"
+    text = (
+        "import sys, torch, ray, elastic.cluster.backend.ray_backend; print(sys.prefix, "
+        "torch.__version__, elastic.__file__)"
+    )
     done = [str(tmp_path / "venv" / "bin" / "python"), "-c", text]
-    prefix, torch_version, file = subprocess.run(done, cwd="/", capture_output=True, text=True, check=True).stdout.split()
-    assert prefix == str(tmp_path / "venv") and file.startswith(prefix), "installed there, not found in this checkout"
+    prefix, torch_version, file = subprocess.run(
+        done, cwd="/", capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert prefix == str(tmp_path / "venv") and file.startswith(prefix), (
+        "installed there, not found in this checkout"
+    )
     pin = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pin is not None and torch_version.partition("+")[0] == pin[1]

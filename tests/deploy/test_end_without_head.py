@@ -1,4 +1,5 @@
-"""A worker node ends itself when its head is gone: the script with short limits; a socket is the head."""
+"""A worker node ends itself when its head is gone: the script with short limits; a socket is the
+head."""
 
 from __future__ import annotations
 
@@ -30,14 +31,17 @@ exit $code
 
 
 class Host:
-    """The machine: a folder for the script, a file that appears when it ends itself. It keeps how `sleep` and `flock` end."""
+    """The machine: a folder for the script, a file that appears when it ends itself. It keeps how
+    `sleep` and `flock` end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ended = folder / "ended"
         (folder / "bin").mkdir()
         for name in ("sleep", "flock"):
-            (folder / "bin" / name).write_text(COUNTED.format(path=os.environ["PATH"], name=name, folder=folder))
+            (folder / "bin" / name).write_text(
+                COUNTED.format(path=os.environ["PATH"], name=name, folder=folder)
+            )
             (folder / "bin" / name).chmod(0o755)
 
     def told(self, name: str) -> list[str]:
@@ -47,11 +51,18 @@ class Host:
 
     def start(self, port: int, limit_s: int = 2, raylet: str = "") -> None:
         environment = {
-            "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "FOLDER": str(self.folder), "PORT": str(port),
-            "LIMIT_S": str(limit_s), "EVERY_S": "0.1", "RAYLET": raylet, "END": f"touch {self.ended}", "HOME": str(self.folder),
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "FOLDER": str(self.folder),
+            "PORT": str(port), "LIMIT_S": str(limit_s), "EVERY_S": "0.1", "RAYLET": raylet,
+            "END": f"touch {self.ended}", "HOME": str(self.folder),
         }  # fmt: skip
         # Were it to watch itself, and hold up what comes after it, it would not be back in time.
-        subprocess.run(["bash", str(SCRIPT), "127.0.0.1"], env=environment, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            ["bash", str(SCRIPT), "127.0.0.1"],
+            env=environment,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
         until(lambda: self.watcher() > 0, "the watcher")
 
     def watchers(self) -> list[int]:
@@ -120,7 +131,10 @@ def head() -> Iterator[Head]:
 def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) -> None:
     begun_s = time.monotonic()
     host.start(head.port)
-    until(lambda: time.monotonic() - begun_s > 2.5 and head.asked > 5, "more looks than the limit allows without an answer")
+    until(
+        lambda: time.monotonic() - begun_s > 2.5 and head.asked > 5,
+        "more looks than the limit allows without an answer",
+    )
     assert not host.ended.exists()
     head.close()
     until(host.ended.exists, "its end")
@@ -157,8 +171,12 @@ def test_a_second_start_names_the_new_head_to_the_same_watcher(host: Host, head:
     host.start(head.port, limit_s=600)
     assert (host.folder / "head").read_text() == "127.0.0.1\n"
     until(lambda: len(host.told("flock")) == 2, "the second watcher's try to get the lock")
-    until(lambda: host.watcher() != first or len(host.watchers()) == 1, "the end of the second watcher")
+    until(
+        lambda: host.watcher() != first or len(host.watchers()) == 1,
+        "the end of the second watcher",
+    )
     assert host.told("flock") == ["0", "1"] and host.watcher() == first
-    with pytest.raises(ChildProcessError):  # it is in a session of its own: not ours, and not that of an SSH connection
+    # it is in a session of its own: not ours, and not that of an SSH connection
+    with pytest.raises(ChildProcessError):
         os.waitpid(first, os.WNOHANG)
     assert os.getsid(first) == first

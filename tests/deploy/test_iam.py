@@ -1,4 +1,5 @@
-"""The policies against what this package asks of S3, as worker and as driver: judged by moto's own evaluation of policies."""
+"""The policies against what this package asks of S3, as worker and as driver: judged by moto's own
+evaluation of policies."""
 
 from __future__ import annotations
 
@@ -44,15 +45,23 @@ def refused(who: str, calls: set[tuple[str, str]]) -> list[str]:
 
     policy = IAMPolicy((ROOT / "deploy" / "iam" / f"aws-{who}.json").read_text())
     bucket = "arn:aws:s3:::REPLACE-BUCKET"
-    places = {"bucket": bucket, "object": f"{bucket}/elastic/run/checkpoints/step-00000005.g0001/commit.json"}
-    found = {right: policy.is_action_permitted(right, places[kind]).name for right, kind in sorted(calls)}
+    places = {
+        "bucket": bucket,
+        "object": f"{bucket}/elastic/run/checkpoints/step-00000005.g0001/commit.json",
+    }
+    found = {
+        right: policy.is_action_permitted(right, places[kind]).name for right, kind in sorted(calls)
+    }
     return [right for right, answer in found.items() if answer != "PERMITTED"]
 
 
 @pytest.mark.slow
-def test_a_worker_saves_and_loads_and_may_remove_nothing(s3: S3Storage, asked: set[tuple[str, str]], small_parts: int) -> None:
+def test_a_worker_saves_and_loads_and_may_remove_nothing(
+    s3: S3Storage, asked: set[tuple[str, str]], small_parts: int
+) -> None:
     checkpoint_writer.write_shard(s3, 5, 1, 0, ITEMS)
-    uri = checkpoint_writer.commit(s3, 5, 1, 1, 1, {})  # the lowest living rank does, where there is no driver
+    # the lowest living rank does, where there is no driver
+    uri = checkpoint_writer.commit(s3, 5, 1, 1, 1, {})
     assert checkpoint_index.verify(uri) == []
     assert refused("worker", asked) == [] and len(asked) >= 3
     s3.delete_folder("checkpoints/step-00000005.g0001")

@@ -1,5 +1,6 @@
-"""The quickstart on a cluster launched from cluster_configs/laptop.yaml, in namespaces: Ray's autoscaler starts its nodes, and
-all of them are released: at the end, by a driver that came after one that was killed, at Ctrl-C."""
+"""The quickstart on a cluster launched from cluster_configs/laptop.yaml, in namespaces: Ray's
+autoscaler starts its nodes, and all of them are released: at the end, by a driver that came after
+one that was killed, at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from elastic.types import NodeReady, RequestFailed, StepDone
 pytestmark = pytest.mark.whole
 SCRIPT = str(ROOT / "deploy" / "laptop_cluster.sh")
 FILE = str(ROOT / "cluster_configs" / "laptop.yaml")
-QUICK = {"eval_every": 0, "durable_every": 0, "max_nodes": 1}  # the floor of the file: one node on demand
+# the floor of the file: one node on demand
+QUICK = {"eval_every": 0, "durable_every": 0, "max_nodes": 1}
 REQUESTED = """
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -40,17 +42,36 @@ class Laptop:
     """The cluster inside, and runs on it."""
 
     def __init__(self, folder: Path) -> None:
-        self.runs, self.folder = folder / "runs", Path("/tmp") / f"elastic-laptop-{os.getpid()}"  # sockets want a short path
-        environment = {"HOME": str(folder), "FOLDER": str(self.folder), "RAY": str(Path(sys.executable).parent / "ray")}
+        # sockets want a short path
+        self.runs, self.folder = folder / "runs", Path("/tmp") / f"elastic-laptop-{os.getpid()}"
+        environment = {
+            "HOME": str(folder),
+            "FOLDER": str(self.folder),
+            "RAY": str(Path(sys.executable).parent / "ray"),
+        }
         self.space = Namespace({**environment, "RAY_AUTH_MODE": "token", "PYTHONPATH": str(ROOT)})
 
     def script(self, word: str) -> str:
         return self.space.run("bash", SCRIPT, word)
 
     def run(self, name: str, **values: Any) -> subprocess.Popen[str]:
-        sets = [f"--set={key}={value}" for key, value in {**QUICK, "storage": self.runs, **values}.items()]
-        words = ["run", str(ROOT / "jobs" / "quickstart"), "--cluster", FILE, "--run-name", name, "--json", *sets]
-        return self.space.start(sys.executable, "-m", "elastic", *words, RAY_ADDRESS="127.0.0.1:6399")
+        sets = [
+            f"--set={key}={value}"
+            for key, value in {**QUICK, "storage": self.runs, **values}.items()
+        ]
+        words = [
+            "run",
+            str(ROOT / "jobs" / "quickstart"),
+            "--cluster",
+            FILE,
+            "--run-name",
+            name,
+            "--json",
+            *sets,
+        ]
+        return self.space.start(
+            sys.executable, "-m", "elastic", *words, RAY_ADDRESS="127.0.0.1:6399"
+        )
 
     def lines(self, name: str) -> list[Line]:
         journal = self.runs / name / "journal.jsonl"
@@ -58,7 +79,12 @@ class Laptop:
 
     def step(self, name: str, epoch: int = 1) -> int:
         """The last step that a driver has written down; 0 = none."""
-        done = [event.step for line in self.lines(name) if line.epoch == epoch for event in events([line], StepDone)]
+        done = [
+            event.step
+            for line in self.lines(name)
+            if line.epoch == epoch
+            for event in events([line], StepDone)
+        ]
         return max(done, default=0)
 
     def only_the_head(self) -> bool:
@@ -70,15 +96,21 @@ class Laptop:
 
 
 def a_driver_is_killed_and_another_is_stopped_by_hand(laptop: Laptop) -> None:
-    """The second finds the workers of the first at work and continues with them; Ctrl-C gives their node back."""
+    """The second finds the workers of the first at work and continues with them; Ctrl-C gives their
+    node back."""
     killed = laptop.run("second", steps=100_000)
     until(lambda: laptop.step("second") > 3 or killed.poll() is not None, "it trains")
     os.kill(below(killed), signal.SIGKILL)
     killed.communicate(timeout=WITHIN_S)
     attached = laptop.run("second", steps=100_000)
-    until(lambda: laptop.step("second", epoch=2) > 3 or attached.poll() is not None, "a new driver continues")
+    until(
+        lambda: laptop.step("second", epoch=2) > 3 or attached.poll() is not None,
+        "a new driver continues",
+    )
     assert attached.poll() is None, attached.communicate()[1][-3000:]
-    assert [plan.generation for plan in plans(laptop.lines("second"))] == [1], "with the workers that it found"
+    assert [plan.generation for plan in plans(laptop.lines("second"))] == [1], (
+        "with the workers that it found"
+    )
     assert not laptop.only_the_head()
     os.kill(below(attached), signal.SIGINT)
     _, err = attached.communicate(timeout=WITHIN_S)
@@ -107,11 +139,17 @@ def test_the_quickstart_gets_its_nodes_and_gives_them_back(laptop: Laptop) -> No
     assert first.returncode == 0, err[-3000:]
     found = json.loads(out.strip().splitlines()[-1])
     assert (found["steps"], found["samples_exact"]) == (4, True)
-    failed = {event.pool for event in events(laptop.lines("first"), RequestFailed)}  # a busy machine: its raylet came too late
-    assert {event.node.pool for event in events(laptop.lines("first"), NodeReady)} == {"spot" if failed else "on-demand"}
+    # a busy machine: its raylet came too late
+    failed = {event.pool for event in events(laptop.lines("first"), RequestFailed)}
+    assert {event.node.pool for event in events(laptop.lines("first"), NodeReady)} == {
+        "spot" if failed else "on-demand"
+    }
     until(laptop.only_the_head, "its node has ended")
     assert laptop.requested() == "requested 0"
     a_driver_is_killed_and_another_is_stopped_by_hand(laptop)
     laptop.script("stop")
-    until(lambda: not any(map(laptop.space.pids, ("raylet", "gcs_server", "ray::"))), "its last processes follow their raylets")
+    until(
+        lambda: not any(map(laptop.space.pids, ("raylet", "gcs_server", "ray::"))),
+        "its last processes follow their raylets",
+    )
     assert not laptop.folder.exists()

@@ -22,7 +22,10 @@ def process(proc: Path, pid: int, *words: str) -> Path:
 
 
 def hook(tmp_path: Path, limit_s: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PROC": str(tmp_path / "proc"), "ELASTIC_NOTICE_FILE": str(tmp_path / "notice")}
+    environment = os.environ | {
+        "PROC": str(tmp_path / "proc"),
+        "ELASTIC_NOTICE_FILE": str(tmp_path / "notice"),
+    }
     return subprocess.Popen(["sh", str(SCRIPT), str(limit_s)], env=environment)
 
 
@@ -35,7 +38,10 @@ def test_a_pod_without_workers_ends_at_once(tmp_path: Path) -> None:
 def test_workers_are_told_and_waited_for_until_they_have_left(tmp_path: Path) -> None:
     worker = process(tmp_path / "proc", 7, "ray::Worker.poll")
     script = hook(tmp_path, 1000)
-    until(lambda: (tmp_path / "notice").exists() and (tmp_path / "notice").read_text() == "1000\n", "the notice")
+    until(
+        lambda: (tmp_path / "notice").exists() and (tmp_path / "notice").read_text() == "1000\n",
+        "the notice",
+    )
     assert script.poll() is None
     worker.unlink()
     assert script.wait(60) == 0

@@ -1,4 +1,5 @@
-"""docs/catalog.md: its entries are read as they stand, every key is named, and what it says of the table is so."""
+"""docs/catalog.md: its entries are read as they stand, every key is named, and what it says of the
+table is so."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_the_entries_of_the_page_are_read(tmp_path: Path) -> None:
 
 
 def test_every_key_is_named() -> None:
-    peaks = {f"{kind}_tflops" for kind in ("fp16", "fp8", "fp4", "tf32", "vector_bf16")}  # named by what stands before _tflops
+    # named by what stands before _tflops
+    peaks = {f"{kind}_tflops" for kind in ("fp16", "fp8", "fp4", "tf32", "vector_bf16")}
     keys = {*ChipRow.model_fields, *InstanceRow.model_fields, *PriceRow.model_fields} - peaks
     assert [key for key in sorted(keys) if not re.search(rf"\b{key}\b", PAGE)] == []
 
@@ -41,7 +43,9 @@ def test_what_it_says_of_empty_cells_is_so() -> None:
     without = {found.chip for found in azure if not found.prices}
     assert without == {"H200-141GB-SXM", "MI300X-192GB", "GB200-186GB", "GB300-279GB"}
     h100 = [found for found in azure if found.gpu == "H100"]
-    assert h100 and all(quote.spot_usd_per_h is None for found in h100 for quote in found.prices.values())
+    assert h100 and all(
+        quote.spot_usd_per_h is None for found in h100 for quote in found.prices.values()
+    )
     assert catalog.find_chip("a100").name == "A100-40GB-SXM"
 
 

@@ -1,4 +1,5 @@
-"""docs/clusters.md and docs/network.md: what they name is there, and their section for a cluster file is one."""
+"""docs/clusters.md and docs/network.md: what they name is there, and their section for a cluster
+file is one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from elastic.config.clusters.elastic_section import Own, OwnPool, own_section
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 
 
-@pytest.mark.parametrize("page", ["docs/clusters.md", "docs/network.md", "cluster_configs/README.md", "deploy/iam/README.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["docs/clusters.md", "docs/network.md", "cluster_configs/README.md", "deploy/iam/README.md"],
+)
 def test_links_lead_somewhere(page: str) -> None:
     file = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)\)", file.read_text()):
@@ -37,8 +41,14 @@ def test_the_section_for_this_package_can_be_read_and_all_its_keys_are_named() -
 
 
 def test_the_commands_of_this_package_are_there() -> None:
-    lines = [line.split("  #")[0].split() for line in PAGE.splitlines() if line.startswith("elastic ")]
-    lines += [line.rstrip("\\").split() for line in PAGE.splitlines() if line.startswith("    elastic run")]
+    lines = [
+        line.split("  #")[0].split() for line in PAGE.splitlines() if line.startswith("elastic ")
+    ]
+    lines += [
+        line.rstrip("\\").split()
+        for line in PAGE.splitlines()
+        if line.startswith("    elastic run")
+    ]
     assert len(lines) >= 2
     for words in lines:
         assert command_line.parser().parse_args(words[1:]).handler

@@ -1,4 +1,5 @@
-"""docs/data.md, executed: its folder, its job, its program; packed documents cost what each of them costs alone."""
+"""docs/data.md, executed: its folder, its job, its program; packed documents cost what each of them
+costs alone."""
 
 from __future__ import annotations
 
@@ -46,20 +47,33 @@ def test_the_job_of_the_page_trains(folder: Path) -> None:
     assert seen.count(1) == 3 * seen.count(0)
     validation = validation_of(program, job.job())
     assert isinstance(validation, Sets) and [*validation] == ["notes", "lines"]
-    losses = train_alone(replace(program, dataset=lambda: dataset), {"seed": 0, "global_batch": job.global_batch}, job.steps)
+    losses = train_alone(
+        replace(program, dataset=lambda: dataset),
+        {"seed": 0, "global_batch": job.global_batch},
+        job.steps,
+    )
     assert losses[-1] < 0.6 * losses[0]
 
 
 def test_packed_documents_cost_what_each_costs_alone(folder: Path) -> None:
-    """The sum of the losses over all samples: the mask keeps documents apart, and no target is lost."""
+    """The sum of the losses over all samples: the mask keeps documents apart, and no target is
+    lost."""
     program = load_program(folder / "program.py")
     torch.manual_seed(0)
     model = program.model()
     program.init(model)
 
     def total(pack: str, masked: bool) -> tuple[float, int]:
-        source = {"jsonl": "lines.jsonl", "text": "body", "tokenizer": "bytes", "seq": 96, "pack": pack}
-        dataset = dataset_of(program, Job.from_plain({"folder": str(folder), "data": {"train": source}}))
+        source = {
+            "jsonl": "lines.jsonl",
+            "text": "body",
+            "tokenizer": "bytes",
+            "seq": 96,
+            "pack": pack,
+        }
+        dataset = dataset_of(
+            program, Job.from_plain({"folder": str(folder), "data": {"train": source}})
+        )
         loss, n_targets = 0.0, 0
         with torch.no_grad():
             for i in range(len(dataset)):
@@ -79,7 +93,9 @@ def unequal(folder: Path) -> JobSpec:
     """The job of the page on samples of unequal length."""
     subprocess.run(["bash", "-ec", block("data.md", "shell", 2)], cwd=folder, check=True)
     (folder / "job.yaml").write_text(block("data.md", "yaml", 1))
-    program = "".join(line for line in block("data.md", "python").splitlines(True) if "keywords=" not in line)
+    program = "".join(
+        line for line in block("data.md", "python").splitlines(True) if "keywords=" not in line
+    )
     (folder / "program.py").write_text(program.replace("max_seq=96", "max_seq=256"))
     return load_job(folder)
 
@@ -100,7 +116,10 @@ def test_the_cut_of_unequal_samples_is_what_the_page_says(folder: Path) -> None:
         shares.append(pad_share(cut, n_tokens))
         loads = [sum(lengths[i] for part in rank for i in part.ids) for rank in cut]
         assert max(loads) <= n_tokens / 2 + 256
-    said = re.search(r"on two ranks (\d+) % of the places are filling; with `pack: pad` it would be (\d+) %", PAGE)
+    said = re.search(
+        r"on two ranks (\d+) % of the places are filling; with `pack: pad` it would be (\d+) %",
+        PAGE,
+    )
     assert said is not None
     assert [round(100 * x) for x in (sum(shares) / len(shares), 1 - sum(lengths) / 200 / 256)] == [
         int(n) for n in said.groups()
@@ -113,7 +132,8 @@ def test_the_job_with_unequal_samples_runs(folder: Path) -> None:
     unequal(folder)
     done = subprocess.run(
         [sys.executable, "-m", "elastic.worker", ".", "--set", f"storage={folder}/runs", "--json"],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=150,
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     last = json.loads(done.stdout.strip().splitlines()[-1])
@@ -131,4 +151,7 @@ def test_the_tables_name_what_there_is() -> None:
     assert first["| `pack` | a sample | keys |"][1:] == list(PACKS)
     fields: dict[str, Any] = DataSpec.__pydantic_fields__
     assert all(f"`data.{name}`" in text or f"`data.{name}:" in text for name in fields)
-    assert f"({fields['cache_gb'].default:.0f})" in text and f"`data.prefetch_mb` ({fields['prefetch_mb'].default:.0f})" in text
+    assert (
+        f"({fields['cache_gb'].default:.0f})" in text
+        and f"`data.prefetch_mb` ({fields['prefetch_mb'].default:.0f})" in text
+    )

@@ -1,5 +1,5 @@
-"""Each code block of README.md and of docs/ is run or validated here, or stands in OTHERS: with the test that does it, or with
-the reason why it cannot be."""
+"""Each code block of README.md and of docs/ is run or validated here, or stands in OTHERS: with the
+test that does it, or with the reason why it cannot be."""
 
 from __future__ import annotations
 
@@ -23,13 +23,27 @@ from elastic.config.job import load_job
 from elastic.config.key_names import stored_keys
 from elastic.worker import __main__ as worker
 
-SLOW = ("--within 3w --gpus H100,", "jobs/gpt2_124m", "--scaling", "--what-if")  # sessions above half a second
-PLACEHOLDERS = {"JOB", "RUN", "FILE", "FOLDER", "ARGS", "SOURCE", "MODEL_FOLDER", "TEXT_FILE", "my_job", "train.py", "."}
+# sessions above half a second
+SLOW = ("--within 3w --gpus H100,", "jobs/gpt2_124m", "--scaling", "--what-if")
+PLACEHOLDERS = {
+    "JOB",
+    "RUN",
+    "FILE",
+    "FOLDER",
+    "ARGS",
+    "SOURCE",
+    "MODEL_FOLDER",
+    "TEXT_FILE",
+    "my_job",
+    "train.py",
+    ".",
+}
 NOT_RUN = "not run: "
 # page -> how a block begins -> the test that takes it from the page, or why none does
 OTHERS = {
     "README.md": {
-        "run         quickstart-": NOT_RUN + "what one run printed; its times are those of that machine",
+        "run         quickstart-": NOT_RUN
+        + "what one run printed; its times are those of that machine",
         "import torch, elastic": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
     },
     "capacity.md": {
@@ -37,7 +51,9 @@ OTHERS = {
         "120 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
         "mix  ": "sim/test_mix_runs.py::test_the_mix_meets_deadlines_that_spot_misses_for_less_than_on_demand",
     },
-    "checkpoints.md": {"import torch, torch.distributed": "worker/session/test_pages_trained.py::test_plain_dcp_loads_a_copy"},
+    "checkpoints.md": {
+        "import torch, torch.distributed": "worker/session/test_pages_trained.py::test_plain_dcp_loads_a_copy"
+    },
     "data.md": {
         "mkdir -p notes": "docs/test_data_page.py::test_the_job_of_the_page_trains",
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
@@ -72,10 +88,13 @@ OTHERS = {
     },
     "network.md": {"group=$(aws": NOT_RUN + "it makes a security group in an account of AWS"},
     "notices.md": {
-        "env: [{name": NOT_RUN + "a part of a pod; what its hook writes is read in cluster/notices/test_sources.py",
+        "env: [{name": NOT_RUN
+        + "a part of a pod; what its hook writes is read in cluster/notices/test_sources.py",
         "trap ": "cluster/notices/test_sources.py::test_a_trap_on_sigterm_writes_the_file",
     },
-    "optimization.md": {"def optimizers": "worker/session/test_pages_trained.py::test_two_optimizers_in_their_layouts"},
+    "optimization.md": {
+        "def optimizers": "worker/session/test_pages_trained.py::test_two_optimizers_in_their_layouts"
+    },
     "program.md": {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "layout 'pp=2': no pp": "docs/test_ways_in.py::test_what_the_page_warns_of_is_refused_as_it_says",
@@ -95,7 +114,9 @@ OTHERS = {
         "# train.py": "docs/test_script_page.py::test_the_command_of_the_page",
         "- torchrun": "docs/test_script_page.py::test_the_script_needs_no_change",
     },
-    "heterogeneous-gpus.md": {"60.3 s  step 38": NOT_RUN + "a line of one simulated run, broken into several"},
+    "heterogeneous-gpus.md": {
+        "60.3 s  step 38": NOT_RUN + "a line of one simulated run, broken into several"
+    },
 }
 
 
@@ -105,7 +126,11 @@ def begins(block: Block) -> str:
 
 def listed(block: Block) -> str | None:
     """What OTHERS says of a block."""
-    found = [said for start, said in OTHERS.get(block.page, {}).items() if begins(block).startswith(start)]
+    found = [
+        said
+        for start, said in OTHERS.get(block.page, {}).items()
+        if begins(block).startswith(start)
+    ]
     assert len(found) < 2, f"{block} is in OTHERS twice"
     return found[0] if found else None
 
@@ -118,12 +143,20 @@ def of_kind(kind: str) -> list[Block]:
 @pytest.mark.parametrize("page", pages())
 def test_every_block_is_run_or_says_why_not(page: str) -> None:
     found = blocks(page)
-    assert len(re.findall(r"^ *```", text_of(page), re.MULTILINE)) == 2 * len(found), "a fence is not closed"
+    assert len(re.findall(r"^ *```", text_of(page), re.MULTILINE)) == 2 * len(found), (
+        "a fence is not closed"
+    )
     here = ("yaml", "shell", "session", "json")
-    new = [f"{block.page}:{block.line}" for block in found if block.kind not in here and listed(block) is None]
+    new = [
+        f"{block.page}:{block.line}"
+        for block in found
+        if block.kind not in here and listed(block) is None
+    ]
     assert new == [], "no test runs these: write one, and name it in OTHERS"
     for start, said in OTHERS.get(page, {}).items():
-        assert sum(begins(block).startswith(start) for block in found) == 1, f"{page}: '{start}' is no block, or several"
+        assert sum(begins(block).startswith(start) for block in found) == 1, (
+            f"{page}: '{start}' is no block, or several"
+        )
         if not said.startswith(NOT_RUN):
             file, _, name = said.partition("::")
             text = (TESTS / file).read_text()
@@ -132,7 +165,10 @@ def test_every_block_is_run_or_says_why_not(page: str) -> None:
 
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(b, marks=pytest.mark.slow if any(s in b.first for s in SLOW) else ()) for b in of_kind("session")],
+    [
+        pytest.param(b, marks=pytest.mark.slow if any(s in b.first for s in SLOW) else ())
+        for b in of_kind("session")
+    ],
     ids=lambda block: block.first[:70],
 )
 def test_a_command_prints_what_stands_below_it(
@@ -159,9 +195,11 @@ def taken(words: list[str]) -> None:
     """Parsed as the program itself does it, without running it."""
     if words[0] == "python":
         assert words[1] == "-m"
-        words = {"elastic": ["elastic"], "elastic.worker": ["worker"], "elastic.certify": ["elastic", "certify"]}[
-            words[2]
-        ] + words[3:]
+        words = {
+            "elastic": ["elastic"],
+            "elastic.worker": ["worker"],
+            "elastic.certify": ["elastic", "certify"],
+        }[words[2]] + words[3:]
     if words[0] == "torchrun":
         given = get_args_parser().parse_args(words[1:])
         assert given.module and given.training_script == "elastic.worker"
@@ -179,9 +217,15 @@ def taken(words: list[str]) -> None:
         if "--" in words:
             taken(words[words.index("--") + 1 :])
     else:
-        assert words[0] == "export" and re.fullmatch(r"[A-Z_]+=\S+", words[1]), f"'{words[0]}': what checks it?"
+        assert words[0] == "export" and re.fullmatch(r"[A-Z_]+=\S+", words[1]), (
+            f"'{words[0]}': what checks it?"
+        )
     for word in words:
-        if re.search(r"/|\.(py|yaml)$", word) and not word.startswith(("http", "/")) and word not in PLACEHOLDERS:
+        if (
+            re.search(r"/|\.(py|yaml)$", word)
+            and not word.startswith(("http", "/"))
+            and word not in PLACEHOLDERS
+        ):
             assert (ROOT / word).exists() or "--out" in words, f"{word} is not there"
 
 
@@ -198,7 +242,9 @@ def of_ray(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", of_kind("yaml"), ids=str)
-def test_a_file_is_one_that_is_taken(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_one_that_is_taken(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(catalog.VARIABLE, raising=False)
     data: Any = yaml.safe_load(block.text)
     if isinstance(data, list):
@@ -210,7 +256,9 @@ def test_a_file_is_one_that_is_taken(block: Block, tmp_path: Path, monkeypatch: 
         assert own_section(data)[1] == []
     else:
         (tmp_path / "program.py").write_text("")
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump({"steps": 1000, "global_batch": 12, "optimizer": ADAM} | data))
+        (tmp_path / "job.yaml").write_text(
+            yaml.safe_dump({"steps": 1000, "global_batch": 12, "optimizer": ADAM} | data)
+        )
         job = load_job(tmp_path).plain()
         assert set(stored_keys(data, "page")) <= set(job)
 
@@ -232,9 +280,18 @@ def test_commands_inside_of_sentences_are_there(page: str) -> None:
         words = span.split()
         named = words[1].rstrip(",").split("|")
         assert set(named) <= set(verbs), span
-        options = {option for verb in named for action in nested(verbs[verb]) for option in action.option_strings}
+        options = {
+            option
+            for verb in named
+            for action in nested(verbs[verb])
+            for option in action.option_strings
+        }
         own = words[: words.index("--")] if "--" in words else words
-        unknown = [word for word in own if word.startswith("--") and word.rstrip(",").partition("=")[0] not in options]
+        unknown = [
+            word
+            for word in own
+            if word.startswith("--") and word.rstrip(",").partition("=")[0] not in options
+        ]
         assert unknown == [], span
 
 

@@ -1,4 +1,5 @@
-"""docs/how-it-works.md: the map is that of the rooms, and each file and function that the page names is there."""
+"""docs/how-it-works.md: the map is that of the rooms, and each file and function that the page
+names is there."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ WIDTH = 18  # of the names in the map
 
 
 def layers() -> list[str]:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     return [line.replace("(", "").replace(")", "") for line in contracts[0]["layers"]]
 
 
@@ -44,14 +47,22 @@ def names_in(path: Path) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inside.name}" for inside in node.body if isinstance(inside, ast.FunctionDef)}
+            found |= {
+                f"{node.name}.{inside.name}"
+                for inside in node.body
+                if isinstance(inside, ast.FunctionDef)
+            }
     return found
 
 
 def files_of(name: str) -> list[Path]:
     """`decide.py`, `policy/decide.py` and `elastic/policy/decide.py` are the same file."""
     name = name.removeprefix("elastic/")
-    return [path for path in ELASTIC.rglob("*.py") if f"/{path.relative_to(ELASTIC)}".endswith(f"/{name}")]
+    return [
+        path
+        for path in ELASTIC.rglob("*.py")
+        if f"/{path.relative_to(ELASTIC)}".endswith(f"/{name}")
+    ]
 
 
 def test_the_order_of_imports_is_the_linters() -> None:
@@ -62,13 +73,19 @@ def test_the_map_says_of_each_room_what_the_room_says() -> None:
     expected: list[str] = []
     for name in " | ".join(layers()).split(" | "):
         file = ELASTIC / f"{name}.py"
-        expected += [f"{file.name:<{WIDTH}} {first_line(file)}"] if file.exists() else rooms(ELASTIC / name)
+        expected += (
+            [f"{file.name:<{WIDTH}} {first_line(file)}"] if file.exists() else rooms(ELASTIC / name)
+        )
     assert block(PAGE, "text", 2).splitlines() == expected
 
 
 def test_the_drawing_names_the_rooms() -> None:
     words = set(re.findall(r"\w+", block(PAGE, "text", 0)))
-    assert words >= {name for name in " | ".join(layers()).split(" | ") if name not in ("program", "errors", "version")}
+    assert words >= {
+        name
+        for name in " | ".join(layers()).split(" | ")
+        if name not in ("program", "errors", "version")
+    }
 
 
 @pytest.mark.parametrize("page", pages())
@@ -87,5 +104,17 @@ def test_the_functions_that_a_page_names_are_there(page: str) -> None:
 
 
 def test_the_page_follows_a_notice_through_every_room_that_acts() -> None:
-    passed = {files_of(file)[0].relative_to(ELASTIC).parts[0] for file, _ in NAMED.findall(text_of(PAGE))}
-    assert passed >= {"cluster", "driver.py", "policy", "planner", "reshard", "ledger", "worker", "observe", "sim"}
+    passed = {
+        files_of(file)[0].relative_to(ELASTIC).parts[0] for file, _ in NAMED.findall(text_of(PAGE))
+    }
+    assert passed >= {
+        "cluster",
+        "driver.py",
+        "policy",
+        "planner",
+        "reshard",
+        "ledger",
+        "worker",
+        "observe",
+        "sim",
+    }

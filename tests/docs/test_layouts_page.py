@@ -1,4 +1,5 @@
-"""docs/layouts.md: its program trains under cp as on one rank, its job is one, its tables name what there is."""
+"""docs/layouts.md: its program trains under cp as on one rank, its job is one, its tables name what
+there is."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from support.places import ROOT
 
 from elastic.config.job import load_job
 from elastic.planner.layout_search import LayoutLimits, plan_layout
-from elastic.types import AXES, LAYOUT_OPTIONS, Job, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
+from elastic.types import (
+    AXES,
+    LAYOUT_OPTIONS,
+    Job,
+    ModelProfile,
+    Node,
+    OptimizerSpec,
+    TensorSpec,
+    WorkerId,
+    parse_layout,
+)
 
 PAGE = text_of("layouts.md")
 
@@ -45,17 +56,37 @@ GIVEN: list[tuple[dict[str, Any], tuple[int, ...], tuple[float, ...], dict[str, 
 
 
 def test_unequal_gpus_get_what_the_table_says() -> None:
-    model = ModelProfile(8, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("m", "v")),), 0.0, 4)
+    model = ModelProfile(
+        8,
+        1_000_000,
+        (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+        (OptimizerSpec(("m", "v")),),
+        0.0,
+        4,
+    )
     rows = [row.strip("| ").split(" | ") for row in re.findall(r"^\| \d.*$", PAGE, re.MULTILINE)]
     assert len(rows) == len(GIVEN)
     for (_, layout, samples, layers), (job, gpus, speeds, zones) in zip(rows, GIVEN, strict=True):
         nodes = [Node(f"n{i}", "p", n) for i, n in enumerate(gpus)]
-        rates = {WorkerId(n.node_id, k): speed for n, speed in zip(nodes, speeds) for k in range(n.gpus)}
+        rates = {
+            WorkerId(n.node_id, k): speed for n, speed in zip(nodes, speeds) for k in range(n.gpus)
+        }
         found = plan_layout(
-            model, Job.from_plain({"global_batch": 48, "layout": "auto", **job}), nodes, LayoutLimits(rates=rates, zones=zones)
+            model,
+            Job.from_plain({"global_batch": 48, "layout": "auto", **job}),
+            nodes,
+            LayoutLimits(rates=rates, zones=zones),
         )
-        told = [f"{found.samples[0]} each"] if len(set(found.samples)) == 1 < len(found.samples) else map(str, found.samples)
-        assert (str(found.layout), ", ".join(told), ", ".join(map(str, found.layers))) == (layout, samples, layers)
+        told = (
+            [f"{found.samples[0]} each"]
+            if len(set(found.samples)) == 1 < len(found.samples)
+            else map(str, found.samples)
+        )
+        assert (str(found.layout), ", ".join(told), ", ".join(map(str, found.layers))) == (
+            layout,
+            samples,
+            layers,
+        )
         assert not found.rejected or f"not {found.rejected[0]}" in PAGE
 
 
@@ -66,7 +97,18 @@ def test_the_command_has_the_losses_of_one_rank(folder: Path) -> None:
     cut = trained(folder, command[1:])
     assert cut["layout"] == "cp=2"
     alone = trained(
-        folder, ["--nproc-per-node", "1", *command[3:5], ".", "--layout", "dp_shard=1", "--json", "--run-name", "alone"]
+        folder,
+        [
+            "--nproc-per-node",
+            "1",
+            *command[3:5],
+            ".",
+            "--layout",
+            "dp_shard=1",
+            "--json",
+            "--run-name",
+            "alone",
+        ],
     )
     assert cut["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-4)
     assert cut["final_loss"] < 3.5

@@ -1,4 +1,5 @@
-"""docs/memory.md: its command runs, its keys are those of a job, its table of collectives is tested in test_zero_stages.py."""
+"""docs/memory.md: its command runs, its keys are those of a job, its table of collectives is tested
+in test_zero_stages.py."""
 
 from __future__ import annotations
 
@@ -41,4 +42,7 @@ def test_the_command_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     last = json.loads(done.stdout.strip().splitlines()[-1])
     assert (last["outcome"], last["steps"]) == ("succeeded", 3)
-    assert last["layout"] == "dp_shard=2,microbatch_size=2,zero_stage=2,activation_checkpointing=selective"
+    assert (
+        last["layout"]
+        == "dp_shard=2,microbatch_size=2,zero_stage=2,activation_checkpointing=selective"
+    )

@@ -1,4 +1,5 @@
-"""docs/optimization.md, executed: its jobs load, its optimizer is made, its guards are those that there are."""
+"""docs/optimization.md, executed: its jobs load, its optimizer is made, its guards are those that
+there are."""
 
 from __future__ import annotations
 
@@ -44,17 +45,27 @@ def test_the_job_of_the_page_trains(tmp_path: Path) -> None:
     assert [program.lr_factor(step) for step in (0, 19, 200)] == pytest.approx([0.05, 1.0, 0.1])
     named = list(program.model().named_parameters())
     optimizer = program.optimizer(named)
-    assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [(0.1, (0.9, 0.95)), (0.0, (0.9, 0.95))]
+    assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
+        (0.1, (0.9, 0.95)),
+        (0.0, (0.9, 0.95)),
+    ]
     assert len(optimizer.param_groups[1]["params"]) == sum("norm" in name for name, _ in named) > 0
 
 
 def test_the_two_optimizers_of_the_page_share_the_parameters(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
-    exec(re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[0], {"torch": torch}, found)
+    exec(
+        re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[0],
+        {"torch": torch},
+        found,
+    )
     ours = replace(BARE, optimizer=found["optimizers"])
     for program in (with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[1]))), ours):
         profile = trace(program)
-        assert [kept.entries for kept in profile.optimizers] == [("momentum_buffer",), ("exp_avg", "exp_avg_sq")]
+        assert [kept.entries for kept in profile.optimizers] == [
+            ("momentum_buffer",),
+            ("exp_avg", "exp_avg_sq"),
+        ]
         split = {spec.fqn: spec.optimizer for spec in profile.specs}
         assert (split["layers.0.attn.wo.weight"], split["embed.weight"]) == (0, 1)
 
@@ -68,19 +79,28 @@ def test_the_guards_of_the_page_are_all_there_are(tmp_path: Path) -> None:
     job = job_of(tmp_path, BLOCKS[0], BLOCKS[3])
     assert all(job["guards"].values()) and MEMORY in with_job(BARE, Job.from_plain(job)).extra_state
     rows = re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE)
-    assert set(Guards.__pydantic_fields__) <= set(rows) and {"skip", "rollback", "stop"} <= set(rows)
+    assert set(Guards.__pydantic_fields__) <= set(rows) and {"skip", "rollback", "stop"} <= set(
+        rows
+    )
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"]
+    "name",
+    [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"],
 )
 def test_the_page_names_what_passes_and_what_is_refused(name: str) -> None:
     passes, refused = (
-        part.replace("\n", " ") for part in re.findall(r"on the whole\. (.*?) pass\. (.*?) are refused", TEXT, re.DOTALL)[0]
+        part.replace("\n", " ")
+        for part in re.findall(r"on the whole\. (.*?) pass\. (.*?) are refused", TEXT, re.DOTALL)[0]
     )
     keywords = {"lr": 0.1} if name == "SGD" else {}
     try:
-        trace(with_job(BARE, Job(steps=4, global_batch=2, optimizer={"path": f"torch.optim.{name}", **keywords})))
+        trace(
+            with_job(
+                BARE,
+                Job(steps=4, global_batch=2, optimizer={"path": f"torch.optim.{name}", **keywords}),
+            )
+        )
     except ElasticError:
         assert re.search(rf"\b{name}\b", refused), f"{name} is refused"
     else:

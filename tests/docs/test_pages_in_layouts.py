@@ -1,4 +1,5 @@
-"""The Programs of README.md and of docs/ in the layouts that their pages promise: loss and gradients are those of one process.
+"""The Programs of README.md and of docs/ in the layouts that their pages promise: loss and
+gradients are those of one process.
 
 All of them are asked of one process, as a run asks before it starts.
 """
@@ -60,7 +61,10 @@ def readme(folder: Path) -> None:
 
 def plan_of_layouts(folder: Path) -> None:
     """The plan for tp that layouts.md shows, for the model that README.md means."""
-    own = f"\nfrom dataclasses import replace\n{block('layouts.md', 'python')}\nprogram = replace(program, tp=tp)\n"
+    own = (
+        f"\nfrom dataclasses import replace\n{block('layouts.md', 'python')}\nprogram = "
+        "replace(program, tp=tp)\n"
+    )
     (folder / "program.py").write_text(NAMES + block("README.md", "python") + own)
 
 
@@ -74,14 +78,18 @@ def unequal(folder: Path) -> None:
     """data.md: samples of unequal length."""
     subprocess.run(["bash", "-ec", blocks("data.md", "shell")[2].text], cwd=folder, check=True)
     (folder / "job.yaml").write_text(block("data.md", "yaml", 1))
-    own = "".join(line for line in block("data.md", "python").splitlines(True) if "keywords=" not in line)
+    own = "".join(
+        line for line in block("data.md", "python").splitlines(True) if "keywords=" not in line
+    )
     (folder / "program.py").write_text(own.replace("max_seq=96", "max_seq=256"))
 
 
 def adapters(folder: Path) -> None:
     """models.md: adapters on the model of huggingface.md."""
     own = block("models.md", "python", 1)
-    (folder / "program.py").write_text(f"{block('huggingface.md', 'python')}\nbase_program = program\n{own}")
+    (folder / "program.py").write_text(
+        f"{block('huggingface.md', 'python')}\nbase_program = program\n{own}"
+    )
 
 
 def page(name: str, which: int = 0) -> Callable[[Path], None]:
@@ -111,12 +119,16 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         folder = tmp_path_factory.mktemp("page")
         (folder / "job.yaml").write_text(JOB)
         written(folder)
-        asked.append({"job": load_job(folder).plain() | {"folder": str(folder), "drill": []}, "axes": axes})
+        asked.append(
+            {"job": load_job(folder).plain() | {"folder": str(folder), "drill": []}, "axes": axes}
+        )
     out = tmp_path_factory.mktemp("layouts") / "found"
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)], input=json.dumps(asked), text=True,
+        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)],
+        input=json.dumps(asked), text=True,
             timeout=MOST_S,
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_CACHE": str(out.parent / "cache")}, capture_output=True,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1",
+        "ELASTIC_CACHE": str(out.parent / "cache")}, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(zip(PROMISED, map(json.loads, out.read_text().splitlines()), strict=True))
@@ -124,7 +136,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", PROMISED)
-def test_the_program_of_the_page_computes_the_same_in_its_layouts(name: str, verdicts: dict[str, dict[str, Any]]) -> None:
+def test_the_program_of_the_page_computes_the_same_in_its_layouts(
+    name: str, verdicts: dict[str, dict[str, Any]]
+) -> None:
     found = verdicts[name]
     assert "error" not in found and found["equal"] is not None, found
     closed = {axis: why for axis in PROMISED[name][1] if (why := found["structure"][f"no_{axis}"])}

@@ -1,4 +1,5 @@
-"""docs/planner-model.md: every part of a step is in its table, its links lead somewhere, its constants are counted."""
+"""docs/planner-model.md: every part of a step is in its table, its links lead somewhere, its
+constants are counted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""docs/ray-train.md: its scripts run as they stand there; what goes over to Ray Train and back continues with the same
-losses."""
+"""docs/ray-train.md: its scripts run as they stand there; what goes over to Ray Train and back
+continues with the same losses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,12 @@ def change(folder: Path, name: str, old: str, new: str) -> None:
 def run(folder: Path, name: str, *words: str) -> str:
     """Standard output of the script, which must end well."""
     env = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     env |= {"RAY_AUTH_MODE": "disabled"}
     ended = subprocess.run(
         [sys.executable, name, *words],
@@ -83,7 +88,9 @@ def alone(steps: int, clip: float | None, seed: int = 0) -> list[float]:
     out = []
     for step in range(steps):
         rows = [data[i] for i in sample_ids(len(data), 24, seed, step)]
-        loss = cross_entropy(model(torch.stack([r[0] for r in rows])), torch.stack([r[1] for r in rows]))
+        loss = cross_entropy(
+            model(torch.stack([r[0] for r in rows])), torch.stack([r[1] for r in rows])
+        )
         optimizer.zero_grad()
         loss.backward()
         if clip:
@@ -94,7 +101,12 @@ def alone(steps: int, clip: float | None, seed: int = 0) -> list[float]:
 
 
 def journal_losses(journal: Path) -> dict[int, float]:
-    return {e.step: e.train_loss for line in read(journal) for _, e in line.events if isinstance(e, StepDone)}
+    return {
+        e.step: e.train_loss
+        for line in read(journal)
+        for _, e in line.events
+        if isinstance(e, StepDone)
+    }
 
 
 def off_by(found: list[float], wanted: list[float]) -> float:
@@ -102,17 +114,22 @@ def off_by(found: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------ the text
+# ------------------------------------------------------------------------------------------------
+# the text
 
 
 def test_the_diff_of_the_page_is_that_of_its_scripts_and_small() -> None:
     before, after = (scripts()[name].splitlines() for name in ("sums.py", "sums_elastic.py"))
     shown = block("ray-train.md", "diff")
     assert shown.rstrip("\n") == (
-        "\n".join(difflib.unified_diff(before, after, "sums.py", "sums_elastic.py", n=1, lineterm=""))
+        "\n".join(
+            difflib.unified_diff(before, after, "sums.py", "sums_elastic.py", n=1, lineterm="")
+        )
     )
     codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    assert sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in codes if tag != "equal") <= LINES_MOST
+    assert (
+        sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in codes if tag != "equal") <= LINES_MOST
+    )
     assert PAGE.read_text().rstrip().endswith("```")
 
 
@@ -123,24 +140,36 @@ def test_every_field_of_ray_train_is_on_the_page() -> None:
     text = PAGE.read_text()
     for kind in (train.ScalingConfig, train.RunConfig, train.FailureConfig, train.CheckpointConfig):
         for field in fields(kind):
-            if not field.name.startswith("_") and field.name not in ("failure_config", "checkpoint_config", "local_dir"):
+            if not field.name.startswith("_") and field.name not in (
+                "failure_config",
+                "checkpoint_config",
+                "local_dir",
+            ):
                 assert f"{field.name}`" in text, f"{kind.__name__}.{field.name}"
 
 
-# ------------------------------------------------------------------------------------------------ the scripts
+# ------------------------------------------------------------------------------------------------
+# the scripts
 
 
 @pytest.mark.whole
 def test_fit_through_a_kill_then_a_plain_ray_train_job_then_back(folder: Path) -> None:
     """ElasticTrainer -> TorchTrainer -> ElasticTrainer, on one curve of losses."""
-    change(folder, "fit.py", '"steps": 200', '"drill": [{"at_step": 40, "kill": "any"}], "steps": 200')
+    change(
+        folder, "fit.py", '"steps": 200', '"drill": [{"at_step": 40, "kill": "any"}], "steps": 200'
+    )
     out = folder / "out"
     checkpoint = last_word(run(folder, "fit.py", str(out)))
     wanted = alone(220, 1.0)
     losses = journal_losses(out / "fit" / "journal.jsonl")
     assert sorted(losses) == list(range(1, 201))
     assert off_by([losses[step] for step in sorted(losses)], wanted[:200]) < TOLERANCE
-    assert [e for line in read(out / "fit" / "journal.jsonl") for _, e in line.events if isinstance(e, DrillAsked)]
+    assert [
+        e
+        for line in read(out / "fit" / "journal.jsonl")
+        for _, e in line.events
+        if isinstance(e, DrillAsked)
+    ]
     reported = last_word(run(folder, "go_on.py", str(out), checkpoint))
     plain = json.loads((out / "losses.json").read_text())
     assert off_by(plain, wanted[200:]) < TOLERANCE  # the moments have come along
@@ -151,7 +180,8 @@ def test_fit_through_a_kill_then_a_plain_ray_train_job_then_back(folder: Path) -
 
 @pytest.mark.whole
 def test_the_train_function_through_a_kill_a_notice_and_a_growth(folder: Path) -> None:
-    """The page's script as it is, but for a drill, and a pause in each step in which nodes can come and go."""
+    """The page's script as it is, but for a drill, and a pause in each step in which nodes can come
+    and go."""
     drill = [
         {"at_step": 20, "notice": "any-spot", "deadline_s": SOON_S},
         {"at_step": 50, "kill": "any-spot"},
@@ -186,12 +216,19 @@ def test_a_job_inside_a_torch_trainer(folder: Path) -> None:
     }
     (folder / "job").mkdir()
     (folder / "job" / "job.yaml").write_text(yaml.safe_dump(spec))
-    loss, path = run(folder, "hosted.py", str(folder / "out"), str(folder / "job")).strip().splitlines()[-1].split()
+    loss, path = (
+        run(folder, "hosted.py", str(folder / "out"), str(folder / "job"))
+        .strip()
+        .splitlines()[-1]
+        .split()
+    )
     from support.reference import train
 
     from elastic.program import load_program
 
-    wanted = train(load_program(TINY), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12).losses[-1]
+    wanted = train(
+        load_program(TINY), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12
+    ).losses[-1]
     assert abs(float(loss) - wanted) < TOLERANCE
     assert (Path(path) / ".metadata").is_file()
     assert (Path(path) / "commit.json").is_file()
@@ -210,7 +247,10 @@ def test_rows_of_a_ray_data_dataset_have_the_losses_of_the_dataset_itself(folder
 @pytest.mark.whole
 def test_the_script_before_it_was_changed_is_one_that_ray_train_runs(folder: Path) -> None:
     change(
-        folder, "sums.py", "    trainer = ", "    import ray\n    ray.init(num_cpus=3, include_dashboard=False)\n    trainer = "
+        folder,
+        "sums.py",
+        "    trainer = ",
+        "    import ray\n    ray.init(num_cpus=3, include_dashboard=False)\n    trainer = ",
     )
     change(folder, "sums.py", "num_workers=(2, 6)", "num_workers=2")
     run(folder, "sums.py")

@@ -18,7 +18,11 @@ def test_each_test_that_it_names_is_there() -> None:
 
 def test_each_row_but_those_that_are_open_names_one() -> None:
     shown = PAGE.partition("\n## Open problems\n")[0]
-    rows = [line for line in shown.splitlines() if line.startswith("| ") and not line.startswith("| what was tried")]
+    rows = [
+        line
+        for line in shown.splitlines()
+        if line.startswith("| ") and not line.startswith("| what was tried")
+    ]
     assert [row for row in rows if "::" not in row] == []
 
 

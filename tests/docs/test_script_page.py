@@ -1,4 +1,5 @@
-"""docs/script.md, executed: its script, unchanged, by its command, through a kill; and the bare diff that it ends with."""
+"""docs/script.md, executed: its script, unchanged, by its command, through a kill; and the bare
+diff that it ends with."""
 
 from __future__ import annotations
 
@@ -21,14 +22,19 @@ PAGE = (ROOT / "docs" / "script.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMAND = BLOCKS[0][1].strip()
 SCRIPT = next(text for kind, text in BLOCKS if kind == "python")
-POOLS = [{"name": "spot", "market_type": "spot", "max_nodes": 2}, {"name": "on-demand", "max_nodes": 1}]
+POOLS = [
+    {"name": "spot", "market_type": "spot", "max_nodes": 2},
+    {"name": "on-demand", "max_nodes": 1},
+]
 
 
 def test_the_script_needs_no_change(tmp_path: Path) -> None:
     assert "elastic" not in SCRIPT
     (tmp_path / "train.py").write_text(SCRIPT)
     assert not enters_loop(tmp_path / "train.py")
-    changed = [line for line in next(text for kind, text in BLOCKS if kind == "diff").splitlines() if line]
+    changed = [
+        line for line in next(text for kind, text in BLOCKS if kind == "diff").splitlines() if line
+    ]
     assert [line[0] for line in changed] == ["-", "+"]  # the command, and no line of the script
     assert changed[1] == f"+ {COMMAND}"
     assert changed[0].startswith("- torchrun ")
@@ -48,12 +54,26 @@ def test_the_command_of_the_page(tmp_path: Path) -> None:
     words, arguments = COMMAND.split(" -- ")
     process = subprocess.Popen(
         [
-            sys.executable, "-m", *words.split(), "--local", "--json", "--run-name", "page", "--drill", "drill.yaml",
-            "--set", f"pools={json.dumps(POOLS)}", "--", *arguments.split(),
+            sys.executable,
+            "-m",
+            *words.split(),
+            "--local",
+            "--json",
+            "--run-name",
+            "page",
+            "--drill",
+            "drill.yaml",
+            "--set",
+            f"pools={json.dumps(POOLS)}",
+            "--",
+            *arguments.split(),
         ],
-        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     try:
         out, err = process.communicate(timeout=1200)
     except subprocess.TimeoutExpired:

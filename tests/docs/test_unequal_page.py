@@ -31,14 +31,27 @@ def test_the_drills_are_drills() -> None:
 
 def test_the_keys_and_their_defaults() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", PAGE, re.M)
-    assert dict(rows) == {"rebalance": "true", "across_zones": "false", "check_numbers_every": "auto"}
+    assert dict(rows) == {
+        "rebalance": "true",
+        "across_zones": "false",
+        "check_numbers_every": "auto",
+    }
     for key, default in rows:
         assert str(JobSpec.model_fields[key].default).lower() == default
 
 
 def test_the_numbers() -> None:
-    assert (share_rebalance.SURE, share_rebalance.LASTING, share_rebalance.LASTING_S, speeds.BAND) == (0.03, 0.03, 900.0, 0.1)
-    assert "still has 3 % less to do" in PAGE and "over the last 15\nminutes" in PAGE and "10 % for clocks and heat" in PAGE
+    assert (
+        share_rebalance.SURE,
+        share_rebalance.LASTING,
+        share_rebalance.LASTING_S,
+        speeds.BAND,
+    ) == (0.03, 0.03, 900.0, 0.1)
+    assert (
+        "still has 3 % less to do" in PAGE
+        and "over the last 15\nminutes" in PAGE
+        and "10 % for clocks and heat" in PAGE
+    )
     assert (share_rebalance.FEW, share_rebalance.ENOUGH) == (
         16,
         24,
@@ -46,4 +59,8 @@ def test_the_numbers() -> None:
     assert (relayout.MUCH, relayout.REPLACE_AFTER_S, relayout.MOVES_MOST) == (3.0, 60.0, 3)
     assert "more than 3 times slower for a minute" in PAGE and "At most\nthree such moves" in PAGE
     assert (retries.SILENT_MOST, retries.PROCESS_MOST, speeds.WARM_UP_STEPS) == (2, 3, 4)
-    assert "stall three times within an hour" in PAGE and "fail four times" in PAGE and "of the first four" in PAGE
+    assert (
+        "stall three times within an hour" in PAGE
+        and "fail four times" in PAGE
+        and "of the first four" in PAGE
+    )

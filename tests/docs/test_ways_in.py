@@ -1,4 +1,5 @@
-"""docs/loop.md, huggingface.md and program.md, executed: their programs train, and their diffs are those of the files."""
+"""docs/loop.md, huggingface.md and program.md, executed: their programs train, and their diffs are
+those of the files."""
 
 from __future__ import annotations
 
@@ -22,12 +23,18 @@ MOST_CHANGED = 15
 
 
 def lines_of(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip() and not line.startswith("# program.py")]
+    return [
+        line for line in text.splitlines() if line.strip() and not line.startswith("# program.py")
+    ]
 
 
 def changed(before: str, after: str) -> list[str]:
     """Lines that go (-) and that come (+); blank ones are not counted."""
-    return [line for line in list(difflib.unified_diff(lines_of(before), lines_of(after), n=0))[2:] if line[0] in "+-"]
+    return [
+        line
+        for line in list(difflib.unified_diff(lines_of(before), lines_of(after), n=0))[2:]
+        if line[0] in "+-"
+    ]
 
 
 PAIRS = {
@@ -83,7 +90,12 @@ def test_the_table_names_every_field_that_is_there() -> None:
     from elastic.program import Program
 
     text = text_of("program.md")
-    named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
+    named = set(
+        re.findall(
+            r"`(\w+)`",
+            "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `")),
+        )
+    )
     assert named <= set(Program.__dataclass_fields__)
     assert {"model", "loss", "dataset", "optimizer", "extra_state", "pipeline"} <= named
 
@@ -97,4 +109,6 @@ def test_what_the_page_warns_of_is_refused_as_it_says(tmp_path: Path) -> None:
     batch = {key: value[None] for key, value in program.dataset()[0].items()}
     found = structure_of(program, trace(program), batch)
     said = block("program.md", "text").strip()
-    assert re.sub(r"py:\d+", "py:N", f"layout 'pp=2': no pp: {found.no_pp}") == re.sub(r"py:\d+", "py:N", said)
+    assert re.sub(r"py:\d+", "py:N", f"layout 'pp=2': no pp: {found.no_pp}") == re.sub(
+        r"py:\d+", "py:N", said
+    )

@@ -19,7 +19,8 @@ from elastic.cluster.local.local_cluster import LocalCluster
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """One embedded cluster for all stories: each run starts nodes of its own on it, and takes them away."""
+    """One embedded cluster for all stories: each run starts nodes of its own on it, and takes them
+    away."""
     folder = tmp_path_factory.mktemp("embedded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SLOW, str(folder / "slow"))  # its nodes take their environment from here

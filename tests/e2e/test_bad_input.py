@@ -39,8 +39,14 @@ def refused(shell: Shell, said: str, *words: str, call: Call = Shell.here) -> No
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"global_bach": 8}, "tiny/job.yaml: unknown key 'global_bach'; did you mean 'global_batch'?"),
-        ({"layout": "dp_shard=8"}, "layout 'dp_shard=8' needs 8 workers; the pools give at most 2 (spot 2 x 1)"),
+        (
+            {"global_bach": 8},
+            "tiny/job.yaml: unknown key 'global_bach'; did you mean 'global_batch'?",
+        ),
+        (
+            {"layout": "dp_shard=8"},
+            "layout 'dp_shard=8' needs 8 workers; the pools give at most 2 (spot 2 x 1)",
+        ),
         ({"program": "none.py"}, "tiny/none.py: no such file"),
         ({"steps": None}, "tiny/job.yaml: key 'steps' is missing"),
         ({"storage": "/proc/nope"}, "storage /proc/nope/"),
@@ -59,7 +65,9 @@ def test_missing_folder_and_drill(shell: Shell) -> None:
 
 def test_program_that_raises(shell: Shell) -> None:
     name = shell.job(program="program.py")
-    (shell.root / name / "program.py").write_text("import elastic\nraise RuntimeError('not today')\n")
+    (shell.root / name / "program.py").write_text(
+        "import elastic\nraise RuntimeError('not today')\n"
+    )
     refused(shell, "importing it raised RuntimeError: not today", "run", name)
     (shell.root / name / "program.py").write_text("program = 3\n")
     refused(shell, "it must define `program = elastic.Program(...)`; found int", "run", name)

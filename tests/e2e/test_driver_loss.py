@@ -1,4 +1,5 @@
-"""SIGKILL of the driver: embedded it resumes from storage, on a cluster it attaches; without one the workers save and go."""
+"""SIGKILL of the driver: embedded it resumes from storage, on a cluster it attaches; without one
+the workers save and go."""
 
 from __future__ import annotations
 
@@ -37,17 +38,24 @@ def kill_driver(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=300)
 
 
-@pytest.mark.whole  # test_supervised_run.py tells the same of a driver that is started again by itself
+# test_supervised_run.py tells the same of a driver that is started again by itself
+@pytest.mark.whole
 def test_embedded_the_next_driver_resumes_from_the_newest_durable_copy(shell: Shell) -> None:
     name = shell.job(
-        steps=60, durable_every=10, program=str(PROGRAMS / "tiny_slow.py"), drill=[{"at_step": 25, "kill_driver": True}]
+        steps=60,
+        durable_every=10,
+        program=str(PROGRAMS / "tiny_slow.py"),
+        drill=[{"at_step": 25, "kill_driver": True}],
     )
     first = shell.start("run", name, "--run-name", "again")
     first.communicate(timeout=600)
     assert first.returncode == -signal.SIGKILL
     pids = [pid for e in events(shell, "again", NodePrepared) for pid in e.pids]
     assert pids
-    until(lambda: not any(processes.started(pid) for pid in pids), "the end of the workers of the killed driver")
+    until(
+        lambda: not any(processes.started(pid) for pid in pids),
+        "the end of the workers of the killed driver",
+    )
     newest = checkpoint_index.find(open_storage(str(shell.root / "elastic_runs" / "again")))[0].step
     assert newest in (10, 20)
     code, out, err = shell.call("run", name, "--run-name", "again", "--json")
@@ -76,7 +84,9 @@ def on_cluster(shell: Shell, cluster: LocalCluster) -> Shell:
     return shell
 
 
-def start_and_wait(shell: Shell, name: str, run: str, step: int) -> tuple[subprocess.Popen[str], list[int]]:
+def start_and_wait(
+    shell: Shell, name: str, run: str, step: int
+) -> tuple[subprocess.Popen[str], list[int]]:
     """A run on the cluster that has got to `step`, and the process ids of its workers."""
     process = shell.start("run", name, "--run-name", run)
     done = lambda: any(e.step >= step for e in events(shell, run, StepDone))  # noqa: E731
@@ -100,7 +110,9 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
     assert code == 0, err
     found = last_line(out)
     assert (found["steps"], found["samples_exact"]) == (70, True)
-    assert [t["generation"] for t in found["transitions"]] == [1], "the generation that ran continued"
+    assert [t["generation"] for t in found["transitions"]] == [1], (
+        "the generation that ran continued"
+    )
     steps = [e.step for e in events(shell, "attach", StepDone)]
     assert sorted(set(steps)) == list(range(1, 71))
     assert max(steps) > seen
@@ -111,9 +123,12 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
 
 @pytest.mark.whole
 def test_the_driver_and_a_node_are_lost_at_once(on_cluster: Shell) -> None:
-    """The next driver finds the survivors waiting and resumes from the copies in their memory: nothing was ever stored."""
+    """The next driver finds the survivors waiting and resumes from the copies in their memory:
+    nothing was ever stored."""
     shell = on_cluster
-    name = shell.job(steps=120, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, peer_every=4)
+    name = shell.job(
+        steps=120, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, peer_every=4
+    )
     first, _ = start_and_wait(shell, name, "both", 20)
     until(lambda: bool(events(shell, "both", CopyStored)), "a peer replica")
     there = {e.node_id: e.pids for e in events(shell, "both", NodePrepared)}
@@ -134,12 +149,16 @@ def test_the_driver_and_a_node_are_lost_at_once(on_cluster: Shell) -> None:
 
 def test_without_a_driver_the_workers_save_and_leave(on_cluster: Shell) -> None:
     shell = on_cluster
-    name = shell.job(steps=100_000, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, orphan_lease_s=6.0)
+    name = shell.job(
+        steps=100_000, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, orphan_lease_s=6.0
+    )
     first, pids = start_and_wait(shell, name, "orphan", 10)
     kill_driver(first)
     storage = open_storage(str(shell.root / "elastic_runs" / "orphan"))
     assert checkpoint_index.find(storage) == []
-    until(lambda: not any(processes.started(pid) for pid in pids), "the end of the orphaned workers")
+    until(
+        lambda: not any(processes.started(pid) for pid in pids), "the end of the orphaned workers"
+    )
     found = checkpoint_index.find(storage)
     assert len(found) == 1
     assert found[0].meta["orphan"] is True
@@ -157,7 +176,11 @@ actors = ray.util.list_named_actors(all_namespaces=True)
 print(json.dumps([actor["name"] for actor in actors if actor["namespace"] == {namespace!r}]))
 """
     out = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **shell.environment}, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env={**os.environ, **shell.environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert out.returncode == 0, out.stderr
     return list(json.loads(out.stdout.strip().splitlines()[-1]))

@@ -1,4 +1,5 @@
-"""ElasticTrainer(...).fit() with a Program: a notice, a kill and a growth in one run, and what its Result holds."""
+"""ElasticTrainer(...).fit() with a Program: a notice, a kill and a growth in one run, and what its
+Result holds."""
 
 from __future__ import annotations
 
@@ -36,12 +37,17 @@ def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
         {"at_step": 40, "add": "spot"},
     ]
     job = {
-        "steps": STEPS, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0, "peer_every": 4, "durable_every": 0,
-        "eval_every": 40, "pools": POOLS, "budget_usd": 1000, "drill": drill,
+        "steps": STEPS, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0, "peer_every": 4,
+        "durable_every": 0, "eval_every": 40, "pools": POOLS, "budget_usd": 1000, "drill": drill,
     }  # fmt: skip
-    config = ray_train.RunConfig(name="run", storage_path=str(tmp_path), logging_config=ray_train.LoggingConfig("ERROR"))
+    config = ray_train.RunConfig(
+        name="run", storage_path=str(tmp_path), logging_config=ray_train.LoggingConfig("ERROR")
+    )
     trainer = elastic.ElasticTrainer(
-        load_program(PROGRAM), job=job, scaling_config=ray_train.ScalingConfig(num_workers=(2, 6)), run_config=config
+        load_program(PROGRAM),
+        job=job,
+        scaling_config=ray_train.ScalingConfig(num_workers=(2, 6)),
+        run_config=config,
     )
     with slow_until_grown(tmp_path / "run" / "journal.jsonl", tmp_path / "slow"):
         result = trainer.fit()
@@ -50,15 +56,21 @@ def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
     went_on_as_if_nothing_happened(summary, lines, STEPS)
     assert {t["cause"] for t in summary["transitions"]} == {"start", "notice", "loss", "growth"}
     asked = [e.drill for line in lines for _, e in line.events if isinstance(e, DrillAsked)]
-    survivors_kept_their_processes(lines, {n for d in asked for kind in ("notice", "kill") for n in d.get(kind, ())})
+    survivors_kept_their_processes(
+        lines, {n for d in asked for kind in ("notice", "kill") for n in d.get(kind, ())}
+    )
 
     assert isinstance(result, ray_train.Result)
     assert (result.error, result.path) == (None, str(tmp_path / "run"))
     assert (result.metrics["step"], result.metrics["outcome"]) == (STEPS, "succeeded")
     frame = result.metrics_dataframe
     assert list(frame["step"]) == list(range(1, STEPS + 1))
-    assert max(abs(a - b) for a, b in zip(frame["train_loss"], alone(STEPS), strict=True)) < TOLERANCE
-    assert [step for step, loss in zip(frame["step"], frame["validation_loss"]) if not math.isnan(loss)] == [40, STEPS]
+    assert (
+        max(abs(a - b) for a, b in zip(frame["train_loss"], alone(STEPS), strict=True)) < TOLERANCE
+    )
+    assert [
+        step for step, loss in zip(frame["step"], frame["validation_loss"]) if not math.isnan(loss)
+    ] == [40, STEPS]
     assert Path(result.checkpoint.path).name.startswith(f"step-{STEPS:08d}")
     with pytest.raises(SpecError, match="run 'run' is done"):
         trainer.fit()

@@ -1,4 +1,5 @@
-"""Somebody else fills the disk under a run: it trains on, and what it owes is written when there is room again."""
+"""Somebody else fills the disk under a run: it trains on, and what it owes is written when there is
+room again."""
 
 from __future__ import annotations
 
@@ -38,24 +39,39 @@ def fill(disk: Path) -> Path:
 
 
 def step(journal: Path) -> int:
-    found = [event.step for line in read(journal) for _, event in line.events if isinstance(event, StepDone)]
+    found = [
+        event.step
+        for line in read(journal)
+        for _, event in line.events
+        if isinstance(event, StepDone)
+    ]
     return max(found, default=0)
 
 
 @pytest.mark.parametrize("room_again", [True, False])
 def test_a_full_disk(shell: Shell, small_disk: Path, room_again: bool) -> None:
-    job = {"steps": 100, "storage": str(small_disk), "durable_every": 10, "program": str(PROGRAMS / "tiny_slow.py")}
+    job = {
+        "steps": 100,
+        "storage": str(small_disk),
+        "durable_every": 10,
+        "program": str(PROGRAMS / "tiny_slow.py"),
+    }
     name = shell.job(**job, orphan_lease_s=900.0 if room_again else 4.0)
     run = small_disk / "full"
     journal = run / "journal.jsonl"
     process = shell.start("run", name, "--run-name", "full", "--json")
     try:
-        until(lambda: list(run.glob("checkpoints/*/commit.json")) != [], what="the first checkpoint")
+        until(
+            lambda: list(run.glob("checkpoints/*/commit.json")) != [], what="the first checkpoint"
+        )
         waste = fill(small_disk)
         size = journal.stat().st_size
         if room_again:
             filled_s = time.monotonic()
-            until(lambda: time.monotonic() - filled_s > Times().ttl_s + 3.0, what="the end of the lease")
+            until(
+                lambda: time.monotonic() - filled_s > Times().ttl_s + 3.0,
+                what="the end of the lease",
+            )
             assert process.poll() is None, process.communicate()
             assert journal.stat().st_size - size < 4096
             waste.unlink()
@@ -66,7 +82,11 @@ def test_a_full_disk(shell: Shell, small_disk: Path, room_again: bool) -> None:
     if room_again:
         assert process.returncode == 0, (out, err)
         found = last_line(out)
-        assert (found["outcome"], found["steps"], found["samples_exact"]) == ("succeeded", 100, True)
+        assert (found["outcome"], found["steps"], found["samples_exact"]) == (
+            "succeeded",
+            100,
+            True,
+        )
         assert step(journal) == 100
         return
     assert process.returncode == 1, (out, err)

@@ -1,5 +1,6 @@
-"""SIGKILL of what the driver stands on: its own raylet, or the head's GCS. It ends by itself, in one line; embedded, nothing is
-left of the run; on a cluster the workers are let go of and live on."""
+"""SIGKILL of what the driver stands on: its own raylet, or the head's GCS. It ends by itself, in
+one line; embedded, nothing is left of the run; on a cluster the workers are let go of and live
+on."""
 
 from __future__ import annotations
 
@@ -23,13 +24,18 @@ from elastic.types import NodePrepared, NodeReady, StepDone
 
 pytestmark = pytest.mark.e2e
 WITHIN_S = 60.0
-PARTS = {"raylet": ("raylet/raylet", "/ray/r0"), "gcs": ("gcs/gcs_server", "")}  # of the head: its binary, and a word of it
+# of the head: its binary, and a word of it
+PARTS = {"raylet": ("raylet/raylet", "/ray/r0"), "gcs": ("gcs/gcs_server", "")}
 WHY = {"raylet": "own raylet has ended", "gcs": "GCS at 127.0.0.1:"}
 
 
 def part_of_head(root: int, which: str) -> int:
     binary, word = PARTS[which]
-    found = [pid for pid in processes.descendants(root) if (words := processes.command(pid)) and words[0].endswith(binary)]
+    found = [
+        pid
+        for pid in processes.descendants(root)
+        if (words := processes.command(pid)) and words[0].endswith(binary)
+    ]
     (pid,) = [pid for pid in found if any(w.endswith(word) for w in processes.command(pid))]
     return pid
 
@@ -42,9 +48,16 @@ def events(shell: Shell, run: str, kind: type) -> list[Any]:
 
 def start(shell: Shell, kind: type = StepDone, **changes: Any) -> subprocess.Popen[str]:
     """A run that has come to its first event of that kind."""
-    values: dict[str, Any] = {"steps": 60, "program": str(PROGRAMS / "tiny_slow.py"), "durable_every": 5} | changes
+    values: dict[str, Any] = {
+        "steps": 60,
+        "program": str(PROGRAMS / "tiny_slow.py"),
+        "durable_every": 5,
+    } | changes
     process = shell.start("run", shell.job(**values), "--run-name", "headless")
-    until(lambda: bool(events(shell, "headless", kind)) or process.poll() is not None, what=kind.__name__)
+    until(
+        lambda: bool(events(shell, "headless", kind)) or process.poll() is not None,
+        what=kind.__name__,
+    )
     assert process.poll() is None, process.communicate()[1]
     return process
 
@@ -75,7 +88,11 @@ def test_the_embedded_run_ends_with_its_head(shell: Shell, which: str) -> None:
     below = processes.descendants(process.pid)
     os.kill(part_of_head(process.pid, which), signal.SIGKILL)
     ended(process, which)
-    until(lambda: not any(processes.started(pid) for pid in below), "the end of all its processes", 5.0)
+    until(
+        lambda: not any(processes.started(pid) for pid in below),
+        "the end of all its processes",
+        5.0,
+    )
     code, out, err = shell.call("run", "tiny", "--run-name", "headless", "--json")
     assert code == 0, err
     found = last_line(out)
@@ -95,7 +112,10 @@ def test_so_does_a_script_that_is_restarted(shell: Shell, which: str) -> None:
     (shell.root / "state").mkdir()
     script = ("--script", str(PROGRAMS / "plain_ddp.py"), "--", str(shell.root / "state"), "100000")
     process = shell.start("run", script_job(shell), "--local", "--run-name", "headless", *script)
-    until(lambda: bool(events(shell, "headless", StepDone)) or process.poll() is not None, what="its first step")
+    until(
+        lambda: bool(events(shell, "headless", StepDone)) or process.poll() is not None,
+        what="its first step",
+    )
     assert process.poll() is None, process.communicate()[1]
     os.kill(part_of_head(process.pid, which), signal.SIGKILL)
     ended(process, which)

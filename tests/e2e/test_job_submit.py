@@ -1,4 +1,5 @@
-"""`ray job submit --working-dir . -- python -m elastic run jobs/quickstart --json` against a running Ray cluster."""
+"""`ray job submit --working-dir . -- python -m elastic run jobs/quickstart --json` against a
+running Ray cluster."""
 
 from __future__ import annotations
 
@@ -34,18 +35,29 @@ def free_ports(n: int) -> list[int]:
 def dashboard(shell: Shell) -> Iterator[str]:
     """The address of a Ray cluster of one node of two cores, with a folder and ports of its own."""
     folder = tempfile.mkdtemp(prefix="er-", dir="/tmp")  # paths of sockets must be short
-    names = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port", "metrics-export-port")
+    names = (
+        "port",
+        "dashboard-port",
+        "dashboard-agent-listen-port",
+        "ray-client-server-port",
+        "metrics-export-port",
+    )
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     with Path(folder, "head.log").open("w") as log:
         head = subprocess.Popen(
-            [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--num-cpus=2",
-             f"--temp-dir={folder}", "--disable-usage-stats", *(f"--{name}={port}" for name, port in ports.items())],
+            [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1",
+            "--dashboard-host=127.0.0.1", "--num-cpus=2",
+             f"--temp-dir={folder}", "--disable-usage-stats", *(f"--{name}={port}" for name,
+             port in ports.items())],
             start_new_session=True, stdout=log, stderr=log,
             env={**inherited, **shell.environment, "RAY_TMPDIR": folder, "HOME": folder},
         )  # fmt: skip
     try:
-        until(lambda: "will now block forever" in Path(folder, "head.log").read_text(), "the start of Ray")
+        until(
+            lambda: "will now block forever" in Path(folder, "head.log").read_text(),
+            "the start of Ray",
+        )
         yield f"http://127.0.0.1:{ports['dashboard-port']}"
     finally:
         mark = shell.environment["ELASTIC_TEST_MARK"]
@@ -66,14 +78,49 @@ def _ended(pids: list[int]) -> list[int]:
 
 @pytest.mark.whole
 def test_a_submitted_job(shell: Shell, dashboard: str) -> None:
-    run = [sys.executable, "-m", "elastic", "run", "jobs/quickstart", "--set", "steps=15", "--run-name", "sent", "--json"]
-    words = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", "--", *run, "--storage", str(shell.root)]
-    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=600, env={**os.environ, "RAY_ADDRESS": ""})
+    run = [
+        sys.executable,
+        "-m",
+        "elastic",
+        "run",
+        "jobs/quickstart",
+        "--set",
+        "steps=15",
+        "--run-name",
+        "sent",
+        "--json",
+    ]
+    words = [
+        RAY,
+        "job",
+        "submit",
+        "--address",
+        dashboard,
+        "--working-dir",
+        ".",
+        "--",
+        *run,
+        "--storage",
+        str(shell.root),
+    ]
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=600,
+        env={**os.environ, "RAY_ADDRESS": ""},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"run"')]
     assert len(lines) == 1, done.stdout
     found = last_line(lines[0])
-    assert (found["run"], found["outcome"], found["steps"], found["samples_exact"]) == ("sent", "succeeded", 15, True)
+    assert (found["run"], found["outcome"], found["steps"], found["samples_exact"]) == (
+        "sent",
+        "succeeded",
+        15,
+        True,
+    )
     assert re.search(r"Job '\w+' succeeded", done.stdout + done.stderr)
     assert (shell.root / "sent" / "loss.png").is_file()
     assert not [pid for pid in children(shell.environment["ELASTIC_TEST_MARK"]) if _is_worker(pid)]
@@ -95,9 +142,27 @@ def test_a_submitted_script_that_is_restarted(shell: Shell, dashboard: str) -> N
         "--run-name",
         "sent",
     ]
-    words = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", "--", *run, "--json"]
+    words = [
+        RAY,
+        "job",
+        "submit",
+        "--address",
+        dashboard,
+        "--working-dir",
+        ".",
+        "--",
+        *run,
+        "--json",
+    ]
     words += ["--storage", str(shell.root), "--", str(shell.root / "state"), "15"]
-    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=600, env={**os.environ, "RAY_ADDRESS": ""})
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=600,
+        env={**os.environ, "RAY_ADDRESS": ""},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = last_line(next(line for line in done.stdout.splitlines() if line.startswith('{"run"')))
     assert (found["outcome"], found["steps"]) == ("succeeded", 15)

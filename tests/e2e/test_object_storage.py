@@ -1,4 +1,5 @@
-"""A whole run in s3://, through a proxy that does harm now and then: watched, stopped, and resumed on another machine."""
+"""A whole run in s3://, through a proxy that does harm now and then: watched, stopped, and resumed
+on another machine."""
 
 from __future__ import annotations
 
@@ -20,34 +21,56 @@ NODES = {
 pytestmark = pytest.mark.e2e
 
 
-def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy, tmp_path: Path) -> None:
-    proxy.faults += [slow_down("PUT .*checkpoints", 2), Fault("reset", "PUT", 2, skip=9), Fault("lost", "PUT .*journal", 2)]
+def test_a_run_in_object_storage(
+    shell: Shell, s3: S3Storage, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    proxy.faults += [
+        slow_down("PUT .*checkpoints", 2),
+        Fault("reset", "PUT", 2, skip=9),
+        Fault("lost", "PUT .*journal", 2),
+    ]
     elsewhere = replace(shell, root=tmp_path / "elsewhere")
     elsewhere.root.mkdir()
     run, again = f"{s3.uri}/one", {**NODES, "program": str(PROGRAMS / "tiny_slow.py")}
     name = shell.job(
-        steps=100_000, storage=s3.uri, **again, drill=[{"at_step": 6, "kill": "any-spot"}], durable_every=20, peer_every=0
+        steps=100_000,
+        storage=s3.uri,
+        **again,
+        drill=[{"at_step": 6, "kill": "any-spot"}],
+        durable_every=20,
+        peer_every=0,
     )
     first = shell.start("run", name, "--run-name", "one")
     try:
         until(lambda: bool(s3.list("one/journal/")), "the first segment of the journal")
         until(lambda: bool(s3.list("one/checkpoints/")), "the first checkpoint")
         until(lambda: elsewhere.status(run)["step"] > 12, "the twelfth step")
-        code, _, err = elsewhere.here("run", elsewhere.job(storage=s3.uri, **again), "--run-name", "one")
-        assert (code, err.count("\n")) == (2, 1) and f"run 'one' is driven by process {first.pid}" in err
+        code, _, err = elsewhere.here(
+            "run", elsewhere.job(storage=s3.uri, **again), "--run-name", "one"
+        )
+        assert (code, err.count("\n")) == (
+            2,
+            1,
+        ) and f"run 'one' is driven by process {first.pid}" in err
         code, out, err = elsewhere.here("drill", run, "add=spot")
         assert code == 0, err
-        assert shell.here("stop", "one", "--reason", "enough for today")[0] == 0  # its folder knows where the run is
+        # its folder knows where the run is
+        assert shell.here("stop", "one", "--reason", "enough for today")[0] == 0
         out, err = first.communicate(timeout=300)
     finally:
         first.kill()
     assert first.returncode == 3, err
     assert "enough for today" in out
     stopped = elsewhere.status(run)
-    assert stopped == shell.status("one") and (stopped["phase"], stopped["durable_step"]) == ("stopped", stopped["step"])
+    assert stopped == shell.status("one") and (stopped["phase"], stopped["durable_step"]) == (
+        "stopped",
+        stopped["step"],
+    )
 
     last = stopped["step"] + 5
-    code, out, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **again, steps=last), "--run-name", "one", "--json")
+    code, out, err = elsewhere.call(
+        "run", elsewhere.job(storage=s3.uri, **again, steps=last), "--run-name", "one", "--json"
+    )
     assert code == 0, err
     found = last_line(out)
     assert (found["steps"], found["samples_exact"]) == (last, True)
@@ -67,4 +90,6 @@ def _look_at_it(shell: Shell, run: str, s3: S3Storage, last: int) -> None:
     assert code == 0 and json.loads(out)["identical"] is True
     code, out, err = shell.here("checkpoint", "verify", run, "--json")
     assert code == 0 and {item["step"] for item in json.loads(out)} >= {last}, err
-    assert {"one/report.json", "one/loss.png"} <= set(s3.list()) and list(s3._unfinished(s3.prefix)) == []
+    assert {"one/report.json", "one/loss.png"} <= set(s3.list()) and list(
+        s3._unfinished(s3.prefix)
+    ) == []

@@ -32,15 +32,23 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.whole  # test_object_storage.py tells the same story in s3://
 def test_a_run_is_driven_by_one_stopped_and_resumed(shell: Shell) -> None:
-    """Through a kill and a growth; a second driver is refused; what is stopped continues under the same name."""
+    """Through a kill and a growth; a second driver is refused; what is stopped continues under the
+    same name."""
     drill = [{"at_step": 6, "kill": "any-spot"}, {"at_step": 12, "add": "spot"}]
-    name = shell.job(steps=100_000, eval_every=10, drill=drill, durable_every=50, program="program.py")
+    name = shell.job(
+        steps=100_000, eval_every=10, drill=drill, durable_every=50, program="program.py"
+    )
     (shell.root / name / "program.py").write_text(PACED)
     with slow_until_grown(shell.root / "elastic_runs/one/journal.jsonl", shell.root / "slow"):
         first = shell.start("run", name, "--run-name", "one")
         try:
-            until(lambda: (shell.root / "elastic_runs/one/journal.jsonl").exists(), "the first line of the journal")
-            until(lambda: grown(shell) and shell.status("one")["step"] > 30, "the step after a growth")
+            until(
+                lambda: (shell.root / "elastic_runs/one/journal.jsonl").exists(),
+                "the first line of the journal",
+            )
+            until(
+                lambda: grown(shell) and shell.status("one")["step"] > 30, "the step after a growth"
+            )
             code, _, err = shell.call("run", name, "--run-name", "one")
             assert (code, err.count("\n")) == (2, 1)
             assert f"run 'one' is driven by process {first.pid}" in err
@@ -53,7 +61,9 @@ def test_a_run_is_driven_by_one_stopped_and_resumed(shell: Shell) -> None:
     stopped = shell.status("one")
     assert (stopped["phase"], stopped["durable_step"]) == ("stopped", stopped["step"])
     last = stopped["step"] + 5
-    code, out, err = shell.call("run", name, "--run-name", "one", "--set", f"steps={last}", "--json")
+    code, out, err = shell.call(
+        "run", name, "--run-name", "one", "--set", f"steps={last}", "--json"
+    )
     assert code == 0, err
     assert out.count("\n") == 1
     found = last_line(out)
@@ -70,7 +80,10 @@ def test_a_run_is_driven_by_one_stopped_and_resumed(shell: Shell) -> None:
 
 
 def grown(shell: Shell) -> bool:
-    return any(plan.cause == "growth" for plan in plans(read(shell.root / "elastic_runs/one/journal.jsonl")))
+    return any(
+        plan.cause == "growth"
+        for plan in plans(read(shell.root / "elastic_runs/one/journal.jsonl"))
+    )
 
 
 def _look_at_it(shell: Shell, last: int) -> None:
@@ -95,7 +108,10 @@ def _look_at_it(shell: Shell, last: int) -> None:
 def test_ctrl_c_saves_and_leaves_nothing(shell: Shell) -> None:
     run = shell.start("run", shell.job(steps=100_000), "--run-name", "three")
     try:
-        until(lambda: (shell.root / "elastic_runs/three/journal.jsonl").exists(), "the first line of the journal")
+        until(
+            lambda: (shell.root / "elastic_runs/three/journal.jsonl").exists(),
+            "the first line of the journal",
+        )
         until(lambda: shell.status("three")["step"] > 3, "the third step")
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=300)
@@ -124,34 +140,61 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
     assert "this loss is not written yet" in found["reason"]
     assert "\n" not in found["reason"]
     shown = err[err.index("Traceback (most recent call last):") :]
-    assert "program.py" in shown.splitlines()[1] and "in loss" in shown.splitlines()[1], "from the program's own frame on"
+    assert "program.py" in shown.splitlines()[1] and "in loss" in shown.splitlines()[1], (
+        "from the program's own frame on"
+    )
     assert "ValueError: this loss is not written yet" in shown.splitlines()
     code, out, _ = shell.here("logs", "four")
     assert code == 0 and "ValueError: this loss is not written yet" in out
 
 
-@pytest.mark.whole  # what is masked where: tests/config/test_masking.py; that such a run is resumed: tests/api/test_api.py
+# what is masked where: tests/config/test_masking.py; that such a run is resumed:
+# tests/api/test_api.py
+@pytest.mark.whole
 def test_a_secret_argument_of_a_script_is_in_no_file_and_the_run_is_resumed(shell: Shell) -> None:
     secret = "zq7-planted"
-    text = (PROGRAMS / "loop_tiny.py").read_text().replace("Path(__file__).parent", repr(PROGRAMS.as_posix()))
-    text = text.replace('parser.add_argument("--clip"', 'parser.add_argument("--hf-token")\nparser.add_argument("--clip"')
-    name = shell.job(steps=4, script="train.py", program=None, args=["--hf-token", secret], layout="dp_shard=1")
+    text = (
+        (PROGRAMS / "loop_tiny.py")
+        .read_text()
+        .replace("Path(__file__).parent", repr(PROGRAMS.as_posix()))
+    )
+    text = text.replace(
+        'parser.add_argument("--clip"',
+        'parser.add_argument("--hf-token")\nparser.add_argument("--clip"',
+    )
+    name = shell.job(
+        steps=4, script="train.py", program=None, args=["--hf-token", secret], layout="dp_shard=1"
+    )
     (shell.root / name / "train.py").write_text(text)
     code, _, err = shell.call("run", name, "--run-name", "kept", "--json")
     assert code == 0, err
     code, out, err = shell.call("run", name, "--run-name", "kept", "--set", "steps=6", "--json")
     assert code == 0, err
-    assert last_line(out)["steps"] == 6 and "durable" in [t["source"] for t in last_line(out)["transitions"]]
+    assert last_line(out)["steps"] == 6 and "durable" in [
+        t["source"] for t in last_line(out)["transitions"]
+    ]
     found = shell.files()
     assert {"journal.jsonl", "commit.json", "report.json"} <= {Path(file).name for file in found}
     assert [file for file, data in found.items() if secret.encode() in data] == []
-    shell.job(steps=8, script="train.py", program=None, args=["--hf-token", "zq8-other"], layout="dp_shard=1")
+    shell.job(
+        steps=8,
+        script="train.py",
+        program=None,
+        args=["--hf-token", "zq8-other"],
+        layout="dp_shard=1",
+    )
     code, _, err = shell.call("run", name, "--run-name", "kept")
-    assert (code, err.count("\n")) == (2, 1) and "was started with other values: args (" in err and "zq" not in err
+    assert (
+        (code, err.count("\n")) == (2, 1)
+        and "was started with other values: args (" in err
+        and "zq" not in err
+    )
 
 
 @pytest.mark.whole  # each part by itself: tests/ledger/test_journal.py, tests/api/test_api.py
-def test_a_damaged_journal_and_marker_are_told_and_the_run_goes_on_from_the_copy_before(shell: Shell) -> None:
+def test_a_damaged_journal_and_marker_are_told_and_the_run_goes_on_from_the_copy_before(
+    shell: Shell,
+) -> None:
     name = shell.job(steps=6, durable_every=3, layout="dp_shard=1")
     code, _, err = shell.call("run", name, "--run-name", "hurt", "--json")
     assert code == 0, err
@@ -162,12 +205,21 @@ def test_a_damaged_journal_and_marker_are_told_and_the_run_goes_on_from_the_copy
     rows[3] = rows[3].replace(b'"at_s":1', b'"at_s":9', 1)
     (folder / "journal.jsonl").write_bytes(b"\n".join(rows))
     before = shell.files()
-    for words in (("run", name, "--run-name", "hurt", "--set", "steps=8"), ("status", "hurt"), ("replay", "hurt")):
+    for words in (
+        ("run", name, "--run-name", "hurt", "--set", "steps=8"),
+        ("status", "hurt"),
+        ("replay", "hurt"),
+    ):
         code, _, err = shell.call(*words)
         assert (code, err.count("\n")) == (2, 1), err
-        assert "journal.jsonl, line 4: it was altered after it was written" in err and "--from-checkpoint" in err
+        assert (
+            "journal.jsonl, line 4: it was altered after it was written" in err
+            and "--from-checkpoint" in err
+        )
     assert shell.files() == before
-    code, out, err = shell.call("run", name, "--run-name", "hurt", "--set", "steps=8", "--from-checkpoint", "--json")
+    code, out, err = shell.call(
+        "run", name, "--run-name", "hurt", "--set", "steps=8", "--from-checkpoint", "--json"
+    )
     assert code == 0, err
     assert f"a checkpoint cannot be read: {marker}: not readable" in err
     assert (last_line(out)["steps"], last_line(out)["samples_exact"]) == (8, True)
@@ -175,5 +227,8 @@ def test_a_damaged_journal_and_marker_are_told_and_the_run_goes_on_from_the_copy
     assert (back["at_step"], back["digest_ok"]) == (3, True)
     assert (folder / "journal-damaged-1.jsonl").read_bytes() == b"\n".join(rows)
     told = shell.here("why", "hurt")[1]
-    assert f"a checkpoint cannot be read: {marker}" in told and "its journal was damaged: 3 lines before that count" in told
+    assert (
+        f"a checkpoint cannot be read: {marker}" in told
+        and "its journal was damaged: 3 lines before that count" in told
+    )
     assert json.loads(shell.here("replay", "hurt", "--json")[1])["identical"] is True

@@ -1,4 +1,5 @@
-"""Scripts that people have, made elastic by a handful of lines: each through a notice, a kill and a growth, losses as ever."""
+"""Scripts that people have, made elastic by a handful of lines: each through a notice, a kill and a
+growth, losses as ever."""
 
 from __future__ import annotations
 
@@ -49,15 +50,19 @@ def slowed(name: str, folder: Path, pause_s: float) -> Path:
     assert text.count("    run.step(") == 1
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "train.py"
-    file.write_text(text.replace("        run.step(", f"{PAUSE}        time.sleep({pause_s})\n        run.step("))
+    file.write_text(
+        text.replace(
+            "        run.step(", f"{PAUSE}        time.sleep({pause_s})\n        run.step("
+        )
+    )
     return file
 
 
 def elastic_run(script: Path, args: list[str]) -> tuple[dict[str, Any], list[Any]]:
     folder = script.parent
     job = {
-        "script": script.name, "args": args, "steps": STEPS, "seed": SEED, "pools": POOLS, "drill": DRILL, "peer_every": 4,
-        "durable_every": 0, "storage": str(folder / "runs"),
+        "script": script.name, "args": args, "steps": STEPS, "seed": SEED, "pools": POOLS,
+        "drill": DRILL, "peer_every": 4, "durable_every": 0, "storage": str(folder / "runs"),
     }  # fmt: skip
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     with slow_until_grown(folder / "runs" / "run" / "journal.jsonl", folder / "slow"):
@@ -77,7 +82,12 @@ def check(summary: dict[str, Any], lines: list[Any], alone: list[float]) -> None
     assert by_cause["notice"]["steps_lost"] == by_cause["growth"]["steps_lost"] == 0
     lost_only_what_no_copy_had(by_cause["loss"], lines)
     assert all(e.ok for e in events(lines, DigestChecked)) and events(lines, DigestChecked)
-    hit = {name for e in events(lines, DrillAsked) for kind in ("notice", "kill") for name in e.drill.get(kind, ())}
+    hit = {
+        name
+        for e in events(lines, DrillAsked)
+        for kind in ("notice", "kill")
+        for name in e.drill.get(kind, ())
+    }
     survivors_kept_their_processes(lines, hit)
     assert replay(lines).identical
 
@@ -95,10 +105,18 @@ def test_a_fine_tuning_script_of_transformers(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    args = [str(tmp_path / "model"), str(Path(pytest.__file__).parent.parent / "_pytest" / "config" / "__init__.py")]
+    args = [
+        str(tmp_path / "model"),
+        str(Path(pytest.__file__).parent.parent / "_pytest" / "config" / "__init__.py"),
+    ]
     script = slowed("huggingface", tmp_path / "huggingface", 0.15)
     alone = train_script_alone(JOBS / "huggingface" / "train.py", args, SEED, STEPS)
     check(*elastic_run(script, args), alone)

@@ -1,5 +1,6 @@
-"""Capacity events by chance on a real Ray cluster of four to six nodes: training continues as if nothing had happened, and
-nothing of the run is left. `ELASTIC_SOAK_SEED=N` plays the same events again.
+"""Capacity events by chance on a real Ray cluster of four to six nodes: training continues as if
+nothing had happened, and nothing of the run is left. `ELASTIC_SOAK_SEED=N` plays the same events
+again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Before]:
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv("TMPDIR", str(temp))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # of all runs of a user: it is to stay
+    # of all runs of a user: it is to stay
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv(SLOW, str(tmp_path / "slow"))
     monkeypatch.setenv("ELASTIC_TEST_PAUSE_S", "0.7")  # workers that start rehearse: they pause too
@@ -69,7 +71,9 @@ def soak(seed: int, n_events: int, layout: dict[int, str], folder: Path, before:
             print("\n".join(chance.played))
         assert not chance.error, chance.error
         moves = checked(result.summary["transitions"], steps)
-        went_on_as_if_nothing_happened(result.summary | {"transitions": moves}, read(result.folder / "journal.jsonl"), steps)
+        went_on_as_if_nothing_happened(
+            result.summary | {"transitions": moves}, read(result.folder / "journal.jsonl"), steps
+        )
         assert not chance.script, f"{len(chance.script)} events did not happen"
         print(f"{len(result.summary['transitions'])} transitions, {result.summary['wall_s']:.0f} s")
         drained = frozenset(chance.seen.drained)
@@ -83,12 +87,14 @@ def nothing_left(look: Callable[[], list[str]]) -> None:
 
 
 def checked(transitions: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Those whose digests some step has checked: not one behind the last step, nor one that was aborted before its first."""
+    """Those whose digests some step has checked: not one behind the last step, nor one that was
+    aborted before its first."""
     after = [*transitions[1:], {"at_step": steps}]
     return [
         move
         for move, following in zip(transitions, after)
-        if move["at_step"] < steps and not (move["digest_ok"] is None and following["at_step"] <= move["at_step"])
+        if move["at_step"] < steps
+        and not (move["digest_ok"] is None and following["at_step"] <= move["at_step"])
     ]
 
 
@@ -100,7 +106,13 @@ def test_twenty_events(tmp_path: Path, before: Before) -> None:
 @pytest.mark.whole
 @pytest.mark.timeout(3600)
 def test_two_hundred_events(tmp_path: Path, before: Before) -> None:
-    soak(int(os.environ.get("ELASTIC_SOAK_SEED", SystemRandom().randrange(10**6))), 200, MIXED, tmp_path, before)
+    soak(
+        int(os.environ.get("ELASTIC_SOAK_SEED", SystemRandom().randrange(10**6))),
+        200,
+        MIXED,
+        tmp_path,
+        before,
+    )
 
 
 def test_each_kind_of_leak_is_seen(before: Before) -> None:
@@ -109,11 +121,17 @@ def test_each_kind_of_leak_is_seen(before: Before) -> None:
         assert before.left_on_cluster(cluster, {"stays"}) == []
         cluster.add(NodeOrder("more", 1, {"elastic-node": "more"})).result(START_MOST_S)
         cluster.connect("leaks")
-        actor = ray.remote(num_cpus=0)(threading.Event).options(name="a", namespace="elastic-x", lifetime="detached").remote()
+        actor = (
+            ray.remote(num_cpus=0)(threading.Event)
+            .options(name="a", namespace="elastic-x", lifetime="detached")
+            .remote()
+        )
         ray.get(actor.is_set.remote())
         ray.util.placement_group([{"CPU": 1}], name="p", lifetime="detached")
         cluster.disconnect()
-        left = sorted(text.partition(" (")[0] for text in before.left_on_cluster(cluster, {"stays"}))
+        left = sorted(
+            text.partition(" (")[0] for text in before.left_on_cluster(cluster, {"stays"})
+        )
         assert left == ["actor elastic-x/a", "node more is left", "placement group p", "ray::Event"]
         assert "node gone is gone" in before.left_on_cluster(cluster, {"stays", "more", "gone"})
         assert any("ray" in text for text in before.left_on_machine()), "it stalls"
@@ -124,7 +142,11 @@ def test_each_kind_of_leak_is_seen(before: Before) -> None:
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         try:
             left = before.left_on_machine()
-            assert left == [f"process {sleeper.pid}: sleep 600 ", f"temporary {folder}", f"shared memory {segment.name}"]
+            assert left == [
+                f"process {sleeper.pid}: sleep 600 ",
+                f"temporary {folder}",
+                f"shared memory {segment.name}",
+            ]
         finally:
             sleeper.kill()
             segment.unlink()

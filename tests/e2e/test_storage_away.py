@@ -1,4 +1,5 @@
-"""Storage that answers nothing for longer than the driver's lease: the run trains on, and continues where storage is back."""
+"""Storage that answers nothing for longer than the driver's lease: the run trains on, and continues
+where storage is back."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
 def events(journal: Path, kind: type) -> list[tuple[float, Any]]:
     lines = read(journal) if journal.is_file() else []
-    return [(at_s, event) for line in lines for at_s, event in line.events if isinstance(event, kind)]
+    return [
+        (at_s, event) for line in lines for at_s, event in line.events if isinstance(event, kind)
+    ]
 
 
 def step(journal: Path) -> int:
@@ -61,7 +64,10 @@ def test_an_embedded_run_outlives_an_outage_longer_than_its_lease(
             os.kill(events(journal, NodePrepared)[-1][1].pids[0], signal.SIGKILL)
 
     try:
-        until(lambda: any("commit.json" in key for key in s3.list("away/checkpoints/")), what="the first checkpoint")
+        until(
+            lambda: any("commit.json" in key for key in s3.list("away/checkpoints/")),
+            what="the first checkpoint",
+        )
         began = step(journal)
         answers_nothing(proxy, process, meanwhile)
         out, err = process.communicate(timeout=300)

@@ -16,11 +16,16 @@ from elastic.storage import open_storage
 
 @pytest.mark.e2e
 def test_a_driver_that_is_killed_is_started_again(shell: Shell) -> None:
-    name = shell.job(steps=60, layout="dp_shard=1", durable_every=10, program=str(PROGRAMS / "tiny_slow.py"))
+    name = shell.job(
+        steps=60, layout="dp_shard=1", durable_every=10, program=str(PROGRAMS / "tiny_slow.py")
+    )
     folder = shell.root / "elastic_runs" / "one"
     process = shell.start("run", name, "--run-name", "one", "--json", "--supervise")
     try:
-        until(lambda: list(folder.glob("checkpoints/*/commit.json")) or process.poll() is not None, "a checkpoint")
+        until(
+            lambda: list(folder.glob("checkpoints/*/commit.json")) or process.poll() is not None,
+            "a checkpoint",
+        )
         assert process.poll() is None, process.communicate()[1]
         sign = newest(open_storage(folder))
         assert sign is not None and sign.pid in processes.descendants(process.pid)
@@ -32,5 +37,7 @@ def test_a_driver_that_is_killed_is_started_again(shell: Shell) -> None:
     assert "the driver was killed by SIGKILL; it is started again in 5 s" in err
     found = last_line(out)
     assert found["steps"] == 60
-    assert found["samples_exact"] is True, "also where a copy was there of steps that the killed driver had not written down"
+    assert found["samples_exact"] is True, (
+        "also where a copy was there of steps that the killed driver had not written down"
+    )
     assert shell.status("one")["phase"] == "succeeded"

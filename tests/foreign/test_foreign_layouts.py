@@ -1,6 +1,8 @@
-"""What each layout does to programs that people write: it computes what one process does, or is closed with the reason.
+"""What each layout does to programs that people write: it computes what one process does, or is
+closed with the reason.
 
-All of them are asked of one process, as a run asks before it starts (elastic/worker/equivalence/layout_check.py).
+All of them are asked of one process, as a run asks before it starts
+(elastic/worker/equivalence/layout_check.py).
 """
 
 from __future__ import annotations
@@ -21,15 +23,25 @@ MOST_S = 900.0
 
 
 @pytest.fixture(scope="module")
-def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     """Name -> what was found of it, for each program that a test of this session asks for."""
     out = tmp_path_factory.mktemp("layouts") / "found"
-    found = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    found = [
+        getattr(item, "callspec", None)
+        for item in request.session.items
+        if item.path == request.path
+    ]
     names = [callspec.params["name"] for callspec in found if callspec is not None]
-    asked = [{"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "most_s": MOST_S} for name in names]
+    asked = [
+        {"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "most_s": MOST_S}
+        for name in names
+    ]
     root = ROOT
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)], input=json.dumps(asked), text=True,
+        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)],
+        input=json.dumps(asked), text=True,
             timeout=MOST_S,
         cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
     )  # fmt: skip
@@ -40,7 +52,9 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def refusal(found: dict[str, Any], axis: str) -> str:
     """Why an axis is closed; '' = nothing is said."""
     if "error" in found:
-        assert not re.match(r"\w+(Error|Exception): ", found["error"]), "the run would start without knowing more than this"
+        assert not re.match(r"\w+(Error|Exception): ", found["error"]), (
+            "the run would start without knowing more than this"
+        )
         return str(found["error"])
     return str(found["structure"][f"no_{axis}"])
 
@@ -48,13 +62,17 @@ def refusal(found: dict[str, Any], axis: str) -> str:
 @pytest.mark.e2e
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", subjects.names())
-def test_each_layout_computes_the_same_or_is_closed(name: str, verdicts: dict[str, dict[str, Any]]) -> None:
+def test_each_layout_computes_the_same_or_is_closed(
+    name: str, verdicts: dict[str, dict[str, Any]]
+) -> None:
     found, (_, expect) = verdicts[name], subjects.load(name)
     for axis, said in expect.items():
         why, equal = refusal(found, axis), axis in (found.get("equal") or {})
         if said == "equal":
             assert equal and not why, f"{axis}: {why or found.get('skipped')}"
-        elif said == "no plan" or (axis == "pp" and not why and name in ("albert_list", "albert_loop")):
+        elif said == "no plan" or (
+            axis == "pp" and not why and name in ("albert_list", "albert_loop")
+        ):
             assert not equal  # there is no Program.tp; a single block cannot be spread
         else:
             place = said.removeprefix("refused: ")

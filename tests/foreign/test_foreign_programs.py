@@ -1,4 +1,5 @@
-"""The subjects themselves: each loads, trains one step in one process, and says what is expected of each layout."""
+"""The subjects themselves: each loads, trains one step in one process, and says what is expected of
+each layout."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def test_the_whole_model_trains_a_step(name: str) -> None:
     assert tuple(expect) == subjects.FAMILIES
     for family, said in expect.items():
         reason = said.removeprefix("refused: ")
-        assert said == "equal" or (said == "no plan" and family == "tp") or (reason != said and re.compile(reason).pattern)
+        assert (
+            said == "equal"
+            or (said == "no plan" and family == "tp")
+            or (reason != said and re.compile(reason).pattern)
+        )
     assert bool(program.tp) == (expect["tp"] != "no plan")
 
     torch.manual_seed(0)
@@ -46,10 +51,14 @@ def test_the_whole_model_trains_a_step(name: str) -> None:
     lacking = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not may_lack(name) and (parameter.grad is None or not bool(parameter.grad.any()))
+        if parameter.requires_grad
+        and not may_lack(name)
+        and (parameter.grad is None or not bool(parameter.grad.any()))
     ]
     assert lacking == []
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     before = [parameter.detach().clone() for _, parameter in named]
     program.optimizer(named).step()
     assert any(not torch.equal(old, new) for old, (_, new) in zip(before, named))

@@ -1,4 +1,5 @@
-"""The comparison of layouts finds what is broken in the product itself: each case takes one thing away from it."""
+"""The comparison of layouts finds what is broken in the product itself: each case takes one thing
+away from it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from support.places import ROOT
 
 JOB = {"steps": 10, "global_batch": 4, "seed": 1, "n_samples": 64}
 WHOLE = ""
-NOT_ADDED_UP = "from elastic.worker.step.optimizer_step import Stepper; Stepper._add_tied = lambda self, gradients: None"
+NOT_ADDED_UP = (
+    "from elastic.worker.step.optimizer_step import Stepper; Stepper._add_tied = lambda self, "
+    "gradients: None"
+)
 NOT_TIED = """
 from torch import nn
 from elastic.worker.parallel import parallelize
@@ -36,19 +40,35 @@ from elastic.worker.parallel import pipeline
 whole = pipeline.stage_blocks
 pipeline.stage_blocks = lambda layers, stage: whole(layers, stage)[1:] if stage else whole(layers, stage)
 """
-NOT_SUMMED = "from elastic.worker.parallel import parallelize; parallelize.STYLES['rowwise'] = parallelize.ColwiseParallel"
+NOT_SUMMED = (
+    "from elastic.worker.parallel import parallelize; parallelize.STYLES['rowwise'] = "
+    "parallelize.ColwiseParallel"
+)
 
 
-LARGE = "from elastic.worker.equivalence import layout_values; layout_values.WHOLE_MOST_PARAMETERS = 1000"
+LARGE = (
+    "from elastic.worker.equivalence import layout_values; layout_values.WHOLE_MOST_PARAMETERS = "
+    "1000"
+)
 
 
-def found_with(broken: str, name: str, axes: list[str], tmp_path: Path, most_s: float = 300.0) -> dict[str, Any]:
+def found_with(
+    broken: str, name: str, axes: list[str], tmp_path: Path, most_s: float = 300.0
+) -> dict[str, Any]:
     """What the check says of a program after `broken` was run in its process."""
-    asked = {"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "axes": axes, "most_s": most_s}
-    code = f"{broken}\nimport sys\nfrom elastic.worker.equivalence.layout_check import main\nsys.exit(main([sys.argv[1]]))\n"
+    asked = {
+        "job": JOB | {"program": str(subjects.path_of(name))},
+        "tps": [2],
+        "axes": axes,
+        "most_s": most_s,
+    }
+    code = (
+        f"{broken}\nimport sys\nfrom elastic.worker.equivalence.layout_check import "
+        "main\nsys.exit(main([sys.argv[1]]))\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "found")], input=json.dumps(asked), text=True, timeout=300, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        [sys.executable, "-c", code, str(tmp_path / "found")], input=json.dumps(asked), text=True,
+        timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads((tmp_path / "found").read_text()))
@@ -64,9 +84,16 @@ def found_with(broken: str, name: str, axes: list[str], tmp_path: Path, most_s: 
         (ONE_BLOCK_LESS, "prenorm_rope", "pp", "layers"),
         (NOT_SUMMED, "prenorm_rope", "tp", "layers"),
     ],
-    ids=["tie not added up", "weight copied, not tied", "a stage without its first block", "a style that does not sum"],
+    ids=[
+        "tie not added up",
+        "weight copied, not tied",
+        "a stage without its first block",
+        "a style that does not sum",
+    ],
 )
-def test_what_is_broken_is_found(tmp_path: Path, broken: str, name: str, axis: str, says: str) -> None:
+def test_what_is_broken_is_found(
+    tmp_path: Path, broken: str, name: str, axis: str, says: str
+) -> None:
     right = found_with(WHOLE, name, [axis], tmp_path)
     assert axis in right["equal"]
     wrong = found_with(broken, name, [axis], tmp_path)

@@ -1,7 +1,9 @@
-"""Models of timm, unchanged: each layout computes what one process does, or is closed with the place named.
+"""Models of timm, unchanged: each layout computes what one process does, or is closed with the
+place named.
 
-timm is no dependency of the tests, since it wants torchvision, of which PyPI has no build for the CPU build of torch. To run
-them: `pip install --no-deps timm torchvision`, in the version that belongs to this torch.
+timm is no dependency of the tests, since it wants torchvision, of which PyPI has no build for the
+CPU build of torch. To run them: `pip install --no-deps timm torchvision`, in the version that
+belongs to this torch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from support.places import ROOT
 pytestmark = pytest.mark.e2e
 JOB = {"steps": 10, "global_batch": 4, "seed": 1, "n_samples": 64}
 MOST_S = 600.0
-# torchvision registers two operations of its own that only a build for this torch has; without them it cannot be imported
+# torchvision registers two operations of its own that only a build for this torch has; without them
+# it cannot be imported
 PROGRAM = """
 import torch
 
@@ -55,24 +58,31 @@ program = elastic.Program(
 )
 """
 VIT = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 48, "num_heads": 3}
-SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}
+SWIN = {
+    "img_size": 32,
+    "patch_size": 2,
+    "window_size": 4,
+    "embed_dim": 24,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+}
 MLP = {"blocks.*.mlp.fc1": "colwise", "blocks.*.mlp.fc2": "rowwise"}
 VIT_POOL = "refused: (pool[a-z0-9_]*|vision_transformer).py"
-POOL = "refused: adaptive_avgmax_pool.py"  # a module of timm's without parameters: every stage would call it
+# a module of timm's without parameters: every stage would call it
+POOL = "refused: adaptive_avgmax_pool.py"
 NORM = r"refused: bn|norm|BatchNorm"
 # name -> model, its sizes, blocks, plan for tp, what is expected of dp, tp and pp
 MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, str], dict[str, str]]] = {
-    "vit": ("vit_tiny_patch16_224", VIT, "blocks.*", MLP, {"dp": "equal", "tp": "equal", "pp": VIT_POOL}),
-    "vit, heads cut": (
-        "vit_tiny_patch16_224", VIT, "blocks.*",
-        MLP | {"blocks.*.attn.qkv": "colwise", "blocks.*.attn.proj": "rowwise"}, {"tp": "refused: attention.py|attn"},
-    ),
-    "resnet": ("resnet10t", {}, "layer[1-4]", {}, {"dp": NORM, "pp": NORM}),
-    "resnet, groupnorm": ("resnet50_gn", {"layers": (1, 1, 1, 1)}, "layer[1-4]", {}, {"dp": "equal", "pp": POOL}),
-    "convnext": (
-        "convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "conv_mlp": False}, "stages.*",
-        {"stages.*.blocks.*.mlp.fc1": "colwise", "stages.*.blocks.*.mlp.fc2": "rowwise"},
-        {"dp": "equal", "tp": "equal", "pp": "equal"},
+    "vit": ("vit_tiny_patch16_224", VIT, "blocks.*", MLP, {"dp": "equal", "tp": "equal",
+    "pp": VIT_POOL}), "vit, heads cut": (
+        "vit_tiny_patch16_224", VIT, "blocks.*", MLP | {"blocks.*.attn.qkv": "colwise",
+        "blocks.*.attn.proj": "rowwise"}, {"tp": "refused: attention.py|attn"},
+    ), "resnet": ("resnet10t", {}, "layer[1-4]", {}, {"dp": NORM, "pp": NORM}),
+    "resnet, groupnorm": ("resnet50_gn", {"layers": (1, 1, 1, 1)}, "layer[1-4]", {}, {"dp": "equal",
+    "pp": POOL}), "convnext": (
+        "convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "conv_mlp": False},
+        "stages.*", {"stages.*.blocks.*.mlp.fc1": "colwise",
+        "stages.*.blocks.*.mlp.fc2": "rowwise"}, {"dp": "equal", "tp": "equal", "pp": "equal"},
     ),
     "swin": (
         "swin_tiny_patch4_window7_224", SWIN, "layers.*",
@@ -99,7 +109,8 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         asked.append({"job": JOB | {"program": str(file)}, "tps": [2], "axes": [*expect]})
     out: Path = tmp_path_factory.mktemp("layouts") / "found"
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)], input=json.dumps(asked), text=True,
+        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)],
+        input=json.dumps(asked), text=True,
             timeout=MOST_S,
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
     )  # fmt: skip
@@ -108,10 +119,16 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_timm_is_equal_or_refused_by_name(name: str, verdicts: dict[str, dict[str, Any]]) -> None:
+def test_a_model_of_timm_is_equal_or_refused_by_name(
+    name: str, verdicts: dict[str, dict[str, Any]]
+) -> None:
     found, expect = verdicts[name], MODELS[name][-1]
     assert "error" not in found, found
     for axis, said in expect.items():
         why = found["structure"][f"no_{axis}"]
-        assert (axis in (found["equal"] or {})) == (said == "equal") == (not why), f"{axis}: {why or found['skipped']}"
-        assert not why or (re.search(said.removeprefix("refused: "), why) and "\n" not in why), f"{axis}: {why}"
+        assert (axis in (found["equal"] or {})) == (said == "equal") == (not why), (
+            f"{axis}: {why or found['skipped']}"
+        )
+        assert not why or (re.search(said.removeprefix("refused: "), why) and "\n" not in why), (
+            f"{axis}: {why}"
+        )

@@ -1,5 +1,6 @@
-"""Gives readers inputs that are none: `make fuzz N=100000`. Each is read, or refused by an error that its reader declares, in
-seconds. One that ends otherwise is told with the seed and the number that make it again, and the exit code is 1."""
+"""Gives readers inputs that are none: `make fuzz N=100000`. Each is read, or refused by an error
+that its reader declares, in seconds. One that ends otherwise is told with the seed and the number
+that make it again, and the exit code is 1."""
 
 from __future__ import annotations
 

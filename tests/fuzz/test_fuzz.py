@@ -13,8 +13,9 @@ from support.fuzz.targets import Target, opened
 
 SMOKE = {"cluster": 60, "job": 120}  # of others 300: YAML is slow
 NAMES = [
-    "journal", "journal-segment", "journal-part", "journal-state", "lease", "marker", "manifest", "checkpoint", "inbox", "job",
-    "cluster", "wire-numbers", "wire-tensors", "wire-metas", "wire-addresses",
+    "journal", "journal-segment", "journal-part", "journal-state", "lease", "marker", "manifest",
+    "checkpoint", "inbox", "job", "cluster", "wire-numbers", "wire-tensors", "wire-metas",
+    "wire-addresses",
 ]  # fmt: skip
 
 
@@ -56,4 +57,6 @@ def test_a_traceback_a_hang_and_another_meaning_are_noticed(
     assert "took more than" in fuzz(replace(plain, read=hangs), 1).failures[0]
     kept = replace(plain, read=lambda data: data, kept=lambda found, good: found == good)
     assert any("something else than was written" in text for text in fuzz(kept, 50).failures)
-    assert plain.made(random.Random("a")) == plain.made(random.Random("a")), "the seed makes it again"
+    assert plain.made(random.Random("a")) == plain.made(random.Random("a")), (
+        "the seed makes it again"
+    )

@@ -1,9 +1,10 @@
 """All that one GPU can show, in one command of at most 540 s, without network or Ray:
 `python3 tests/gpu/one_shot.py --out FOLDER`.
 
-Each part runs in a process of its own with its own bound, and prints a line of JSON for each number as it comes:
-{"part", "name", "value", "unit", "expected", "ok"}. What is cut has said what it knew. `--cpu`: a dry run of the same code at
-tiny sizes with what stands in for NCCL; its numbers mean nothing. docs/gpu.md says what each part shows.
+Each part runs in a process of its own with its own bound, and prints a line of JSON for each number
+as it comes: {"part", "name", "value", "unit", "expected", "ok"}. What is cut has said what it knew.
+`--cpu`: a dry run of the same code at tiny sizes with what stands in for NCCL; its numbers mean
+nothing. docs/gpu.md says what each part shows.
 """
 
 from __future__ import annotations
@@ -43,18 +44,45 @@ class Part:
 
 
 PARTS = (  # what is cheap and tells most comes first
-    Part("facts", "parts_train", 40, "versions, imports, allocator settings in force, three steps at dp_shard=1"),
-    Part("nccl", "parts_nccl", 100, "abort of world and of groups, SIGKILL of a peer, a first batch by some, abort in set-up"),
+    Part(
+        "facts",
+        "parts_train",
+        40,
+        "versions, imports, allocator settings in force, three steps at dp_shard=1",
+    ),
+    Part(
+        "nccl",
+        "parts_nccl",
+        100,
+        "abort of world and of groups, SIGKILL of a peer, a first batch by some, abort in set-up",
+    ),
     Part(
         "faults",
         "parts_faults",
         90,
         "a CUDA error that stays in one of two sessions; a kernel that does not end, there or back",
     ),
-    Part("step", "parts_train", 100, "1.2 B bf16: plain FSDP2 beside elastic's step, synchronizations, host copies"),
-    Part("memory", "parts_memory", 70, "pinned memory, copies to the host, memory free after SIGKILL"),
-    Part("generations", "parts_nccl", 60, "30 x set-up and take-down of four ranks' groups: what leaks"),
-    Part("live", "parts_train", 60, "50 live generations in one process: what leaks; out of memory, then a smaller batch"),
+    Part(
+        "step",
+        "parts_train",
+        100,
+        "1.2 B bf16: plain FSDP2 beside elastic's step, synchronizations, host copies",
+    ),
+    Part(
+        "memory", "parts_memory", 70, "pinned memory, copies to the host, memory free after SIGKILL"
+    ),
+    Part(
+        "generations",
+        "parts_nccl",
+        60,
+        "30 x set-up and take-down of four ranks' groups: what leaks",
+    ),
+    Part(
+        "live",
+        "parts_train",
+        60,
+        "50 live generations in one process: what leaks; out of memory, then a smaller batch",
+    ),
     Part("digest", "parts_memory", 30, "digests by block, sums and packs of moves"),
     Part("compile", "parts_train", 60, "a block compiled cold, warm, after reset"),
     Part("certify", "parts_faults", 0, "what certify says of one GPU, with the time that is left"),
@@ -144,21 +172,41 @@ def has_gpu() -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help="rows.jsonl and log.txt, beside the standard output")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        help="rows.jsonl and log.txt, beside the standard output",
+    )
     parser.add_argument("--only", metavar="A,B", default="", help="only these parts")
-    parser.add_argument("--seconds", metavar="S", type=float, default=SECONDS, help="of all parts together (default: 540)")
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=float,
+        default=SECONDS,
+        help="of all parts together (default: 540)",
+    )
     parser.add_argument("--cpu", action="store_true", help="a dry run without a GPU")
     parser.add_argument("--list", action="store_true", help="the parts and their bounds")
     given: Any = parser.parse_args()
     if given.list:
         for part in PARTS:
-            print(f"{part.name:12} {f'{part.most_s:g} s' if part.most_s else 'the rest':>9}  {part.what}")
+            print(
+                f"{part.name:12} {f'{part.most_s:g} s' if part.most_s else 'the rest':>9}  "
+                f"{part.what}"
+            )
         return 0
     only = [name for name in given.only.split(",") if name]
     unknown = set(only) - {part.name for part in PARTS}
     if unknown or given.seconds <= 0:
-        wrong = f"--only: no part {', '.join(sorted(unknown))}" if unknown else f"--seconds {given.seconds:g}: more than 0"
+        wrong = (
+            f"--only: no part {', '.join(sorted(unknown))}"
+            if unknown
+            else f"--seconds {given.seconds:g}: more than 0"
+        )
         print(f"one_shot: {wrong}; see --list", file=sys.stderr)
         return 2
     if given.out is not None:
@@ -174,7 +222,14 @@ def main() -> int:
             if only and part.name not in only:
                 continue
             if left_s < LEAST_S:
-                row = {"part": part.name, "name": "skipped", "value": "skipped", "unit": "", "expected": "no time", "ok": None}
+                row = {
+                    "part": part.name,
+                    "name": "skipped",
+                    "value": "skipped",
+                    "unit": "",
+                    "expected": "no time",
+                    "ok": None,
+                }
                 rows.line(json.dumps(row))
                 continue
             run(part, min(part.most_s or left_s, left_s), given.cpu, rows, log)

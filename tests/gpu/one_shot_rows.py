@@ -1,4 +1,5 @@
-"""What a part of one_shot.py tells, beside what was expected before any run; and processes with a bound."""
+"""What a part of one_shot.py tells, beside what was expected before any run; and processes with a
+bound."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Expect:
-    """`text`: the prediction; the bounds are what makes it right or wrong, none = it is a number to look at."""
+    """`text`: the prediction; the bounds are what makes it right or wrong, none = it is a number to
+    look at."""
 
     unit: str
     text: str
@@ -41,7 +43,9 @@ class Expect:
             return None
         if not isinstance(value, int | float):
             return False
-        return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
+        return (self.most is None or value <= self.most) and (
+            self.least is None or value >= self.least
+        )
 
 
 def no(text: str = "no") -> Expect:
@@ -52,49 +56,47 @@ def yes(text: str = "yes") -> Expect:
     return Expect("0/1", text, least=1)
 
 
-# By part; names may be patterns, the first that fits counts. Written down before the first run on a GPU.
+# By part; names may be patterns, the first that fits counts. Written down before the first run on a
+# GPU.
 EXPECTED: dict[str, dict[str, Expect]] = {
     "facts": {
         "import.*": yes("every module of elastic.worker can be imported without Ray"),
-        "steps.done": Expect("steps", "3", least=3),
-        "steps.loss_difference": Expect("", "as on the CPU, 1e-4", most=1e-4),
+        "steps.done": Expect("steps", "3", least=3), "steps.loss_difference": Expect("",
+        "as on the CPU, 1e-4", most=1e-4),
         "settings.expandable_segments": yes("in force, though it is set by the process itself"),
-        "settings.knows_pinned": Expect("0/1", "1 (torch 2.13 knows pinned_max_cached_size_mb; 2.11 may not)"),
-        "nccl": Expect("", "2.21 to 2.25, or 2.27 and later"),
-        "*": Expect("", "a fact"),
+        "settings.knows_pinned": Expect("0/1",
+        "1 (torch 2.13 knows pinned_max_cached_size_mb; 2.11 may not)"), "nccl": Expect("",
+        "2.21 to 2.25, or 2.27 and later"), "*": Expect("", "a fact"),
     },
     "nccl": {
         "hang.world_abort_frees": no("no: abort of the world frees its own communicator only"),
         "hang.freed_s": Expect("s", "below 1", most=2.0),
         "hang.item_raises": no("no: an aborted kernel ends like one that is done"),
         "hang.item_value": Expect("", "1 or garbage; the sum would be 2"),
-        "hang.next_call_raises": yes(),
-        "hang.close_s": Expect("s", "below 2", most=10.0),
-        "hang.again": yes("a new generation in the same process"),
-        "together.freed_s": Expect("s", "below 2: all communicators at once", most=5.0),
-        "one_by_one.freed_s": Expect("s", "more than together, or never within 20 s"),
-        "kill.freed_s": Expect("s", "below 1", most=2.0),
-        "kill.close_s": Expect("s", "below 2", most=5.0),
-        "kill_dump.freed_s": Expect("s", "below 2, or 10: the watchdog sleeps 60 s with its lock held"),
+        "hang.next_call_raises": yes(), "hang.close_s": Expect("s", "below 2", most=10.0),
+        "hang.again": yes("a new generation in the same process"), "together.freed_s": Expect("s",
+        "below 2: all communicators at once", most=5.0), "one_by_one.freed_s": Expect("s",
+        "more than together, or never within 20 s"), "kill.freed_s": Expect("s", "below 1",
+        most=2.0), "kill.close_s": Expect("s", "below 2", most=5.0),
+        "kill_dump.freed_s": Expect("s",
+        "below 2, or 10: the watchdog sleeps 60 s with its lock held"),
         "kill_dump.close_s": Expect("s", "10: the bound of Transport.take_down"),
         "warm.messages_done": yes("the group was used by all ranks when it was joined"),
         "cold.messages_done": no("no: the first use waits for all ranks"),
-        "cold.freed_s": Expect("s", "below 2: set-up can be aborted in the non-blocking mode", most=5.0),
-        "blocking.messages_done": no(),
-        "blocking.freed_s": Expect("s", "20: set-up cannot be aborted in the blocking mode", least=5.0),
+        "cold.freed_s": Expect("s", "below 2: set-up can be aborted in the non-blocking mode",
+        most=5.0), "blocking.messages_done": no(), "blocking.freed_s": Expect("s",
+        "20: set-up cannot be aborted in the blocking mode", least=5.0),
     },
     "faults": {
-        "sticky.kind_is_device": yes(),
-        "sticky.error": Expect("", "an illegal memory access was encountered"),
-        "sticky.reported_s": Expect("s", "below 2", most=5.0),
-        "sticky.process_alive": yes("it stays to serve host copies"),
+        "sticky.kind_is_device": yes(), "sticky.error": Expect("",
+        "an illegal memory access was encountered"), "sticky.reported_s": Expect("s", "below 2",
+        most=5.0), "sticky.process_alive": yes("it stays to serve host copies"),
         "sticky.others_left_s": Expect("s", "below 2", most=10.0),
         "sticky.lost_offers_live": no("nothing that lies on the lost device is offered"),
-        "sticky.went_on": yes("the other resumes from memory"),
-        "sticky.went_on_s": Expect("s", "below 5", most=30.0),
-        "endless*.named_right": yes(),
-        "endless*.named_s": Expect("s", "2", most=20.0),
-        "endless*.named": Expect("", "that worker: its GPU stands in work of its own, the other's waits"),
+        "sticky.went_on": yes("the other resumes from memory"), "sticky.went_on_s": Expect("s",
+        "below 5", most=30.0), "endless*.named_right": yes(), "endless*.named_s": Expect("s", "2",
+        most=20.0), "endless*.named": Expect("",
+        "that worker: its GPU stands in work of its own, the other's waits"),
         "endless*.others_left_s": Expect("s", "below 2", most=10.0),
     },
     "step": {
@@ -112,17 +114,17 @@ EXPECTED: dict[str, dict[str, Expect]] = {
     },
     "memory": {
         "pin.*.gb_per_s": Expect("GB/s", "2.5 to 5; faster with host_register"),
-        "pin.none.*.held_share": Expect("ratio", "1.88 at 17 GB, 1.23 at 13 GB (the next power of two)"),
+        "pin.none.*.held_share": Expect("ratio",
+        "1.88 at 17 GB, 1.23 at 13 GB (the next power of two)"),
         "pin.ours.*.held_share": Expect("ratio", "1.0", most=1.1),
         "pin.ours.*.kept_share": Expect("ratio", "0: freed memory goes back", most=0.1),
-        "pin.*": Expect("ratio", "a number to look at"),
-        "copy.first_s": Expect("s", "pinning counts: 5"),
-        "copy.pinned_gb_per_s": Expect("GB/s", "50 (PCIe 5)", least=10.0),
+        "pin.*": Expect("ratio", "a number to look at"), "copy.first_s": Expect("s",
+        "pinning counts: 5"), "copy.pinned_gb_per_s": Expect("GB/s", "50 (PCIe 5)", least=10.0),
         "copy.pageable_gb_per_s": Expect("GB/s", "3 to 8"),
-        "copy.equal": yes("the copy is the state"),
-        "to_host.gb_per_s": Expect("GB/s", "50 with a buffer that is there", least=5.0),
-        "to_host.freed_share": Expect("ratio", "1: the device's memory is free again", least=0.9),
-        "killed.free_again_s": Expect("s", "1 to 10 (admission waits 60)", most=60.0),
+        "copy.equal": yes("the copy is the state"), "to_host.gb_per_s": Expect("GB/s",
+        "50 with a buffer that is there", least=5.0), "to_host.freed_share": Expect("ratio",
+        "1: the device's memory is free again", least=0.9), "killed.free_again_s": Expect("s",
+        "1 to 10 (admission waits 60)", most=60.0),
     },
     "generations": {
         "n": Expect("generations", "30"),
@@ -152,10 +154,10 @@ EXPECTED: dict[str, dict[str, Expect]] = {
         "equal": yes("the same number by every block, and on the CPU"),
     },
     "compile": {
-        "cold_s": Expect("s", "20"),
-        "reset_s": Expect("s", "5: the folder is warm, tracing is done again"),
-        "warm_s": Expect("s", "6: a new process"),
-        "syncs": Expect("per pass", "0; one for each block if the table of rotations is made anew there", most=0),
+        "cold_s": Expect("s", "20"), "reset_s": Expect("s",
+        "5: the folder is warm, tracing is done again"), "warm_s": Expect("s", "6: a new process"),
+        "syncs": Expect("per pass",
+        "0; one for each block if the table of rotations is made anew there", most=0),
         "same": yes("results as without it, 2e-2"),
     },
     "certify": {
@@ -166,7 +168,12 @@ EXPECTED: dict[str, dict[str, Expect]] = {
         "*": Expect("", "pass", begins="pass"),
     },
 }  # fmt: skip
-OWN = {"error": no("none"), "cut": no("none"), "seconds": Expect("s", "below its bound"), "skipped": Expect("", "")}
+OWN = {
+    "error": no("none"),
+    "cut": no("none"),
+    "seconds": Expect("s", "below its bound"),
+    "skipped": Expect("", ""),
+}
 
 
 class Tell:
@@ -177,7 +184,9 @@ class Tell:
 
     def __call__(self, name: str, value: Any) -> None:
         known = {**OWN, **EXPECTED[self.part]}
-        expect = known.get(name) or next((e for pattern, e in known.items() if fnmatchcase(name, pattern)), None)
+        expect = known.get(name) or next(
+            (e for pattern, e in known.items() if fnmatchcase(name, pattern)), None
+        )
         assert expect is not None, f"{self.part}.{name}: nothing was predicted of it"
         if isinstance(value, bool):
             value = int(value)
@@ -194,14 +203,25 @@ class Tell:
     def error(self, error: BaseException) -> None:
         traceback.print_exception(error)
         where = traceback.extract_tb(error.__traceback__)[-1]
-        self("error", f"{type(error).__name__}: {error} at {Path(where.filename).name}:{where.lineno}")
+        self(
+            "error",
+            f"{type(error).__name__}: {error} at {Path(where.filename).name}:{where.lineno}",
+        )
 
     def _put(self, name: str, value: Any, said: tuple[str, str], ok: bool | None) -> None:
-        row = {"part": self.part, "name": name, "value": value, "unit": said[0], "expected": said[1], "ok": ok}
+        row = {
+            "part": self.part,
+            "name": name,
+            "value": value,
+            "unit": said[0],
+            "expected": said[1],
+            "ok": ok,
+        }
         os.write(self.fd, (json.dumps(row) + "\n").encode())
 
 
-# ------------------------------------------------------------------------------------------------ processes
+# ------------------------------------------------------------------------------------------------
+# processes
 
 
 def start(work: Callable[[], None], tell: Tell) -> int:
@@ -239,7 +259,9 @@ def end(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def all_bounded(cases: list[tuple[str, Callable[[], None]]], tell: Tell, at_once: int, each_s: float) -> None:
+def all_bounded(
+    cases: list[tuple[str, Callable[[], None]]], tell: Tell, at_once: int, each_s: float
+) -> None:
     """Runs the cases, so many at a time, each in a fork of its own with its bound."""
     waiting, running = list(cases), {}
     while waiting or running:
@@ -258,14 +280,23 @@ def all_bounded(cases: list[tuple[str, Callable[[], None]]], tell: Tell, at_once
 
 
 class Ranks:
-    """`n` forks that run `work(rank, talk, ...)`, and a pipe to each: they tell (name, value) and wait for words."""
+    """`n` forks that run `work(rank, talk, ...)`, and a pipe to each: they tell (name, value) and
+    wait for words."""
 
-    def __init__(self, n: int, work: Callable[..., None], environments: list[dict[str, str | None]], *more: Any) -> None:
+    def __init__(
+        self,
+        n: int,
+        work: Callable[..., None],
+        environments: list[dict[str, str | None]],
+        *more: Any,
+    ) -> None:
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
         for rank in range(n):
             mine, theirs = FORK.Pipe()
-            process = FORK.Process(target=_rank, args=(environments[rank], work, rank, theirs, more), daemon=True)
+            process = FORK.Process(
+                target=_rank, args=(environments[rank], work, rank, theirs, more), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(mine)
@@ -307,7 +338,13 @@ class Ranks:
         self.pipes[rank].send("go")
 
 
-def _rank(environment: dict[str, str | None], work: Callable[..., None], rank: int, pipe: Any, more: tuple[Any, ...]) -> None:
+def _rank(
+    environment: dict[str, str | None],
+    work: Callable[..., None],
+    rank: int,
+    pipe: Any,
+    more: tuple[Any, ...],
+) -> None:
     die_with_parent()
     for name, value in environment.items():
         if value is None:

@@ -1,4 +1,5 @@
-"""Two sessions on one GPU: an error that stays in one of them, a kernel that does not end; and what certify says of the GPU."""
+"""Two sessions on one GPU: an error that stays in one of them, a kernel that does not end; and what
+certify says of the GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from elastic.types.orders import InjectFault, WorkerOrder
 
 MANY, SHORT_BLOCKS = 1_000_000, 4  # steps; blocks of the paced program
 NAMED_MOST_S = 20.0
-SHOWN = "abort,kill,growth,notice,reshard,step time,checkpoint"  # of certify; whether ranks can share a GPU it always asks
+# of certify; whether ranks can share a GPU it always asks
+SHOWN = "abort,kill,growth,notice,reshard,step time,checkpoint"
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,27 @@ def _sticky(tell: Tell, lab: Lab, worker_pool: WorkerPool) -> None:
     left = worker_pool.left(plan, [other], 30.0, broken=True)
     tell("sticky.others_left_s", max(left.values()) - asked)
     worker_pool.until(
-        lambda: any(e.worker == lost for e in worker_pool.events(Quiesced)), "the lost one has left", 30.0, broken=True
+        lambda: any(e.worker == lost for e in worker_pool.events(Quiesced)),
+        "the lost one has left",
+        30.0,
+        broken=True,
     )
     offered = [h for e in worker_pool.events(Quiesced) if e.worker == lost for h in e.holdings]
     tell("sticky.process_alive", not worker_pool._member(lost).ended)
     tell("sticky.lost_offers_live", any(h.kind == "live" for h in offered))
-    after = plan_of(2, Layout(), (other,), SHORT_BLOCKS, resume=_from_memory(worker_pool, plan, (other,)), cause="loss")
+    after = plan_of(
+        2,
+        Layout(),
+        (other,),
+        SHORT_BLOCKS,
+        resume=_from_memory(worker_pool, plan, (other,)),
+        cause="loss",
+    )
     asked = time.monotonic()
     worker_pool.enter(after)
-    worker_pool.until(lambda: bool(worker_pool.events(StepDone, 2)), "a step of the other", 60.0, broken=True)
+    worker_pool.until(
+        lambda: bool(worker_pool.events(StepDone, 2)), "a step of the other", 60.0, broken=True
+    )
     tell("sticky.went_on", True)
     tell("sticky.went_on_s", time.monotonic() - asked)
     worker_pool.kill(lost)
@@ -110,16 +124,30 @@ def _endless(tell: Tell, name: str, lab: Lab, worker_pool: WorkerPool) -> None:
         asked, looks = len(worker_pool.log), looks + 1
         for worker in plan.ranks:
             worker_pool.order(worker, SayWhere())
-        worker_pool.until(lambda: len(_said(worker_pool, asked)) == 2, "where they stand", 20.0, broken=True)  # noqa: B023
+        worker_pool.until(
+            lambda: len(_said(worker_pool, asked)) == 2,  # noqa: B023
+            "where they stand",
+            20.0,
+            broken=True,
+        )
         seen = _said(worker_pool, asked)
-        named = absent_ranks({worker: RankSite(s.arrived, s.doing, s.where) for worker, s in seen.items()}, staged=False)
+        named = absent_ranks(
+            {worker: RankSite(s.arrived, s.doing, s.where) for worker, s in seen.items()},
+            staged=False,
+        )
     tell(f"{name}.named_s", time.monotonic() - began)
     tell(f"{name}.named_right", list(named) == [hangs])
     shown = {str(worker): why for worker, why in named.items()}
-    tell(f"{name}.named", shown or {str(worker): (s.arrived, s.doing, s.where) for worker, s in seen.items()})
+    tell(
+        f"{name}.named",
+        shown or {str(worker): (s.arrived, s.doing, s.where) for worker, s in seen.items()},
+    )
     asked_s = time.monotonic()
     worker_pool.abort(1, [other])
-    tell(f"{name}.others_left_s", max(worker_pool.left(plan, [other], 40.0, broken=True).values()) - asked_s)
+    tell(
+        f"{name}.others_left_s",
+        max(worker_pool.left(plan, [other], 40.0, broken=True).values()) - asked_s,
+    )
     worker_pool.kill(hangs)
 
 
@@ -138,11 +166,14 @@ def faults(tell: Tell, cpu: bool, seconds: float) -> None:
             work(lab, worker_pool)
 
     with Lab(place, session=f"{FaultySession.__module__}:{FaultySession.__qualname__}") as lab:
-        endless = [partial(with_worker_group, partial(_endless, tell, name)) for name in ("endless", BACK)]
+        endless = [
+            partial(with_worker_group, partial(_endless, tell, name)) for name in ("endless", BACK)
+        ]
         guarded(tell, partial(with_worker_group, partial(_sticky, tell)), *endless)
 
 
-# ------------------------------------------------------------------------------------------------ certify
+# ------------------------------------------------------------------------------------------------
+# certify
 
 
 def certify(tell: Tell, cpu: bool, seconds: float) -> None:

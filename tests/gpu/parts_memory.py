@@ -1,4 +1,5 @@
-"""Memory on both sides of one GPU: pinned buffers, copies to the host, what a killed process leaves, digests, sums, packs."""
+"""Memory on both sides of one GPU: pinned buffers, copies to the host, what a killed process
+leaves, digests, sums, packs."""
 
 from __future__ import annotations
 
@@ -45,11 +46,13 @@ def timed(work: Callable[[], Any], device: Any, n: int = 3) -> float:
     return median(took[1:])
 
 
-# ------------------------------------------------------------------------------------------------ pinned memory
+# ------------------------------------------------------------------------------------------------
+# pinned memory
 
 
 def pin(sizes: list[int], cpu: bool) -> dict[str, dict[str, float]]:
-    """For each size: seconds to take such a buffer, what the host's free memory lost by it, and still lacks without it."""
+    """For each size: seconds to take such a buffer, what the host's free memory lost by it, and
+    still lacks without it."""
     import gc
 
     from elastic.worker.process.free_memory import free_host_bytes
@@ -73,8 +76,8 @@ def pin(sizes: list[int], cpu: bool) -> dict[str, dict[str, float]]:
         gc.collect()
         kept = before - free_host_bytes()
         found[f"{n_bytes / GB:.3g}gb"] = {
-            "gb_per_s": n_bytes / GB / took_s, "held_share": held / n_bytes, "kept_share": kept / n_bytes,
-            "rss_share": rss * 2**20 / n_bytes,
+            "gb_per_s": n_bytes / GB / took_s, "held_share": held / n_bytes,
+            "kept_share": kept / n_bytes, "rss_share": rss * 2**20 / n_bytes,
         }  # fmt: skip
     return found
 
@@ -91,7 +94,8 @@ def _pinned(tell: Tell, cpu: bool, seconds: float) -> None:
             environment = {**os.environ, **own, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
             code = f"import json, parts_memory; print(json.dumps(parts_memory.pin({sizes}, False)))"
             done = subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=seconds
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True,
+                timeout=seconds
             )  # fmt: skip
             if done.returncode:  # a key that this torch does not know
                 tell(f"pin.{name}.refused", done.stderr.strip().splitlines()[-1])
@@ -102,12 +106,13 @@ def _pinned(tell: Tell, cpu: bool, seconds: float) -> None:
                 tell(f"pin.{name}.{size}.{key}", value)
 
 
-# ------------------------------------------------------------------------------------------------ copies
+# ------------------------------------------------------------------------------------------------
+# copies
 
 
 def _copies(tell: Tell, cpu: bool) -> None:
-    """HostCopies of a shard, twice: with a buffer that has to be made, and with one that is there; a pageable copy; the way
-    of a move by host memory."""
+    """HostCopies of a shard, twice: with a buffer that has to be made, and with one that is there;
+    a pageable copy; the way of a move by host memory."""
 
     from elastic.types import Layout
     from elastic.worker.process.side_stream import SideStream
@@ -138,7 +143,8 @@ def _allocated(cpu: bool) -> int:
     return 0 if cpu else torch.cuda.memory_allocated()
 
 
-# ------------------------------------------------------------------------------------------------ a killed process
+# ------------------------------------------------------------------------------------------------ a
+# killed process
 
 
 def _holds(pipe: Any, n_bytes: int) -> None:
@@ -178,7 +184,8 @@ def memory(tell: Tell, cpu: bool, seconds: float) -> None:
     guarded(tell, partial(_copies, tell, cpu), partial(_pinned, tell, cpu, seconds))
 
 
-# ------------------------------------------------------------------------------------------------ digest, sums, packs
+# ------------------------------------------------------------------------------------------------
+# digest, sums, packs
 
 
 def digest(tell: Tell, cpu: bool, seconds: float) -> None:
@@ -197,14 +204,22 @@ def digest(tell: Tell, cpu: bool, seconds: float) -> None:
     content_digest.DEVICE_BLOCK = own
     one = list(tensors)[:1]
     on_cpu = {fqn: (tensors[fqn][0], tensors[fqn][1].cpu()) for fqn in one}
-    equal = content_digest.digest(on_cpu, shapes, one) == content_digest.digest(tensors, shapes, one)
+    equal = content_digest.digest(on_cpu, shapes, one) == content_digest.digest(
+        tensors, shapes, one
+    )
     tell("equal", equal and len(found) == 1)
     again = partial(content_digest.digest, tensors, shapes, list(tensors))
-    guarded(tell, partial(_beside_matmuls, tell, cpu, again), partial(_sums, tell, cpu), partial(_packs, tell, cpu))
+    guarded(
+        tell,
+        partial(_beside_matmuls, tell, cpu, again),
+        partial(_sums, tell, cpu),
+        partial(_packs, tell, cpu),
+    )
 
 
 def _beside_matmuls(tell: Tell, cpu: bool, work: Callable[[], Any]) -> None:
-    """How much slower are products on the main stream while a thread takes digests on a side stream?"""
+    """How much slower are products on the main stream while a thread takes digests on a side
+    stream?"""
     import threading
 
     import torch
@@ -269,7 +284,12 @@ def _packs(tell: Tell, cpu: bool) -> None:
     device, n = device_of(cpu), 20 if cpu else 2000
     held = {f"piece{i}": torch.randn(4096, device=device) for i in range(n)}
     message = [Transfer(fqn, (0,), (4096,), "float32", 0, 1) for fqn in held]
-    buffer = torch.empty(sum(padded(piece.n_bytes) for piece in message), dtype=torch.uint8, device=device)
+    buffer = torch.empty(
+        sum(padded(piece.n_bytes) for piece in message), dtype=torch.uint8, device=device
+    )
     for name, together in (("together", True), ("one_by_one", False)):
-        took_s = timed(lambda: pack(message, lambda piece: held[piece.fqn], buffer, together), device)  # noqa: B023
+        took_s = timed(
+            lambda: pack(message, lambda piece: held[piece.fqn], buffer, together),  # noqa: B023
+            device,
+        )
         tell(f"pack.{name}_ms", 1e3 * took_s)

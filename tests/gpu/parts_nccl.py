@@ -1,4 +1,5 @@
-"""What NCCL does when ranks are lost, several of them on one GPU; what setting groups up and taking them down leaves."""
+"""What NCCL does when ranks are lost, several of them on one GPU; what setting groups up and taking
+them down leaves."""
 
 from __future__ import annotations
 
@@ -21,11 +22,16 @@ HANG_S, WAIT_S, FREED_MOST_S = 1.0, 5.0, 20.0
 DETECTED_S = 2.0  # from the end of a peer until a driver orders the others to leave
 GENERATIONS, FIRST = 30, 8  # the first ones are not counted: allocators and caches fill
 
-DUMPS: dict[str, str | None] = {"TORCH_NCCL_DUMP_ON_TIMEOUT": None, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": None}
+DUMPS: dict[str, str | None] = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": None,
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": None,
+}
 BLOCKING: dict[str, str | None] = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
 
 
-def environments(n: int, cpu: bool, more: dict[str, str | None] | None = None) -> list[dict[str, str | None]]:
+def environments(
+    n: int, cpu: bool, more: dict[str, str | None] | None = None
+) -> list[dict[str, str | None]]:
     """Of ranks that share a GPU: each claims to be a host of its own."""
     own: dict[str, str | None] = {**NO_GPU} if cpu else {**SHARED, "GLOO_SOCKET_IFNAME": "lo"}
     return [{**own, "NCCL_HOSTID": f"one-shot-{os.getpid()}-{i}", **(more or {})} for i in range(n)]
@@ -46,7 +52,8 @@ def transport(cpu: bool, cold: bool = False) -> Any:
 
 
 def joined(number: int, layout: Any, at: tuple[int, int, int], over: Any, pid: int) -> Any:
-    """The groups of a generation. `at`: rank, ranks, port of the store; `pid` keeps the places of cases apart."""
+    """The groups of a generation. `at`: rank, ranks, port of the store; `pid` keeps the places of
+    cases apart."""
     import torch
 
     from elastic.types import WorkerId
@@ -110,7 +117,8 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-# ------------------------------------------------------------------------------------------------ what ranks do
+# ------------------------------------------------------------------------------------------------
+# what ranks do
 
 
 def _hang(rank: int, talk: Any, port: int, pid: int, cpu: bool) -> None:
@@ -154,7 +162,10 @@ def _many(rank: int, talk: Any, port: int, pid: int, cpu: bool, together: bool) 
 
     def all_groups() -> None:
         ones = [torch.ones(1, device=groups.device) for _ in groups._device_groups]
-        works = [dist.all_reduce(x, group=g, async_op=True) for x, g in zip(ones, groups._device_groups, strict=True)]
+        works = [
+            dist.all_reduce(x, group=g, async_op=True)
+            for x, g in zip(ones, groups._device_groups, strict=True)
+        ]
         for work in works:
             work.wait()
         synchronize(groups.device)
@@ -176,7 +187,9 @@ def _kill(rank: int, talk: Any, port: int, pid: int, cpu: bool) -> None:
     from elastic.types import Layout
 
     groups = joined(1, Layout(dp_shard=2), (rank, 2, port), transport(cpu), pid)
-    hung = Waits(lambda: summed(groups.mesh.get_group("fsdp"), groups.device)) if rank == 0 else None
+    hung = (
+        Waits(lambda: summed(groups.mesh.get_group("fsdp"), groups.device)) if rank == 0 else None
+    )
     talk.send(("ready", rank))
     talk.recv()
     assert hung is not None
@@ -217,14 +230,17 @@ def _first_batch(rank: int, talk: Any, port: int, pid: int, cpu: bool, cold: boo
         talk.send(("freed_s", sent.since(began)))
 
 
-# ------------------------------------------------------------------------------------------------ the part nccl
+# ------------------------------------------------------------------------------------------------
+# the part nccl
 
 
 def _one(tell: Tell, cpu: bool, name: str, n: int, what: tuple[Any, ...]) -> None:
     """A case: `what` is the ranks' work, its arguments, the environment, the fault."""
     work, more, environment, fault = what
     here = store()
-    with Ranks(n, work, environments(n, cpu, environment), here.port, os.getpid(), cpu, *more) as ranks:
+    with Ranks(
+        n, work, environments(n, cpu, environment), here.port, os.getpid(), cpu, *more
+    ) as ranks:
         ranks.ready()
         if fault == "stop":
             ranks.signal(n - 1, signal.SIGSTOP)
@@ -245,7 +261,10 @@ def _one(tell: Tell, cpu: bool, name: str, n: int, what: tuple[Any, ...]) -> Non
                     found.setdefault(key, []).append(value)
         for key, values in found.items():  # the worst of the ranks
             words = [value for value in values if isinstance(value, str)]
-            tell(f"{name}.{key}", words[0] if words else (min if key == "messages_done" else max)(values))
+            tell(
+                f"{name}.{key}",
+                words[0] if words else (min if key == "messages_done" else max)(values),
+            )
 
 
 def nccl(tell: Tell, cpu: bool, seconds: float) -> None:
@@ -267,7 +286,8 @@ def nccl(tell: Tell, cpu: bool, seconds: float) -> None:
     all_bounded(works, tell, AT_ONCE, min(EACH_S, seconds))
 
 
-# ------------------------------------------------------------------------------------------------ the part generations
+# ------------------------------------------------------------------------------------------------
+# the part generations
 
 
 def _lives(rank: int, talk: Any, port: int, pid: int, cpu: bool, ends_s: float) -> None:
@@ -279,7 +299,9 @@ def _lives(rank: int, talk: Any, port: int, pid: int, cpu: bool, ends_s: float) 
 
     talk.send(("ready", rank))
     layout, n = (Layout(dp_shard=2), 2) if cpu else (Layout(dp_replicate=2, dp_shard=2), 4)
-    seen: dict[str, list[float]] = {key: [] for key in ("join_s", "close_s", "rss_mib", "fds", "threads", "gpu_mib")}
+    seen: dict[str, list[float]] = {
+        key: [] for key in ("join_s", "close_s", "rss_mib", "fds", "threads", "gpu_mib")
+    }
     for number in range(1, (5 if cpu else GENERATIONS) + 1):
         began = time.monotonic()
         groups = joined(number, layout, (rank, n, port), transport(cpu), pid)

@@ -1,4 +1,5 @@
-"""What training takes on one GPU: first steps, a step beside plain FSDP2, many generations in one process, compiled blocks."""
+"""What training takes on one GPU: first steps, a step beside plain FSDP2, many generations in one
+process, compiled blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ HERE = Path(__file__).resolve().parent
 MISSING = ("ray", "pydantic", "boto3", "tenacity", "torchao")
 
 
-# ------------------------------------------------------------------------------------------------ facts
+# ------------------------------------------------------------------------------------------------
+# facts
 
 
 def facts(tell: Tell, cpu: bool, seconds: float) -> None:
@@ -89,11 +91,15 @@ def _first_steps(tell: Tell, cpu: bool) -> None:
     solo.enter(plan_for(solo.me, 1, N_BLOCKS, (GLOBAL_BATCH, 1)))
     steps = solo.stepped(1, 3)[:3]
     tell("steps.done", len(steps))
-    tell("steps.loss_difference", max(abs(e.train_loss - loss) for e, loss in zip(steps, alone, strict=True)))
+    tell(
+        "steps.loss_difference",
+        max(abs(e.train_loss - loss) for e, loss in zip(steps, alone, strict=True)),
+    )
     solo.leave(1)
 
 
-# ------------------------------------------------------------------------------------------------ step
+# ------------------------------------------------------------------------------------------------
+# step
 
 
 def step(tell: Tell, cpu: bool, seconds: float) -> None:
@@ -150,7 +156,11 @@ def _busy(work: Callable[[], Any]) -> float:
         work()
         torch.cuda.synchronize()
         took_us = 1e6 * (time.perf_counter() - began)
-    spans = sorted((e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == DeviceType.CUDA)
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in seen.events()
+        if e.device_type == DeviceType.CUDA
+    )
     busy_us, at = 0.0, 0.0
     for start, end in spans:
         busy_us += max(0.0, end - max(start, at))
@@ -158,7 +168,9 @@ def _busy(work: Callable[[], Any]) -> float:
     return busy_us / took_us
 
 
-def _whole_session(tell: Tell, cpu: bool, what: tuple[Any, int], given: tuple[int, int, float]) -> None:
+def _whole_session(
+    tell: Tell, cpu: bool, what: tuple[Any, int], given: tuple[int, int, float]
+) -> None:
     """The same steps through a session: loader, commits, marks, comparisons."""
     job, rows = what
     n, warm, bare_s = given
@@ -178,12 +190,14 @@ def _whole_session(tell: Tell, cpu: bool, what: tuple[Any, int], given: tuple[in
     tell("session.step_s", step_s)
     tell("session.over_bare", step_s / bare_s)
     if not cpu:
-        tell("session.syncs", max(0, seen.places.total() - 1) / max(1, done))  # a step may have begun before
+        # a step may have begun before
+        tell("session.syncs", max(0, seen.places.total() - 1) / max(1, done))
         tell("session.sync_places", dict(seen.places.most_common(8)))
     solo.leave(1)
 
 
-# ------------------------------------------------------------------------------------------------ live
+# ------------------------------------------------------------------------------------------------
+# live
 
 
 def live(tell: Tell, cpu: bool, seconds: float) -> None:
@@ -204,11 +218,13 @@ def live(tell: Tell, cpu: bool, seconds: float) -> None:
     tell("oom.held_gb", found["held_gb"])
 
 
-# ------------------------------------------------------------------------------------------------ compile
+# ------------------------------------------------------------------------------------------------
+# compile
 
 
 def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any, int]:
-    """Seconds of the first pass there and back through two blocks, what came out, synchronizations of another pass there."""
+    """Seconds of the first pass there and back through two blocks, what came out, synchronizations
+    of another pass there."""
     import torch
 
     os.environ.setdefault("CERTIFY_SIZE", "tiny" if cpu else "1b")
@@ -221,7 +237,9 @@ def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any, int]:
     torch.manual_seed(1)
     dtype = torch.float32 if cpu else torch.bfloat16
     blocks = [Block(CONFIG).to(device, dtype) for _ in range(2)]
-    given = torch.randn(2, CONFIG.max_seq, CONFIG.hidden, device=device, dtype=dtype, requires_grad=True)
+    given = torch.randn(
+        2, CONFIG.max_seq, CONFIG.hidden, device=device, dtype=dtype, requires_grad=True
+    )
     if cpu:  # the code path, without a C++ compiler's minute
         torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     if compiled:
@@ -251,6 +269,12 @@ def compile(tell: Tell, cpu: bool, seconds: float) -> None:
         return
     code = "import parts_train; print(parts_train.blocks_once(False, True)[0])"
     environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "CERTIFY_SIZE": "1b"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
     assert done.returncode == 0, done.stderr[-500:]
     tell("warm_s", float(done.stdout.split()[-1]))

@@ -1,4 +1,5 @@
-"""one_shot.py stays alive: its dry run goes through every part, what is cut has told what it knew, nothing is left."""
+"""one_shot.py stays alive: its dry run goes through every part, what is cut has told what it knew,
+nothing is left."""
 
 from __future__ import annotations
 
@@ -67,19 +68,25 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 def test_every_part_has_predictions_and_all_of_them_fit_the_time() -> None:
     names = [part.name for part in one_shot.PARTS]
     assert len(names) == len(set(names)) and set(names) == set(EXPECTED)
-    assert [part.name for part in one_shot.PARTS if not part.most_s] == names[-1:], "the last has what is left"
+    assert [part.name for part in one_shot.PARTS if not part.most_s] == names[-1:], (
+        "the last has what is left"
+    )
     assert one_shot.SECONDS <= 540
 
 
 def test_what_is_as_expected() -> None:
     assert Expect("s", "short", most=2.0).ok(1.9) and not Expect("s", "short", most=2.0).ok(2.1)
     assert Expect("s", "long", least=5.0).ok("not within 20 s") is False
-    assert Expect("", "pass", begins="pass").ok("pass") and not Expect("", "pass", begins="pass").ok("fail: slow")
+    assert Expect("", "pass", begins="pass").ok("pass") and not Expect(
+        "", "pass", begins="pass"
+    ).ok("fail: slow")
     assert Expect("", "a fact").ok("anything") is None
     assert slope([1.0, 3.0, 5.0, 7.0]) == pytest.approx(2.0) and slope([1.0]) == 0.0
 
 
-@pytest.mark.parametrize(("words", "says"), [(["--only", "steps"], "no part steps"), (["--seconds", "0"], "more than 0")])
+@pytest.mark.parametrize(
+    ("words", "says"), [(["--only", "steps"], "no part steps"), (["--seconds", "0"], "more than 0")]
+)
 def test_a_wrong_option_is_said_in_one_line(
     words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,13 +97,17 @@ def test_a_wrong_option_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(("kind", "at"), [("endless", 0), (real_faults.BACK, 2)])
-def test_a_kernel_without_end_lies_within_a_blocks_own_work(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_end_lies_within_a_blocks_own_work(
+    kind: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind the gather's mark and before the block's, else nobody could be named."""
     seen: list[str] = []
     monkeypatch.setattr(DeviceMarks, "mark", lambda self, part: seen.append(part))
     monkeypatch.setattr(real_faults, "_sleep", lambda: seen.append("sleeps"))
     block, faults = nn.Linear(2, 2), real_faults.RealFaults()
-    spans = BlockTiming([block], load_program(str(PROGRAMS / "tiny.py")), torch.device("cuda", 0), faults)
+    spans = BlockTiming(
+        [block], load_program(str(PROGRAMS / "tiny.py")), torch.device("cuda", 0), faults
+    )
     spans.timing, faults.real = False, kind
     for _ in range(2):
         block(torch.ones(2, requires_grad=True)).sum().backward()
@@ -110,7 +121,9 @@ def test_a_kernel_without_end_lies_within_a_blocks_own_work(kind: str, at: int, 
 def test_the_dry_run_goes_through_every_part(tmp_path: Path) -> None:
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     done = ran(["tests/gpu/one_shot.py", "--cpu", "--out", str(tmp_path / "out")], mark)
-    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "out" / "log.txt").read_text()[-3000:]
+    assert done.returncode == 0, (
+        done.stdout + done.stderr + (tmp_path / "out" / "log.txt").read_text()[-3000:]
+    )
     rows = rows_of(done.stdout)
     assert rows_of((tmp_path / "out" / "rows.jsonl").read_text()) == rows
     assert all(set(row) == {"part", "name", "value", "unit", "expected", "ok"} for row in rows)
@@ -129,7 +142,7 @@ def test_a_part_that_is_cut_has_told_what_it_knew_and_leaves_nothing(tmp_path: P
     assert done.returncode == 1, done.stderr
     rows = [row for row in rows_of(done.stdout) if row["part"] == "facts"]
     assert [row["name"] for row in rows] == ["python", "cut", "seconds"] and rows[1]["ok"] is False
-    assert {"error", "seconds"} <= {row["name"] for row in rows_of(done.stdout) if row["part"] == "digest"}, (
-        "the next one is run"
-    )
+    assert {"error", "seconds"} <= {
+        row["name"] for row in rows_of(done.stdout) if row["part"] == "digest"
+    }, "the next one is run"
     until(lambda: not processes(mark), "the end of all that it started")

@@ -1,4 +1,5 @@
-"""Every job of the folder is read, built on the meta device, planned on its own pools, and has its README."""
+"""Every job of the folder is read, built on the meta device, planned on its own pools, and has its
+README."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ from elastic.worker.program.model_profile import build_meta, trace
 JOBS = ROOT / "jobs"
 # name -> parameters, tp limit, pipeline stages possible
 EXPECTED = {
-    "gpt2_124m": (124_439_808, 1), "llama3_8b_spot": (8_030_261_248, 8), "llama3_70b_3d": (70_553_706_496, 8),
-    "qwen_lora": (754_944, 4), "mixed_pool": (1_150_000_000, 8), "vit_digits": (202_058, 4), "quickstart": (1_600_000, 4),
+    "gpt2_124m": (124_439_808, 1), "llama3_8b_spot": (8_030_261_248, 8),
+    "llama3_70b_3d": (70_553_706_496, 8), "qwen_lora": (754_944, 4), "mixed_pool": (1_150_000_000,
+    8), "vit_digits": (202_058, 4), "quickstart": (1_600_000, 4),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_job_is_read_planned_and_built(name: str) -> None:
     if name == "vit_digits":
-        pytest.importorskip("sklearn", reason="the job needs scikit-learn (it is in the extra 'test')")
+        pytest.importorskip(
+            "sklearn", reason="the job needs scikit-learn (it is in the extra 'test')"
+        )
     job = load_job(JOBS / name)
     pools = [pool.pool() for pool in job.pools]
     check_fit(job, pools)
@@ -37,11 +41,18 @@ def test_a_job_is_read_planned_and_built(name: str) -> None:
     assert profile.n_params == pytest.approx(n_params, rel=0.15 if n_params % 10_000 == 0 else 0)
     assert profile.tp_limit == tp_limit and profile.pipeline
     check_layouts(job, profile)
-    nodes = [Node(f"{pool.name}-{i}", pool.name, pool.gpus_per_node) for pool in pools for i in range(pool.max_nodes)]
+    nodes = [
+        Node(f"{pool.name}-{i}", pool.name, pool.gpus_per_node)
+        for pool in pools
+        for i in range(pool.max_nodes)
+    ]
     choice = plan_layout(profile, job.job(), nodes)
     assert choice.layout.world_size >= job.min_workers and sum(choice.samples) == job.global_batch
     held = [
-        (*boxes(profile, choice.layout, choice.layers, rank), *reread_boxes(profile, choice.layout, choice.layers, rank))
+        (
+            *boxes(profile, choice.layout, choice.layers, rank),
+            *reread_boxes(profile, choice.layout, choice.layers, rank),
+        )
         for rank in (0, choice.layout.world_size - 1)
     ]
     share = sum(box.n_bytes for box in held[0])
@@ -59,7 +70,11 @@ def test_the_layouts_of_the_large_jobs_keep_tp_inside_a_node() -> None:
         job = load_job(JOBS / name)
         for workers, text in dict(job.layout).items():  # type: ignore[arg-type]
             layout = parse_layout(text)
-            assert layout.world_size == int(workers) and layout.tp <= 8 and job.global_batch % layout.dp == 0
+            assert (
+                layout.world_size == int(workers)
+                and layout.tp <= 8
+                and job.global_batch % layout.dp == 0
+            )
 
 
 def test_digits_are_real_and_each_class_is_there() -> None:

@@ -1,4 +1,5 @@
-"""The quickstart job: its files agree with each other, its drill can happen, and its program learns."""
+"""The quickstart job: its files agree with each other, its drill can happen, and its program
+learns."""
 
 import math
 
@@ -35,7 +36,8 @@ def test_layouts_cover_every_size_that_the_drill_leads_to(job: JobSpec, program:
 
 
 def test_the_drill_takes_the_nodes_that_there_are(job: JobSpec) -> None:
-    """Played on paper: spot nodes join and leave as the entries say, and a checkpoint lies between the loss of both and 0."""
+    """Played on paper: spot nodes join and leave as the entries say, and a checkpoint lies between
+    the loss of both and 0."""
     spot, every = 2, 1
     counts = [every + spot]
     for entry in job.drill:
@@ -49,7 +51,8 @@ def test_the_drill_takes_the_nodes_that_there_are(job: JobSpec) -> None:
     assert steps == sorted(steps) and steps[-1] < job.steps
     both = next(entry for entry in job.drill if len(entry.nodes()) > 1)
     assert isinstance(job.durable_every, int) and both.at_step is not None
-    assert 0 < both.at_step % job.durable_every < job.durable_every  # the last copy is complete, and some steps are lost
+    # the last copy is complete, and some steps are lost
+    assert 0 < both.at_step % job.durable_every < job.durable_every
 
 
 def test_the_cosine_is_as_long_as_the_job(job: JobSpec, program: Program) -> None:
@@ -70,16 +73,23 @@ def test_data_are_python_text_split_by_file(program: Program) -> None:
 
 
 def test_optimizer_takes_the_parts_that_a_stage_has(program: Program) -> None:
-    named = [("norm.weight", torch.nn.Parameter(torch.ones(4))), ("head.weight", torch.nn.Parameter(torch.ones(4, 4)))]
+    named = [
+        ("norm.weight", torch.nn.Parameter(torch.ones(4))),
+        ("head.weight", torch.nn.Parameter(torch.ones(4, 4))),
+    ]
     for part in (named, named[:1], named[1:]):
         groups = program.optimizer(iter(part)).param_groups
         assert sum(len(group["params"]) for group in groups) == len(part)
-        assert all((group["weight_decay"] > 0) == (p.ndim > 1) for group in groups for p in group["params"])
+        assert all(
+            (group["weight_decay"] > 0) == (p.ndim > 1) for group in groups for p in group["params"]
+        )
 
 
 @pytest.mark.slow
 def test_size_and_first_loss(job: JobSpec, program: Program) -> None:
-    assert build(program, job.seed).embed.weight.detach().std().item() == pytest.approx(0.02, rel=0.05)
+    assert build(program, job.seed).embed.weight.detach().std().item() == pytest.approx(
+        0.02, rel=0.05
+    )
     run = train(program, job.plain() | {"global_batch": 6}, 8)
     assert 1e6 <= sum(p.numel() for p in run.model.parameters()) <= 3e6
     assert run.losses[0] == pytest.approx(math.log(256), abs=0.3)

@@ -43,17 +43,29 @@ POOL = Pool("p", "CPU", 2, "spot", 7.2)  # $0.001 per GPU-second
 
 
 def start(steps: int = 100, epoch: int = 1, attached: bool = False) -> DriverStarted:
-    return DriverStarted("r", epoch, {"steps": steps}, (POOL,), ModelProfile(1, 1, ()), attached=attached)
+    return DriverStarted(
+        "r", epoch, {"steps": steps}, (POOL,), ModelProfile(1, 1, ()), attached=attached
+    )
 
 
 def tick(at_s: float, *events: Event, orders: tuple[Action, ...] = ()) -> Line:
-    return Line(at_s, 1, tuple((at_s, event) for event in events), Decision(orders, "why" if orders else ""))
+    return Line(
+        at_s, 1, tuple((at_s, event) for event in events), Decision(orders, "why" if orders else "")
+    )
 
 
 def plan(number: int, *nodes: str, **resume: Any) -> Plan:
     ranks = tuple(WorkerId(node, k) for node in nodes for k in range(2))
     cause: Any = resume.pop("cause", "start")
-    return Plan(number, Layout(dp_shard=len(ranks)), ranks, (1,) * len(ranks), (1,), resume=Resume(**resume), cause=cause)
+    return Plan(
+        number,
+        Layout(dp_shard=len(ranks)),
+        ranks,
+        (1,) * len(ranks),
+        (1,),
+        resume=Resume(**resume),
+        cause=cause,
+    )
 
 
 def step(generation: int, n: int, step_time_s: float = 1.0, **values: float) -> StepDone:
@@ -79,18 +91,33 @@ def test_a_plain_run() -> None:
     lines = [*begun(), *(tick(16.0 + n, step(1, n, data_s=0.1, copy_s=0.05)) for n in range(1, 11))]
     lines += [tick(27.0, orders=(Stop("stopped", "x"),))]
     found = account(lines)
-    assert gpu_s(found) == {"program_startup": 24.0, "productive": 34.0, "data_loading": 4.0, "copy": 2.0, "other": 4.0}
-    assert sum(found.gpu_seconds.values()) == pytest.approx(17 * 4) and sum(found.usd.values()) == pytest.approx(0.068)
+    assert gpu_s(found) == {
+        "program_startup": 24.0,
+        "productive": 34.0,
+        "data_loading": 4.0,
+        "copy": 2.0,
+        "other": 4.0,
+    }
+    assert sum(found.gpu_seconds.values()) == pytest.approx(17 * 4) and sum(
+        found.usd.values()
+    ) == pytest.approx(0.068)
     assert found.seconds["waiting_for_capacity"] == pytest.approx(10.0)
     assert sum(found.seconds.values()) == pytest.approx(27.0)
     assert found.totals.goodput == pytest.approx(34 / 68) and found.totals.tokens == 500
-    assert found.totals.launch_to_first_step_s == 17.0 and found.totals.final_loss == pytest.approx(1.9)
+    assert found.totals.launch_to_first_step_s == 17.0 and found.totals.final_loss == pytest.approx(
+        1.9
+    )
     assert tuple(found.gpu_seconds) == CATEGORIES
 
 
 def test_what_comes_after_the_last_step_of_a_long_job_is_saving() -> None:
     last = int("3000")  # a number of its own, as from a file
-    lines = [tick(0.0, start(steps=3000)), *begun()[1:], tick(17.0, step(1, 2999)), tick(18.0, step(1, last))]
+    lines = [
+        tick(0.0, start(steps=3000)),
+        *begun()[1:],
+        tick(17.0, step(1, 2999)),
+        tick(18.0, step(1, last)),
+    ]
     found = account([*lines, tick(20.0, orders=(Stop("succeeded", "x"),))])
     assert gpu_s(found) == {"program_startup": 24.0, "productive": 8.0, "checkpoint_save": 8.0}
 
@@ -103,7 +130,11 @@ def test_a_node_without_a_part_in_the_plan_is_idle_while_others_enter_it() -> No
         tick(16.0, PlanEntered(1, 0)),
         tick(17.0, step(1, 1)),
     ]
-    assert gpu_s(account(lines)) == {"program_startup": 24.0 + 8.0, "idle_remainder": 4.0 + 2.0, "productive": 4.0}
+    assert gpu_s(account(lines)) == {
+        "program_startup": 24.0 + 8.0,
+        "idle_remainder": 4.0 + 2.0,
+        "productive": 4.0,
+    }
 
 
 def test_reports_that_come_late_or_early_do_not_become_idle_time() -> None:
@@ -114,14 +145,25 @@ def test_reports_that_come_late_or_early_do_not_become_idle_time() -> None:
 
 
 def test_an_evaluation_is_neither_a_step_nor_other_time() -> None:
-    lines = [*begun(), tick(17.0, step(1, 1)), tick(18.0, step(1, 2)), tick(48.2, Evaluated(1, 2, {}, 30.0))]
+    lines = [
+        *begun(),
+        tick(17.0, step(1, 1)),
+        tick(18.0, step(1, 2)),
+        tick(48.2, Evaluated(1, 2, {}, 30.0)),
+    ]
     found = account([*lines, tick(49.2, step(1, 3)), tick(59.2, Evaluated(1, 3, {}, 10.0))])
-    assert gpu_s(found) == {"program_startup": 24.0, "productive": 12.0, "evaluation": 160.0, "other": 0.8}
+    assert gpu_s(found) == {
+        "program_startup": 24.0,
+        "productive": 12.0,
+        "evaluation": 160.0,
+        "other": 0.8,
+    }
     assert found.totals.goodput == pytest.approx(12 / 196.8)
 
 
 def lossy(*after: Line) -> list[Line]:
-    """Steps 1..6, node b goes at 22.5, is aborted at 23, survivors answer at 23.2, step 4 is entered at 24.2."""
+    """Steps 1..6, node b goes at 22.5, is aborted at 23, survivors answer at 23.2, step 4 is
+    entered at 24.2."""
     lines = [*begun(), *(tick(16.0 + n, step(1, n)) for n in range(1, 7))]
     resume = {"source": "peer", "step": 4, "generation": 1, "cause": "loss"}
     return lines + [
@@ -138,9 +180,11 @@ def lossy(*after: Line) -> list[Line]:
 def test_steps_that_are_done_again_are_wasted() -> None:
     found = account(lossy(tick(29.2, orders=(Stop("stopped", "x"),))))
     sums = gpu_s(found)
-    assert sums["wasted_progress"] == pytest.approx(2 * 4 + 4)  # steps 5 and 6, and the broken-off 7th
+    # steps 5 and 6, and the broken-off 7th
+    assert sums["wasted_progress"] == pytest.approx(2 * 4 + 4)
     assert sums["productive"] == pytest.approx(4 * 4 + 2 * 2 * 2)
-    assert sums["reshard"] == pytest.approx(0.2 * 2 + 1.0 * 2 + 1.0 * 2)  # abort, entering, and the slow first step
+    # abort, entering, and the slow first step
+    assert sums["reshard"] == pytest.approx(0.2 * 2 + 1.0 * 2 + 1.0 * 2)
     assert sum(sums.values()) == pytest.approx(13 * 4 + 6.2 * 2)
     assert found.totals.steps == 6 and found.totals.tokens == 300
 
@@ -148,11 +192,30 @@ def test_steps_that_are_done_again_are_wasted() -> None:
 def test_the_row_of_a_transition() -> None:
     found = account(lossy(tick(29.3, DigestChecked(2, True, 10))))
     first, loss = found.transitions
-    assert (first.cause, first.pause_s, first.from_layout, first.source) == ("start", 0.0, "", "fresh")
+    assert (first.cause, first.pause_s, first.from_layout, first.source) == (
+        "start",
+        0.0,
+        "",
+        "fresh",
+    )
     assert (loss.generation, loss.cause, loss.at_step, loss.steps_lost) == (2, "loss", 4, 2)
-    assert (loss.from_layout, loss.to_layout, loss.source, loss.bytes_moved) == ("dp_shard=4", "dp_shard=2", "peer", 1234)
-    assert loss.pause_s == pytest.approx(27.2 - 22.0 - 2.0)  # less one ordinary step of the new generation
-    phases_s = {"detect": 0.5, "quiesce": 0.2, "groups": 0.1, "build": 0.3, "transfer": 0.4, "probe": 0.0, "first_step": 3.0}
+    assert (loss.from_layout, loss.to_layout, loss.source, loss.bytes_moved) == (
+        "dp_shard=4",
+        "dp_shard=2",
+        "peer",
+        1234,
+    )
+    # less one ordinary step of the new generation
+    assert loss.pause_s == pytest.approx(27.2 - 22.0 - 2.0)
+    phases_s = {
+        "detect": 0.5,
+        "quiesce": 0.2,
+        "groups": 0.1,
+        "build": 0.3,
+        "transfer": 0.4,
+        "probe": 0.0,
+        "first_step": 3.0,
+    }
     assert loss.phases_s == phases_s
     assert loss.digest_ok is True and first.digest_ok is None
 
@@ -186,9 +249,14 @@ def test_a_live_transition_trains_until_the_boundary_and_its_third_node_idles_be
     ]
     sums = gpu_s(account(lines))
     assert sums["productive"] == pytest.approx(2 * 2 + 1.0 * 4)
-    assert sums["reshard"] == pytest.approx(0.6 * 2 + 1.1 * 2)  # a since the boundary, b since the order
+    # a since the boundary, b since the order
+    assert sums["reshard"] == pytest.approx(0.6 * 2 + 1.1 * 2)
     growth = account(lines).transitions[1]
-    assert growth.pause_s == pytest.approx(0.6) and growth.steps_lost == 0 and growth.phases_s["quiesce"] == 0.5
+    assert (
+        growth.pause_s == pytest.approx(0.6)
+        and growth.steps_lost == 0
+        and growth.phases_s["quiesce"] == 0.5
+    )
 
 
 def test_nodes_outside_the_plan_idle_and_the_last_copy_is_saving() -> None:
@@ -201,43 +269,85 @@ def test_nodes_outside_the_plan_idle_and_the_last_copy_is_saving() -> None:
         tick(99.0, NodeLost("a", "released")),
     ]
     sums = gpu_s(account(lines))
-    assert sums["idle_remainder"] == pytest.approx(3.5 * 2) and sums["checkpoint_save"] == pytest.approx(1.5 * 2)
+    assert sums["idle_remainder"] == pytest.approx(3.5 * 2) and sums[
+        "checkpoint_save"
+    ] == pytest.approx(1.5 * 2)
     assert "other" not in sums
 
 
 def test_machines_that_are_no_nodes_are_on_the_bill() -> None:
     lines = [tick(0.0, start(steps=2)), tick(1.0, InstancesSeen("p", starting=2)), *begun()[1:]]
-    lines += [tick(17.0, step(1, 1)), tick(18.0, step(1, 2), NodeLost("b", "released"), InstancesSeen("p", leaving=1))]
+    lines += [
+        tick(17.0, step(1, 1)),
+        tick(18.0, step(1, 2), NodeLost("b", "released"), InstancesSeen("p", leaving=1)),
+    ]
     lines += [tick(21.0, InstancesSeen("p"), orders=(Stop("succeeded", "x"),))]
     found = account(lines)
-    known = [tuple(said for said in line.events if not isinstance(said[1], InstancesSeen)) for line in lines]
+    known = [
+        tuple(said for said in line.events if not isinstance(said[1], InstancesSeen))
+        for line in lines
+    ]
     before = account([replace(line, events=events) for line, events in zip(lines, known)])
-    assert found.gpu_seconds["program_startup"] - before.gpu_seconds["program_startup"] == pytest.approx(9 * 4)
-    assert found.gpu_seconds["waiting_for_capacity"] == 0 and found.seconds["waiting_for_capacity"] == 1.0
+    assert found.gpu_seconds["program_startup"] - before.gpu_seconds[
+        "program_startup"
+    ] == pytest.approx(9 * 4)
+    assert (
+        found.gpu_seconds["waiting_for_capacity"] == 0
+        and found.seconds["waiting_for_capacity"] == 1.0
+    )
     assert found.totals.usd - before.totals.usd == pytest.approx(0.001 * (9 * 4 + 3 * 2))
     state = restored(lines)
-    assert state is not None and state.usd == pytest.approx(found.totals.usd) == pytest.approx(sum(found.usd.values()))
+    assert state is not None and state.usd == pytest.approx(found.totals.usd) == pytest.approx(
+        sum(found.usd.values())
+    )
 
 
 def test_the_head_is_on_the_bill_while_a_driver_lives() -> None:
     paid = replace(start(steps=2), job={"steps": 2, "head_usd_per_h": 36.0})
     lines = [tick(0.0, paid), *begun()[1:], tick(17.0, step(1, 1)), tick(18.0, step(1, 2))]
-    lines += [tick(100.0, replace(paid, epoch=2)), tick(103.0), tick(104.0, orders=(Stop("succeeded", "x"),))]
+    lines += [
+        tick(100.0, replace(paid, epoch=2)),
+        tick(103.0),
+        tick(104.0, orders=(Stop("succeeded", "x"),)),
+    ]
     free = [
-        replace(line, events=tuple((at_s, start(2, e.epoch) if isinstance(e, DriverStarted) else e) for at_s, e in line.events))
+        replace(
+            line,
+            events=tuple(
+                (at_s, start(2, e.epoch) if isinstance(e, DriverStarted) else e)
+                for at_s, e in line.events
+            ),
+        )
         for line in lines
     ]
     found, before = account(lines), account(free)
     assert found.totals.usd - before.totals.usd == pytest.approx(0.01 * (18.0 + 4.0))
-    assert found.usd["other"] - before.usd["other"] == pytest.approx(0.22) and found.gpu_seconds == before.gpu_seconds
+    assert (
+        found.usd["other"] - before.usd["other"] == pytest.approx(0.22)
+        and found.gpu_seconds == before.gpu_seconds
+    )
     state = restored(lines)
-    assert state is not None and state.usd == pytest.approx(found.totals.usd) == pytest.approx(sum(found.usd.values()))
+    assert state is not None and state.usd == pytest.approx(found.totals.usd) == pytest.approx(
+        sum(found.usd.values())
+    )
 
 
 def test_a_driver_that_died_with_its_cluster_is_not_billed_for_the_gap() -> None:
-    lines = [*begun("a"), tick(17.0, step(1, 1)), tick(18.0, step(1, 2)), tick(18.5, NodeReady(Node("y", "p", 2)))]
-    lines += [tick(100.0, start(epoch=2)), tick(105.0, NodeReady(Node("a2", "p", 2))), tick(106.0, NodePrepared("a2"))]
-    lines += [tick(106.0, orders=(EnterPlan(plan(2, "a2", source="durable", step=1)),)), tick(107.0, PlanEntered(2, 1))]
+    lines = [
+        *begun("a"),
+        tick(17.0, step(1, 1)),
+        tick(18.0, step(1, 2)),
+        tick(18.5, NodeReady(Node("y", "p", 2))),
+    ]
+    lines += [
+        tick(100.0, start(epoch=2)),
+        tick(105.0, NodeReady(Node("a2", "p", 2))),
+        tick(106.0, NodePrepared("a2")),
+    ]
+    lines += [
+        tick(106.0, orders=(EnterPlan(plan(2, "a2", source="durable", step=1)),)),
+        tick(107.0, PlanEntered(2, 1)),
+    ]
     found = account(lines)
     sums = gpu_s(found)
     assert sums["wasted_progress"] == pytest.approx(1 * 2 + 0.5 * 2)
@@ -248,7 +358,11 @@ def test_a_driver_that_died_with_its_cluster_is_not_billed_for_the_gap() -> None
 
 @pytest.mark.parametrize(("at_s", "billed_s"), [(40.0, 10.0), (86_430.0, 20.0), (-86_400.0, 0.0)])
 def test_the_clock_of_a_driver_that_attaches_is_not_billed(at_s: float, billed_s: float) -> None:
-    lines = [*begun(), tick(30.0, step(1, 1)), tick(at_s, replace(start(epoch=2, attached=True), paid_until_s=50.0))]
+    lines = [
+        *begun(),
+        tick(30.0, step(1, 1)),
+        tick(at_s, replace(start(epoch=2, attached=True), paid_until_s=50.0)),
+    ]
     lines += [tick(at_s + 5.0, step(1, 2)), tick(at_s + 6.0, orders=(Stop("stopped", "x"),))]
     found = account(lines)
     assert sum(found.usd.values()) == pytest.approx(4 * 0.001 * (20.0 + billed_s + 6.0))
@@ -259,4 +373,8 @@ def test_the_clock_of_a_driver_that_attaches_is_not_billed(at_s: float, billed_s
 
 def test_an_empty_journal() -> None:
     found = account([])
-    assert sum(found.gpu_seconds.values()) == 0 and found.totals.goodput == 0 and found.totals.final_loss is None
+    assert (
+        sum(found.gpu_seconds.values()) == 0
+        and found.totals.goodput == 0
+        and found.totals.final_loss is None
+    )

@@ -19,7 +19,8 @@ from elastic.types import Abort, Decision, NodeLost
 
 
 class Disk:
-    """Stands in for os.write and os.fsync. `free`: bytes that still fit; `answers`: calls wait for it."""
+    """Stands in for os.write and os.fsync. `free`: bytes that still fit; `answers`: calls wait for
+    it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free: int | None = None
@@ -52,7 +53,12 @@ def lost(journal: Journal, n: int) -> None:
 
 
 def names(path: Path) -> list[str]:
-    return [event.node_id for line in read(path) for _, event in line.events if isinstance(event, NodeLost)]
+    return [
+        event.node_id
+        for line in read(path)
+        for _, event in line.events
+        if isinstance(event, NodeLost)
+    ]
 
 
 def test_a_full_disk(disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,12 +87,16 @@ def test_a_disk_that_is_full_to_the_end_is_one_line(disk: Disk, tmp_path: Path) 
     disk.free = 0
     lost(journal, 1)
     lost(journal, 2)
-    with pytest.raises(StorageFull, match="its last 2 lines could not be written: .*No space left on device") as raised:
+    with pytest.raises(
+        StorageFull, match="its last 2 lines could not be written: .*No space left on device"
+    ) as raised:
         journal.close()
     assert raised.value.exit_code == 1 and "\n" not in str(raised.value)
 
 
-def test_a_silent_file_system_holds_nobody_up_for_long(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_file_system_holds_nobody_up_for_long(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(append_file, "WAIT_S", 0.2)
     monkeypatch.setattr(append_file, "CLOSE_MOST_S", 0.2)
     journal = Journal(tmp_path / "j", 1)
@@ -109,7 +119,9 @@ def test_memory_is_bounded(disk: Disk, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(append_file, "MOST_BYTES", 2000)
     journal = Journal(tmp_path / "j", 1)
     disk.free = 0
-    with pytest.raises(StorageFull, match="lines wait to be written, and memory holds no more: .*No space left"):
+    with pytest.raises(
+        StorageFull, match="lines wait to be written, and memory holds no more: .*No space left"
+    ):
         for n in range(100):
             lost(journal, n)
     disk.free = None

@@ -19,7 +19,17 @@ from support.observe.small_run import lines as small_run
 from elastic.config.job import JobSpec
 from elastic.errors import InternalError, SpecError
 from elastic.ledger import journal as journal_of
-from elastic.ledger.journal import CLASSES, Journal, Line, decode, encode, parse_line, read, sift, write_line
+from elastic.ledger.journal import (
+    CLASSES,
+    Journal,
+    Line,
+    decode,
+    encode,
+    parse_line,
+    read,
+    sift,
+    write_line,
+)
 from elastic.types import (
     Abort,
     Action,
@@ -49,7 +59,11 @@ def sample(hint: Any) -> Any:
     if origin is typing.Literal:
         return args[-1]
     if origin is tuple:
-        return tuple(sample(arg) for arg in args) if ... not in args else (sample(args[0]), sample(args[0]))
+        return (
+            tuple(sample(arg) for arg in args)
+            if ... not in args
+            else (sample(args[0]), sample(args[0]))
+        )
     if origin in (dict, Mapping):
         return {"a": sample(args[1])}
     if origin in (typing.Union, types.UnionType):
@@ -79,42 +93,54 @@ def test_a_field_called_kind_does_not_hide_the_class() -> None:
 def test_numbers_that_json_has_not_and_secrets() -> None:
     line = Line(1.0, 1, ((1.0, StepDone(1, 2, math.nan, 3, math.inf)),))
     found = parse_line(write_line(line)).events[0][1]
-    assert isinstance(found, StepDone) and math.isnan(found.train_loss) and found.step_time_s == math.inf
-    start = DriverStarted("r", 1, {"env": {"HF_TOKEN": "hf_abc", "tokenizer": "many"}}, (), ModelProfile(1, 1, ()))
+    assert (
+        isinstance(found, StepDone)
+        and math.isnan(found.train_loss)
+        and found.step_time_s == math.inf
+    )
+    start = DriverStarted(
+        "r", 1, {"env": {"HF_TOKEN": "hf_abc", "tokenizer": "many"}}, (), ModelProfile(1, 1, ())
+    )
     text = write_line(Line(1.0, 1, ((1.0, start),)))
     assert "hf_abc" not in text and "many" in text
 
 
 WHOLE_JOBS: tuple[dict[str, Any], ...] = (
     {
-        "name": "a", "folder": "/f", "program": "/f/key/program.py", "steps": 9, "global_batch": 8, "seed": 3, "eval_every": 2,
-        "eval_samples": 3, "clip_grad_norm": 1.0, "optimizer": {"token": {"path": "torch.optim.SGD", "lr": 0.1, "key": "text"}},
-        "lr_schedule": {"kind": "linear", "warmup_steps": 2}, "lr_scaling": "sqrt", "base_global_batch": 4,
-        "noise_scale": {"every": 3}, "guards": {"loss_spike": {}}, "precision": "bfloat16", "reduce_dtype": "bfloat16",
-        "layout": {"2": "dp_shard=2"}, "schedule": "gpipe", "virtual_stages": 2, "microbatch_tokens": 64,
-        "activation_checkpointing": "full", "zero_stage": 2, "compile": True, "float8": True, "offload": True, "min_workers": 2,
-        "max_workers": 4, "peer_every": 3, "durable_every": 4, "peer_copies": 1, "copies_across_zones": True,
-        "copy_link_share": 0.2, "keep_last": 3, "keep_every": 2, "keep_best": 1, "storage_quota_gb": 2.5,
-        "verify_copies": False,
-        "data": {
-            "train": {"mixture": {"secret": {"tokens": "/d/x.bin", "end_token": "<end>", "weight": 2}}, "end_token": "<e>"},
-            "validation": {"token": {"jsonl": "/d/y", "text": "key", "seq": 32}}, "cache": "/tmp/key", "cache_gb": 3,
-            "loader_workers": 1, "prefetch_steps": 3, "prefetch_mb": 2,
-        },
-        "storage": "s3://bucket/token", "budget_usd": 3.5, "head_usd_per_h": 0.3, "max_nodes": 4, "deadline_h": 2.0,
-        "on_demand_floor": "copy",
-        "waiting_usd_per_h": 2.5, "max_silence_s": 60.0, "orphan_lease_s": 100.0, "purpose": "cheapest",
-        "pools": [{"name": "key", "region": "token", "max_nodes": 4}], "trusted_axes": ["pp"], "rebalance": False,
-        "across_zones": True, "check_numbers_every": 50, "drill": [{"at_step": 3, "kill": ["rank0", "any"]}],
-    },
-    {"script": "/f/train_token.py", "args": ["--end-token", "<end>", "--tokens", "x.bin"], "microbatch_size": None},
-    {"microbatch_size": 2, "data": {"train": {"tokens": "/d/x.bin", "end_token": "<end>"}}},
+        "name": "a", "folder": "/f", "program": "/f/key/program.py", "steps": 9, "global_batch": 8,
+        "seed": 3, "eval_every": 2, "eval_samples": 3, "clip_grad_norm": 1.0,
+        "optimizer": {"token": {"path": "torch.optim.SGD", "lr": 0.1, "key": "text"}},
+        "lr_schedule": {"kind": "linear", "warmup_steps": 2}, "lr_scaling": "sqrt",
+        "base_global_batch": 4, "noise_scale": {"every": 3}, "guards": {"loss_spike": {}},
+        "precision": "bfloat16", "reduce_dtype": "bfloat16", "layout": {"2": "dp_shard=2"},
+        "schedule": "gpipe", "virtual_stages": 2, "microbatch_tokens": 64,
+        "activation_checkpointing": "full", "zero_stage": 2, "compile": True, "float8": True,
+        "offload": True, "min_workers": 2, "max_workers": 4, "peer_every": 3, "durable_every": 4,
+        "peer_copies": 1, "copies_across_zones": True, "copy_link_share": 0.2, "keep_last": 3,
+        "keep_every": 2, "keep_best": 1, "storage_quota_gb": 2.5, "verify_copies": False, "data": {
+            "train": {"mixture": {"secret": {"tokens": "/d/x.bin", "end_token": "<end>",
+            "weight": 2}}, "end_token": "<e>"}, "validation": {"token": {"jsonl": "/d/y",
+            "text": "key", "seq": 32}}, "cache": "/tmp/key", "cache_gb": 3, "loader_workers": 1,
+            "prefetch_steps": 3, "prefetch_mb": 2,
+        }, "storage": "s3://bucket/token", "budget_usd": 3.5, "head_usd_per_h": 0.3, "max_nodes": 4,
+        "deadline_h": 2.0, "on_demand_floor": "copy", "waiting_usd_per_h": 2.5,
+        "max_silence_s": 60.0, "orphan_lease_s": 100.0, "purpose": "cheapest",
+        "pools": [{"name": "key", "region": "token", "max_nodes": 4}], "trusted_axes": ["pp"],
+        "rebalance": False, "across_zones": True, "check_numbers_every": 50,
+        "drill": [{"at_step": 3, "kill": ["rank0", "any"]}],
+    }, {"script": "/f/train_token.py", "args": ["--end-token", "<end>", "--tokens", "x.bin"],
+    "microbatch_size": None}, {"microbatch_size": 2, "data": {"train": {"tokens": "/d/x.bin",
+    "end_token": "<end>"}}},
 )  # fmt: skip
 
 
 def test_every_key_of_a_job_comes_back_as_it_was() -> None:
-    least = {key: WHOLE_JOBS[0][key] for key in ("name", "folder", "program", "steps", "global_batch")}
-    assert {key for job in WHOLE_JOBS for key, value in job.items() if value is not None} == JobSpec.model_fields.keys()
+    least = {
+        key: WHOLE_JOBS[0][key] for key in ("name", "folder", "program", "steps", "global_batch")
+    }
+    assert {
+        key for job in WHOLE_JOBS for key, value in job.items() if value is not None
+    } == JobSpec.model_fields.keys()
     for given in WHOLE_JOBS:
         job = JobSpec(**{**least, **given}).plain()
         start = DriverStarted("r", 1, job, (), ModelProfile(1, 1, ()))
@@ -124,14 +150,18 @@ def test_every_key_of_a_job_comes_back_as_it_was() -> None:
 def test_no_secret_reaches_the_file(tmp_path: Path) -> None:
     secret = "zq7-planted"
     job = {
-        "args": ["--hf-token", secret, f"--wandb_api_key={secret}"], "storage": f"s3://me:{secret}@host/x",
-        "env": {"api_keys": [secret], "apikey": secret, "credentials": {"user": secret}, "passwd": secret},
+        "args": ["--hf-token", secret, f"--wandb_api_key={secret}"],
+        "storage": f"s3://me:{secret}@host/x", "env": {"api_keys": [secret], "apikey": secret,
+        "credentials": {"user": secret}, "passwd": secret},
     }  # fmt: skip
     said = f"train.py: error: unrecognized arguments: --hf-token {secret}"
     events = (
         DriverStarted("r", 1, job, (), ModelProfile(1, 1, ())),
         WorkerFailed(WorkerId("n", 0), 1, "program", said),
-        CopyDamaged(f"s3://me:{secret}@host/x/checkpoints/step-1", f"https://host/x?token={secret} is damaged"),
+        CopyDamaged(
+            f"s3://me:{secret}@host/x/checkpoints/step-1",
+            f"https://host/x?token={secret} is damaged",
+        ),
     )
     journal = Journal(tmp_path / "j", 1)
     journal.append(1.0, [(1.0, event) for event in events], Decision((Stop("failed", said),), said))
@@ -142,7 +172,13 @@ def test_no_secret_reaches_the_file(tmp_path: Path) -> None:
 
 def test_fields_of_another_writer_are_ignored_and_unknown_kinds_are_not() -> None:
     assert decode({"kind": "NodeLost", "node_id": "a", "color": "red"}) == NodeLost("a")
-    copy = {"step": 3, "kind": "peer", "generation": 1, "layout": {}, "holdings": [{"worker": {"node_id": "a"}, "rank": 0}]}
+    copy = {
+        "step": 3,
+        "kind": "peer",
+        "generation": 1,
+        "layout": {},
+        "holdings": [{"worker": {"node_id": "a"}, "rank": 0}],
+    }
     assert decode({"kind": "CopyStored", "copy": copy}) == CopyStored(Copy(3, "peer", 1, Layout()))
     with pytest.raises(SpecError, match="NodeMelted"):
         decode({"kind": "NodeMelted"})
@@ -166,9 +202,16 @@ def test_ticks_of_steps_are_merged_to_one_line_a_second_and_none_is_dropped(tmp_
     journal.append(3.1, [(3.1, step(31))], Decision())
     journal.close()
     lines = read(path)
-    assert [event.step for line in lines for _, event in line.events if isinstance(event, StepDone)] == list(range(1, 32))
+    assert [
+        event.step for line in lines for _, event in line.events if isinstance(event, StepDone)
+    ] == list(range(1, 32))
     assert len(lines) == 5 and lines[3].decision == Decision((Abort(1),), "a is gone")
-    assert all(at_s == pytest.approx(e.step / 10) for line in lines for at_s, e in line.events if isinstance(e, StepDone))
+    assert all(
+        at_s == pytest.approx(e.step / 10)
+        for line in lines
+        for at_s, e in line.events
+        if isinstance(e, StepDone)
+    )
 
 
 def test_steps_with_an_order_are_not_held_back(tmp_path: Path) -> None:
@@ -190,7 +233,12 @@ def written(path: Path, *nodes: str, epoch: int = 1) -> None:
 
 
 def names(path: Path) -> list[str]:
-    return [event.node_id for line in read(path) for _, event in line.events if isinstance(event, NodeLost)]
+    return [
+        event.node_id
+        for line in read(path)
+        for _, event in line.events
+        if isinstance(event, NodeLost)
+    ]
 
 
 def test_a_torn_last_line_is_left_out_and_the_next_driver_writes_on(tmp_path: Path) -> None:
@@ -221,7 +269,8 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) ->
 
 
 def three_drivers(path: Path) -> list[Line]:
-    """A small run whose journal three drivers wrote; the first was killed in the middle of a line. Returns what counts."""
+    """A small run whose journal three drivers wrote; the first was killed in the middle of a line.
+    Returns what counts."""
     lines = small_run()
     cuts = (0, len(lines) // 3, 2 * len(lines) // 3, len(lines))
     for epoch in (1, 2, 3):
@@ -241,7 +290,8 @@ def flipped(text: bytes, bit: int) -> bytes:
 
 @pytest.mark.slow
 def test_no_flipped_bit_becomes_another_run(tmp_path: Path) -> None:
-    """Either the run is what it was, or the damage is told, or the last line is left out as a torn one is."""
+    """Either the run is what it was, or the damage is told, or the last line is left out as a torn
+    one is."""
     right = three_drivers(tmp_path / "j")
     text = (tmp_path / "j").read_bytes()
     last = text[:-1].rfind(b"\n") + 1
@@ -270,7 +320,8 @@ def test_what_was_recorded_without_checksums_is_read(tmp_path: Path) -> None:
     assert read(tmp_path / "j")[:-1] == right and names(tmp_path / "j")[-1] == "z"
     lines = (tmp_path / "j").read_text().splitlines()
     (tmp_path / "j").write_text("\n".join([*lines[:-3], lines[-3][:-9], lines[-1]]) + "\n")
-    with pytest.raises(InternalError, match=rf"line {len(lines) - 2}: it was altered"):  # the new driver had read it
+    # the new driver had read it
+    with pytest.raises(InternalError, match=rf"line {len(lines) - 2}: it was altered"):
         read(tmp_path / "j")
 
 
@@ -278,7 +329,8 @@ def test_a_line_without_its_checksum_among_others_is_damaged(tmp_path: Path) -> 
     written(tmp_path / "j", "a", "b", "c")
     lines = (tmp_path / "j").read_text().splitlines()
     (tmp_path / "j").write_text(
-        "\n".join([lines[0], re.sub(r',"crc":"\w+"', "", lines[1]).replace('"b"', '"x"'), lines[2]]) + "\n"
+        "\n".join([lines[0], re.sub(r',"crc":"\w+"', "", lines[1]).replace('"b"', '"x"'), lines[2]])
+        + "\n"
     )
     with pytest.raises(InternalError, match="line 2"):
         read(tmp_path / "j")
@@ -292,7 +344,9 @@ def test_a_driver_finds_the_last_whole_line_however_long_it_is(tmp_path: Path) -
         path.write_bytes(whole + b'{"v":1')
         written(path, "c", epoch=2)
         assert names(path) == ["a", "b" * n, "c"]
-        path.write_bytes(whole[:-20] + path.read_bytes()[len(whole) - 20 :].replace(b"crc", b"crd", 1))
+        path.write_bytes(
+            whole[:-20] + path.read_bytes()[len(whole) - 20 :].replace(b"crc", b"crd", 1)
+        )
         with pytest.raises(InternalError, match="line 2"):
             read(path)
 
@@ -301,8 +355,13 @@ def test_a_line_that_is_nested_too_deep_is_told_in_one_line(tmp_path: Path) -> N
     path = tmp_path / "j"
     written(path, "a", "b", "c")
     lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], '{"v":1,"events":' + "[" * 100_000 + "]" * 100_000 + "}", *lines[1:]]) + "\n")
-    with pytest.raises(InternalError, match="line 2: it was altered after it was written; .*--from-checkpoint") as raised:
+    path.write_text(
+        "\n".join([lines[0], '{"v":1,"events":' + "[" * 100_000 + "]" * 100_000 + "}", *lines[1:]])
+        + "\n"
+    )
+    with pytest.raises(
+        InternalError, match="line 2: it was altered after it was written; .*--from-checkpoint"
+    ) as raised:
         read(path)
     assert "\n" not in str(raised.value) and raised.value.exit_code == 2
     path.write_text(lines[0] + "\n" + "[" * 100_000)
@@ -331,4 +390,10 @@ def test_nested_values_are_written_without_their_class() -> None:
 
 def test_all_events_and_actions_are_covered() -> None:
     found = {name for name, cls in CLASSES.items() if issubclass(cls, Event | Action)}
-    assert {"NodeReady", "Quiesced", "DigestPart", "SetShares", "DrainNode"} <= found and NodeReady.__name__ in found
+    assert {
+        "NodeReady",
+        "Quiesced",
+        "DigestPart",
+        "SetShares",
+        "DrainNode",
+    } <= found and NodeReady.__name__ in found

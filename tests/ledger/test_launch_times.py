@@ -41,7 +41,9 @@ def ready(node_id: str, pool: str = "spot") -> NodeReady:
 
 def entering(generation: int, *nodes: str) -> tuple[Action, ...]:
     ranks = tuple(WorkerId(node, 0) for node in nodes)
-    return (EnterPlan(Plan(generation, Layout(dp_shard=len(ranks)), ranks, (1,) * len(ranks), (1,))),)
+    return (
+        EnterPlan(Plan(generation, Layout(dp_shard=len(ranks)), ranks, (1,) * len(ranks), (1,))),
+    )
 
 
 def step(generation: int, n: int) -> StepDone:
@@ -64,14 +66,21 @@ def test_each_node_counts_once_from_its_own_request_to_its_own_first_step() -> N
     ]
     found = launches(lines)
     assert found.seconds == {"spot": [40.0, 60.0], "fixed": [60.0]}
-    assert found.medians() == {"fixed": {"median_s": 60.0, "nodes": 1}, "spot": {"median_s": 50.0, "nodes": 2}}
+    assert found.medians() == {
+        "fixed": {"median_s": 60.0, "nodes": 1},
+        "spot": {"median_s": 50.0, "nodes": 2},
+    }
     assert sentence(found.medians()) == "fixed 60.0 s (1 node), spot 50.0 s (2 nodes)"
 
 
 def test_what_never_came_and_what_was_never_asked_for_is_left_out() -> None:
     lines = [
         *BEGIN,
-        tick(150, RequestFailed("fixed", "f1", "no capacity"), orders=(RequestNodes("spot", 0, "s1"),)),
+        tick(
+            150,
+            RequestFailed("fixed", "f1", "no capacity"),
+            orders=(RequestNodes("spot", 0, "s1"),),
+        ),
         tick(160, ready("b"), ready("f", "fixed"), orders=entering(2, "a", "b", "f")),
         tick(170, step(2, 2), orders=(RequestNodes("spot", 1, "s2"),)),
         tick(180, ready("c")),
@@ -85,8 +94,23 @@ def test_what_never_came_and_what_was_never_asked_for_is_left_out() -> None:
 
 def test_a_driver_that_attaches_finds_its_nodes_again_and_one_that_does_not_begins_anew() -> None:
     more = tick(150, orders=(RequestNodes("spot", 1, "s3"),))
-    attached = [*BEGIN, tick(145, replace(START, attached=True), ready("a")), more, tick(155, ready("a"), ready("b"))]
-    attached += [tick(156, orders=entering(2, "a")), tick(170, step(2, 2), orders=entering(3, "a", "b")), tick(180, step(3, 3))]
-    assert launches(attached).seconds == {"spot": [40.0, 30.0]}, "b answers the request, not a once more"
-    anew = [*BEGIN, tick(145, START, orders=(RequestNodes("spot", 1, "s1"),)), tick(155, ready("a"), orders=entering(2, "a"))]
+    attached = [
+        *BEGIN,
+        tick(145, replace(START, attached=True), ready("a")),
+        more,
+        tick(155, ready("a"), ready("b")),
+    ]
+    attached += [
+        tick(156, orders=entering(2, "a")),
+        tick(170, step(2, 2), orders=entering(3, "a", "b")),
+        tick(180, step(3, 3)),
+    ]
+    assert launches(attached).seconds == {"spot": [40.0, 30.0]}, (
+        "b answers the request, not a once more"
+    )
+    anew = [
+        *BEGIN,
+        tick(145, START, orders=(RequestNodes("spot", 1, "s1"),)),
+        tick(155, ready("a"), orders=entering(2, "a")),
+    ]
     assert launches([*anew, tick(165, step(2, 2))]).seconds == {"spot": [40.0, pytest.approx(20.0)]}

@@ -36,21 +36,28 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 def put(storage: Storage, **changes: object) -> Sign:
     """A sign of life of a driver on another machine."""
-    sign = replace(Sign(3, 7, "elsewhere", "other-boot", 4711, 1, time.time() - 100, time.time(), 0.3), **changes)  # type: ignore[arg-type]
+    sign = replace(
+        Sign(3, 7, "elsewhere", "other-boot", 4711, 1, time.time() - 100, time.time(), 0.3),
+        **changes,
+    )  # type: ignore[arg-type]
     storage.put(sign.key, json.dumps(asdict(sign)).encode())
     return sign
 
 
 def gives_signs(monkeypatch: pytest.MonkeyPatch, storage: Storage, **changes: object) -> None:
     """A driver on another machine, while somebody watches for its next sign of life."""
-    watched = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: put(storage, n=8, ttl_s=300.0, **changes)})
+    watched = SimpleNamespace(
+        **vars(time) | {"sleep": lambda seconds: put(storage, n=8, ttl_s=300.0, **changes)}
+    )
     monkeypatch.setattr("elastic.ledger.lease.time", watched)
 
 
 def test_a_second_driver_is_refused_by_name_and_the_epoch_grows(storage: Storage) -> None:
     first = Lease(storage, "r", QUICK)
     assert (first.epoch, first.attached) == (1, False)
-    with pytest.raises(SpecError, match=f"run 'r' is driven by process {os.getpid()} on .* since 20"):
+    with pytest.raises(
+        SpecError, match=f"run 'r' is driven by process {os.getpid()} on .* since 20"
+    ):
         Lease(storage, "r", QUICK)
     first.release()
     second = Lease(storage, "r", QUICK)
@@ -75,7 +82,9 @@ def test_a_living_driver_elsewhere_is_refused(storage: Storage) -> None:
         Lease(storage, "r", QUICK)
 
 
-def test_one_that_is_patient_waits_for_a_driver_elsewhere_that_was_heard_of_just_now(storage: Storage) -> None:
+def test_one_that_is_patient_waits_for_a_driver_elsewhere_that_was_heard_of_just_now(
+    storage: Storage,
+) -> None:
     put(storage, at_s=time.time(), ttl_s=0.3)
     with pytest.raises(SpecError, match="driven by process 4711 on elsewhere"):
         Lease(storage, "r", QUICK)
@@ -94,7 +103,9 @@ def test_a_driver_elsewhere_is_replaced_after_expiry(storage: Storage) -> None:
     lease.release()
 
 
-def test_a_driver_whose_clock_is_behind_still_lives(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_whose_clock_is_behind_still_lives(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(storage, at_s=time.time() - 1000, ttl_s=300.0)
     gives_signs(monkeypatch, storage, at_s=time.time() - 1000)
     with pytest.raises(SpecError, match="elsewhere"):
@@ -161,21 +172,28 @@ def test_a_dead_driver_whose_clock_was_ahead_is_replaced(storage: Storage) -> No
     put(storage, at_s=time.time() + 3600)
     begun_s = time.monotonic()
     lease = Lease(storage, "r", QUICK)
-    assert lease.epoch == 4 and time.monotonic() - begun_s >= 0.3  # it was watched for its time to live
+    # it was watched for its time to live
+    assert lease.epoch == 4 and time.monotonic() - begun_s >= 0.3
     lease.release()
 
 
-def test_a_living_driver_whose_clock_is_ahead_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_driver_whose_clock_is_ahead_is_refused(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(storage, at_s=time.time() + 3600, ttl_s=300.0)
     gives_signs(monkeypatch, storage, at_s=time.time() + 3600)
     with pytest.raises(SpecError, match="run 'r' is driven by process 4711 on elsewhere"):
         Lease(storage, "r", QUICK)
 
 
-def test_storage_that_overwrites_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_overwrites_is_refused(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some servers do not know If-None-Match and answer 200."""
     put_always = type(storage).put
-    monkeypatch.setattr(type(storage), "put", lambda self, key, data, if_absent=False: put_always(self, key, data))
+    monkeypatch.setattr(
+        type(storage), "put", lambda self, key, data, if_absent=False: put_always(self, key, data)
+    )
     with pytest.raises(SpecError, match="overwrites what must not be"):
         Lease(storage, "r", QUICK)
 
@@ -202,11 +220,15 @@ OUTAGE = Times(renew_s=0.05, ttl_s=15.0)
 def test_a_holder_that_cannot_renew_is_not_certain_before_others_may_take_over_and_has_lost_nothing(
     s3: Storage, proxy: FaultyProxy, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also while a request hangs. When storage is back, however much later, it continues under its own epoch."""
+    """Also while a request hangs. When storage is back, however much later, it continues under its
+    own epoch."""
     lease = Lease(s3, "r", OUTAGE)
     proxy.faults.append(unavailable("lease/", times=12))
     clock.now_s += 10.0
-    until(lambda: not proxy.faults[0].times and lease.sign.n > 1 and lease.trouble is None, "signs after the faults")
+    until(
+        lambda: not proxy.faults[0].times and lease.sign.n > 1 and lease.trouble is None,
+        "signs after the faults",
+    )
     assert lease.certain
     proxy.faults.append(Fault("hang", "", times=10_000))
     until(lambda: proxy.seen[-1].fault == "hang", "a request that hangs")
@@ -216,19 +238,26 @@ def test_a_holder_that_cannot_renew_is_not_certain_before_others_may_take_over_a
     clock.now_s += 0.99
     assert not lease.certain and not lease.lost and lease.sign == last
     clock.now_s += 3600.0
-    until(lambda: "training and changes of plan continue, the run's end waits" in caplog.text, "the word of the outage")
+    until(
+        lambda: "training and changes of plan continue, the run's end waits" in caplog.text,
+        "the word of the outage",
+    )
     proxy.faults.clear()
     until(lambda: lease.certain, "certainty")
     assert lease.epoch == last.epoch and lease.sign.n > last.n and not lease.lost
     until(lambda: "answers again" in caplog.text, "the word that it is back")
-    assert caplog.text.count("changes of plan continue") == 1 and caplog.text.count("answers again") == 1
+    assert (
+        caplog.text.count("changes of plan continue") == 1
+        and caplog.text.count("answers again") == 1
+    )
     lease.release()
     after = newest(s3)
     assert after is not None and (after.epoch, after.released) == (last.epoch, True)
 
 
 class Cut(LocalStorage):
-    """A folder that one driver does not reach while `cut` is set; `at_put`, `at_list`: called first."""
+    """A folder that one driver does not reach while `cut` is set; `at_put`, `at_list`: called
+    first."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -259,7 +288,9 @@ def out_of_reach(root: Path, clock: Clock) -> tuple[Cut, Lease]:
     return storage, lease
 
 
-def test_one_that_was_taken_over_while_its_storage_was_away_learns_it(tmp_path: Path, clock: Clock) -> None:
+def test_one_that_was_taken_over_while_its_storage_was_away_learns_it(
+    tmp_path: Path, clock: Clock
+) -> None:
     storage, lease = out_of_reach(tmp_path, clock)
     assert not lease.lost and not lease.certain
     put(open_storage(str(tmp_path)), epoch=2, n=0)
@@ -270,7 +301,9 @@ def test_one_that_was_taken_over_while_its_storage_was_away_learns_it(tmp_path: 
     assert newest(storage).epoch == 2  # type: ignore[union-attr]
 
 
-def test_taken_over_between_its_look_and_its_sign_it_is_not_certain_for_a_moment(tmp_path: Path, clock: Clock) -> None:
+def test_taken_over_between_its_look_and_its_sign_it_is_not_certain_for_a_moment(
+    tmp_path: Path, clock: Clock
+) -> None:
     storage, lease = out_of_reach(tmp_path, clock)
     was_certain: list[bool] = []
     storage.at_list = lambda: was_certain.append(lease.certain)
@@ -292,7 +325,9 @@ def test_who_takes_over_waits_for_a_holder_that_was_heard_again_at_the_last_mome
         slept.append(seconds)
         sleep(seconds)  # sleeps: as above
 
-    monkeypatch.setattr("elastic.ledger.lease.time", SimpleNamespace(**vars(time) | {"sleep": noted}))
+    monkeypatch.setattr(
+        "elastic.ledger.lease.time", SimpleNamespace(**vars(time) | {"sleep": noted})
+    )
 
     def heard_again() -> None:
         storage.at_put = lambda: None
@@ -304,7 +339,9 @@ def test_who_takes_over_waits_for_a_holder_that_was_heard_again_at_the_last_mome
     lease.release()
 
 
-def test_renewals_go_on_after_what_nobody_thought_of(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewals_go_on_after_what_nobody_thought_of(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = open_storage(str(tmp_path))
     lease = Lease(storage, "r", OUTAGE)
 
@@ -320,7 +357,9 @@ def test_renewals_go_on_after_what_nobody_thought_of(tmp_path: Path, clock: Cloc
     lease.release()
 
 
-def test_a_renewal_whose_answer_is_lost_for_good_is_not_anothers(s3: Storage, proxy: FaultyProxy) -> None:
+def test_a_renewal_whose_answer_is_lost_for_good_is_not_anothers(
+    s3: Storage, proxy: FaultyProxy
+) -> None:
     lease = Lease(s3, "r", Times(renew_s=0.1, ttl_s=600.0))
     until(lambda: lease.sign.n >= 1, "a sign")
     proxy.faults.append(Fault("lost", "PUT .*/lease/", times=5))  # all tries of one renewal
@@ -334,14 +373,27 @@ def test_a_renewal_whose_answer_is_lost_for_good_is_not_anothers(s3: Storage, pr
 
 def of(key: str, **changes: object) -> bytes:
     """A sign of life of a driver elsewhere that fits its name, but for `changes`."""
-    whole = Sign(int(key[6:14]), int(key[15:23]), "elsewhere", "other-boot", 4711, 1, time.time(), time.time(), 0.3)
+    whole = Sign(
+        int(key[6:14]),
+        int(key[15:23]),
+        "elsewhere",
+        "other-boot",
+        4711,
+        1,
+        time.time(),
+        time.time(),
+        0.3,
+    )
     return json.dumps({**asdict(whole), **changes}).encode()
 
 
 STRANGER = "lease/00000900-00000900.json"  # the name of a newer epoch than any
 STRANGERS = {
     "another name": ("lease/zzz.json", b"{}"),
-    "no digits of ours": ("lease/\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663-00000000.json", b"{}"),
+    "no digits of ours": (
+        "lease/\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663-00000000.json",
+        b"{}",
+    ),
     "a huge epoch": ("lease/99999999-00000000.json", of("lease/99999999-00000000.json")),
     "a longer epoch": ("lease/999999999999-00000000.json", of(STRANGER, epoch=999999999999)),
     "nothing": (STRANGER, b""),
@@ -393,10 +445,17 @@ def test_links_and_folders_hide_no_driver(tmp_path: Path) -> None:
     until(lambda: lease.lost, "the word of the newer epoch")
 
 
-def test_names_that_are_taken_by_what_is_no_sign_of_life_are_left_out(tmp_path: Path, clock: Clock) -> None:
-    """Those that the driver would use next; it neither replaces them nor takes them for another driver."""
+def test_names_that_are_taken_by_what_is_no_sign_of_life_are_left_out(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """Those that the driver would use next; it neither replaces them nor takes them for another
+    driver."""
     storage = open_storage(str(tmp_path))
-    for key in ("lease/00000001-00000000.json", "lease/00000002-00000000.json", "lease/00000003-00000001.json"):
+    for key in (
+        "lease/00000001-00000000.json",
+        "lease/00000002-00000000.json",
+        "lease/00000003-00000001.json",
+    ):
         storage.put(key, b"garbage")
     lease = Lease(storage, "r", OUTAGE)
     assert lease.epoch == 3 and not lease.attached
@@ -406,7 +465,9 @@ def test_names_that_are_taken_by_what_is_no_sign_of_life_are_left_out(tmp_path: 
     lease.release()
 
 
-def test_another_driver_of_the_same_epoch_is_none_of_the_strangers(tmp_path: Path, clock: Clock) -> None:
+def test_another_driver_of_the_same_epoch_is_none_of_the_strangers(
+    tmp_path: Path, clock: Clock
+) -> None:
     storage = Cut(tmp_path)
     lease = Lease(storage, "r", OUTAGE)
 
@@ -421,5 +482,7 @@ def test_another_driver_of_the_same_epoch_is_none_of_the_strangers(tmp_path: Pat
 def test_where_all_epochs_are_gone_through_one_is_told_what_to_remove(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     put(storage, epoch=MOST_EPOCH, n=0, released=True)
-    with pytest.raises(SpecError, match="epoch 1000000 is there, the last one: remove what is under it"):
+    with pytest.raises(
+        SpecError, match="epoch 1000000 is there, the last one: remove what is under it"
+    ):
         Lease(storage, "r", QUICK)

@@ -1,4 +1,5 @@
-"""A journal whose file was closed and packed again and again is read as if it had stayed one file, and resumed from a State."""
+"""A journal whose file was closed and packed again and again is read as if it had stayed one file,
+and resumed from a State."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["local", "remote"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> RunFolder:
-    storage: Storage = LocalStorage(tmp_path / "run") if request.param == "local" else Remote(tmp_path / "bucket")
+    storage: Storage = (
+        LocalStorage(tmp_path / "run") if request.param == "local" else Remote(tmp_path / "bucket")
+    )
     return RunFolder(storage, tmp_path / "run")
 
 
@@ -53,7 +56,8 @@ class Follows(MemoryJournal):
 
     def close_part(self, state: State) -> None:
         def small() -> bool:
-            self.journal.close_part(state)  # does nothing while the thread that stores the lines is still busy
+            # does nothing while the thread that stores the lines is still busy
+            self.journal.close_part(state)
             return self.journal._file.end < parts_of.PART_BYTES
 
         until(small, "a large file is closed")
@@ -70,20 +74,30 @@ def recorded(place: RunFolder, seed: int = SEED) -> tuple[list[Line], State]:
     assert before == []
     journal = Follows(place.open_journal(1, stored))
     state = drive(
-        SimBackend(pools, Job.from_plain(job), faults, delays), journal, DriverStarted("random", 1, job, pools, MODEL)
+        SimBackend(pools, Job.from_plain(job), faults, delays),
+        journal,
+        DriverStarted("random", 1, job, pools, MODEL),
     )
     return journal.lines, state
 
 
 def events_of(lines: list[Line]) -> list[object]:
     """What happened, however it was divided into lines."""
-    return [item for line in lines for item in (*line.events, *([line.decision] if line.decision else []))]
+    return [
+        item
+        for line in lines
+        for item in (*line.events, *([line.decision] if line.decision else []))
+    ]
 
 
 def test_every_line_is_kept_and_every_decision_comes_out_again(place: RunFolder) -> None:
     lines, state = recorded(place)
     names = JournalParts.of(place.storage).names
-    assert len(names) > 3 and place.journal.stat().st_size < 6000 and not (place.folder / CLOSED).exists()
+    assert (
+        len(names) > 3
+        and place.journal.stat().st_size < 6000
+        and not (place.folder / CLOSED).exists()
+    )
     found = list(place.lines())
     assert [e for line in found for e in line.events] == [e for line in lines for e in line.events]
     again = replay(place.lines())
@@ -93,7 +107,9 @@ def test_every_line_is_kept_and_every_decision_comes_out_again(place: RunFolder)
 
 
 @pytest.mark.parametrize("seed", [3, 8, 11, 42])
-def test_the_state_of_a_part_is_the_one_that_the_whole_journal_gives(tmp_path: Path, seed: int) -> None:
+def test_the_state_of_a_part_is_the_one_that_the_whole_journal_gives(
+    tmp_path: Path, seed: int
+) -> None:
     place = RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run")
     _, state = recorded(place, seed)
     before, _ = place.take_over()
@@ -118,7 +134,9 @@ def test_a_damaged_state_is_passed_over(place: RunFolder, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "missing"])
-def test_a_damaged_part_is_named_and_a_resume_needs_only_what_came_after(place: RunFolder, harm: str) -> None:
+def test_a_damaged_part_is_named_and_a_resume_needs_only_what_came_after(
+    place: RunFolder, harm: str
+) -> None:
     _, state = recorded(place)
     key = JournalParts.of(place.storage).names[1].key("xz")
     text = bytearray(place.storage.get(key))
@@ -127,7 +145,9 @@ def test_a_damaged_part_is_named_and_a_resume_needs_only_what_came_after(place: 
         place.storage.delete(key)
     else:
         place.storage.put(key, bytes(text if harm == "flipped" else text[:-9]))
-    with pytest.raises(JournalDamaged, match=r"part 1 .* is missing" if harm == "missing" else "was altered"):
+    with pytest.raises(
+        JournalDamaged, match=r"part 1 .* is missing" if harm == "missing" else "was altered"
+    ):
         list(place.lines())
     if harm != "missing":
         assert restored(place.take_over()[0]) == state
@@ -153,10 +173,13 @@ def packed(place: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("ended", [left_closed, linked, packed])
-def test_wherever_the_driver_ends_nothing_is_lost_or_read_twice(place: RunFolder, ended: Callable[[RunFolder], None]) -> None:
+def test_wherever_the_driver_ends_nothing_is_lost_or_read_twice(
+    place: RunFolder, ended: Callable[[RunFolder], None]
+) -> None:
     recorded(place)
     journal = place.open_journal(2, place.take_over()[1])
-    journal.append(1e6, [(1e6, NodeLost("w", "gone"))])  # the last file may have been closed a moment ago
+    # the last file may have been closed a moment ago
+    journal.append(1e6, [(1e6, NodeLost("w", "gone"))])
     journal.close()
     whole = list(place.lines())
     state = restored(whole)
@@ -182,7 +205,9 @@ def test_a_torn_line_at_the_beginning_of_a_file_is_left_out(tmp_path: Path) -> N
     journal.append(2.0, [(2.0, NodeLost("y", "gone"))])
     journal.close()
     assert [line.at_s for line in place.lines()] == [1.0, 2.0]
-    assert [line.at_s for line in place.take_over()[0]] == [1.0, 2.0], "the State, and the line after it"
+    assert [line.at_s for line in place.take_over()[0]] == [1.0, 2.0], (
+        "the State, and the line after it"
+    )
 
 
 def test_a_part_of_a_driver_that_was_replaced_does_not_count(tmp_path: Path) -> None:
@@ -207,9 +232,21 @@ def test_a_part_of_a_driver_that_was_replaced_does_not_count(tmp_path: Path) -> 
 
 def test_what_is_packed_comes_back_byte_by_byte() -> None:
     chance = random.Random(0)
-    pieces = [b'{"v":1,"a":1.5,"b":-2e-07,"c":"00ff00ff00"}', b"100 % of %s", b'"\xc3\xa9', b"{", b"", b" ", b"0", b"-"]
+    pieces = [
+        b'{"v":1,"a":1.5,"b":-2e-07,"c":"00ff00ff00"}',
+        b"100 % of %s",
+        b'"\xc3\xa9',
+        b"{",
+        b"",
+        b" ",
+        b"0",
+        b"-",
+    ]
     for _ in range(60):
-        text = b"".join(b"".join(chance.choices(pieces, k=chance.randrange(4))) + b"\n" for _ in range(chance.randrange(9)))
+        text = b"".join(
+            b"".join(chance.choices(pieces, k=chance.randrange(4))) + b"\n"
+            for _ in range(chance.randrange(9))
+        )
         for one in (text, text + b"torn", text + b"\0\n"):
             assert unpack(pack(one, {"1": 2})) == ({"1": 2}, one)
 
@@ -226,6 +263,9 @@ def test_an_old_journal_is_read_as_it_was(tmp_path: Path) -> None:
     _, state = recorded(RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run"))
     place = RunFolder(LocalStorage(tmp_path / "old"), tmp_path / "old")
     parts = JournalParts.of(LocalStorage(tmp_path / "run"))
-    text = b"".join(parts.read(name)[1] for name in parts.names) + (tmp_path / "run" / JOURNAL).read_bytes()
+    text = (
+        b"".join(parts.read(name)[1] for name in parts.names)
+        + (tmp_path / "run" / JOURNAL).read_bytes()
+    )
     LocalStorage(place.folder).put(JOURNAL, text)
     assert place.lines() == read_text(text, "") and restored(place.take_over()[0]) == state

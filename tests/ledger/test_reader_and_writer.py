@@ -1,4 +1,5 @@
-"""Whoever reads a journal while its driver writes and packs it sees every line that was there when it began, and each once."""
+"""Whoever reads a journal while its driver writes and packs it sees every line that was there when
+it began, and each once."""
 
 from __future__ import annotations
 
@@ -55,11 +56,15 @@ class Driver:
             return journal._file.end == 0
 
         until(closed, "a file that is closed")
-        until(lambda: not packed or journal.parts is None or journal.parts.free, "a part that is packed")
+        until(
+            lambda: not packed or journal.parts is None or journal.parts.free,
+            "a part that is packed",
+        )
 
 
 class Interleaved:
-    """Something happens right before or after one of the looks that a reader takes: at files, at the storage."""
+    """Something happens right before or after one of the looks that a reader takes: at files, at
+    the storage."""
 
     def __init__(self, at: int, happens: Callable[[], None]) -> None:
         self.at, self.happens, self.n = at, happens, 0
@@ -100,7 +105,9 @@ def test_each_line_is_read_once_whatever_is_written_meanwhile(
     monkeypatch.setattr(Packing, "_pack", lambda *arguments: may_pack.wait() and pack(*arguments))
     for at in count(1):
         run = tmp_path / str(at)
-        storage: Storage = LocalStorage(run) if where == "local" else Remote(tmp_path / f"bucket{at}")
+        storage: Storage = (
+            LocalStorage(run) if where == "local" else Remote(tmp_path / f"bucket{at}")
+        )
         driver = Driver(RunFolder(storage, run))
         may_pack.set()
         for _ in range(before):
@@ -116,8 +123,12 @@ def test_each_line_is_read_once_whatever_is_written_meanwhile(
             driver.write()
 
         one = Interleaved(at, happens)
-        found = read_with(RunFolder(storage, run if "elsewhere" not in where else tmp_path / "empty"), one)
-        assert there <= len(found) <= driver.n and found == [float(n) for n in range(1, len(found) + 1)], at
+        found = read_with(
+            RunFolder(storage, run if "elsewhere" not in where else tmp_path / "empty"), one
+        )
+        assert there <= len(found) <= driver.n and found == [
+            float(n) for n in range(1, len(found) + 1)
+        ], at
         may_pack.set()
         driver.journal.close()
         if one.n < at:
@@ -125,7 +136,9 @@ def test_each_line_is_read_once_whatever_is_written_meanwhile(
     assert at > 8, "the reader was interrupted nowhere"
 
 
-def test_the_thread_that_stores_reads_no_file_that_is_being_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_that_stores_reads_no_file_that_is_being_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may have been woken for lines that it has stored already."""
     storage = Remote(tmp_path / "bucket")
     driver = Driver(RunFolder(storage, tmp_path / "a"))
@@ -149,7 +162,9 @@ def test_the_thread_that_stores_reads_no_file_that_is_being_closed(tmp_path: Pat
     assert tried == [False]
 
 
-def test_objects_that_are_merged_while_they_are_listed_are_no_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_are_merged_while_they_are_listed_are_no_hole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "FAN", 2)
     monkeypatch.setattr(Segments, "_merge", lambda self: None)
     storage = Remote(tmp_path / "bucket")
@@ -161,14 +176,21 @@ def test_objects_that_are_merged_while_they_are_listed_are_no_hole(tmp_path: Pat
     monkeypatch.setattr(segments, "FAN", 2)
     assert driver.journal.segments is not None
     with driver.journal.segments._working:
-        driver.journal.segments._kept, last = driver.journal.segments._kept[:2], driver.journal.segments._kept[2:]
+        driver.journal.segments._kept, last = (
+            driver.journal.segments._kept[:2],
+            driver.journal.segments._kept[2:],
+        )
         driver.journal.segments._merge()
         driver.journal.segments._kept += last
     whole = storage.list(PREFIX)
-    seen = iter([[key for key in before if key in whole], whole])  # the large one came behind where the listing was
+    # the large one came behind where the listing was
+    seen = iter([[key for key in before if key in whole], whole])
     reader = Remote(tmp_path / "bucket")
     reader.list = lambda prefix="": next(seen)  # type: ignore[method-assign]
-    assert read_stored(reader).text == read_stored(storage).text and len(read_stored(storage).pieces) == 3
+    assert (
+        read_stored(reader).text == read_stored(storage).text
+        and len(read_stored(storage).pieces) == 3
+    )
     driver.journal.close()
     reader.list = lambda prefix="": before[2:]  # type: ignore[method-assign]
     with pytest.raises(JournalDamaged, match="is missing"):

@@ -1,4 +1,5 @@
-"""The journal in storage that cannot be appended to: what is read elsewhere is what was written here."""
+"""The journal in storage that cannot be appended to: what is read elsewhere is what was written
+here."""
 
 from __future__ import annotations
 
@@ -18,7 +19,17 @@ from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder, key_of
 from elastic.ledger.segments import PREFIX, Segments, StoredJournal, read_stored
 from elastic.storage import LocalStorage, open_storage
-from elastic.types import Decision, EnterPlan, Layout, NodeLost, Plan, RequestNodes, StepDone, Stop, WorkerId
+from elastic.types import (
+    Decision,
+    EnterPlan,
+    Layout,
+    NodeLost,
+    Plan,
+    RequestNodes,
+    StepDone,
+    Stop,
+    WorkerId,
+)
 
 
 @pytest.fixture
@@ -59,7 +70,9 @@ def of(lines: list[Line]) -> list[object]:
     for line in lines:
         found += [event.step for _, event in line.events if isinstance(event, StepDone)]
         if line.decision:
-            found += [f"g{a.plan.generation}" for a in line.decision.actions if isinstance(a, EnterPlan)]
+            found += [
+                f"g{a.plan.generation}" for a in line.decision.actions if isinstance(a, EnterPlan)
+            ]
     return found
 
 
@@ -92,7 +105,10 @@ def test_lines_without_a_plan_are_stored_in_the_background(storage: Remote, tmp_
     journal = open_at(here, 1)
     journal.segments = Segments(storage, 1, here.journal, StoredJournal(), every_s=0.02)
     steps(journal, 1, 1)
-    until(lambda: of(machine(storage, tmp_path, "b").lines()) == [1], "the first line, seen from another machine")
+    until(
+        lambda: of(machine(storage, tmp_path, "b").lines()) == [1],
+        "the first line, seen from another machine",
+    )
     journal.close()
 
 
@@ -112,10 +128,13 @@ def test_a_run_moves_from_machine_to_machine(storage: Remote, tmp_path: Path) ->
     expected = ["g1", 10, 11, "g2", 20, 21, "g3", 30, 31, "g4", 40, 41]
     assert of(machine(storage, tmp_path, "c").lines()) == expected
     assert [line.epoch for line in machine(storage, tmp_path, "c").lines()][::3] == [1, 2, 3, 4]
-    assert of(machine(storage, tmp_path, "a").take_over()[0]) == expected  # its own file ended with epoch 3
+    # its own file ended with epoch 3
+    assert of(machine(storage, tmp_path, "a").take_over()[0]) == expected
 
 
-def test_what_a_dead_driver_did_not_store_is_not_lost_on_its_machine(storage: Remote, tmp_path: Path) -> None:
+def test_what_a_dead_driver_did_not_store_is_not_lost_on_its_machine(
+    storage: Remote, tmp_path: Path
+) -> None:
     here = machine(storage, tmp_path, "a")
     dead = open_at(here, 1)
     dead.append(1.0, [], plan(1))
@@ -123,7 +142,9 @@ def test_what_a_dead_driver_did_not_store_is_not_lost_on_its_machine(storage: Re
     dead._file.close()
     with here.journal.open("ab") as file:
         file.write(b'{"v":1,"at_s":3')  # it was killed in the middle of a line
-    assert of(here.lines()) == ["g1", 1, 2] and of(machine(storage, tmp_path, "b").lines()) == ["g1"]
+    assert of(here.lines()) == ["g1", 1, 2] and of(machine(storage, tmp_path, "b").lines()) == [
+        "g1"
+    ]
     journal = open_at(here, 2)
     journal.append(50.0, [], plan(2))
     assert of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, 2, "g2"]
@@ -140,11 +161,14 @@ def test_an_older_driver_that_goes_on_does_not_count(storage: Remote, tmp_path: 
     old.close()
     new.close()
     assert of(machine(storage, tmp_path, "c").lines()) == ["g1", "g2"]
-    assert of(machine(storage, tmp_path, "a").lines()) == ["g1", "g2"]  # also where its own file says otherwise
+    # also where its own file says otherwise
+    assert of(machine(storage, tmp_path, "a").lines()) == ["g1", "g2"]
 
 
 @pytest.mark.parametrize("n", [1, 3, 8, 9, 10, 28])
-def test_many_segments_become_few_objects(storage: Remote, tmp_path: Path, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_segments_become_few_objects(
+    storage: Remote, tmp_path: Path, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "FAN", 3)
     journal = open_at(machine(storage, tmp_path, "a"), 1)
     assert journal.segments is not None
@@ -165,7 +189,9 @@ def base_3(n: int) -> str:
     return (base_3(n // 3) if n >= 3 else "") + str(n % 3)
 
 
-def test_objects_may_be_merged_while_they_are_read(storage: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_may_be_merged_while_they_are_read(
+    storage: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = open_at(machine(storage, tmp_path, "a"), 1)
     assert journal.segments is not None
     for generation in range(3):
@@ -175,13 +201,21 @@ def test_objects_may_be_merged_while_they_are_read(storage: Remote, tmp_path: Pa
     listed = storage.list
     answers = [listed(PREFIX)]
     journal.segments._merge()
-    monkeypatch.setattr(storage, "list", lambda prefix="": answers.pop() if answers else listed(prefix))
-    assert len(listed(PREFIX)) == 1 and of(machine(storage, tmp_path, "b").lines()) == ["g0", "g1", "g2"]
+    monkeypatch.setattr(
+        storage, "list", lambda prefix="": answers.pop() if answers else listed(prefix)
+    )
+    assert len(listed(PREFIX)) == 1 and of(machine(storage, tmp_path, "b").lines()) == [
+        "g0",
+        "g1",
+        "g2",
+    ]
     journal.close()
 
 
 @pytest.mark.parametrize("harm", ["missing", "empty", "cut", "no head"])
-def test_a_torn_or_missing_last_segment_is_left_out(storage: Remote, tmp_path: Path, harm: str) -> None:
+def test_a_torn_or_missing_last_segment_is_left_out(
+    storage: Remote, tmp_path: Path, harm: str
+) -> None:
     key = three(storage, tmp_path)[-1]
     damage(storage, key, harm)
     assert of(machine(storage, tmp_path, "b").lines()) == ["g1", "g2"]
@@ -191,11 +225,16 @@ def test_a_torn_or_missing_last_segment_is_left_out(storage: Remote, tmp_path: P
 def test_a_hole_in_the_middle_is_told(storage: Remote, tmp_path: Path, harm: str) -> None:
     key = three(storage, tmp_path)[1]
     damage(storage, key, harm)
-    with pytest.raises(InternalError, match="segment 1 of epoch 1 is missing" if harm == "missing" else "it was altered"):
+    with pytest.raises(
+        InternalError,
+        match="segment 1 of epoch 1 is missing" if harm == "missing" else "it was altered",
+    ):
         machine(storage, tmp_path, "b").lines()
 
 
-def test_a_torn_first_segment_of_a_new_driver_is_as_if_it_had_not_come(storage: Remote, tmp_path: Path) -> None:
+def test_a_torn_first_segment_of_a_new_driver_is_as_if_it_had_not_come(
+    storage: Remote, tmp_path: Path
+) -> None:
     three(storage, tmp_path)
     new = open_at(machine(storage, tmp_path, "b"), 2)
     new.append(3.0, [], plan(7))
@@ -227,10 +266,16 @@ def test_a_damaged_line_is_named_with_its_object_and_the_run_goes_on_from_before
     key = storage.list(PREFIX)[1]
     if harm == "line":
         storage.put(key, storage.get(key).replace(b'"step":12', b'"step":13'))
-        said = rf"line 5 \({re.escape(storage.uri_of(key))}, line 3\): it was altered .* --from-checkpoint"
+        said = (
+            rf"line 5 \({re.escape(storage.uri_of(key))}, line 3\): it was altered .* "
+            r"--from-checkpoint"
+        )
     else:
         storage.delete(key)
-        said = r"of epoch 1, segments before the 3th are missing; .* --from-checkpoint|segment 1 of epoch 1 is missing"
+        said = (
+            r"of epoch 1, segments before the 3th are missing; .* --from-checkpoint|segment 1 of "
+            r"epoch 1 is missing"
+        )
     for look in (machine(storage, tmp_path, "b").lines, machine(storage, tmp_path, "c").take_over):
         with pytest.raises(JournalDamaged, match=said):
             look()
@@ -239,7 +284,10 @@ def test_a_damaged_line_is_named_with_its_object_and_the_run_goes_on_from_before
     before, stored, cut = here.without_damage()
     assert not here.folder.exists()
     assert of(before) == ([10, 11, "g10"] if harm == "line" else [])
-    assert str(here.folder / "journal-damaged-1.jsonl") in cut.said and f"{len(before)} lines before that count" in cut.said
+    assert (
+        str(here.folder / "journal-damaged-1.jsonl") in cut.said
+        and f"{len(before)} lines before that count" in cut.said
+    )
     journal = here.open_journal(3, stored, cut)
     journal.append(99.0, [], plan(99))
     journal.close()
@@ -300,12 +348,16 @@ def test_no_plan_while_storage_is_out_of_reach(storage: Remote, tmp_path: Path) 
     assert of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, "g2"]
     storage.broken = StorageFailed("out of reach")
     steps(journal, 2, 1)
-    with pytest.raises(LostContact, match="the journal's last lines are only in .* run it again") as raised:
+    with pytest.raises(
+        LostContact, match="the journal's last lines are only in .* run it again"
+    ) as raised:
         journal.close()
     assert raised.value.exit_code == 4
 
 
-def test_storage_that_hangs_holds_nobody_up_for_long(storage: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_hangs_holds_nobody_up_for_long(
+    storage: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "WAIT_S", 0.2)
     monkeypatch.setattr(segments, "CLOSE_MOST_S", 0.2)
     answers, put = threading.Event(), storage.put
@@ -323,10 +375,15 @@ def test_storage_that_hangs_holds_nobody_up_for_long(storage: Remote, tmp_path: 
     with pytest.raises(LostContact, match="does not answer; the journal's last lines are only in"):
         journal.close()
     answers.set()
-    until(lambda: of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, 2, 3], "the lines, seen from another machine")
+    until(
+        lambda: of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, 2, 3],
+        "the lines, seen from another machine",
+    )
 
 
-def test_a_segment_whose_answer_was_lost_is_not_written_twice(storage: Remote, tmp_path: Path) -> None:
+def test_a_segment_whose_answer_was_lost_is_not_written_twice(
+    storage: Remote, tmp_path: Path
+) -> None:
     journal = open_at(machine(storage, tmp_path, "a"), 1)
     storage.broken, storage.after = StorageFailed("no answer"), True
     journal.append(1.0, [], plan(1))
@@ -348,23 +405,34 @@ def test_two_drivers_of_one_epoch_are_told(storage: Remote, tmp_path: Path) -> N
         two.close()
 
 
-def test_on_a_real_server(s3: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_real_server(
+    s3: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     place = RunFolder.of(open_storage(s3.uri))
-    assert place.folder == tmp_path / "elastic_runs" / place.name and not place.exists() and place.storage.remote
+    assert (
+        place.folder == tmp_path / "elastic_runs" / place.name
+        and not place.exists()
+        and place.storage.remote
+    )
     journal = open_at(place, 1)
     journal.append(1.0, [], plan(1))
     steps(journal, 2, 1)
     journal.close()
     monkeypatch.chdir("/")
     assert of(RunFolder.of(open_storage(s3.uri)).lines()) == ["g1", 2]
-    assert RunFolder.of(open_storage(tmp_path / "elastic_runs" / place.name)).uri == s3.uri  # the folder knows where the run is
+    # the folder knows where the run is
+    assert RunFolder.of(open_storage(tmp_path / "elastic_runs" / place.name)).uri == s3.uri
     assert place.age_s() < 60.0
 
 
-def test_runs_of_one_name_in_two_storages_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_one_name_in_two_storages_have_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    one, two = (RunFolder.of(open_storage(f"s3://{bucket}/runs/baseline")) for bucket in ("ann", "bob"))
+    one, two = (
+        RunFolder.of(open_storage(f"s3://{bucket}/runs/baseline")) for bucket in ("ann", "bob")
+    )
     assert one.folder == two.folder == tmp_path / "elastic_runs" / "baseline", "nobody has it yet"
     one.folder.mkdir(parents=True)
     (one.folder / "storage-uri").write_text(one.uri + "\n")
@@ -376,19 +444,27 @@ def test_runs_of_one_name_in_two_storages_have_two_folders(tmp_path: Path, monke
     assert RunFolder.of(one.storage).folder != one.folder, "it is a run of this very folder"
 
 
-def test_what_somebody_else_says_of_where_a_run_is_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_somebody_else_says_of_where_a_run_is_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "storage-uri").write_text(f"{tmp_path}/elsewhere/r\n")
     assert RunFolder.of(open_storage(str(tmp_path / "r"))).uri == f"{tmp_path}/elsewhere/r"
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(SpecError, match=f"user {owner} says there that the run is {tmp_path}/elsewhere/r"):
+    with pytest.raises(
+        SpecError, match=f"user {owner} says there that the run is {tmp_path}/elsewhere/r"
+    ):
         RunFolder.of(open_storage(str(tmp_path / "r")))
 
 
 def test_a_folder_by_two_paths_is_one_storage(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    assert key_of(str(tmp_path / "link" / "r")) == key_of(str(tmp_path / "r")) != key_of(str(tmp_path / "a" / "r"))
+    assert (
+        key_of(str(tmp_path / "link" / "r"))
+        == key_of(str(tmp_path / "r"))
+        != key_of(str(tmp_path / "a" / "r"))
+    )
 
 
 def test_a_folder_needs_no_segments(tmp_path: Path) -> None:
@@ -404,9 +480,15 @@ def test_a_folder_needs_no_segments(tmp_path: Path) -> None:
 
 
 def test_where_workers_write_what_they_print(storage: Remote, tmp_path: Path) -> None:
-    """Nodes share the folder of a run that is in one; else those of this machine have it, and the others one of their own."""
+    """Nodes share the folder of a run that is in one; else those of this machine have it, and the
+    others one of their own."""
     shared, remote = RunFolder.of(open_storage(tmp_path / "run")), machine(storage, tmp_path, "a")
-    assert shared.logs_of_workers(True) == shared.logs_of_workers(False) == shared.logs == tmp_path / "run" / "logs"
+    assert (
+        shared.logs_of_workers(True)
+        == shared.logs_of_workers(False)
+        == shared.logs
+        == tmp_path / "run" / "logs"
+    )
     assert remote.logs_of_workers(True) == tmp_path / "a" / "logs"
     elsewhere = remote.logs_of_workers(False)
     assert elsewhere.name == remote.name and tmp_path / "a" not in elsewhere.parents

@@ -1,5 +1,6 @@
-"""Attention over a cut sequence against softmax(q k^T) v written out in float64. The ranks are threads with collectives of
-their own; what gloo does with it is shown by tests/worker/parallel/test_axes.py."""
+"""Attention over a cut sequence against softmax(q k^T) v written out in float64. The ranks are
+threads with collectives of their own; what gloo does with it is shown by
+tests/worker/parallel/test_axes.py."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> None:
         out.copy_(torch.cat(group.circle.exchange(group.rank, x)))
 
     def scatter(out: Tensor, x: Tensor, group: Member) -> None:
-        out.copy_(torch.stack(group.circle.exchange(group.rank, x)).sum(0).view(group.circle.n, -1)[group.rank])
+        out.copy_(
+            torch.stack(group.circle.exchange(group.rank, x))
+            .sum(0)
+            .view(group.circle.n, -1)[group.rank]
+        )
 
     monkeypatch.setattr(module, "_all_gather", gather)
     monkeypatch.setattr(module, "_reduce_scatter", scatter)
@@ -84,8 +89,11 @@ def document_ids() -> Tensor:
     return torch.stack((torch.arange(SEQ) // 7, (torch.arange(SEQ) > 10).long()))
 
 
-def together(n: int, tensors: list[Tensor], call: Callable[..., Tensor], documents: Tensor | None) -> tuple[list[Any], Circle]:
-    """What each rank gets for its part: (output, gradients of its q, k, v) when the output's gradient is its sine."""
+def together(
+    n: int, tensors: list[Tensor], call: Callable[..., Tensor], documents: Tensor | None
+) -> tuple[list[Any], Circle]:
+    """What each rank gets for its part: (output, gradients of its q, k, v) when the output's
+    gradient is its sine."""
     circle = Circle(n)
 
     def rank(r: int) -> Any:
@@ -106,14 +114,18 @@ def compare(got: list[Any], tensors: list[Tensor], causal: bool, documents: Tens
     for shard, mine, grads in got:
         torch.testing.assert_close(mine.double(), shard.take(out.detach(), 2), atol=1e-5, rtol=1e-4)
         for grad, reference in zip(grads, whole, strict=True):
-            torch.testing.assert_close(grad.double(), shard.take(reference.grad, 2), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                grad.double(), shard.take(reference.grad, 2), atol=1e-5, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_parts_are_those_of_the_whole_sequence(n: int, causal: bool, packed: bool, kv_heads: int) -> None:
+def test_parts_are_those_of_the_whole_sequence(
+    n: int, causal: bool, packed: bool, kv_heads: int
+) -> None:
     tensors, documents = inputs(kv_heads), document_ids() if packed else None
 
     def call(q: Tensor, k: Tensor, v: Tensor, mine: Tensor | None, shard: SequenceShard) -> Tensor:
@@ -128,7 +140,12 @@ def test_with_masks_in_blocks_and_under_checkpointing(monkeypatch: pytest.Monkey
 
     def call(q: Tensor, k: Tensor, v: Tensor, mine: Tensor | None, shard: SequenceShard) -> Tensor:
         def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return module._over_shards(q * 1.0, k * 1.0, v * 1.0, causal=True, documents=mine, scale=None, shard=shard) * 1.0
+            return (
+                module._over_shards(
+                    q * 1.0, k * 1.0, v * 1.0, causal=True, documents=mine, scale=None, shard=shard
+                )
+                * 1.0
+            )
 
         return checkpoint(layer, q, k, v, use_reentrant=False)
 
@@ -139,7 +156,9 @@ def test_with_masks_in_blocks_and_under_checkpointing(monkeypatch: pytest.Monkey
 def test_gathered_keys_have_no_memory_between_forward_and_backward() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, mine: Tensor | None, shard: SequenceShard) -> Tensor:
         kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.detach()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.detach()) or t, lambda t: t
+        ):
             out = module._over_shards(q, k, v, causal=True, documents=None, scale=None, shard=shard)
         whole = (2, k.shape[1], SEQ, k.shape[3])
         gathered = [t for t in kept if t.shape == whole]
@@ -159,7 +178,9 @@ def test_on_a_whole_sequence_it_is_plain_attention() -> None:
         for mine in (None, documents):
             q, k, v = (x.float() for x in tensors)
             got = elastic.attention(q, k, v, causal=causal, documents=mine)
-            torch.testing.assert_close(got.double(), plain(*tensors, causal, mine), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                got.double(), plain(*tensors, causal, mine), atol=1e-5, rtol=1e-4
+            )
 
 
 def test_positions_are_those_of_the_part() -> None:

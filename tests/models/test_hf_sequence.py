@@ -1,5 +1,6 @@
-"""Models of transformers over cut sequences: what a batch becomes before it is cut, which attention runs, what is refused. That
-they train as one process does is shown by tests/worker/parallel/test_hf_layouts.py."""
+"""Models of transformers over cut sequences: what a batch becomes before it is cut, which attention
+runs, what is refused. That they train as one process does is shown by
+tests/worker/parallel/test_hf_layouts.py."""
 
 from __future__ import annotations
 
@@ -26,33 +27,41 @@ NO_DROPS = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 IDS = {"input_ids": torch.arange(8)[None]}
 REFUSED = [
     ("MistralConfig", {}, "sliding_window=4096: .*; set it to None where no sample is longer"),
-    ("Gemma2Config", {}, "attn_logit_softcapping=50.0: its scores are capped"),
-    ("Gemma3TextConfig", {}, "sliding_window=4096"),
-    ("GPT2Config", {}, "attn_pdrop=0.1: .* set it to 0"),
-    ("LlamaConfig", {"attention_dropout": 0.5}, "attention_dropout=0.5"),
-    ("LlamaConfig", {"is_causal": False}, "is_causal=False: its attention is not causal"),
-    ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type=dynamic"),
-    ("Qwen3NextConfig", {}, "layer_types has 'linear_attention'"),
+    ("Gemma2Config", {}, "attn_logit_softcapping=50.0: its scores are capped"), ("Gemma3TextConfig",
+    {}, "sliding_window=4096"), ("GPT2Config", {}, "attn_pdrop=0.1: .* set it to 0"),
+    ("LlamaConfig", {"attention_dropout": 0.5}, "attention_dropout=0.5"), ("LlamaConfig",
+    {"is_causal": False}, "is_causal=False: its attention is not causal"), ("LlamaConfig",
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "rope_type=dynamic"), ("Qwen3NextConfig", {}, "layer_types has 'linear_attention'"),
     ("BloomConfig", {"n_head": 4, "n_layer": 2}, "model_type=bloom: it does not attend through"),
-    ("GptOssConfig", {"num_local_experts": 2, "layer_types": ["full_attention"] * 2}, "model_type=gpt_oss: .* 's_aux'"),
+    ("GptOssConfig", {"num_local_experts": 2, "layer_types": ["full_attention"] * 2},
+    "model_type=gpt_oss: .* 's_aux'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "more", "why"), REFUSED)
-def test_what_elastic_attention_does_not_compute_is_refused(kind: str, more: dict[str, Any], why: str) -> None:
+def test_what_elastic_attention_does_not_compute_is_refused(
+    kind: str, more: dict[str, Any], why: str
+) -> None:
     with pytest.raises(SpecError, match=f"^cp.*{why}.*; take cp=1$"):
         check_calls(made(small(kind, **more)), IDS, 2)
 
 
 def test_an_encoder_is_refused() -> None:
     config = small("LlamaConfig", is_encoder_decoder=True)
-    with pytest.raises(SpecError, match="is_encoder_decoder=True: the decoder attends to an encoder"):
+    with pytest.raises(
+        SpecError, match="is_encoder_decoder=True: the decoder attends to an encoder"
+    ):
         check_calls(made(config), IDS, 2)
 
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("MistralConfig", {"sliding_window": None}), ("LlamaConfig", {"attention_bias": True}), ("GPT2Config", NO_DROPS)],
+    [
+        ("MistralConfig", {"sliding_window": None}),
+        ("LlamaConfig", {"attention_bias": True}),
+        ("GPT2Config", NO_DROPS),
+    ],
 )
 def test_what_it_does_compute_is_not_refused(kind: str, more: dict[str, Any]) -> None:
     check_calls(made(small(kind, **more)), IDS, 2)
@@ -61,7 +70,9 @@ def test_what_it_does_compute_is_not_refused(kind: str, more: dict[str, Any]) ->
 def test_keywords_of_ones_own_need_a_before_cut_of_ones_own() -> None:
     mine: dict[str, Any] = {"keywords": lambda batch: {}}
     program = causal_lm(small("LlamaConfig"), list, lambda named: torch.optim.SGD(named), **mine)
-    with pytest.raises(SpecError, match="cp=2, but causal_lm was given keywords without before_cut"):
+    with pytest.raises(
+        SpecError, match="cp=2, but causal_lm was given keywords without before_cut"
+    ):
         check_calls(program, IDS, 2)
     check_calls(replace(program, no_cp=""), IDS, 2)
 
@@ -71,7 +82,10 @@ def test_targets_positions_and_loss_of_the_parts_are_those_of_the_whole(name: st
     program = load_program(PROGRAMS / name)
     dataset: Any = program.dataset and program.dataset()
     batch = collate([dataset[i] for i in range(6)])
-    whole, parts = before_cut(batch), [cut(program, batch, SequenceShard(i, 2, None)) for i in range(2)]
+    whole, parts = (
+        before_cut(batch),
+        [cut(program, batch, SequenceShard(i, 2, None)) for i in range(2)],
+    )
     for key in ("target", "position"):
         restored = torch.cat([parts[0][key][:, :4], parts[1][key], parts[0][key][:, 4:]], 1)
         assert torch.equal(restored, whole[key])
@@ -105,7 +119,8 @@ def packed(program: Program) -> tuple[Any, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config", "GPT2Config"])
 @torch.no_grad()
 def test_documents_see_themselves_only_with_either_attention(kind: str) -> None:
-    """Without cp nothing but transformers' own attention runs, also when the other one has run before."""
+    """Without cp nothing but transformers' own attention runs, also when the other one has run
+    before."""
     program = made(small(kind, **(NO_DROPS if kind == "GPT2Config" else {})))
     model, batch = packed(program)
     with over(None) as seen:
@@ -121,9 +136,12 @@ def test_documents_see_themselves_only_with_either_attention(kind: str) -> None:
 
 
 def test_a_model_that_keeps_documents_apart_only_with_cp_is_refused() -> None:
-    """OPT gives transformers a mask of ones, so that positions do not tell it where documents begin."""
+    """OPT gives transformers a mask of ones, so that positions do not tell it where documents
+    begin."""
     program = made(small("OPTConfig", ffn_dim=64, word_embed_proj_dim=32, dropout=0.0))
     model, batch = packed(program)
-    with pytest.raises(ProgramError, match=r"with the model's own attention, .* with elastic\.attention; take cp=1"):
+    with pytest.raises(
+        ProgramError, match=r"with the model's own attention, .* with elastic\.attention; take cp=1"
+    ):
         check_loss(program, model, batch, 2)
     check_loss(program, model, {"input_ids": batch["input"]}, 2)

@@ -1,4 +1,5 @@
-"""Causal language models of transformers as a Program: what is found in the module tree, and the loss as transformers' own."""
+"""Causal language models of transformers as a Program: what is found in the module tree, and the
+loss as transformers' own."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_what_is_found_in_the_module_tree(program: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks", "limit"), [("GPT2Config", "transformer.h.*", 1), ("Qwen3Config", "model.layers.*", 2)]
+    ("kind", "blocks", "limit"),
+    [("GPT2Config", "transformer.h.*", 1), ("Qwen3Config", "model.layers.*", 2)],
 )
 def test_tp_follows_the_models_own_plan(kind: str, blocks: str, limit: int) -> None:
     """GPT-2 has none; Qwen 3 has norms of single heads, whose gradients must be added up."""
@@ -63,7 +65,9 @@ def test_the_loss_is_transformers_own(program: Program) -> None:
     with torch.no_grad():
         output = model(input_ids=batch["input_ids"], labels=batch["labels"])
     assert count(batch) == 6 * 15 - 2 * 3
-    assert float(loss_sum(output, batch)) / count(batch) == pytest.approx(float(output.loss), abs=1e-5)
+    assert float(loss_sum(output, batch)) / count(batch) == pytest.approx(
+        float(output.loss), abs=1e-5
+    )
     whole = {"input_ids": batch["input_ids"]}
     assert count(whole) == 6 * 15
 
@@ -79,23 +83,36 @@ def test_a_local_folder_gives_its_weights(tmp_path: Path, program: Program) -> N
 
 
 def test_bad_input_is_one_line(tmp_path: Path, program: Program) -> None:
-    with pytest.raises(SpecError, match=r"no config.json there; give a local folder \(nothing is fetched\) or a config"):
+    with pytest.raises(
+        SpecError,
+        match=r"no config.json there; give a local folder \(nothing is fetched\) or a config",
+    ):
         causal_lm(tmp_path, program.dataset, program.optimizer)
     with pytest.raises(TypeError, match="unexpected keyword"):
         causal_lm(small("LlamaConfig"), program.dataset, program.optimizer, zebra=1)
 
 
 def test_other_fields_are_those_of_program(program: Program) -> None:
-    made = causal_lm(small("LlamaConfig"), program.dataset, program.optimizer, tp={}, validation=program.dataset)
+    made = causal_lm(
+        small("LlamaConfig"), program.dataset, program.optimizer, tp={}, validation=program.dataset
+    )
     assert made.tp == {} and made.validation is program.dataset
     assert replace(made, blocks="x.*").blocks == "x.*"
 
 
 @pytest.mark.parametrize(
     ("kind", "possible"),
-    [("LlamaConfig", True), ("Qwen3Config", True), ("GPT2Config", True), ("MistralConfig", True), ("GraniteConfig", False)],
+    [
+        ("LlamaConfig", True),
+        ("Qwen3Config", True),
+        ("GPT2Config", True),
+        ("MistralConfig", True),
+        ("GraniteConfig", False),
+    ],
 )
-def test_stages_are_possible_where_the_forward_passes_hidden_states_on(kind: str, possible: bool) -> None:
+def test_stages_are_possible_where_the_forward_passes_hidden_states_on(
+    kind: str, possible: bool
+) -> None:
     """Granite scales whatever it is called with: a later stage would do it again."""
     more = {} if possible else {"embedding_multiplier": 2.0}
     assert made(small(kind, **more)).pipeline is possible
@@ -104,12 +121,22 @@ def test_stages_are_possible_where_the_forward_passes_hidden_states_on(kind: str
 def test_padding_on_either_side_gives_the_same_loss() -> None:
     program = made(small("GPT2Config", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
     torch.manual_seed(0)
-    model, ids, filling = program.model().eval(), torch.randint(0, 64, (2, 9)), torch.zeros(2, 4, dtype=torch.int64)
+    model, ids, filling = (
+        program.model().eval(),
+        torch.randint(0, 64, (2, 9)),
+        torch.zeros(2, 4, dtype=torch.int64),
+    )
     ones = torch.ones_like(ids)
     batches: list[Any] = [
         {"input_ids": ids},
-        {"input_ids": torch.cat([filling, ids], 1), "attention_mask": torch.cat([filling, ones], 1)},
-        {"input_ids": torch.cat([ids, filling], 1), "attention_mask": torch.cat([ones, filling], 1)},
+        {
+            "input_ids": torch.cat([filling, ids], 1),
+            "attention_mask": torch.cat([filling, ones], 1),
+        },
+        {
+            "input_ids": torch.cat([ids, filling], 1),
+            "attention_mask": torch.cat([ones, filling], 1),
+        },
     ]
     found = []
     for batch in batches:

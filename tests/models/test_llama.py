@@ -23,7 +23,9 @@ from elastic.models.llama import (
     tp_plan,
 )
 
-CONFIG = LlamaConfig(vocab_size=50, hidden=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_hidden=48, max_seq=16)
+CONFIG = LlamaConfig(
+    vocab_size=50, hidden=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_hidden=48, max_seq=16
+)
 
 
 def build(config: LlamaConfig = CONFIG, seed: int = 3) -> Llama:
@@ -34,11 +36,14 @@ def build(config: LlamaConfig = CONFIG, seed: int = 3) -> Llama:
 
 
 def tokens(batch: int = 2, seq: int = 12) -> Tensor:
-    return torch.randint(0, CONFIG.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(5))
+    return torch.randint(
+        0, CONFIG.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(5)
+    )
 
 
 def naive_attention(attention: LlamaAttention, x: Tensor) -> Tensor:
-    """Each head, each position, written out: softmax(q k / sqrt(d)) v over the positions up to its own."""
+    """Each head, each position, written out: softmax(q k / sqrt(d)) v over the positions up to its
+    own."""
     d, (batch, seq, _) = attention.head_dim, x.shape
     q, k, v = (w(x).view(batch, seq, -1, d) for w in (attention.wq, attention.wk, attention.wv))
     group = q.shape[2] // k.shape[2]
@@ -79,7 +84,9 @@ def test_block_is_pre_norm_with_a_gated_feed_forward() -> None:
         return y / (y.pow(2).mean(-1, keepdim=True) + CONFIG.norm_eps).sqrt() * weight
 
     middle = x + block.attn(norm(x, block.attn_norm.weight))
-    gate, up = (norm(middle, block.mlp_norm.weight) @ w.weight.T for w in (block.mlp.w1, block.mlp.w3))
+    gate, up = (
+        norm(middle, block.mlp_norm.weight) @ w.weight.T for w in (block.mlp.w1, block.mlp.w3)
+    )
     by_hand = middle + (gate * torch.sigmoid(gate) * up) @ block.mlp.w2.weight.T
     assert torch.allclose(block(x), by_hand, atol=1e-5)
 
@@ -90,11 +97,15 @@ def test_rotary_turns_each_pair_by_its_own_angle() -> None:
     for t in range(3):
         first, second = rotate(x, 100.0)[0, 0, t], rotate(y, 100.0)[0, 0, t]
         assert torch.allclose(first, torch.tensor([math.cos(t), 0.0, math.sin(t), 0.0]), atol=1e-6)
-        assert torch.allclose(second, torch.tensor([0.0, math.cos(t / 10), 0.0, math.sin(t / 10)]), atol=1e-6)
+        assert torch.allclose(
+            second, torch.tensor([0.0, math.cos(t / 10), 0.0, math.sin(t / 10)]), atol=1e-6
+        )
 
 
 def test_rotary_products_see_only_the_distance() -> None:
-    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(2)).expand(2, 1, 1, 20, 8)
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(2)).expand(
+        2, 1, 1, 20, 8
+    )
     products = rotate(q, 10000.0)[0, 0] @ rotate(k, 10000.0)[0, 0].T
     for distance in (0, 1, 5):
         diagonal = products.diagonal(-distance)
@@ -108,7 +119,8 @@ def test_causal() -> None:
     y[:, 7] = (y[:, 7] + 1) % CONFIG.vocab_size
     before, after = model(x), model(y)
     assert torch.equal(before[:, :7], after[:, :7])
-    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-4  # each later position does see it
+    # each later position does see it
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-4
 
 
 def test_grouped_queries_equal_repeated_heads() -> None:
@@ -177,7 +189,8 @@ def test_tied_head_is_the_embedding() -> None:
     assert "head.weight" not in dict(model.named_parameters())
     assert sum(p.numel() for p in model.parameters()) == llama.n_params(model.config)
     loss_sum(model(tokens()), {"target": tokens()}).backward()
-    assert (model.embed.weight.grad.abs().sum(dim=1) > 0).all()  # rows that are no input get the head's gradient
+    # rows that are no input get the head's gradient
+    assert (model.embed.weight.grad.abs().sum(dim=1) > 0).all()
 
 
 def test_a_table_made_while_evaluating_serves_training() -> None:
@@ -197,7 +210,9 @@ def test_loss_is_a_sum_that_leaves_out_masked_targets() -> None:
     masked = target.clone()
     masked[0, 1] = -100
     assert torch.allclose(loss_sum(output, {"target": masked}), by_hand + logp[0, 1, target[0, 1]])
-    parts = loss_sum(output[:1], {"target": target[:1]}) + loss_sum(output[1:], {"target": target[1:]})
+    parts = loss_sum(output[:1], {"target": target[:1]}) + loss_sum(
+        output[1:], {"target": target[1:]}
+    )
     assert torch.allclose(parts, by_hand)
     assert loss_sum(output[:0], {"target": target[:0]}) == 0
     assert loss_sum(output.bfloat16(), {"target": target}).dtype == torch.float32
@@ -209,7 +224,11 @@ def test_tp_plan_names_modules_that_exist() -> None:
         plan = tp_plan(vocab)
         assert {pattern.replace("*", "0") for pattern in plan} <= names
         assert ("embed" in plan) == ("head" in plan) == vocab
-    linears = {name.replace("layers.0", "layers.*") for name in names if name.startswith("layers.0.") and ".w" in name}
+    linears = {
+        name.replace("layers.0", "layers.*")
+        for name in names
+        if name.startswith("layers.0.") and ".w" in name
+    }
     assert linears == set(tp_plan())
 
 
@@ -220,7 +239,9 @@ def test_flop_per_token_counts_what_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         loss_sum(model(x), {"target": x}).backward()
     n_linear = flop_per_token(model.config) - 12 * 3 * 4 * 8 * 16
-    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op) == "aten.mm")
+    counted = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if str(op) == "aten.mm"
+    )
     assert counted / x.numel() == pytest.approx(n_linear, rel=1e-9)
     assert model.flop_per_token == flop_per_token(model.config, seq=16)
 

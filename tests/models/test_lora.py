@@ -31,7 +31,13 @@ def test_only_adapters_are_trained_and_the_start_is_the_base_model(base: Program
     model, plain = program.model(), base.model()
     assert program.init is not None and base.init is not None
     program.init(model)
-    plain.load_state_dict({k.replace(".base_layer", ""): v for k, v in model.state_dict().items() if ".lora_" not in k})
+    plain.load_state_dict(
+        {
+            k.replace(".base_layer", ""): v
+            for k, v in model.state_dict().items()
+            if ".lora_" not in k
+        }
+    )
     ids = torch.arange(16)[None]
     assert torch.equal(model(ids), plain(ids))
 
@@ -48,7 +54,8 @@ def test_tp_cuts_the_side_that_the_layer_is_cut_on(base: Program) -> None:
 
 def test_a_style_that_adapters_cannot_follow_is_refused(base: Program) -> None:
     with pytest.raises(
-        SpecError, match=r"^lora: head has the tp style 'vocab', which its adapters cannot follow; leave it out"
+        SpecError,
+        match=r"^lora: head has the tp style 'vocab', which its adapters cannot follow; leave it out",
     ):
         lora(replace(base, tp={"head": "vocab"}), ("head",))
 
@@ -56,23 +63,38 @@ def test_a_style_that_adapters_cannot_follow_is_refused(base: Program) -> None:
 def test_with_sequence_parallelism_gradients_of_what_is_whole_are_added_up(base: Program) -> None:
     around = lora(replace(base, tp=tp_plan(sequence=True)), ("wo", "head")).tp
     assert around["head"] == "gather" and "head.base_layer" not in around
-    assert around["layers.0.attn.wo.lora_A"] == "rowwise_scatter" and around["layers.0.attn.wo.lora_B"] == "sequence"
+    assert (
+        around["layers.0.attn.wo.lora_A"] == "rowwise_scatter"
+        and around["layers.0.attn.wo.lora_B"] == "sequence"
+    )
     cut = lora(replace(base, tp=tp_plan(vocab=True, sequence=True)), ("head",)).tp
-    assert cut["head.lora_A"] == "sequence" and cut["head.lora_B"] == cut["head.base_layer"] == "sequence_colwise_loss"
+    assert (
+        cut["head.lora_A"] == "sequence"
+        and cut["head.lora_B"] == cut["head.base_layer"] == "sequence_colwise_loss"
+    )
 
 
 def test_frozen_weights_are_no_part_of_the_state(base: Program) -> None:
     profile = trace(lora(base, ("wq",)))
-    frozen = replace(profile, specs=tuple(replace(s, reread=not s.trainable) for s in profile.specs))
+    frozen = replace(
+        profile, specs=tuple(replace(s, reread=not s.trainable) for s in profile.specs)
+    )
     for rank in range(4):
         mine = boxes(frozen, Layout(dp_shard=2, tp=2), (4,), rank)
-        assert all(".lora_" in box.fqn or box.fqn == "elastic.rng" for box in mine) and len(mine) > 20
-        both = {b.fqn for b in mine} | {b.fqn for b in reread_boxes(frozen, Layout(dp_shard=2, tp=2), (4,), rank)}
+        assert (
+            all(".lora_" in box.fqn or box.fqn == "elastic.rng" for box in mine) and len(mine) > 20
+        )
+        both = {b.fqn for b in mine} | {
+            b.fqn for b in reread_boxes(frozen, Layout(dp_shard=2, tp=2), (4,), rank)
+        }
         assert both == {b.fqn for b in boxes(profile, Layout(dp_shard=2, tp=2), (4,), rank)}
 
 
 def test_targets_that_name_nothing_are_refused(base: Program) -> None:
-    with pytest.raises(SpecError, match=r"lora: 'q_proj' names no module; linear layers of this model: wq, wk, wv, wo, w1, w3"):
+    with pytest.raises(
+        SpecError,
+        match=r"lora: 'q_proj' names no module; linear layers of this model: wq, wk, wv, wo, w1, w3",
+    ):
         lora(base, ("q_proj",))
     with pytest.raises(SpecError, match="lora: 'attn_norm' names RMSNorm modules"):
         lora(base, ("attn_norm",))

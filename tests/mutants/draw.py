@@ -1,10 +1,12 @@
-"""Draws faults for the pure packages with cosmic-ray's operators, evenly over operators and files, and writes drawn.yaml.
+"""Draws faults for the pure packages with cosmic-ray's operators, evenly over operators and files,
+and writes drawn.yaml.
 
     python tests/mutants/draw.py            # needs the extra: pip install 'elastic-ray[mutants]'
 
-The same code and seed give the same faults. What a fault of the list before says of itself (`tests`, `equivalent`) is kept
-where the same fault is drawn again. Left out: operators that need arguments; decorators (a dataclass that is none is noticed by
-any import; a cache that is none, or a dataclass that is not frozen, by nobody); edits of annotations and docstrings.
+The same code and seed give the same faults. What a fault of the list before says of itself
+(`tests`, `equivalent`) is kept where the same fault is drawn again. Left out: operators that need
+arguments; decorators (a dataclass that is none is noticed by any import; a cache that is none, or a
+dataclass that is not frozen, by nobody); edits of annotations and docstrings.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ PARTS = {  # part -> its files, and how many faults are drawn
     "order": ("elastic/data/order.py", 12),
     "planner": ("elastic/planner/*.py", 12),
 }
-FAMILIES = {  # what an operator's name begins with -> those that count as one when faults are dealt out
+# what an operator's name begins with -> those that count as one when faults are dealt out
+FAMILIES = {
     "ReplaceBinaryOperator": "arithmetic",
     "ReplaceComparisonOperator": "comparison",
     "ReplaceUnaryOperator": "sign",
@@ -59,7 +62,8 @@ class Drawn:
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes off what is not drawn: annotations, docstrings and the words of a class's decorators."""
+    """Takes off what is not drawn: annotations, docstrings and the words of a class's
+    decorators."""
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.ClassDef):
@@ -89,9 +93,14 @@ def family(operator: str) -> str | None:
 
 
 def replacement(before: str, after: str) -> tuple[str, str]:
-    """The lines that differ, old and new, with as many lines around them as make the old ones unique."""
+    """The lines that differ, old and new, with as many lines around them as make the old ones
+    unique."""
     old, new = before.splitlines(), after.splitlines()
-    steps = [step for step in difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes() if step[0] != "equal"]
+    steps = [
+        step
+        for step in difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
+        if step[0] != "equal"
+    ]
     first, last, new_first, new_last = steps[0][1], steps[-1][2], steps[0][3], steps[-1][4]
     more = 0
     while True:
@@ -118,7 +127,11 @@ class Candidate:
         changed = mutate_code(text, get_operator(self.operator)(), self.place)
         if not changed or bare(changed) in (None, bare(text)):
             return None
-        return Drawn(str(self.path.relative_to(ROOT)), self.operator.partition("/")[2], *replacement(text, changed))
+        return Drawn(
+            str(self.path.relative_to(ROOT)),
+            self.operator.partition("/")[2],
+            *replacement(text, changed),
+        )
 
 
 def candidates(pattern: str) -> dict[str, list[Candidate]]:
@@ -163,27 +176,46 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", value, style="|" if "\n" in value else None
+    )
 
 
 _Dumper.add_representer(str, _text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=SEED)
     seed = parser.parse_args().seed
     path = HERE / "drawn.yaml"
-    before = {(row["file"], row["old"], row["new"]): row for row in yaml.safe_load(path.read_text())} if path.exists() else {}
+    before = (
+        {(row["file"], row["old"], row["new"]): row for row in yaml.safe_load(path.read_text())}
+        if path.exists()
+        else {}
+    )
     rows = []
     for part in PARTS:
         for n, one in enumerate(drawn(part, seed), 1):
-            row = {"id": f"{part}-{n:02}", "file": one.file, "old": one.old, "new": one.new, "origin": "drawn"}
+            row = {
+                "id": f"{part}-{n:02}",
+                "file": one.file,
+                "old": one.old,
+                "new": one.new,
+                "origin": "drawn",
+            }
             row |= {"why": one.operator, "tests": _nearest(one.file)}
             kept = before.get((one.file, one.old, one.new), {})
             rows.append(row | {key: kept[key] for key in ("tests", "equivalent") if key in kept})
-    head = f"# Drawn by tests/mutants/draw.py with seed {seed}; `tests` and `equivalent` are added by hand and kept.\n"
-    path.write_text(head + yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=128, allow_unicode=True))
+    head = (
+        f"# Drawn by tests/mutants/draw.py with seed {seed}; `tests` and `equivalent` are added "
+        "by hand and kept.\n"
+    )
+    path.write_text(
+        head + yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=128, allow_unicode=True)
+    )
 
 
 def _nearest(file: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""The list of seeded faults fits the code, and the runner tells a fault that is caught from one that is not."""
+"""The list of seeded faults fits the code, and the runner tells a fault that is caught from one
+that is not."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ LEAST = {"policy": 12, "reshard": 12, "ledger": 12, "data.order": 12}  # drawn
 
 def test_there_are_enough_of_each_kind() -> None:
     origins = Counter(fault.origin for fault in FAULTS)
-    assert set(origins) == {"drawn", "written"} and min(origins.values()) >= 60 and len(FAULTS) >= 120
+    assert (
+        set(origins) == {"drawn", "written"} and min(origins.values()) >= 60 and len(FAULTS) >= 120
+    )
     drawn = Counter(fault.part for fault in FAULTS if fault.origin == "drawn")
     assert all(drawn[part] >= n for part, n in LEAST.items())
 
@@ -43,7 +46,8 @@ def test_each_has_a_result_and_what_was_caught_once_is_caught() -> None:
     assert not lost, f"caught before, missed now: {lost}"
 
 
-# ------------------------------------------------------------------------------------------ a small project
+# ------------------------------------------------------------------------------------------ a small
+# project
 
 
 CODE = """
@@ -74,7 +78,9 @@ def test_waiting():
 ALWAYS_WRONG = "\ndef test_that_fails_anyway():\n    assert False\n"
 
 
-def row(key: str, old: str, new: str, tests: str = "tests/test_code.py", **more: Any) -> dict[str, Any]:
+def row(
+    key: str, old: str, new: str, tests: str = "tests/test_code.py", **more: Any
+) -> dict[str, Any]:
     return {
         "id": key,
         "file": "small/code.py",
@@ -98,13 +104,20 @@ ROWS = [
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis takes half a second of each call
+    # hypothesis takes half a second of each call
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p pytest_timeout")
     root = tmp_path / "project"
-    for name, text in (("small/__init__.py", ""), ("small/code.py", CODE), ("tests/test_code.py", TESTS)):
+    for name, text in (
+        ("small/__init__.py", ""),
+        ("small/code.py", CODE),
+        ("tests/test_code.py", TESTS),
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["e2e", "whole", "gpu"]\ntimeout = 60\n')
+    (root / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\nmarkers = ["e2e", "whole", "gpu"]\ntimeout = 60\n'
+    )
     (root / "list").mkdir()
     listed(root, ROWS)
     return root
@@ -120,7 +133,9 @@ def results(root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-def test_the_runner_tells_what_is_caught_by_whom(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runner_tells_what_is_caught_by_whom(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert runner.main([], project, project / "list") == 0
     limit, waiting = "tests/test_code.py::test_the_limit", "tests/test_code.py::test_waiting"
     assert results(project) == {
@@ -131,11 +146,16 @@ def test_the_runner_tells_what_is_caught_by_whom(project: Path, capsys: pytest.C
     }
     assert (project / "small" / "code.py").read_text() == CODE, "faults are in the copy only"
     out = capsys.readouterr().out
-    assert "| written, code | 5 | 1 | 0 | 2 | 1 | 0 | 1 |" in out and "1 survive\n- missed (small/code.py)" in out
+    assert (
+        "| written, code | 5 | 1 | 0 | 2 | 1 | 0 | 1 |" in out
+        and "1 survive\n- missed (small/code.py)" in out
+    )
 
 
 @pytest.mark.e2e
-def test_a_fault_that_is_no_longer_caught_is_an_error(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_that_is_no_longer_caught_is_an_error(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert runner.main(["--only", "caught"], project, project / "list") == 0
     (project / "tests" / "test_code.py").write_text("def test_nothing():\n    pass\n")
     assert runner.main(["--only", "caught"], project, project / "list") == 1
@@ -144,21 +164,41 @@ def test_a_fault_that_is_no_longer_caught_is_an_error(project: Path, capsys: pyt
 
 
 @pytest.mark.e2e
-def test_the_word_of_a_test_that_fails_anyway_counts_for_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_word_of_a_test_that_fails_anyway_counts_for_nothing(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (project / "tests" / "test_code.py").write_text(TESTS + ALWAYS_WRONG)
     assert runner.main(["--only", "missed"], project, project / "list") == 1
-    assert "fails without a fault too: missed: tests/test_code.py::test_that_fails_anyway" in capsys.readouterr().err
+    assert (
+        "fails without a fault too: missed: tests/test_code.py::test_that_fails_anyway"
+        in capsys.readouterr().err
+    )
     assert results(project) == {}
 
 
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([row("gone", "n > LIMIT", "n")], "gone does not apply to small/code.py: its old text stands there 0 times"),
-        ([row("twice", "return", "yield")], "twice does not apply to small/code.py: its old text stands there 2 times"),
-        ([row("idle", "return 1", "return 1")], "idle does not apply to small/code.py: changes nothing"),
-        ([row("one", "return 1", "return 2"), row("one", "LIMIT = 3", "LIMIT = 4")], "one: more than one fault has this id"),
-        ([row("odd", "return 1", "return 2", file="small/other.py")], "odd does not apply to small/other.py"),
+        (
+            [row("gone", "n > LIMIT", "n")],
+            "gone does not apply to small/code.py: its old text stands there 0 times",
+        ),
+        (
+            [row("twice", "return", "yield")],
+            "twice does not apply to small/code.py: its old text stands there 2 times",
+        ),
+        (
+            [row("idle", "return 1", "return 1")],
+            "idle does not apply to small/code.py: changes nothing",
+        ),
+        (
+            [row("one", "return 1", "return 2"), row("one", "LIMIT = 3", "LIMIT = 4")],
+            "one: more than one fault has this id",
+        ),
+        (
+            [row("odd", "return 1", "return 2", file="small/other.py")],
+            "odd does not apply to small/other.py",
+        ),
     ],
 )
 def test_a_list_that_does_not_fit_is_refused(
@@ -172,19 +212,30 @@ def test_a_list_that_does_not_fit_is_refused(
 
 @pytest.mark.e2e
 def test_code_that_was_compiled_before_is_never_run(project: Path) -> None:
-    """Faults of one size follow each other within a second; Python tells compiled code by size and second."""
-    faults = [Fault(f"limit-{n}", "small/code.py", "LIMIT = 3", f"LIMIT = {n}", "written", "-", ()) for n in (2, 4, 5)]
+    """Faults of one size follow each other within a second; Python tells compiled code by size and
+    second."""
+    faults = [
+        Fault(f"limit-{n}", "small/code.py", "LIMIT = 3", f"LIMIT = {n}", "written", "-", ())
+        for n in (2, 4, 5)
+    ]
     with Copy(project) as copy:
         for fault in faults:
             copy.seed(fault)
             assert copy.pytest(["tests"], TIERS["unit"]).verdict.caught, fault.id
-        assert prove(copy, ["tests/test_code.py::test_the_limit"]) == ({"tests/test_code.py::test_the_limit": "unit"}, set())
+        assert prove(copy, ["tests/test_code.py::test_the_limit"]) == (
+            {"tests/test_code.py::test_the_limit": "unit"},
+            set(),
+        )
 
 
 @pytest.mark.e2e
 def test_a_hang_counts_as_caught_and_ends(project: Path) -> None:
     with Copy(project) as copy:
-        copy.seed(Fault("hangs", "small/code.py", "return n < LIMIT", "time.sleep(99)", "written", "-", ()))
+        copy.seed(
+            Fault(
+                "hangs", "small/code.py", "return n < LIMIT", "time.sleep(99)", "written", "-", ()
+            )
+        )
         found = copy.pytest(["tests"], TIERS["unit"], limit_s=2.0).verdict
         assert (found.test, found.how) == ("tests/test_code.py::test_the_limit", "timeout")
 
@@ -195,18 +246,40 @@ def test_one_that_takes_all_memory_is_ended(project: Path, monkeypatch: pytest.M
     monkeypatch.setattr(seeded, "LOOK_S", 0.02)
     with Copy(project) as copy:
         copy.seed(
-            Fault("grows", "small/code.py", "return n < LIMIT", "return [b'x' * 9**9, time.sleep(99)]", "written", "-", ())
+            Fault(
+                "grows",
+                "small/code.py",
+                "return n < LIMIT",
+                "return [b'x' * 9**9, time.sleep(99)]",
+                "written",
+                "-",
+                (),
+            )
         )
         began_s = time.monotonic()
         found = copy.pytest(["tests"], TIERS["unit"], limit_s=60.0).verdict
-        assert time.monotonic() - began_s < 30 and (found.test, found.how) == ("tests/test_code.py::test_the_limit", "timeout")
+        assert time.monotonic() - began_s < 30 and (found.test, found.how) == (
+            "tests/test_code.py::test_the_limit",
+            "timeout",
+        )
 
 
 @pytest.mark.e2e
 def test_the_test_that_caught_it_last_is_tried_first_and_may_have_gone(project: Path) -> None:
-    fault = Fault("late", "small/code.py", "time.sleep(seconds)", "raise ValueError", "written", "-", ("tests/test_code.py",))
+    fault = Fault(
+        "late",
+        "small/code.py",
+        "time.sleep(seconds)",
+        "raise ValueError",
+        "written",
+        "-",
+        ("tests/test_code.py",),
+    )
     with Copy(project) as copy:
-        for known in ("tests/test_code.py::test_waiting", "tests/test_code.py::test_of_another_name"):
+        for known in (
+            "tests/test_code.py::test_waiting",
+            "tests/test_code.py::test_of_another_name",
+        ):
             assert judge(copy, fault, known).test == "tests/test_code.py::test_waiting"
         assert not judge(copy, fault, "tests/test_code.py::test_waiting", tier="unit").caught
 
@@ -216,7 +289,12 @@ def test_the_test_that_caught_it_last_is_tried_first_and_may_have_gone(project: 
     [
         (0, "PASSED tests/test_a.py::test_b", "", ""),
         (5, "no tests ran", "", ""),
-        (1, "FAILED tests/test_a.py::test_b[x - y] - assert 1", "tests/test_a.py::test_b[x", "failed"),
+        (
+            1,
+            "FAILED tests/test_a.py::test_b[x - y] - assert 1",
+            "tests/test_a.py::test_b[x",
+            "failed",
+        ),
         (
             1,
             "FAILED tests/test_a.py::test_b - Failed: Timeout (>240.0s) from pytest-timeout.",
@@ -224,7 +302,12 @@ def test_the_test_that_caught_it_last_is_tried_first_and_may_have_gone(project: 
             "timeout",
         ),
         (2, "ERROR tests/test_a.py - NameError: name 'x'", "tests/test_a.py", "import"),
-        (-11, "tests/test_a.py::test_a PASSED\ntests/test_a.py::test_b ", "tests/test_a.py::test_b", "crash"),
+        (
+            -11,
+            "tests/test_a.py::test_a PASSED\ntests/test_a.py::test_b ",
+            "tests/test_a.py::test_b",
+            "crash",
+        ),
     ],
 )
 def test_what_pytest_says(status: int, output: str, test: str, how: str) -> None:

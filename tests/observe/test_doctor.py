@@ -34,10 +34,16 @@ def test_a_ray_cluster_without_a_token_is_named(tmp_path: Path) -> None:
         (tmp_path / pid / "environ").write_text(environ.replace(" ", "\0"))
 
     assert _open_clusters(tmp_path).found == "none"
-    process("10", "/ray/gcs_server --gcs_server_port=1 --node-ip-address=10.0.0.1", "A=1 RAY_AUTH_MODE=token")
+    process(
+        "10",
+        "/ray/gcs_server --gcs_server_port=1 --node-ip-address=10.0.0.1",
+        "A=1 RAY_AUTH_MODE=token",
+    )
     process("11", "/ray/gcs_server --node-ip-address=127.0.0.1", "RAY_AUTH_MODE=disabled")
     process("12", "python gcs_server", "RAY_AUTH_MODE=disabled")
-    assert _open_clusters(tmp_path) == DoctorCheck("ray clusters here", "2, none open to the network")
+    assert _open_clusters(tmp_path) == DoctorCheck(
+        "ray clusters here", "2, none open to the network"
+    )
     process("13", "/ray/gcs_server --node-ip-address=10.0.0.1", "RAY_AUTH_MODE=disabled")
     (tmp_path / "14").mkdir()  # it has just ended
     found = _open_clusters(tmp_path)

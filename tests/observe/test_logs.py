@@ -39,38 +39,65 @@ def run(tmp_path: Path) -> RunFolder:
         journal.append(line.at_s, line.events, line.decision)
     journal.close()
     (folder / "logs").mkdir()
-    for k, (name, text) in enumerate({"spot-1-0-11": FAILED, "spot-1-0-7": "older\n", "spot-2-0-12": "one\ntwo\n"}.items()):
+    for k, (name, text) in enumerate(
+        {"spot-1-0-11": FAILED, "spot-1-0-7": "older\n", "spot-2-0-12": "one\ntwo\n"}.items()
+    ):
         (folder / "logs" / f"{name}.log").write_text(text)
         os.utime(folder / "logs" / f"{name}.log", (9 - k, 9 - k))
     return RunFolder.of(open_storage(str(folder)))
 
 
-def test_the_end_of_each_file(run: RunFolder, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_end_of_each_file(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     found = logs.logs(run, last=1)
     assert [(log.file.name, log.lines) for log in found] == [
-        ("spot-2-0-12.log", ("two",)), ("spot-1-0-7.log", ("older",)), ("spot-1-0-11.log", ("after",)),
+        ("spot-2-0-12.log", ("two",)), ("spot-1-0-7.log", ("older",)), ("spot-1-0-11.log",
+        ("after",)),
     ]  # fmt: skip
-    assert main(["logs", "r", "--storage", str(tmp_path / "runs"), "--worker", "spot-2/0", "--last", "0"]) == 0
+    assert (
+        main(
+            [
+                "logs",
+                "r",
+                "--storage",
+                str(tmp_path / "runs"),
+                "--worker",
+                "spot-2/0",
+                "--last",
+                "0",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.splitlines()[1:] == ["one", "two"]
-    assert main(["logs", "r", "--storage", str(tmp_path / "runs"), "--worker", "spot-2", "--json"]) == 0
+    assert (
+        main(["logs", "r", "--storage", str(tmp_path / "runs"), "--worker", "spot-2", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)[0]["lines"] == ["one", "two"]
 
 
 def test_where_there_is_none(run: RunFolder, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"no log begins with 'spot-3'; there are spot-2-0-12\.log, "):
+    with pytest.raises(
+        SpecError, match=r"no log begins with 'spot-3'; there are spot-2-0-12\.log, "
+    ):
         logs.logs(run, worker="spot-3")
     for file in run.logs.iterdir():
         file.unlink()
     with pytest.raises(SpecError, match=r"run 'r': no worker's output in .*/logs$"):
         logs.logs(run)
     remote = RunFolder(open_storage("s3://bucket/runs/r"), tmp_path / "here")
-    with pytest.raises(SpecError, match=r"each node has those of its own workers: /\S+/elastic-logs-\d+/r$"):
+    with pytest.raises(
+        SpecError, match=r"each node has those of its own workers: /\S+/elastic-logs-\d+/r$"
+    ):
         logs.logs(remote)
 
 
 def test_the_last_traceback_of_a_worker(run: RunFolder) -> None:
     assert logs.traceback_of(run, "spot-1/0") == [
-        "Traceback (most recent call last):", '  File "train.py", line 5, in <module>', "ValueError: my own",
+        "Traceback (most recent call last):", '  File "train.py", line 5, in <module>',
+        "ValueError: my own",
     ]  # fmt: skip
     assert logs.traceback_of(run, "spot-2/0") == []
     assert logs.traceback_of(run, "spot-9/0") == []

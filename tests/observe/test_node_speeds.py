@@ -33,18 +33,34 @@ def view_with(*events: Event) -> View:
 
 
 def timed(**unit_s: tuple[float, float]) -> RanksTimed:
-    return RanksTimed(1, 8, 3, tuple(unit_s[worker.node_id][worker.local_rank] for worker in workers("a", "b", "c")))
+    return RanksTimed(
+        1,
+        8,
+        3,
+        tuple(unit_s[worker.node_id][worker.local_rank] for worker in workers("a", "b", "c")),
+    )
 
 
 def test_speeds_and_samples_of_each_node() -> None:
-    view = view_with(timed(a=(1.0, 1.0), b=(1.0, 2.0), c=(7.0, 7.0)), SharesSet(1, (2, 1, 2, 0, 2, 1), 9))
+    view = view_with(
+        timed(a=(1.0, 1.0), b=(1.0, 2.0), c=(7.0, 7.0)), SharesSet(1, (2, 1, 2, 0, 2, 1), 9)
+    )
     rows = [line.split() for line in run_tables.nodes(view)]
     assert rows[0][-3:] == ["SPEED", "SAMPLES", "STATUS"]
-    assert [row[5:7] for row in rows[1:4:2]] == [["1.00", "3"], ["1.00", "3"]], "c is alone in its pool"
+    assert [row[5:7] for row in rows[1:4:2]] == [["1.00", "3"], ["1.00", "3"]], (
+        "c is alone in its pool"
+    )
     assert rows[2][5:8] == ["1.00", "0.50", "2"]
-    assert " ".join(rows[4]) == "B b: 2 times slower than the faster ones of its pool on GPU 1 only" and len(rows) == 5
+    assert (
+        " ".join(rows[4]) == "B b: 2 times slower than the faster ones of its pool on GPU 1 only"
+        and len(rows) == 5
+    )
     plain = {node["node_id"]: node for node in run_tables.status_plain(view)["nodes"]}
-    assert plain["b"]["speeds"] == [1.0, 0.5] and plain["b"]["samples"] == 2 and "on GPU 1 only" in plain["b"]["why"]
+    assert (
+        plain["b"]["speeds"] == [1.0, 0.5]
+        and plain["b"]["samples"] == 2
+        and "on GPU 1 only" in plain["b"]["why"]
+    )
     assert plain["a"]["why"] == ""
 
 
@@ -57,12 +73,19 @@ def test_why_a_node_is_slow_or_was_put_aside() -> None:
     slow = timed(a=(3.0, 3.0), b=(1.0, 1.0), c=(1.0, 1.0))
     view = view_with(slow, DeviceNoted(A1, "clocks lowered: 87 degrees"))
     assert view.node_speeds.why(view.nodes, "a") == (
-        "3 times slower than the faster ones of its pool on all GPUs (the device says: clocks lowered: 87 degrees)"
+        "3 times slower than the faster ones of its pool on all GPUs (the device says: clocks "
+        "lowered: 87 degrees)"
     )
-    view.add(tick(6, DeviceNoted(A1, ""), actions=(Quarantine("a", "too slow: ..."),), reason="a is left"))
+    view.add(
+        tick(
+            6, DeviceNoted(A1, ""), actions=(Quarantine("a", "too slow: ..."),), reason="a is left"
+        )
+    )
     assert view.node_speeds.why(view.nodes, "a") == "quarantined: too slow: ..."
     view.add(tick(7, NodeLost("a", "released")))
-    assert view.node_speeds.of_node(view.nodes, "a") == [] and "quarantined" in "\n".join(run_tables.status(view))
+    assert view.node_speeds.of_node(view.nodes, "a") == [] and "quarantined" in "\n".join(
+        run_tables.status(view)
+    )
 
 
 def test_the_new_events_as_sentences() -> None:
@@ -92,7 +115,15 @@ def test_reports_of_speeds_take_no_time_in_the_account() -> None:
     for line in lines():
         told.append(line)
         if any(isinstance(event, StepDone) for _, event in line.events):
-            told.append(replace(line, events=((line.at_s, timed(a=(1.0, 1.0), b=(1.0, 1.0), c=(1.0, 1.0))),), decision=None))
+            told.append(
+                replace(
+                    line,
+                    events=((line.at_s, timed(a=(1.0, 1.0), b=(1.0, 1.0), c=(1.0, 1.0))),),
+                    decision=None,
+                )
+            )
     assert account(told) == account(plain) and len(told) > len(plain)
-    assert account(told).gpu_seconds["productive"] == pytest.approx(account(plain).gpu_seconds["productive"])
+    assert account(told).gpu_seconds["productive"] == pytest.approx(
+        account(plain).gpu_seconds["productive"]
+    )
     assert PLANS[0].samples

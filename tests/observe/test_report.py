@@ -15,12 +15,12 @@ from elastic.storage import open_storage
 from elastic.types import StepDone
 
 LINE_KEYS = {
-    "run", "steps", "final_loss", "tokens", "wall_s", "tokens_per_s", "goodput", "usd", "launch_to_first_step_s",
-    "samples_exact", "transitions",
+    "run", "steps", "final_loss", "tokens", "wall_s", "tokens_per_s", "goodput", "usd",
+    "launch_to_first_step_s", "samples_exact", "transitions",
 }  # fmt: skip
 TRANSITION_KEYS = {
-    "generation", "cause", "at_step", "steps_lost", "pause_s", "phases_s", "from_layout", "to_layout", "source", "bytes_moved",
-    "digest_ok", "loss_equal", "probe_s",
+    "generation", "cause", "at_step", "steps_lost", "pause_s", "phases_s", "from_layout",
+    "to_layout", "source", "bytes_moved", "digest_ok", "loss_equal", "probe_s",
 }  # fmt: skip
 
 
@@ -34,11 +34,14 @@ def stored(folder: Path) -> RunFolder:
 
 def test_report(tmp_path: Path) -> None:
     run = stored(tmp_path)
-    data, shown = report.write(run, {"samples_exact": True, "sample": "def f():\n  pass", "launch_to_first_step_s": 7.5})
+    data, shown = report.write(
+        run, {"samples_exact": True, "sample": "def f():\n  pass", "launch_to_first_step_s": 7.5}
+    )
     assert set(data) >= LINE_KEYS
     assert all(set(transition) == TRANSITION_KEYS for transition in data["transitions"])
     assert (data["steps"], data["validation_loss"], data["samples_exact"]) == (12, 4.9, True)
-    assert [(t["cause"], t["at_step"], t["steps_lost"], t["source"]) for t in data["transitions"]] == [
+    assert [(t["cause"], t["at_step"], t["steps_lost"],
+        t["source"]) for t in data["transitions"]] == [
         ("start", 0, 0, "fresh"), ("notice", 4, 0, "live"), ("loss", 6, 2, "peer"),
     ]  # fmt: skip
     text = "\n".join(shown)
@@ -56,22 +59,39 @@ def test_what_was_filled_up_is_told(tmp_path: Path) -> None:
     journal = Journal(tmp_path / find_runs.JOURNAL, 1)
     for line in lines():
         events = [
-            replace(e, pad_share=0.1 + 0.1 * (e.step % 2), imbalance=1.25) if isinstance(e, StepDone) else e
+            replace(e, pad_share=0.1 + 0.1 * (e.step % 2), imbalance=1.25)
+            if isinstance(e, StepDone)
+            else e
             for _, e in line.events
         ]
-        journal.append(line.at_s, [(at_s, e) for (at_s, _), e in zip(line.events, events, strict=True)], line.decision)
+        journal.append(
+            line.at_s,
+            [(at_s, e) for (at_s, _), e in zip(line.events, events, strict=True)],
+            line.decision,
+        )
     journal.close()
     data, shown = report.write(RunFolder.of(open_storage(tmp_path)), {})
     assert (data["pad_share"], data["token_imbalance"]) == (0.15, 1.25)
     text = "\n".join(shown)
-    assert "15.0 % of the places of the micro-batches held no token" in text and "25 % more tokens per sample" in text
+    assert (
+        "15.0 % of the places of the micro-batches held no token" in text
+        and "25 % more tokens per sample" in text
+    )
     (tmp_path / "plain").mkdir()
     assert report.write(stored(tmp_path / "plain"), {})[0]["pad_share"] is None
 
 
 def test_a_report_that_is_written_again_keeps_what_only_the_driver_knew(tmp_path: Path) -> None:
     run = stored(tmp_path)
-    report.write(run, {"samples_exact": True, "sample": "words", "launch_to_first_step_s": 7.5, "run": "not this"})
+    report.write(
+        run,
+        {
+            "samples_exact": True,
+            "sample": "words",
+            "launch_to_first_step_s": 7.5,
+            "run": "not this",
+        },
+    )
     data, shown = report.write(run)
     assert (data["samples_exact"], data["sample"], data["launch_to_first_step_s"], data["run"]) == (
         True,
@@ -86,13 +106,19 @@ def test_categories_sum_to_the_paid_time() -> None:
     plain = report.ledger(lines())[0]
     paid = sum(category["gpu_seconds"] for category in plain["categories"].values())
     assert abs(paid - plain["totals"]["gpu_seconds"]) < 1e-9
-    assert any(line.startswith(("waiting_for_capacity", "productive")) for line in report.ledger(lines())[1])
+    assert any(
+        line.startswith(("waiting_for_capacity", "productive"))
+        for line in report.ledger(lines())[1]
+    )
 
 
 def test_runs_are_found_by_name_folder_and_storage(tmp_path: Path, monkeypatch) -> None:
     stored(tmp_path / "elastic_runs" / "one")
     monkeypatch.chdir(tmp_path)
-    assert find_runs.open_run("one").uri == find_runs.open_run(str(tmp_path / "elastic_runs" / "one")).uri
+    assert (
+        find_runs.open_run("one").uri
+        == find_runs.open_run(str(tmp_path / "elastic_runs" / "one")).uri
+    )
     assert [name for name, _ in find_runs.all_runs()] == ["one"]
     monkeypatch.setenv("ELASTIC_STORAGE", str(tmp_path / "elsewhere"))
     assert find_runs.all_runs() == []
@@ -103,4 +129,10 @@ def test_orders_lie_in_the_inbox_in_their_order(tmp_path: Path) -> None:
     run = stored(tmp_path)
     for n in range(5):
         find_runs.order(run.storage, {"stop": str(n)})
-    assert [json.loads(run.storage.get(key))["stop"] for key in run.storage.list("inbox/")] == ["0", "1", "2", "3", "4"]
+    assert [json.loads(run.storage.get(key))["stop"] for key in run.storage.list("inbox/")] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+    ]

@@ -35,8 +35,18 @@ from elastic.types import (
 
 def test_view_of_a_whole_run() -> None:
     view = view_of(lines())
-    assert (view.run, view.phase, view.step, view.steps, view.saved_step) == ("tiny-1", "succeeded", 12, 12, 12)
-    assert {name: node.status for name, node in view.nodes.items()} == {"a": "lost", "b": "draining", "c": "prepared"}
+    assert (view.run, view.phase, view.step, view.steps, view.saved_step) == (
+        "tiny-1",
+        "succeeded",
+        12,
+        12,
+        12,
+    )
+    assert {name: node.status for name, node in view.nodes.items()} == {
+        "a": "lost",
+        "b": "draining",
+        "c": "prepared",
+    }
     assert view.plan == PLANS[2]
     assert view.evaluations == {12: {"validation_loss": 4.9}}
     assert not any(view.wanted.values())
@@ -56,34 +66,65 @@ def test_steps_taken_back_leave_the_curve_at_once() -> None:
 
 
 def test_the_curve_shows_the_steps_that_the_last_state_comes_of() -> None:
-    """A checkpoint of step 8 of generation 2 is committed after generation 3 has gone back to step 6, and is resumed from."""
+    """A checkpoint of step 8 of generation 2 is committed after generation 3 has gone back to step
+    6, and is resumed from."""
     late = plan(4, ("c",), Layout(tp=2), cause="loss", resume=Resume("durable", 8, 2))
     before = [line for line in lines() if line.at_s < T0 + 11]
     assert {
-        event.step for line in before for _, event in line.events if isinstance(event, StepDone) and event.generation == 3
+        event.step
+        for line in before
+        for _, event in line.events
+        if isinstance(event, StepDone) and event.generation == 3
     } == {7, 8}
-    more = [tick(11, actions=(EnterPlan(late),), reason="c has failed"), tick(12, PlanEntered(4, 8)), step(12.5, 9, 4)]
-    assert {p.step: p.generation for p in view_of([*before, *more]).curve() if p.step > 6} == {7: 2, 8: 2, 9: 4}
+    more = [
+        tick(11, actions=(EnterPlan(late),), reason="c has failed"),
+        tick(12, PlanEntered(4, 8)),
+        step(12.5, 9, 4),
+    ]
+    assert {p.step: p.generation for p in view_of([*before, *more]).curve() if p.step > 6} == {
+        7: 2,
+        8: 2,
+        9: 4,
+    }
 
 
-def test_a_step_that_was_undone_leaves_the_curve_also_where_nobody_wrote_down_that_it_was_trained_again() -> None:
-    """Generation 3 goes back to step 6; its driver dies before it writes down any step of it, and generation 4 resumes from its
-    step 8: steps 7 and 8 of generation 2 were undone."""
+def test_a_step_that_was_undone_leaves_the_curve_also_where_nobody_wrote_down_that_it_was_trained_again() -> (
+    None
+):
+    """Generation 3 goes back to step 6; its driver dies before it writes down any step of it, and
+    generation 4 resumes from its step 8: steps 7 and 8 of generation 2 were undone."""
     before = [line for line in lines() if line.at_s < T0 + 9.9]
     assert [p.step for p in view_of(before).points if p.generation == 3] == []
     late = plan(4, ("c",), Layout(tp=2), cause="loss", resume=Resume("peer", 8, 3))
-    more = [tick(11, actions=(EnterPlan(late),), reason="c has failed"), tick(12, PlanEntered(4, 8)), step(12.5, 9, 4)]
+    more = [
+        tick(11, actions=(EnterPlan(late),), reason="c has failed"),
+        tick(12, PlanEntered(4, 8)),
+        step(12.5, 9, 4),
+    ]
     assert [p.step for p in view_of([*before, *more]).curve()] == [1, 2, 3, 4, 5, 6, 9]
-    unentered = [*before, tick(11, actions=(EnterPlan(late),), reason="c has failed"), step(12.5, 9, 4)]
-    assert [p.step for p in view_of(unentered).curve()] == [1, 2, 3, 4, 5, 6, 9], "nor is that it was entered"
+    unentered = [
+        *before,
+        tick(11, actions=(EnterPlan(late),), reason="c has failed"),
+        step(12.5, 9, 4),
+    ]
+    assert [p.step for p in view_of(unentered).curve()] == [1, 2, 3, 4, 5, 6, 9], (
+        "nor is that it was entered"
+    )
 
 
 def test_an_older_copy_that_is_committed_late_is_not_the_newest() -> None:
     def stored(at_s: float, step: int, generation: int) -> Line:
-        return tick(at_s, CopyStored(Copy(step, "durable", generation, Layout(tp=2), uri=f"/copies/{step}"), seconds=0.3))
+        return tick(
+            at_s,
+            CopyStored(
+                Copy(step, "durable", generation, Layout(tp=2), uri=f"/copies/{step}"), seconds=0.3
+            ),
+        )
 
     assert view_of([*lines(), stored(14, 10, 3)]).saved_step == 12
-    assert view_of([*lines(), stored(14, 10, 4)]).saved_step == 10, "the run went back and saved again"
+    assert view_of([*lines(), stored(14, 10, 4)]).saved_step == 10, (
+        "the run went back and saved again"
+    )
 
 
 def test_rates() -> None:
@@ -95,7 +136,13 @@ def test_rates() -> None:
 def test_what_is_counted_is_named() -> None:
     assert view_of(lines()).unit == view_of([]).unit == "tokens"
     of_samples = [
-        replace(line, events=tuple((at, replace(e, tokens=8) if isinstance(e, StepDone) else e) for at, e in line.events))
+        replace(
+            line,
+            events=tuple(
+                (at, replace(e, tokens=8) if isinstance(e, StepDone) else e)
+                for at, e in line.events
+            ),
+        )
         for line in lines()
     ]
     view = view_of(of_samples)
@@ -110,7 +157,10 @@ def test_notes_tell_event_and_reason() -> None:
     assert "notice: node b (spot) will be preempted in 30 s" in texts
     assert "b goes in 30 s: 6 -> 4 workers" in texts
     assert "node a (spot) was lost: its process is gone" in texts
-    assert "generation 2 started at step 4: pp=2,dp_shard=2 on 4 workers, source: live GPUs, 4.0 kB moved" in texts
+    assert (
+        "generation 2 started at step 4: pp=2,dp_shard=2 on 4 workers, source: live GPUs, 4.0 kB "
+        "moved" in texts
+    )
     assert "checkpoint of step 12 (2.5 MB, 0.30 s)" in texts
 
 
@@ -122,10 +172,20 @@ def test_a_node_that_was_given_back_is_not_lost() -> None:
     ]
     view = view_of(before)
     assert [view.status(view.nodes[name]) for name in "ab"] == ["released", "prepared"]
-    assert [row.split()[-1] for row in run_tables.nodes(view)[1:]] == ["released", "prepared", "prepared"]
+    assert [row.split()[-1] for row in run_tables.nodes(view)[1:]] == [
+        "released",
+        "prepared",
+        "prepared",
+    ]
     assert run_tables.status_plain(view)["nodes"][0]["status"] == "released"
     assert view.notes[-1].text == "pool spot has no further node: 2 of 2 in use"
-    view = view_of([*before, tick(3.4, NodeReady(view.nodes["a"])), tick(3.5, NodeLost("a", "its process is gone"))])
+    view = view_of(
+        [
+            *before,
+            tick(3.4, NodeReady(view.nodes["a"])),
+            tick(3.5, NodeLost("a", "its process is gone")),
+        ]
+    )
     assert view.status(view.nodes["a"]) == "lost"
 
 
@@ -245,9 +305,13 @@ def test_doctor_of_a_run() -> None:
 
 def test_a_script_has_no_last_step() -> None:
     job = {"name": "train", "script": "/train.py", "restarted": True, "pools": JOB.get("pools")}
-    view = view_of([tick(0, DriverStarted("train-1", 1, job, POOLS, ModelProfile(0, 0, ()))), step(1, 250, 1)])
+    view = view_of(
+        [tick(0, DriverStarted("train-1", 1, job, POOLS, ModelProfile(0, 0, ()))), step(1, 250, 1)]
+    )
     assert doctor.run_troubles(view)[0].found == "running at step 250"
-    assert [line.split()[1:] for line in run_tables.status(view) if line.startswith("step ")] == [["250"]]
+    assert [line.split()[1:] for line in run_tables.status(view) if line.startswith("step ")] == [
+        ["250"]
+    ]
     assert run_tables.ls([run_tables.Row(view)])[1].split()[2] == "250"
 
 
@@ -264,4 +328,7 @@ def test_words() -> None:
     assert first_line("Traceback (most recent call last):\n  x\nValueError: no") == "ValueError: no"
     assert drill({"at_step": 9, "kill": ["a", "b"]}) == "kill a, b (at step 9)"
     assert drill({"kill_driver": True, "at_step": 9}) == "kill_driver (at step 9)"
-    assert drill({"kill": "any", "error": "nobody is there"}) == "kill any: not carried out: nobody is there"
+    assert (
+        drill({"kill": "any", "error": "nobody is there"})
+        == "kill any: not carried out: nobody is there"
+    )

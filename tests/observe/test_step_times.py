@@ -15,8 +15,8 @@ def line(at_s: float, *events: StepDone, plan: Plan | None = None) -> Line:
 def plan(generation: int, expected: float, model: float = 0.0) -> Plan:
     layout = Layout(dp_shard=generation)
     return Plan(
-        generation, layout, (WorkerId("a", 0),) * generation, (1,) * generation, (1,), predicted_step_time_s=expected,
-        model_step_s=model,
+        generation, layout, (WorkerId("a", 0),) * generation, (1,) * generation, (1,),
+        predicted_step_time_s=expected, model_step_s=model,
     )  # fmt: skip
 
 
@@ -41,8 +41,29 @@ def test_the_first_step_and_waiting_do_not_count() -> None:
 
 def test_both_stand_side_by_side() -> None:
     table = shown(step_times(LINES))
-    assert table[0].split() == ["GEN", "LAYOUT", "STEPS", "EXPECTED", "MODEL", "ALONE", "MEASURED", "OFF", "BY"]
-    assert table[2].split() == ["2", "dp_shard=2", "5", "0.600", "s", "0.500", "s", "0.500", "s", "+20%"]
+    assert table[0].split() == [
+        "GEN",
+        "LAYOUT",
+        "STEPS",
+        "EXPECTED",
+        "MODEL",
+        "ALONE",
+        "MEASURED",
+        "OFF",
+        "BY",
+    ]
+    assert table[2].split() == [
+        "2",
+        "dp_shard=2",
+        "5",
+        "0.600",
+        "s",
+        "0.500",
+        "s",
+        "0.500",
+        "s",
+        "+20%",
+    ]
     assert shown(step_times(LINES[:2])) == []
 
 

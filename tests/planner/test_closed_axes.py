@@ -1,4 +1,5 @@
-"""An axis on which a model would compute something else is not used, and whoever asks for it is told why."""
+"""An axis on which a model would compute something else is not used, and whoever asks for it is
+told why."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from elastic.worker.equivalence.static_plan import plan_of
 
 WHY = "layers.0 is used again by layers.3; give each its own weights"
 MODEL = ModelProfile(
-    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=4
+    4,
+    1_000_000,
+    (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+    (OptimizerSpec(("exp_avg",)),),
+    tp_limit=4,
 )
 SPEC = {"name": "j", "steps": 10, "global_batch": 4, "pools": [{"name": "p", "max_nodes": 4}]}
 
@@ -51,7 +56,10 @@ def test_auto_never_uses_it(axis: str, sizes: tuple[int, ...]) -> None:
     sample = LLAMA_8B.profile().sample
     model = closed(axis, replace(MODEL, sample=sample))
     for world in range(1, 9):
-        assert all(getattr(shape, axis) == 1 for shape in Space.of(model, job(), nodes(8), True, True).shapes(world))
+        assert all(
+            getattr(shape, axis) == 1
+            for shape in Space.of(model, job(), nodes(8), True, True).shapes(world)
+        )
 
 
 def test_without_dp_only_other_axes_use_more_ranks() -> None:
@@ -63,7 +71,8 @@ def test_without_dp_only_other_axes_use_more_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axis", "layout"), [("pp", "pp=2"), ("tp", "tp=2"), ("cp", "cp=2"), ("dp", "dp_replicate=2"), ("pp", "auto,pp=2")]
+    ("axis", "layout"),
+    [("pp", "pp=2"), ("tp", "tp=2"), ("cp", "cp=2"), ("dp", "dp_replicate=2"), ("pp", "auto,pp=2")],
 )
 def test_who_asks_for_it_is_told_why(axis: str, layout: str) -> None:
     with pytest.raises(InfeasiblePlan, match=f"no {axis}: {WHY}"):
@@ -93,12 +102,19 @@ def test_offers_are_without_it(axis: str) -> None:
         offers = find_offers(closed(axis, LLAMA_8B.profile()), JOB, pool, Aim(n_best=20)).best
         assert offers and all(getattr(offer.layout, axis) == 1 for offer in offers)
     with pytest.raises(InfeasiblePlan, match="no dp: "):
-        find_offers(closed("dp", LLAMA_70B.profile()), replace(JOB, layout="auto,dp_shard=8"), [group()])
+        find_offers(
+            closed("dp", LLAMA_70B.profile()), replace(JOB, layout="auto,dp_shard=8"), [group()]
+        )
 
 
 def test_plan_says_it_in_its_notes_and_refuses_what_is_asked_for() -> None:
     subject = of_model("8b", 8)
-    subject = replace(subject, model=replace(closed("pp", subject.model), pipeline=False, notes=("dropout draws by rank",)))
+    subject = replace(
+        subject,
+        model=replace(
+            closed("pp", subject.model), pipeline=False, notes=("dropout draws by rank",)
+        ),
+    )
     machines = [of_asked(gpus_of("H100:8")[0])]
     notes = notes_of(subject, machines)
     assert f"no pp: {WHY}" in notes and "dropout draws by rank" in notes

@@ -20,14 +20,19 @@ def test_a_lost_node_costs_its_detection_the_fetch_steps_done_again_and_its_abse
     fetched = 16 * N / 32 / 5e10
     assert found.per_h == pytest.approx(0.2)
     redone = (fetched / (0.01 * 2.0) + 1) / 2  # a copy is made as often as 1 % of the time allows
-    assert found.seconds == pytest.approx(2 + 5 + fetched + redone * 2.0 + 300 / 4) and found.moved_s == pytest.approx(fetched)
+    assert found.seconds == pytest.approx(
+        2 + 5 + fetched + redone * 2.0 + 300 / 4
+    ) and found.moved_s == pytest.approx(fetched)
     long = dollars.loss([group(n_nodes=4)], WORK, Layout(dp_shard=32), 200.0)
     assert long.seconds == pytest.approx(2 + 5 + fetched + 200.0 + 300 / 4)  # at every step
 
 
 def test_copies_stop_the_steps_only_while_they_leave_the_gpus() -> None:
     nodes = [group(n_nodes=4)]
-    found, host = dollars.copying(nodes, WORK, Layout(dp_shard=32), 2.0), nodes[0].hardware.host_bytes_per_s
+    found, host = (
+        dollars.copying(nodes, WORK, Layout(dp_shard=32), 2.0),
+        nodes[0].hardware.host_bytes_per_s,
+    )
     assert found.stall_s == pytest.approx(STATE / 32 / host)
     assert found.write_s == pytest.approx(STATE / 4e9)
     assert found.lost_node_s == dollars.loss(nodes, WORK, Layout(dp_shard=32), 2.0).seconds
@@ -42,15 +47,22 @@ def test_goodput() -> None:
 def test_gradients_between_zones() -> None:
     two = [group(zone="a"), group(zone="b")]
     per_step = 2 * 2 * 4 * N / 1e9 * 0.02
-    assert dollars.moved_usd_per_h(two, WORK, Layout(dp_shard=16), 10.0) == pytest.approx(per_step * 360)
-    assert dollars.moved_usd_per_h([group(zone="a"), group(zone="a")], WORK, Layout(dp_shard=16), 10.0) == 0.0
+    assert dollars.moved_usd_per_h(two, WORK, Layout(dp_shard=16), 10.0) == pytest.approx(
+        per_step * 360
+    )
+    assert (
+        dollars.moved_usd_per_h([group(zone="a"), group(zone="a")], WORK, Layout(dp_shard=16), 10.0)
+        == 0.0
+    )
     assert dollars.moved_usd_per_h([group(), group()], WORK, Layout(dp_shard=16), 10.0) == 0.0
 
 
 def test_copies() -> None:
     assert dollars.stored_usd_per_h(WORK) == pytest.approx(2 * STATE / 1e9 * 0.023 / 730)
     assert dollars.host_bytes(group(), WORK, Layout(dp_shard=8)) == pytest.approx(2 * STATE)
-    assert dollars.host_bytes(group(), WORK, Layout(dp_shard=8, offload=True)) == pytest.approx(2 * STATE + 16 * N)
+    assert dollars.host_bytes(group(), WORK, Layout(dp_shard=8, offload=True)) == pytest.approx(
+        2 * STATE + 16 * N
+    )
 
 
 def test_an_offer_says_what_a_million_tokens_cost() -> None:
@@ -63,7 +75,9 @@ def test_an_offer_says_what_a_million_tokens_cost() -> None:
 
 def test_losses_cost_time_and_money() -> None:
     calm = best(LLAMA_8B, group(n_nodes=2, usd_per_node_h=40.0), aim=Aim(tokens=1e9))
-    rough = best(LLAMA_8B, group(n_nodes=2, usd_per_node_h=40.0, lost_per_node_h=1.0), aim=Aim(tokens=1e9))
+    rough = best(
+        LLAMA_8B, group(n_nodes=2, usd_per_node_h=40.0, lost_per_node_h=1.0), aim=Aim(tokens=1e9)
+    )
     assert rough.step_s == calm.step_s and rough.goodput < 0.95
     assert rough.usd == pytest.approx(calm.usd / rough.goodput, rel=1e-6)
 
@@ -73,8 +87,12 @@ def test_the_cheapest_may_use_fewer_nodes_and_a_deadline_more() -> None:
     nodes = group(n_nodes=4, usd_per_node_h=40.0, gbps=25.0)
     cheap = best(LLAMA_8B, nodes, aim=Aim("cheapest", tokens=1e9))
     fast = best(LLAMA_8B, nodes, aim=Aim(tokens=1e9))
-    assert cheap.n_gpus == 8 < fast.n_gpus == 32 and cheap.usd < fast.usd and fast.hours < cheap.hours
-    late = best(LLAMA_8B, nodes, aim=Aim("deadline", tokens=1e9, deadline_h=(cheap.hours + fast.hours) / 2))
+    assert (
+        cheap.n_gpus == 8 < fast.n_gpus == 32 and cheap.usd < fast.usd and fast.hours < cheap.hours
+    )
+    late = best(
+        LLAMA_8B, nodes, aim=Aim("deadline", tokens=1e9, deadline_h=(cheap.hours + fast.hours) / 2)
+    )
     assert late.hours <= (cheap.hours + fast.hours) / 2 and cheap.usd < late.usd <= fast.usd
     easy = best(LLAMA_8B, nodes, aim=Aim("deadline", tokens=1e9, deadline_h=2 * cheap.hours))
     assert easy.usd == cheap.usd

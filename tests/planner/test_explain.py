@@ -18,10 +18,24 @@ from elastic.types import Layout
 BUSY = {"products": 6.0, "attention": 1.0, "moved": 1.0, "optimizer": 0.0}
 
 
-def candidate(layout: Layout = Layout(dp_shard=8), n_nodes: int = 1, used: float = 10.0, **parts: float) -> Candidate:  # noqa: B008
+def candidate(
+    layout: Layout = Layout(dp_shard=8),  # noqa: B008
+    n_nodes: int = 1,
+    used: float = 10.0,
+    **parts: float,
+) -> Candidate:
     step = Step(1, 8, 64, 8)
     cost = Cost(BUSY | parts)
-    return Candidate((group(n_nodes=n_nodes),), layout, step, cost, {"parameters": used * explain.GIB}, (), 1.0, 80 << 30)
+    return Candidate(
+        (group(n_nodes=n_nodes),),
+        layout,
+        step,
+        cost,
+        {"parameters": used * explain.GIB},
+        (),
+        1.0,
+        80 << 30,
+    )
 
 
 def test_every_part_of_a_step_has_a_name() -> None:
@@ -42,18 +56,29 @@ def test_families(layout: Layout, name: str) -> None:
 
 
 def test_a_layout_is_in_the_family_of_each_of_its_options() -> None:
-    found = candidate(Layout(dp_shard=8, zero_stage=2, activation_checkpointing="full", offload=True))
-    assert list(explain.families(found)) == ["plain sharding", "zero_stage=2", "activation_checkpointing=full", "offload"]
-    assert list(explain.families(candidate(Layout(pp=2, dp_shard=4, schedule="interleaved1f1b")))) == [
-        "pp",
-        "interleaved pipelines",
+    found = candidate(
+        Layout(dp_shard=8, zero_stage=2, activation_checkpointing="full", offload=True)
+    )
+    assert list(explain.families(found)) == [
+        "plain sharding",
+        "zero_stage=2",
+        "activation_checkpointing=full",
+        "offload",
     ]
-    assert "gpipe pipelines" in explain.families(candidate(Layout(pp=2, schedule="gpipe", zero_stage=1)))
+    assert list(
+        explain.families(candidate(Layout(pp=2, dp_shard=4, schedule="interleaved1f1b")))
+    ) == ["pp", "interleaved pipelines"]
+    assert "gpipe pipelines" in explain.families(
+        candidate(Layout(pp=2, schedule="gpipe", zero_stage=1))
+    )
 
 
 def test_what_others_lose_against_the_first() -> None:
     first = candidate(tp=1.0)
-    assert explain.why(candidate(tp=2.8), first) == "20% slower than the first: collectives of tp takes 20% of its step more"
+    assert (
+        explain.why(candidate(tp=2.8), first)
+        == "20% slower than the first: collectives of tp takes 20% of its step more"
+    )
     assert explain.why(candidate(tp=1.04), first) == "as fast as the first within 1%"
     assert explain.why(candidate(tp=0.1), first) == "10% faster than the first"
     mixed_up = explain.slower(Cost(BUSY | {"tp": 0.5, "bubble": 2.3}), first.cost)
@@ -63,7 +88,8 @@ def test_what_others_lose_against_the_first() -> None:
 def test_what_the_first_spends_its_step_on() -> None:
     first = candidate(fsdp=2.0)
     assert explain.why(first, first) == (
-        "80% of a step is computation that must be done; most of the rest is gathering and scattering shards (20%)"
+        "80% of a step is computation that must be done; most of the rest is gathering and "
+        "scattering shards (20%)"
     )
     pure = candidate(fsdp=0.0)
     assert explain.why(pure, pure) == "100% of a step is computation that must be done"
@@ -71,9 +97,15 @@ def test_what_the_first_spends_its_step_on() -> None:
 
 def test_warnings() -> None:
     assert explain.warnings(candidate(), 64) == ()
-    assert explain.leaves_node(Layout(tp=8, cp=2), 8) == "tp x cp = 16 would leave its node of 8 GPUs"
-    assert explain.warnings(candidate(used=70.0), 64) == ("memory is tight: 70.0 of 73.6 GiB that can be used",)
-    assert explain.warnings(candidate(bubble=2.0), 64) == ("20% of a step goes into the pipeline's bubble",)
+    assert (
+        explain.leaves_node(Layout(tp=8, cp=2), 8) == "tp x cp = 16 would leave its node of 8 GPUs"
+    )
+    assert explain.warnings(candidate(used=70.0), 64) == (
+        "memory is tight: 70.0 of 73.6 GiB that can be used",
+    )
+    assert explain.warnings(candidate(bubble=2.0), 64) == (
+        "20% of a step goes into the pipeline's bubble",
+    )
     assert explain.warnings(candidate(optimizer=2.0), 64) == (
         "the optimizer takes longer than it should: the batch is small for so many GPUs",
     )
@@ -89,14 +121,18 @@ def test_idle_gpus_are_explained() -> None:
 
 def test_nothing_fits_names_the_reason_and_what_would_do() -> None:
     job = replace(JOB, layout="auto,offload=false")
-    said = r"no layout fits 8 x H100-80GB-SXM \(plain sharding: needs \d+\.\d GiB per GPU, 73\.6 of 80"
+    said = (
+        r"no layout fits 8 x H100-80GB-SXM \(plain sharding: needs \d+\.\d GiB per GPU, 73\.6 of "
+        r"80"
+    )
     with pytest.raises(InfeasiblePlan, match=said):
         find_offers(LLAMA_70B.profile(), job, [group()])
     # 16 bytes a parameter in 60 % of 73.6 GiB: 1051 / 44.2 GiB
     assert explain.fewest(ModelCost.of(LLAMA_70B.profile()), group()) == 24
     assert explain.fewest(ModelCost.of(LLAMA_8B.profile()), group(per_node=1)) == 3
     assert (
-        explain.too_large(100 * explain.GIB, 73.6 * explain.GIB, 80 << 30) == "needs 100.0 GiB per GPU, 73.6 of 80 can be used"
+        explain.too_large(100 * explain.GIB, 73.6 * explain.GIB, 80 << 30)
+        == "needs 100.0 GiB per GPU, 73.6 of 80 can be used"
     )
 
 
@@ -107,6 +143,8 @@ def test_no_nodes_are_no_plan() -> None:
 
 def test_what_the_host_cannot_hold_is_not_offloaded_to_it() -> None:
     """405B in float32 with moments: 6.5 TB and two copies of most of it on one node."""
-    with pytest.raises(InfeasiblePlan, match=r"offload needs \d{5} GiB of host memory per node, there are 2048"):
+    with pytest.raises(
+        InfeasiblePlan, match=r"offload needs \d{5} GiB of host memory per node, there are 2048"
+    ):
         find_offers(LLAMA_405B.profile(), JOB, [group(host_memory_bytes=2048 << 30)])
     assert best(LLAMA_405B, group()).layout.offload  # not known: believed

@@ -12,7 +12,16 @@ from elastic.planner.cost import memory
 from elastic.planner.cost.memory import USABLE, usable_bytes
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.layout_search import LayoutLimits, plan_layout
-from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, TensorSpec, WorkerId
+from elastic.types import (
+    Job,
+    Layout,
+    ModelProfile,
+    Node,
+    OptimizerSpec,
+    SampleProfile,
+    TensorSpec,
+    WorkerId,
+)
 
 MODEL = ModelProfile(
     4,
@@ -38,19 +47,26 @@ def nodes(*gpus: int) -> list[Node]:
 
 def test_auto_uses_every_worker_with_plain_sharding() -> None:
     choice = plan_layout(MODEL, job(), nodes(2, 2, 1))
-    assert choice.layout == Layout(dp_shard=5) and choice.samples == (4, 3, 3, 3, 3) and choice.layers == (4,)
+    assert (
+        choice.layout == Layout(dp_shard=5)
+        and choice.samples == (4, 3, 3, 3, 3)
+        and choice.layers == (4,)
+    )
     assert choice.ranks[:3] == (WorkerId("n0", 0), WorkerId("n0", 1), WorkerId("n1", 0))
 
 
 def test_auto_does_not_cut_the_model_because_the_batch_divides_badly() -> None:
     for batch, gpus in ((6, (2, 2)), (8, (7,)), (12, (5,))):
-        assert plan_layout(MODEL, job(global_batch=batch), nodes(*gpus)).layout == Layout(dp_shard=sum(gpus))
+        assert plan_layout(MODEL, job(global_batch=batch), nodes(*gpus)).layout == Layout(
+            dp_shard=sum(gpus)
+        )
 
 
 def test_auto_never_has_more_ranks_than_samples() -> None:
     choice = plan_layout(MODEL, job(global_batch=2), nodes(1, 1, 1))
     assert choice.layout.world_size == 2 and choice.layout.dp <= 2
-    assert plan_layout(MODEL, job(global_batch=1), nodes(1, 1, 1)).layout == Layout()  # no pipeline without microbatches
+    # no pipeline without microbatches
+    assert plan_layout(MODEL, job(global_batch=1), nodes(1, 1, 1)).layout == Layout()
 
 
 def test_auto_cuts_further_when_memory_is_short() -> None:
@@ -59,7 +75,9 @@ def test_auto_cuts_further_when_memory_is_short() -> None:
     free = plan_layout(big, job(), nodes(4))
     assert free.layout == Layout(dp_shard=4)
     less = plan_layout(big, job(), nodes(4), LayoutLimits(memory_bytes=free.memory_bytes - 1))
-    assert less.layout.world_size == 4 and less.layout.tp > 1 and less.memory_bytes < free.memory_bytes
+    assert (
+        less.layout.world_size == 4 and less.layout.tp > 1 and less.memory_bytes < free.memory_bytes
+    )
     with pytest.raises(InfeasiblePlan, match="GiB per worker"):
         plan_layout(big, job(), nodes(4), LayoutLimits(memory_bytes=1000))
 
@@ -73,7 +91,9 @@ def test_what_a_rank_holds_at_each_stage() -> None:
 
 def test_what_did_not_fit_is_not_tried_again_nor_anything_that_needs_more() -> None:
     first = plan_layout(MODEL, job(), nodes(2, 2))
-    second = plan_layout(MODEL, job(), nodes(2, 2), LayoutLimits(infeasible={first.layout: 5 << 30}))
+    second = plan_layout(
+        MODEL, job(), nodes(2, 2), LayoutLimits(infeasible={first.layout: 5 << 30})
+    )
     assert second.layout != first.layout and second.memory_bytes < first.memory_bytes
     assert any("did not fit (5.00 GiB measured)" in why for why in second.rejected)
 
@@ -101,7 +121,10 @@ def test_a_layout_that_cannot_fit_says_why(text: str, there: tuple[int, ...], wh
 
 def test_a_map_names_the_layout_of_the_largest_size_that_is_there() -> None:
     wanted = {"2": "dp_shard=2", "4": "dp_shard=2,tp=2"}
-    found = [plan_layout(MODEL, job(layout=wanted), nodes(*([1] * n if n < 4 else [2, 2]))).layout for n in (1, 2, 3, 4)]
+    found = [
+        plan_layout(MODEL, job(layout=wanted), nodes(*([1] * n if n < 4 else [2, 2]))).layout
+        for n in (1, 2, 3, 4)
+    ]
     assert found == [Layout(), Layout(dp_shard=2), Layout(dp_shard=2), Layout(dp_shard=2, tp=2)]
 
 
@@ -127,18 +150,31 @@ def test_slow_nodes_get_fewer_samples() -> None:
 
 
 def test_a_token_budget_takes_no_pipeline() -> None:
-    with pytest.raises(InfeasiblePlan, match="pp=2 needs micro-batches of one shape, which microbatch_tokens does not give"):
+    with pytest.raises(
+        InfeasiblePlan,
+        match="pp=2 needs micro-batches of one shape, which microbatch_tokens does not give",
+    ):
         plan_layout(MODEL, job(layout="pp=2", microbatch_tokens=64), nodes(2))
     two = MODEL.__class__(**{**vars(MODEL), "tp_limit": 1})
     with pytest.raises(InfeasiblePlan, match="which microbatch_tokens does not give"):
-        plan_layout(two, job(microbatch_tokens=64), nodes(2), LayoutLimits(memory_bytes(two, Layout(dp_shard=2)) - 1))
+        plan_layout(
+            two,
+            job(microbatch_tokens=64),
+            nodes(2),
+            LayoutLimits(memory_bytes(two, Layout(dp_shard=2)) - 1),
+        )
     rates = {WorkerId("n0", 0): 1.0, WorkerId("n0", 1): 1.0, WorkerId("n1", 0): 0.5}
     choice = plan_layout(MODEL, job(microbatch_tokens=64), nodes(2, 1), LayoutLimits(rates=rates))
-    assert choice.layout == Layout(dp_shard=3) and choice.n_microbatches == 1 and choice.samples == (7, 6, 3)
+    assert (
+        choice.layout == Layout(dp_shard=3)
+        and choice.n_microbatches == 1
+        and choice.samples == (7, 6, 3)
+    )
 
 
 def test_a_small_gpu_keeps_room_for_communicators_where_8_percent_are_not_enough() -> None:
-    """512 MiB of CUDA's context; 384 for the shards' communicator and the world's each; between stages 448 more."""
+    """512 MiB of CUDA's context; 384 for the shards' communicator and the world's each; between
+    stages 448 more."""
     gib = 1 << 30
     assert usable_bytes(80 * gib, Layout(dp_shard=8)) == USABLE * 80 * gib, "6.4 GiB are left"
     assert usable_bytes(8 * gib, Layout(dp_shard=8)) == 8 * gib - (512 + 2 * 384) * (1 << 20)
@@ -152,6 +188,10 @@ def test_a_layout_is_refused_where_its_communicators_have_no_room() -> None:
     known = replace(MODEL, sample=sample)
     needs = plan_layout(known, job(), nodes(4)).memory_bytes
     roomy, tight = (needs + (512 + 2 * 384 + spare) * (1 << 20) for spare in (64, -64))
-    assert plan_layout(known, job(), nodes(4), LayoutLimits(roomy, on_gpus=True)).layout == Layout(dp_shard=4)
-    assert plan_layout(known, job(), nodes(4), LayoutLimits(tight, on_gpus=True)).layout == Layout(), "which has none"
+    assert plan_layout(known, job(), nodes(4), LayoutLimits(roomy, on_gpus=True)).layout == Layout(
+        dp_shard=4
+    )
+    assert (
+        plan_layout(known, job(), nodes(4), LayoutLimits(tight, on_gpus=True)).layout == Layout()
+    ), "which has none"
     assert plan_layout(known, job(), nodes(4), LayoutLimits(tight)).layout == Layout(dp_shard=4)

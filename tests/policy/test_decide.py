@@ -57,10 +57,13 @@ def prepared(decision: Decision) -> list[str]:
 
 def durable(story: Story, step: int) -> CopyStored:
     plan = story.state.plan or story.state.plans[story.state.generation]
-    return CopyStored(Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri=f"u{step}"), 0.1)
+    return CopyStored(
+        Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri=f"u{step}"), 0.1
+    )
 
 
-# ------------------------------------------------------------------------------------------ start and growth
+# ------------------------------------------------------------------------------------------ start
+# and growth
 
 
 def test_a_run_starts_with_requests_then_prepares_then_enters() -> None:
@@ -69,13 +72,19 @@ def test_a_run_starts_with_requests_then_prepares_then_enters() -> None:
     decision = story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))
     assert prepared(decision) == ["a", "b"]
     both, alone = Layout(dp_shard=2), Layout(dp_shard=1)
-    assert [[(r.layout, r.n_samples, r.ranks) for r in order.rehearse] for order in orders(decision, Prepare)] == [
+    assert [[(r.layout, r.n_samples, r.ranks) for r in order.rehearse] for order in orders(decision,
+        Prepare)] == [
         [(both, 6, (0,)), (alone, 12, (0,))], [(both, 6, (1,)), (alone, 12, (-1,))],
     ]  # fmt: skip
     story.tick(RequestFailed("spot", "spot-1", "no capacity"))
     assert story.tick(NodePrepared("a")).actions == ()
     plan = plan_of(story.tick(NodePrepared("b")))
-    assert (plan.generation, plan.cause, plan.resume.source, plan.layout) == (1, "start", "fresh", Layout(dp_shard=2))
+    assert (plan.generation, plan.cause, plan.resume.source, plan.layout) == (
+        1,
+        "start",
+        "fresh",
+        Layout(dp_shard=2),
+    )
     assert plan.ranks == (WorkerId("a", 0), WorkerId("b", 0)) and plan.samples == (6, 6)
     assert plan.peer_every == 5
 
@@ -113,10 +122,18 @@ def test_growth_moves_live_and_takes_all_new_nodes_at_once() -> None:
     story.tick(NodeReady(Node("c", "spot")), NodeReady(Node("d", "spot")))
     assert not orders(story.tick(NodePrepared("c")), EnterPlan)  # d is about to be there
     plan = plan_of(story.tick(NodePrepared("d")))
-    assert (plan.cause, plan.resume.source, plan.resume.generation) == ("growth", "live", old.generation)
-    assert plan.ranks[0] == old.ranks[0] and plan.ranks[2] == old.ranks[1], "each keeps the quarter that lies in its half"
+    assert (plan.cause, plan.resume.source, plan.resume.generation) == (
+        "growth",
+        "live",
+        old.generation,
+    )
+    assert plan.ranks[0] == old.ranks[0] and plan.ranks[2] == old.ranks[1], (
+        "each keeps the quarter that lies in its half"
+    )
     assert set(plan.nodes) == set("abcd")
-    assert {(h.worker, h.rank, h.step) for h in plan.resume.holdings} == {(w, r, -1) for r, w in enumerate(old.ranks)}
+    assert {(h.worker, h.rank, h.step) for h in plan.resume.holdings} == {
+        (w, r, -1) for r, w in enumerate(old.ranks)
+    }
     assert plan.resume.layout == old.layout and plan.resume.layers == old.layers
 
 
@@ -142,7 +159,9 @@ def test_a_notice_moves_on_at_once_and_gives_the_node_back_after() -> None:
     assert (plan.cause, plan.resume.source, plan.nodes) == ("notice", "live", ("a", "c"))
     assert {h.worker for h in plan.resume.holdings} == set(old.ranks)
     assert "10 s" in decision.reason and orders(decision, RequestNodes)
-    assert not orders(story.tick(PlanEntered(plan.generation, 4)), ReleaseNode), "its workers may still have something to say"
+    assert not orders(story.tick(PlanEntered(plan.generation, 4)), ReleaseNode), (
+        "its workers may still have something to say"
+    )
     senders = [worker for worker in old.ranks if worker.node_id == "b"]
     for worker in senders[:-1]:
         assert not orders(story.tick(Quiesced(worker, plan.generation, 4)), ReleaseNode)
@@ -201,13 +220,20 @@ def test_a_loss_aborts_once_waits_for_every_survivor_and_recovers_from_peers() -
     plan = story.running("a", "b", "c", steps=7)
     worker = WorkerId("a", 0)
     decision = story.tick(WorkerFailed(worker, plan.generation, "collective", "connection reset"))
-    assert orders(decision, Abort) == [Abort(plan.generation)] and "connection reset" in decision.reason
-    assert not orders(story.tick(WorkerFailed(WorkerId("b", 0), plan.generation, "collective", "reset")), Abort)
+    assert (
+        orders(decision, Abort) == [Abort(plan.generation)]
+        and "connection reset" in decision.reason
+    )
+    assert not orders(
+        story.tick(WorkerFailed(WorkerId("b", 0), plan.generation, "collective", "reset")), Abort
+    )
     story.tick(NodeLost("c", "raylet gone"))
     assert story.state.target is None
     story.quiesced(plan, {"a": [(0, 7, "live"), (0, 5, "peer"), (2, 5, "peer")]})
     assert story.state.target is None  # b has not answered yet
-    recovery = plan_of(story.quiesced(plan, {"b": [(1, 7, "live"), (1, 5, "peer"), (0, 5, "peer")]}))
+    recovery = plan_of(
+        story.quiesced(plan, {"b": [(1, 7, "live"), (1, 5, "peer"), (0, 5, "peer")]})
+    )
     assert (recovery.cause, recovery.resume.source, recovery.resume.step) == ("loss", "peer", 5)
     assert set(recovery.nodes) == {"a", "b"} and "2 steps back" in story.decisions[-1].reason
 
@@ -234,7 +260,8 @@ def test_a_silent_worker_is_ended_with_the_abort() -> None:
 
 
 def test_a_worker_that_falls_silent_before_it_enters_breaks_the_new_generation_off() -> None:
-    """Its last answer was of no generation, or of the one before: the others would wait for it until their store gives up."""
+    """Its last answer was of no generation, or of the one before: the others would wait for it
+    until their store gives up."""
     for newcomer, last in (("c", 0), ("a", 1)):
         story = Story()
         old = story.running("a", "b", steps=7)
@@ -252,11 +279,15 @@ def test_a_loss_while_entering_goes_back_to_what_the_old_generation_left() -> No
     old = story.running("a", "b", "c", steps=6)
     target = plan_of(story.tick(Notice("c", story.now_s + 10)))
     assert orders(story.tick(NodeLost("b")), Abort) == [Abort(target.generation)]
-    held = {"a": [(0, 6, "live"), (0, 5, "peer"), (2, 5, "peer")], "c": [(2, 6, "live"), (2, 5, "peer"), (1, 5, "peer")]}
+    held = {
+        "a": [(0, 6, "live"), (0, 5, "peer"), (2, 5, "peer")],
+        "c": [(2, 6, "live"), (2, 5, "peer"), (1, 5, "peer")],
+    }
     plan = plan_of(story.quiesced(old, held))
     assert plan.generation == target.generation + 1 and plan.nodes == ("a",)
     assert (plan.resume.generation, plan.resume.step) == (old.generation, 5)
-    assert {h.worker.node_id for h in plan.resume.holdings} == {"a", "c"}  # c is leaving, yet nobody else has rank 1
+    # c is leaving, yet nobody else has rank 1
+    assert {h.worker.node_id for h in plan.resume.holdings} == {"a", "c"}
 
 
 def test_a_sender_that_goes_away_after_the_state_has_arrived_breaks_nothing() -> None:
@@ -287,7 +318,9 @@ def test_a_failed_process_is_replaced_three_times_an_hour_then_its_node_is_put_a
     story.nodes("a", "b")
     seen = []
     for _ in range(4):
-        seen.append(story.tick(WorkerFailed(WorkerId("b", 0), 0, "process", "exit code 1"), after_s=5))
+        seen.append(
+            story.tick(WorkerFailed(WorkerId("b", 0), 0, "process", "exit code 1"), after_s=5)
+        )
         story.tick(NodePrepared("b"))
     assert [bool(orders(d, Prepare)) for d in seen] == [True, True, True, False]
     assert orders(seen[-1], Quarantine)[0].node_id == "b" and orders(seen[-1], ReleaseNode)
@@ -340,7 +373,9 @@ def test_progress_forgets_earlier_errors() -> None:
     for _ in range(8):
         plan = story.state.plan or story.running("a", "b", steps=2)
         story.tick(WorkerFailed(WorkerId("a", 0), plan.generation, "collective", "timed out"))
-        story.quiesced(plan, {"a": [(0, story.state.step, "live")], "b": [(1, story.state.step, "live")]})
+        story.quiesced(
+            plan, {"a": [(0, story.state.step, "live")], "b": [(1, story.state.step, "live")]}
+        )
         story.tick(after_s=2)
         story.entered()
         story.steps(1)
@@ -365,30 +400,46 @@ def test_out_of_memory_marks_the_layout_and_enters_the_next(passed_on: bool) -> 
     plan = story.running("a", "b", gpus=2)
     assert plan.layout == Layout(dp_shard=4)
     if passed_on:
-        story.tick(PlanFailed(plan.generation, "out of memory", infeasible=True, measured_bytes=3 << 30))
+        story.tick(
+            PlanFailed(plan.generation, "out of memory", infeasible=True, measured_bytes=3 << 30)
+        )
     else:
-        story.tick(WorkerFailed(WorkerId("a", 1), plan.generation, "out_of_memory", "out of memory", 3 << 30))
+        story.tick(
+            WorkerFailed(
+                WorkerId("a", 1), plan.generation, "out_of_memory", "out of memory", 3 << 30
+            )
+        )
     for node in "ab":
         for k in range(2):
             story.tick(Quiesced(WorkerId(node, k), plan.generation, 0))
     assert story.state.infeasible == {plan.layout: 3 << 30}
     new = story.state.target
-    assert new is not None and new.cause == "infeasible" and new.layout not in story.state.infeasible
+    assert (
+        new is not None and new.cause == "infeasible" and new.layout not in story.state.infeasible
+    )
     assert "3.00 GiB" in " ".join(d.reason for d in story.decisions[-6:])
 
 
 def test_no_layout_left_ends_the_run_with_the_reasons() -> None:
     story = Story(pools=(Pool("spot", max_nodes=2),), layout="dp_shard=2")
     plan = story.running("a", "b")
-    story.tick(WorkerFailed(WorkerId("a", 0), plan.generation, "out_of_memory", "out of memory", 3 << 30))
+    story.tick(
+        WorkerFailed(WorkerId("a", 0), plan.generation, "out_of_memory", "out of memory", 3 << 30)
+    )
     for node in "ab":
         story.tick(Quiesced(WorkerId(node, 0), plan.generation, 0))
-    assert stopped(story).outcome == "failed" and "did not fit (3.00 GiB measured)" in stopped(story).reason
+    assert (
+        stopped(story).outcome == "failed"
+        and "did not fit (3.00 GiB measured)" in stopped(story).reason
+    )
 
 
 def test_a_job_that_no_pool_can_serve_fails_at_once_with_the_numbers() -> None:
     story = Story(layout="dp_shard=8")
-    assert stopped(story).outcome == "failed" and "needs 8 workers, there are 4" in stopped(story).reason
+    assert (
+        stopped(story).outcome == "failed"
+        and "needs 8 workers, there are 4" in stopped(story).reason
+    )
 
 
 def test_content_that_differs_rolls_back_to_a_copy_that_is_trusted() -> None:
@@ -400,7 +451,9 @@ def test_content_that_differs_rolls_back_to_a_copy_that_is_trusted() -> None:
     story.steps(2)
     story.tick(DigestChecked(plan.generation, ok=False, n_bytes=100))
     assert orders(story.decisions[-1], Abort)
-    back = plan_of(story.quiesced(plan, {"a": [(0, 8, "live")], "b": [(1, 8, "live")], "c": [(2, 8, "live")]}))
+    back = plan_of(
+        story.quiesced(plan, {"a": [(0, 8, "live")], "b": [(1, 8, "live")], "c": [(2, 8, "live")]})
+    )
     assert (back.cause, back.resume.source, back.resume.step) == ("rollback", "durable", 5)
     assert "the content of generation 2 differs from what was sent" in story.decisions[-1].reason
     assert "step 5 from the checkpoint, 3 steps back" in story.decisions[-1].reason
@@ -422,7 +475,9 @@ def test_the_pace_of_moves_is_learned() -> None:
     story.running("a", "b", steps=6)
     first = plan_of(story.nodes("c"))
     assert first.move is not None
-    story.tick(PlanEntered(first.generation, 6, {"transfer": 0.02 + 10 * (first.move.seconds - 0.02)}))
+    story.tick(
+        PlanEntered(first.generation, 6, {"transfer": 0.02 + 10 * (first.move.seconds - 0.02)})
+    )
     story.steps(6)
     second = plan_of(story.nodes("d"))
     assert second.move is not None and story.state.move_pace == pytest.approx(10.0)
@@ -446,7 +501,9 @@ def test_what_comes_after_the_last_step_may_take_its_time_while_it_gets_on() -> 
     story = Story(steps=4)
     plan = story.running("a", "b", steps=4)
     for _ in range(10):
-        assert not story.tick(Progress(plan.ranks[0], plan.generation, "evaluating"), after_s=60).actions
+        assert not story.tick(
+            Progress(plan.ranks[0], plan.generation, "evaluating"), after_s=60
+        ).actions
     assert not story.tick(after_s=119).actions
     assert orders(story.tick(after_s=2), Abort)
 
@@ -459,7 +516,9 @@ def test_a_node_that_tokenises_for_an_hour_is_not_put_aside() -> None:
     assert story.state.nodes["a"].status == "ready"
     assert not orders(story.tick(after_s=599), Quarantine)
     decision = story.tick(after_s=2)
-    assert orders(decision, Quarantine)[0].reason == "its preparation has made no progress for 600 s"
+    assert (
+        orders(decision, Quarantine)[0].reason == "its preparation has made no progress for 600 s"
+    )
 
 
 def test_a_stop_saves_first() -> None:
@@ -467,10 +526,15 @@ def test_a_stop_saves_first() -> None:
     plan = story.running("a", "b", steps=4)
     assert orders(story.tick(StopAsked("enough")), Quiesce) == [Quiesce(plan.generation, save=True)]
     story.tick(StepDone(plan.generation, 5, 1.0, 10, 0.1))
-    story.tick(Quiesced(WorkerId("a", 0), plan.generation, 5), Quiesced(WorkerId("b", 0), plan.generation, 5))
+    story.tick(
+        Quiesced(WorkerId("a", 0), plan.generation, 5),
+        Quiesced(WorkerId("b", 0), plan.generation, 5),
+    )
     assert not orders(story.decisions[-1], Stop)
     story.tick(durable(story, 5))
-    assert stopped(story).outcome == "stopped" and "last checkpoint at step 5" in stopped(story).reason
+    assert (
+        stopped(story).outcome == "stopped" and "last checkpoint at step 5" in stopped(story).reason
+    )
 
 
 def test_a_stop_does_not_wait_for_ever() -> None:
@@ -488,7 +552,8 @@ def test_a_stop_that_has_to_wait_for_something_is_looked_at_again_by_its_bound()
     story.tick(NodeLost("b"))
     story.tick(StopAsked("enough"))
     decision = story.quiesced(plan, {"a": [(0, 4, "peer"), (1, 4, "peer")]})
-    assert decision.wake_at_s is not None and not decision.actions  # memory is newer than storage, yet too few are left
+    # memory is newer than storage, yet too few are left
+    assert decision.wake_at_s is not None and not decision.actions
     story.tick(after_s=decision.wake_at_s - story.now_s)
     assert stopped(story).outcome == "stopped"
 
@@ -506,14 +571,20 @@ def test_the_budget_stops_the_run_with_the_dollars() -> None:
     wake_at_s = story.decisions[-1].wake_at_s
     assert wake_at_s is not None and 3595 < wake_at_s < 3605
     decision = story.tick(after_s=wake_at_s - story.now_s)
-    assert orders(decision, Quiesce) == [Quiesce(plan.generation, save=True)] and "$2.00" in decision.reason
+    assert (
+        orders(decision, Quiesce) == [Quiesce(plan.generation, save=True)]
+        and "$2.00" in decision.reason
+    )
     story.tick(
-        Quiesced(WorkerId("a", 0), plan.generation, 4), Quiesced(WorkerId("b", 0), plan.generation, 4), durable(story, 4)
+        Quiesced(WorkerId("a", 0), plan.generation, 4),
+        Quiesced(WorkerId("b", 0), plan.generation, 4),
+        durable(story, 4),
     )
     assert stopped(story).outcome == "stopped" and "$2.00" in stopped(story).reason
 
 
-# ------------------------------------------------------------------------------------------ the driver comes back
+# ------------------------------------------------------------------------------------------ the
+# driver comes back
 
 
 def attached(story: Story) -> None:
@@ -527,7 +598,11 @@ def test_a_driver_that_attaches_waits_for_the_nodes_and_changes_nothing() -> Non
     attached(story)
     assert story.decisions[-1].actions == () and "waits for 2 nodes" in story.decisions[-1].reason
     story.tick(StepDone(plan.generation, 5, 1.0, 10, 0.1))
-    assert not orders(story.decisions[-1], Abort) and story.state.phase == "running" and not story.state.unseen
+    assert (
+        not orders(story.decisions[-1], Abort)
+        and story.state.phase == "running"
+        and not story.state.unseen
+    )
     assert orders(story.decisions[-1], RequestNodes)
 
 

@@ -1,4 +1,5 @@
-"""What a step of a new plan is expected to take: the cost model's word, corrected by what was measured."""
+"""What a step of a new plan is expected to take: the cost model's word, corrected by what was
+measured."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_what_was_measured_corrects_the_model() -> None:
     story.quiesced(old, {name: [(k, 3, "peer") for k in range(3)] for name in ("a", "b")})
     new = story.state.target
     assert new is not None and new.layout.world_size == 2
-    assert new.predicted_step_time_s == pytest.approx(measured * new.model_step_s / old.model_step_s)
+    assert new.predicted_step_time_s == pytest.approx(
+        measured * new.model_step_s / old.model_step_s
+    )
     assert f"expected step time {new.predicted_step_time_s:.3g} s" in story.decisions[-1].reason
 
 
@@ -54,5 +57,9 @@ def test_faster_kinds_get_more_samples_before_anything_is_measured() -> None:
     slow = replace(fast, flop_per_s=(("float32", 1e14),), peak_flop_per_s=1e14)
     nodes = [Node("a", "p"), Node("b", "q")]
     job = {"global_batch": 12, "layout": "auto"}
-    assert plan_layout(SMALL, Job.from_plain(job), nodes, LayoutLimits(hardware={"a": fast, "b": slow})).samples == (8, 4)
-    assert plan_layout(SMALL, Job.from_plain(job), nodes, LayoutLimits(hardware={"a": fast})).samples == (6, 6)
+    assert plan_layout(
+        SMALL, Job.from_plain(job), nodes, LayoutLimits(hardware={"a": fast, "b": slow})
+    ).samples == (8, 4)
+    assert plan_layout(
+        SMALL, Job.from_plain(job), nodes, LayoutLimits(hardware={"a": fast})
+    ).samples == (6, 6)

@@ -1,4 +1,5 @@
-"""When the groups of an announced generation are made ahead, what waits for them, and what drops them."""
+"""When the groups of an announced generation are made ahead, what waits for them, and what drops
+them."""
 
 from __future__ import annotations
 
@@ -49,25 +50,41 @@ def test_growth_waits_for_its_groups_and_says_what_they_took() -> None:
     assert told.state.forming is None
 
 
-def test_ranks_keep_the_order_that_the_groups_were_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_keep_the_order_that_the_groups_were_made_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = growing()
     (made,) = [order.plan for decision in told.decisions for order in orders(decision, FormGroups)]
-    monkeypatch.setattr(transition_cost, "placed", lambda state, choice, resume: replace(choice, ranks=choice.ranks[::-1]))
+    monkeypatch.setattr(
+        transition_cost,
+        "placed",
+        lambda state, choice, resume: replace(choice, ranks=choice.ranks[::-1]),
+    )
     entered = plan_of(told.tick(GroupsFormed(2, 1.0)))
-    assert (entered.ranks, entered.samples, entered.copies_to) == (made.ranks, made.samples, made.copies_to)
+    assert (entered.ranks, entered.samples, entered.copies_to) == (
+        made.ranks,
+        made.samples,
+        made.copies_to,
+    )
     assert "made ahead" in told.decisions[-1].reason
 
 
 def test_growth_does_not_wait_for_ever() -> None:
     told = growing()
     decision = told.tick(after_s=forming_groups.FORM_MOST_S + 1)
-    assert plan_of(decision).cause == "growth" and "made in the pause: not there after" in decision.reason
+    assert (
+        plan_of(decision).cause == "growth"
+        and "made in the pause: not there after" in decision.reason
+    )
 
 
 def test_groups_that_could_not_be_made_are_made_in_the_pause() -> None:
     told = growing()
     decision = told.tick(GroupsFormed(2, 0.0, "connection reset"))
-    assert plan_of(decision).cause == "growth" and "made in the pause: connection reset" in decision.reason
+    assert (
+        plan_of(decision).cause == "growth"
+        and "made in the pause: connection reset" in decision.reason
+    )
 
 
 def test_a_node_that_is_lost_meanwhile_drops_what_was_made_for_it() -> None:
@@ -83,7 +100,9 @@ def test_a_loss_is_handled_as_without(there: bool) -> None:
     if there:
         told.state = fold(told.state, GroupsFormed(2, 3.0), told.now_s)
     decision = told.tick(NodeLost("b", "gone"))
-    assert orders(decision, Abort) and told.state.forming is None and not orders(decision, EnterPlan)
+    assert (
+        orders(decision, Abort) and told.state.forming is None and not orders(decision, EnterPlan)
+    )
 
 
 def noticed(deadline_s: float) -> Story:
@@ -146,7 +165,15 @@ def ahead_s(told: Story) -> float:
 
 def test_a_new_driver_drops_what_the_last_one_had_begun() -> None:
     told = growing()
-    start = DriverStarted("story", 2, told.start.job, told.start.pools, told.start.model, attached=True, forms_ahead=True)
+    start = DriverStarted(
+        "story",
+        2,
+        told.start.job,
+        told.start.pools,
+        told.start.model,
+        attached=True,
+        forms_ahead=True,
+    )
     told.tick(start, after_s=5)
     told.state = replace(told.state, unseen=frozenset())
     assert told.state.repeat == (DropGroups(2),) and told.state.forming is None
@@ -157,20 +184,27 @@ def test_a_new_driver_drops_what_the_last_one_had_begun() -> None:
 def test_without_a_driver_that_can_nothing_is_made_ahead() -> None:
     told = Story()
     told.running("a", "b", steps=5)
-    assert orders(told.nodes("c"), EnterPlan) and WorkerId("c", 0) in plan_of(told.decisions[-1]).ranks
+    assert (
+        orders(told.nodes("c"), EnterPlan) and WorkerId("c", 0) in plan_of(told.decisions[-1]).ranks
+    )
 
 
-# ------------------------------------------------------------------------------------------ memory for both
+# ------------------------------------------------------------------------------------------ memory
+# for both
 
 
 MIB = 1 << 20
-TWO_SETS = (512 + 2 * 2 * 384) * MIB  # CUDA's context; of two generations with sharded data each: that group's and the world's
+# CUDA's context; of two generations with sharded data each: that group's and the world's
+TWO_SETS = (512 + 2 * 2 * 384) * MIB
 
 
 def on_gpus(spare_bytes: int) -> Story:
-    """Two nodes train, on GPUs with so much more than state, gradients, activations and both sets of communicators."""
+    """Two nodes train, on GPUs with so much more than state, gradients, activations and both sets
+    of communicators."""
     room = TWO_SETS + spare_bytes
-    return story("a", "b", pools=(replace(SPOT, accelerator_type="H100", memory_bytes_per_gpu=room),))
+    return story(
+        "a", "b", pools=(replace(SPOT, accelerator_type="H100", memory_bytes_per_gpu=room),)
+    )
 
 
 def test_groups_are_made_ahead_where_gpus_hold_the_communicators_of_both_generations() -> None:
@@ -183,14 +217,25 @@ def test_where_they_do_not_the_groups_are_made_in_the_pause_and_the_reason_says_
     told = on_gpus(0)
     decision = told.nodes("c")
     assert plan_of(decision).cause == "growth" and not orders(decision, FormGroups)
-    assert "groups of generation 2 are made in the pause: beside generation 1 they would need 0.75 GiB" in decision.reason
+    assert (
+        "groups of generation 2 are made in the pause: beside generation 1 they would need 0.75 "
+        "GiB" in decision.reason
+    )
 
 
 def test_a_notice_does_without_them_too() -> None:
-    told = story("a", "b", "c", pools=(replace(SPOT, accelerator_type="H100", memory_bytes_per_gpu=TWO_SETS),))
+    told = story(
+        "a",
+        "b",
+        "c",
+        pools=(replace(SPOT, accelerator_type="H100", memory_bytes_per_gpu=TWO_SETS),),
+    )
     told.tick(Notice("c", told.now_s + 60))
     decision = told.tick(after_s=55)
-    assert plan_of(decision).cause == "notice" and "are made in the pause: beside generation 1" in decision.reason
+    assert (
+        plan_of(decision).cause == "notice"
+        and "are made in the pause: beside generation 1" in decision.reason
+    )
     assert not any(orders(one, FormGroups) for one in told.decisions)
 
 
@@ -202,6 +247,8 @@ def test_what_the_move_of_the_running_generation_has_connected_counts() -> None:
     plan = told.state.plan
     assert plan is not None and plan.move is not None and plan.move.n_bytes
     coming = replace(plan, generation=3)
-    assert "0.75 GiB, 2.5" in forming_groups.too_large(told.state, coming), "512 MiB for peers in other nodes"
+    assert "0.75 GiB, 2.5" in forming_groups.too_large(told.state, coming), (
+        "512 MiB for peers in other nodes"
+    )
     told.state = replace(told.state, plan=replace(plan, move=None))
     assert not forming_groups.too_large(told.state, coming)

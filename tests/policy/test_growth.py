@@ -1,4 +1,5 @@
-"""What the policy does grows with the cluster and no faster; what a look has computed the next one does not compute again."""
+"""What the policy does grows with the cluster and no faster; what a look has computed the next one
+does not compute again."""
 
 from __future__ import annotations
 
@@ -22,7 +23,19 @@ from elastic.policy.speed import share_rebalance, speeds
 from elastic.policy.state.fold import State, fold
 from elastic.policy.state.state import Window
 from elastic.reshard.transfer_forecast import Room
-from elastic.types import HardwareProfile, Holding, Job, Layout, Node, Plan, Pool, Quiesced, Resume, StepDone, WorkerId
+from elastic.types import (
+    HardwareProfile,
+    Holding,
+    Job,
+    Layout,
+    Node,
+    Plan,
+    Pool,
+    Quiesced,
+    Resume,
+    StepDone,
+    WorkerId,
+)
 
 GPUS = 8
 POOL = Pool("spot", "CPU", GPUS, "spot", 1.0, 0, 1000, host_memory_bytes=1 << 40)
@@ -33,7 +46,9 @@ Work = Callable[[], object]
 def plan(n_nodes: int) -> Plan:
     ranks = tuple(WorkerId(f"n{i}", k) for i in range(n_nodes) for k in range(GPUS))
     n = len(ranks)
-    return Plan(1, Layout(dp_shard=n), ranks, (1,) * n, (MODEL.n_blocks,), predicted_step_time_s=1.0)
+    return Plan(
+        1, Layout(dp_shard=n), ranks, (1,) * n, (MODEL.n_blocks,), predicted_step_time_s=1.0
+    )
 
 
 def running(n_nodes: int) -> State:
@@ -44,8 +59,9 @@ def running(n_nodes: int) -> State:
     windows = {worker: (Window(0.0, 5.0, 1.0, 10),) for worker in made.ranks}
     settings = Job.from_plain(job(steps=10_000, global_batch=len(made.ranks), max_nodes=n_nodes))
     return State(
-        phase="running", run="story", job=settings, pools=(POOL,), model=MODEL, nodes=nodes, prepared=frozenset(nodes),
-        generation=1, plan=made, plans={1: made}, step=5, step_time_s=1.0, speeds=windows, timed_at_s=5.0,
+        phase="running", run="story", job=settings, pools=(POOL,), model=MODEL, nodes=nodes,
+        prepared=frozenset(nodes), generation=1, plan=made, plans={1: made}, step=5,
+        step_time_s=1.0, speeds=windows, timed_at_s=5.0,
     )  # fmt: skip
 
 
@@ -54,7 +70,8 @@ def choice(n_nodes: int) -> Choice:
     return Choice(made.layout, made.ranks, made.samples, made.layers, 1, 0, 0)
 
 
-# ------------------------------------------------------------------------------------------------ each piece
+# ------------------------------------------------------------------------------------------------
+# each piece
 
 
 def a_lead(n: int) -> Work:
@@ -69,7 +86,10 @@ def who_is_blamed(n: int) -> Work:
 
 def who_is_slow(n: int) -> Work:
     state = running(n)
-    return lambda: (share_rebalance.slow_ones(state, plan(n), 10.0), speeds.rates(state, state.available))
+    return lambda: (
+        share_rebalance.slow_ones(state, plan(n), 10.0),
+        speeds.rates(state, state.available),
+    )
 
 
 def who_keeps_copies(n: int) -> Work:
@@ -97,7 +117,10 @@ def answers_at_a_boundary(n: int) -> Work:
 
 
 def folded(state: State, n: int) -> Work:
-    told = [Quiesced(w, 1, 5, (Holding(w, 1, rank, 5, "live"),), (1.0,)) for rank, w in enumerate(plan(n).ranks)]
+    told = [
+        Quiesced(w, 1, 5, (Holding(w, 1, rank, 5, "live"),), (1.0,))
+        for rank, w in enumerate(plan(n).ranks)
+    ]
 
     def fold_all() -> None:
         after = state
@@ -117,21 +140,29 @@ def test_the_work_grows_with_the_cluster(piece: Callable[[int], Work]) -> None:
     assert growth(piece, 8, 32) < WORK
 
 
-@pytest.mark.parametrize("piece", [who_keeps_copies, answers_at_a_boundary], ids=lambda piece: piece.__name__)
+@pytest.mark.parametrize(
+    "piece", [who_keeps_copies, answers_at_a_boundary], ids=lambda piece: piece.__name__
+)
 def test_so_do_the_calls(piece: Callable[[int], Work]) -> None:
     assert growth(piece, 8, 32, calls) < WORK
 
 
-# ------------------------------------------------------------------------------------------------ looks
+# ------------------------------------------------------------------------------------------------
+# looks
 
 
 def test_a_look_with_a_notice_pending_grows_with_the_cluster_and_forecasts_the_move_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between `near` and the moment of the transition each step is looked at, and the move is the same."""
+    """Between `near` and the moment of the transition each step is looked at, and the move is the
+    same."""
     forecasts: list[object] = []
     forecast = transition_cost.forecast
-    monkeypatch.setattr(transition_cost, "forecast", lambda *asked, **more: forecasts.append(asked) or forecast(*asked, **more))
+    monkeypatch.setattr(
+        transition_cost,
+        "forecast",
+        lambda *asked, **more: forecasts.append(asked) or forecast(*asked, **more),
+    )
     looked = {}
     for n in (4, 16):
         forecasts.clear()
@@ -144,7 +175,9 @@ def test_a_look_with_a_notice_pending_grows_with_the_cluster_and_forecasts_the_m
         looked[n] = operations(partial(decide, state, now_s))
         assert len(forecasts) == 1
         moved = decide(state, 118.0)
-        assert any(hasattr(action, "plan") for action in moved.actions) and len(forecasts) == 1, "nor does the order itself"
+        assert any(hasattr(action, "plan") for action in moved.actions) and len(forecasts) == 1, (
+            "nor does the order itself"
+        )
     assert looked[16] / looked[4] / 4 < WORK
 
 
@@ -154,50 +187,82 @@ def test_another_move_is_forecast_anew() -> None:
     first = transition_cost.predicted(state, left, recovery.live(state))
     assert (
         first is not None
-        and transition_cost.predicted(replace(state, step=9), left, recovery.live(replace(state, step=9))) is first
+        and transition_cost.predicted(
+            replace(state, step=9), left, recovery.live(replace(state, step=9))
+        )
+        is first
     )
     slower = transition_cost.predicted(replace(state, move_pace=3.0), left, recovery.live(state))
     assert slower is not None and slower.seconds > first.seconds
-    fewer = transition_cost.predicted(state, replace(choice(6), layout=Layout(dp_shard=6 * GPUS)), recovery.live(state))
+    fewer = transition_cost.predicted(
+        state, replace(choice(6), layout=Layout(dp_shard=6 * GPUS)), recovery.live(state)
+    )
     assert fewer is not None and fewer.links != first.links
 
 
-# ------------------------------------------------------------------------------------------------ what follows from a plan
+# ------------------------------------------------------------------------------------------------
+# what follows from a plan
 
 
 def test_what_follows_from_a_plan_is_made_once_and_travels_with_none_of_its_copies() -> None:
     made = plan(2)
     bare, text = pickle.dumps(made), repr(made)
     assert made.nodes == ("n0", "n1") and made.workers_per_node == {"n0": GPUS, "n1": GPUS}
-    assert made.workers == frozenset(made.ranks) and not made.senders and len(made.live) == len(made.ranks)
+    assert (
+        made.workers == frozenset(made.ranks)
+        and not made.senders
+        and len(made.live) == len(made.ranks)
+    )
     assert made.nodes is made.nodes and made.workers is made.workers
-    assert pickle.dumps(made) == bare and repr(made) == text and pickle.loads(bare) == made == plan(2)
+    assert (
+        pickle.dumps(made) == bare and repr(made) == text and pickle.loads(bare) == made == plan(2)
+    )
     assert hash(made) == hash(plan(2))
     other = replace(made, ranks=made.ranks[:GPUS], resume=Resume("live", holdings=made.live))
-    assert other.nodes == ("n0",) and other.senders == set(made.ranks[GPUS:]) and other.nodes_taking_part == {"n0", "n1"}
+    assert (
+        other.nodes == ("n0",)
+        and other.senders == set(made.ranks[GPUS:])
+        and other.nodes_taking_part == {"n0", "n1"}
+    )
 
 
 def test_members_are_all_that_run_or_enter_or_send() -> None:
     old = plan(2)
     entering = replace(plan(1), generation=2, resume=Resume("live", holdings=old.live))
     outside = WorkerId("n9", 0)
-    for state in (State(), State(plan=old), State(target=entering), State(plan=plan(1), target=entering)):
+    for state in (
+        State(),
+        State(plan=old),
+        State(target=entering),
+        State(plan=plan(1), target=entering),
+    ):
         plans = [one for one in (state.plan, state.target) if one]
-        wanted = {w for one in plans for w in one.ranks} | {h.worker for one in plans[-1:] for h in one.resume.holdings}
-        assert state.members == wanted and state.member_nodes == {worker.node_id for worker in wanted}
+        wanted = {w for one in plans for w in one.ranks} | {
+            h.worker for one in plans[-1:] for h in one.resume.holdings
+        }
+        assert state.members == wanted and state.member_nodes == {
+            worker.node_id for worker in wanted
+        }
         assert {w for w in (*old.ranks, outside) if state.takes_part(w)} == wanted
 
 
-def test_a_forecast_knows_what_steps_need_and_how_host_memory_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations of the first step too; a tenth of the rate where a node of the move has no pinned memory."""
+def test_a_forecast_knows_what_steps_need_and_how_host_memory_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Activations of the first step too; a tenth of the rate where a node of the move has no pinned
+    memory."""
     rooms: list[Room] = []
     forecast = transition_cost.forecast
     monkeypatch.setattr(
-        transition_cost, "forecast", lambda *asked, **more: rooms.append(more["room"]) or forecast(*asked, **more)
+        transition_cost,
+        "forecast",
+        lambda *asked, **more: rooms.append(more["room"]) or forecast(*asked, **more),
     )
     state = running(2)
     pool = replace(POOL, accelerator_type="H100", memory_bytes_per_gpu=80 << 30)
-    state = replace(state, pools=(pool,), hardware=(HardwareProfile("H100", host_bytes_per_s=5e10),))
+    state = replace(
+        state, pools=(pool,), hardware=(HardwareProfile("H100", host_bytes_per_s=5e10),)
+    )
     asked = replace(choice(1), layout=Layout(dp_shard=GPUS), memory_bytes=5, activation_bytes=7)
     for unpinned in ({}, {"n0": "no"}):
         transition_cost.predicted(replace(state, unpinned=unpinned), asked, recovery.live(state))

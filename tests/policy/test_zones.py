@@ -1,4 +1,5 @@
-"""Zones of pools reach the planner, and what it places apart stays apart when workers change places."""
+"""Zones of pools reach the planner, and what it places apart stays apart when workers change
+places."""
 
 from __future__ import annotations
 
@@ -38,15 +39,22 @@ def test_the_decision_says_why_it_is_not_simpler() -> None:
     told = story()
     told.tick(after_s=20)
     assert (
-        "its shards would lie in r/r-a and r/r-b; only replicas may, unless across_zones is true" in told.decisions[-1].reason
+        "its shards would lie in r/r-a and r/r-b; only replicas may, unless across_zones is true"
+        in told.decisions[-1].reason
     )
 
 
 def test_who_has_the_bytes_does_not_bring_zones_together() -> None:
-    """The two nodes of zone a are one replica of four; by the bytes that they have, x and y would make one."""
-    state, nodes = story().state, [Node("x", "a", 2), Node("z", "a", 2), Node("y", "b", 2), Node("v", "b", 2)]
+    """The two nodes of zone a are one replica of four; by the bytes that they have, x and y would
+    make one."""
+    state, nodes = (
+        story().state,
+        [Node("x", "a", 2), Node("z", "a", 2), Node("y", "b", 2), Node("v", "b", 2)],
+    )
     state = replace(
-        state, nodes={node.node_id: node for node in nodes}, job=replace(state.job, layout="dp_replicate=2,dp_shard=4")
+        state,
+        nodes={node.node_id: node for node in nodes},
+        job=replace(state.job, layout="dp_replicate=2,dp_shard=4"),
     )
     choice = choice_of(state, nodes)
     old = [WorkerId(name, k) for name in ("y", "v", "x", "z") for k in range(2)]
@@ -62,4 +70,6 @@ def test_who_has_the_bytes_does_not_bring_zones_together() -> None:
 
 def test_a_zone_without_a_name_is_no_zone() -> None:
     assert zone_of(Pool("p")) == "" and zone_of(None) == ""
-    assert zone_of(Pool("p", region="r")) == "r" and zone_of(Pool("p", region="r", zone="z")) == "r/z"
+    assert (
+        zone_of(Pool("p", region="r")) == "r" and zone_of(Pool("p", region="r", zone="z")) == "r/z"
+    )

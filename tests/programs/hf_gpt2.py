@@ -1,4 +1,5 @@
-"""A tiny GPT-2 of transformers (learned positions, tied head), on rows that are padded on the right."""
+"""A tiny GPT-2 of transformers (learned positions, tied head), on rows that are padded on the
+right."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A tiny Llama of transformers with grouped queries, on documents that are packed into each sequence."""
+"""A tiny Llama of transformers with grouped queries, on documents that are packed into each
+sequence."""
 
 import sys
 from pathlib import Path
@@ -33,4 +34,6 @@ class Packed:
         }  # fmt: skip
 
 
-program = causal_lm(hf_tiny.CONFIG, Packed, lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-3))
+program = causal_lm(
+    hf_tiny.CONFIG, Packed, lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-3)
+)

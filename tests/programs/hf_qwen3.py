@@ -1,4 +1,5 @@
-"""A tiny Qwen 3 of transformers (norms of single heads, untied), on rows that are padded on the left."""
+"""A tiny Qwen 3 of transformers (norms of single heads, untied), on rows that are padded on the
+left."""
 
 import sys
 from pathlib import Path
@@ -12,13 +13,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 
 CONFIG = Qwen3Config(
-    vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=tiny.SEQ, tie_word_embeddings=False,
+    vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=tiny.SEQ,
+    tie_word_embeddings=False,
 )  # fmt: skip
 
 
 class Padded:
-    """{"input_ids": int64 [seq], "attention_mask": int64 [seq]}; `left`: of every third sample the first tokens are padding."""
+    """{"input_ids": int64 [seq], "attention_mask": int64 [seq]}; `left`: of every third sample the
+    first tokens are padding."""
 
     def __init__(self, left: bool) -> None:
         self.left = left
@@ -34,5 +37,7 @@ class Padded:
 
 
 program = causal_lm(
-    CONFIG, dataset=lambda: Padded(left=True), optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-3)
+    CONFIG,
+    dataset=lambda: Padded(left=True),
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-3),
 )

@@ -24,7 +24,8 @@ CONFIG = LlamaConfig(
 
 
 class Samples:
-    """{"input_ids": int64 [seq], "labels": int64 [seq]}; every third sample has its last tokens left out."""
+    """{"input_ids": int64 [seq], "labels": int64 [seq]}; every third sample has its last tokens
+    left out."""
 
     def __len__(self) -> int:
         return 512
@@ -35,4 +36,8 @@ class Samples:
         return {"input_ids": item["input"], "labels": labels}
 
 
-program = causal_lm(CONFIG, dataset=Samples, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-3))
+program = causal_lm(
+    CONFIG,
+    dataset=Samples,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-3),
+)

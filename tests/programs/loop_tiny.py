@@ -1,4 +1,5 @@
-"""The program of tiny.py as a script with a loop of its own: same model, data, optimizer and schedule, so the same losses."""
+"""The program of tiny.py as a script with a loop of its own: same model, data, optimizer and
+schedule, so the same losses."""
 
 import argparse
 import os
@@ -16,7 +17,9 @@ import tiny
 parser = argparse.ArgumentParser()
 parser.add_argument("--clip", type=float, default=0.0)
 parser.add_argument("--own-collective", action="store_true")
-parser.add_argument("--starts", help="a file to which each start of this script adds its process id")
+parser.add_argument(
+    "--starts", help="a file to which each start of this script adds its process id"
+)
 options = parser.parse_args()
 if options.starts:
     with open(options.starts, "a") as file:

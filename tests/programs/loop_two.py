@@ -1,4 +1,5 @@
-"""The program of tiny_two.py, on good samples, as a script with a loop of its own: two optimizers and their schedules."""
+"""The program of tiny_two.py, on good samples, as a script with a loop of its own: two optimizers
+and their schedules."""
 
 import sys
 from pathlib import Path
@@ -16,10 +17,18 @@ model = Llama(tiny.CONFIG)
 torch.manual_seed(torch.initial_seed())
 init_weights(model)
 optimizers = tiny_two.optimizers(model.named_parameters())
-schedules = {name: torch.optim.lr_scheduler.LambdaLR(one, tiny.lr_factor) for name, one in optimizers.items()}
+schedules = {
+    name: torch.optim.lr_scheduler.LambdaLR(one, tiny.lr_factor) for name, one in optimizers.items()
+}
 
 with elastic.loop(
-    model=model, optimizer=optimizers, dataset=tiny.Strides(512), extra_state=schedules, steps=8, global_batch=12, seed=3
+    model=model,
+    optimizer=optimizers,
+    dataset=tiny.Strides(512),
+    extra_state=schedules,
+    steps=8,
+    global_batch=12,
+    seed=3,
 ) as run:
     assert run.optimizer is optimizers
     for batch in run:

@@ -1,4 +1,5 @@
-"""A plain DDP script as people have them: started by torchrun, saves to a folder, knows nothing of elastic.
+"""A plain DDP script as people have them: started by torchrun, saves to a folder, knows nothing of
+elastic.
 
 `python plain_ddp.py FOLDER STEPS [--listen] [--fail-at STEP] [--alone]`
 """

@@ -1,7 +1,7 @@
 """A tiny decoder on sequences that it can learn: the program of most tests of the worker.
 
-Item i starts at a number and continues in equal strides; every third item has its last targets masked, so that shares of the
-global batch differ in their token counts.
+Item i starts at a number and continues in equal strides; every third item has its last targets
+masked, so that shares of the global batch differ in their token counts.
 """
 
 import torch
@@ -10,7 +10,9 @@ import elastic
 from elastic.models.llama import Llama, LlamaConfig, init_weights, loss_sum, tp_plan
 
 VOCAB, SEQ, STRIDES = 64, 16, (1, 3, 7)
-CONFIG = LlamaConfig(vocab_size=VOCAB, hidden=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_hidden=64, max_seq=SEQ)
+CONFIG = LlamaConfig(
+    vocab_size=VOCAB, hidden=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_hidden=64, max_seq=SEQ
+)
 
 
 class Strides:
@@ -40,7 +42,9 @@ def optimizer(named_parameters) -> torch.optim.Optimizer:
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=4e-3, betas=(0.9, 0.95))
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=4e-3, betas=(0.9, 0.95)
+    )
 
 
 def lr_factor(step: int) -> float:

@@ -1,4 +1,5 @@
-"""The tiny program with a loss that raises in its third step (what is tried before calls it too)."""
+"""The tiny program with a loss that raises in its third step (what is tried before calls it
+too)."""
 
 from dataclasses import replace
 from pathlib import Path

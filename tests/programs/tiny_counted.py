@@ -1,4 +1,5 @@
-"""The tiny program with an object beside the model: how often the loss was computed, which is once a step on each rank."""
+"""The tiny program with an object beside the model: how often the loss was computed, which is once
+a step on each rank."""
 
 from dataclasses import replace
 from pathlib import Path

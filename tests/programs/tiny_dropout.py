@@ -1,4 +1,5 @@
-"""The tiny program with dropout, and with a buffer that each forward pass changes and that the next one depends on."""
+"""The tiny program with dropout, and with a buffer that each forward pass changes and that the next
+one depends on."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""As tiny.py, with adapters in one block only: of four pipeline stages three have nothing to train."""
+"""As tiny.py, with adapters in one block only: of four pipeline stages three have nothing to
+train."""
 
 from pathlib import Path
 

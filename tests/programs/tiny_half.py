@@ -27,7 +27,8 @@ def loss(output, batch):
     if output.dtype != torch.float32:
         raise TypeError(f"the output is {output.dtype}")
     rows = [
-        loss_sum(output[i : i + 1], {"target": batch["target"][i : i + 1]}) * weight for i, weight in enumerate(batch["weight"])
+        loss_sum(output[i : i + 1], {"target": batch["target"][i : i + 1]}) * weight
+        for i, weight in enumerate(batch["weight"])
     ]
     return torch.stack(rows).sum()
 

@@ -6,4 +6,7 @@ from pathlib import Path
 from elastic.program import load_program
 
 HERE = Path(__file__)
-program = replace(load_program(HERE.with_name("tiny_half.py")), optimizer=load_program(HERE.with_name("tiny_two.py")).optimizer)
+program = replace(
+    load_program(HERE.with_name("tiny_half.py")),
+    optimizer=load_program(HERE.with_name("tiny_two.py")).optimizer,
+)

@@ -1,4 +1,5 @@
-"""The tiny decoder with a tied head; says no where its blocks do not compute in 16 bits or its output is not float32."""
+"""The tiny decoder with a tied head; says no where its blocks do not compute in 16 bits or its
+output is not float32."""
 
 from dataclasses import replace
 from pathlib import Path

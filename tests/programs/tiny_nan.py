@@ -23,5 +23,7 @@ class OneBad:
 
 
 program = replace(
-    BASE, dataset=OneBad, loss=lambda output, batch: BASE.loss(output, batch) * batch.get("weight", torch.ones(1)).mean()
+    BASE,
+    dataset=OneBad,
+    loss=lambda output, batch: BASE.loss(output, batch) * batch.get("weight", torch.ones(1)).mean(),
 )

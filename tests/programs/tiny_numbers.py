@@ -9,5 +9,8 @@ BASE = load_program(Path(__file__).with_name("tiny_loss_parallel.py"))
 program = replace(
     BASE,
     metrics=lambda output, batch: {"squares": output.square().sum()},
-    evaluate=lambda model, batch: {"own": model(batch["input"]).square().sum(), "count": len(batch["input"])},
+    evaluate=lambda model, batch: {
+        "own": model(batch["input"]).square().sum(),
+        "count": len(batch["input"]),
+    },
 )

@@ -1,4 +1,5 @@
-"""As tiny.py, with documents packed into each sequence: tokens see those of their own document only."""
+"""As tiny.py, with documents packed into each sequence: tokens see those of their own document
+only."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,11 @@ class Packed:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         item = self.items[index]
         places = torch.arange(len(item["input"]))
-        return item | {"documents": (places > 2 + index % 4).long() + (places > 9 + index % 3).long()}
+        return item | {
+            "documents": (places > 2 + index % 4).long() + (places > 9 + index % 3).long()
+        }
 
 
-program = replace(BASE, dataset=Packed, validation=None, keywords=lambda batch: {"documents": batch["documents"]})
+program = replace(
+    BASE, dataset=Packed, validation=None, keywords=lambda batch: {"documents": batch["documents"]}
+)

@@ -1,4 +1,5 @@
-"""A program that is never trained; files in the folder $ELASTIC_TEST_READ say what becomes of whoever reads its dataset."""
+"""A program that is never trained; files in the folder $ELASTIC_TEST_READ say what becomes of
+whoever reads its dataset."""
 
 import os
 import signal
@@ -10,7 +11,8 @@ import elastic
 
 
 class Read:
-    """Item i is {"x": i}, with "half" also {"half": i / 2 as bfloat16}; "hang" holds readers up, "kill" ends a process once."""
+    """Item i is {"x": i}, with "half" also {"half": i / 2 as bfloat16}; "hang" holds readers up,
+    "kill" ends a process once."""
 
     def __len__(self) -> int:
         return 100

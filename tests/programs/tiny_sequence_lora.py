@@ -1,4 +1,5 @@
-"""As tiny_sequence.py, with adapters on layers that take gathered sequences and give parts, and on the uncut head."""
+"""As tiny_sequence.py, with adapters on layers that take gathered sequences and give parts, and on
+the uncut head."""
 
 from pathlib import Path
 

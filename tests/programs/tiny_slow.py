@@ -19,14 +19,19 @@ LEARNING_RATE = 1e-3  # small: over hundreds of steps, rounding must not grow in
 
 def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     until = time.monotonic() + PAUSE_S
-    while time.monotonic() < until and os.path.exists(os.environ.get("ELASTIC_TEST_SLOW", "")) and trains():
+    while (
+        time.monotonic() < until
+        and os.path.exists(os.environ.get("ELASTIC_TEST_SLOW", ""))
+        and trains()
+    ):
         time.sleep(0.05)
     time.sleep(0.05)
     return tiny.loss(output, batch)
 
 
 def trains() -> bool:
-    """A node that is to come looks at the program and tries its layout out without the others; nobody is to wait for that."""
+    """A node that is to come looks at the program and tries its layout out without the others;
+    nobody is to wait for that."""
     return dist.is_initialized() and dist.get_backend() != "fake"
 
 

@@ -23,7 +23,10 @@ class TwoBad:
 
 
 def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    rows = [BASE.loss(o[None], {"target": t[None]}) for o, t in zip(output, batch["target"], strict=True)]
+    rows = [
+        BASE.loss(o[None], {"target": t[None]})
+        for o, t in zip(output, batch["target"], strict=True)
+    ]
     weights = batch.get("weight", torch.ones(len(rows)))
     return sum((w * row for w, row in zip(weights, rows, strict=True)), torch.zeros(()))
 

@@ -1,4 +1,5 @@
-"""As tiny_spike.py, with two optimizers: SGD with momentum for the blocks, AdamW for all that is beside them.
+"""As tiny_spike.py, with two optimizers: SGD with momentum for the blocks, AdamW for all that is
+beside them.
 
 A pipeline stage in the middle has no parameter of AdamW.
 """

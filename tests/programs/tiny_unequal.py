@@ -26,4 +26,6 @@ class Unequal:
         return {key: value[: self.length(index)] for key, value in self.items[index].items()}
 
 
-program = replace(tiny, dataset=lambda: Unequal(tiny.dataset()), validation=lambda: Unequal(tiny.validation()))
+program = replace(
+    tiny, dataset=lambda: Unequal(tiny.dataset()), validation=lambda: Unequal(tiny.validation())
+)

@@ -31,10 +31,14 @@ def test_state_specs_names_every_tensor_of_the_training_state() -> None:
     )
     specs = {spec.fqn: spec for spec in state_specs(model)}
     assert list(specs) == [
-        "model.embed", "optim.exp_avg.embed", "optim.exp_avg_sq.embed", "optim.step.embed", "model.frozen", "model.table",
-        "elastic.rng",
+        "model.embed", "optim.exp_avg.embed", "optim.exp_avg_sq.embed", "optim.step.embed",
+        "model.frozen", "model.table", "elastic.rng",
     ]  # fmt: skip
-    moment, step, rng = specs["optim.exp_avg.embed"], specs["optim.step.embed"], specs["elastic.rng"]
+    moment, step, rng = (
+        specs["optim.exp_avg.embed"],
+        specs["optim.step.embed"],
+        specs["elastic.rng"],
+    )
     assert (moment.shape, moment.tp_dim, moment.block, moment.dtype) == ((4, 2), 0, -1, "bfloat16")
     assert (step.shape, step.dtype, step.block) == ((), "float32", -1)
     assert (rng.shape, rng.dtype, rng.block) == ((2,), "int64", None)
@@ -45,12 +49,16 @@ def test_state_specs_names_every_tensor_of_the_training_state() -> None:
 def test_chunk_is_torch_chunk(size: int, n: int) -> None:
     parts = [part.tolist() for part in torch.arange(size).chunk(n)]
     parts += [[]] * (n - len(parts))
-    assert [list(range(start, start + length)) for start, length in (chunk(size, n, i) for i in range(n))] == parts
+    assert [
+        list(range(start, start + length))
+        for start, length in (chunk(size, n, i) for i in range(n))
+    ] == parts
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_boxes_are_the_chunks_of_torch(seed: int) -> None:
-    """tp first, then fsdp on dimension 0 of the tp part, as fully_shard cuts what parallelize_module has cut."""
+    """tp first, then fsdp on dimension 0 of the tp part, as fully_shard cuts what
+    parallelize_module has cut."""
     random = Random(seed)
     model = random_model(random)
     layout, layers = random_cut(random, model.n_blocks)
@@ -75,9 +83,13 @@ def test_owned_boxes_are_a_partition_of_the_state(seed: int) -> None:
     model = random_model(random)
     layout, layers = random_cut(random, model.n_blocks)
     ranks = range(layout.world_size)
-    assert elements(box for r in ranks for box in owned_boxes(model, layout, layers, r)) == all_elements(state_specs(model))
+    assert elements(
+        box for r in ranks for box in owned_boxes(model, layout, layers, r)
+    ) == all_elements(state_specs(model))
     for rank in ranks:
-        assert set(owned_boxes(model, layout, layers, rank)) <= set(boxes(model, layout, layers, rank))
+        assert set(owned_boxes(model, layout, layers, rank)) <= set(
+            boxes(model, layout, layers, rank)
+        )
         assert all(box.n_elements for box in boxes(model, layout, layers, rank))
 
 
@@ -106,16 +118,24 @@ def test_several_stages_per_rank() -> None:
     specs = [TensorSpec(f"layers.{i}", (4,), "float32", block=i) for i in range(5)]
     model = model_of(*specs, TensorSpec("head", (4,), "float32", block=5), n_blocks=5)
     layout, layers = Layout(pp=2, schedule="interleaved1f1b"), (2, 1, 1, 1)
-    held = [[name for name in names(boxes(model, layout, layers, rank)) if name.startswith("model.")] for rank in range(2)]
+    held = [
+        [name for name in names(boxes(model, layout, layers, rank)) if name.startswith("model.")]
+        for rank in range(2)
+    ]
     assert held[0] == ["model.layers.0", "model.layers.1", "model.layers.3"]
     assert held[1] == ["model.layers.2", "model.layers.4", "model.head"]
-    with pytest.raises(SpecError, match=r"pp=2 with 4 stages and 5 blocks; 4 numbers with the sum 5 are needed"):
+    with pytest.raises(
+        SpecError, match=r"pp=2 with 4 stages and 5 blocks; 4 numbers with the sum 5 are needed"
+    ):
         boxes(model, layout, (3, 2), 0)
 
 
 def test_late_ranks_have_no_box_of_a_short_tensor() -> None:
     model = model_of(TensorSpec("short", (5, 3), "float32", block=0), n_blocks=1)
-    held = [[b.sizes for b in boxes(model, Layout(dp_shard=4), (), r) if b.fqn == "model.short"] for r in range(4)]
+    held = [
+        [b.sizes for b in boxes(model, Layout(dp_shard=4), (), r) if b.fqn == "model.short"]
+        for r in range(4)
+    ]
     assert held == [[(2, 3)], [(2, 3)], [(1, 3)], []]
 
 

@@ -1,4 +1,5 @@
-"""Who becomes which rank: never worse than the order given, the best where nothing binds, and nodes stay whole."""
+"""Who becomes which rank: never worse than the order given, the best where nothing binds, and nodes
+stay whole."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from elastic.reshard.transfer_forecast import Room, TransferRates, forecast
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, WorkerId
 
 MODEL = ModelProfile(
-    4, 0, tuple(TensorSpec(f"w{i}", (64, 64), "float32", i % 2, i) for i in range(4)), (OptimizerSpec(("m", "v")),), tp_limit=8
+    4,
+    0,
+    tuple(TensorSpec(f"w{i}", (64, 64), "float32", i % 2, i) for i in range(4)),
+    (OptimizerSpec(("m", "v")),),
+    tp_limit=8,
 )
 
 
@@ -22,7 +27,9 @@ MODEL = ModelProfile(
 def test_the_assignment_is_the_best_of_all(seed: int) -> None:
     random = Random(seed)
     n = random.randint(1, 6)
-    cost = [[random.randint(-9, 9) * 10 ** random.randint(0, 12) for _ in range(n)] for _ in range(n)]
+    cost = [
+        [random.randint(-9, 9) * 10 ** random.randint(0, 12) for _ in range(n)] for _ in range(n)
+    ]
     found = _assigned(cost)
     assert sorted(found) == list(range(n))
     best = min(sum(cost[i][j] for i, j in enumerate(p)) for p in permutations(range(n)))
@@ -31,7 +38,8 @@ def test_the_assignment_is_the_best_of_all(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_order_keeps_more(seed: int) -> None:
-    """One worker per node, all alike: the best of all orders, by the transfers that they lead to."""
+    """One worker per node, all alike: the best of all orders, by the transfers that they lead
+    to."""
     random = Random(seed)
     model = random_model(random)
     while True:
@@ -39,10 +47,15 @@ def test_no_order_keeps_more(seed: int) -> None:
         if old[0].world_size <= 5 and new[0].world_size <= 5:
             break
     workers = [WorkerId(f"n{i}", 0) for i in range(new[0].world_size)]
-    old_of = dict(zip(workers, random.sample(range(old[0].world_size), min(old[0].world_size, len(workers)))))
+    old_of = dict(
+        zip(workers, random.sample(range(old[0].world_size), min(old[0].world_size, len(workers))))
+    )
     held = {worker: [rank] for worker, rank in old_of.items()}
     kept = kept_bytes(model, (old, new), [held.get(w, []) for w in workers])
-    best = max(sum(kept[rank][k] for rank, k in enumerate(order)) for order in permutations(range(len(workers))))
+    best = max(
+        sum(kept[rank][k] for rank, k in enumerate(order))
+        for order in permutations(range(len(workers)))
+    )
     found = place(model, (old, new), held, workers, {})
     assert sorted(found) == sorted(workers)
     assert sum(kept[rank][workers.index(worker)] for rank, worker in enumerate(found)) == best
@@ -52,8 +65,19 @@ def test_kept_is_what_the_forecast_calls_its_own() -> None:
     old, new = (Layout(dp_replicate=2, dp_shard=2), ()), (Layout(dp_shard=4), ())
     workers = [WorkerId(f"n{i}", 0) for i in range(4)]
     found = place(MODEL, (old, new), {w: [i] for i, w in enumerate(workers)}, workers, {})
-    holders = {rank: tuple(i for i, w in enumerate(found) if workers.index(w) in (rank, (rank + 2) % 4)) for rank in range(4)}
-    move = forecast(MODEL, old, new, holders=holders, nodes=[w.node_id for w in found], room=Room(), pace=TransferRates())
+    holders = {
+        rank: tuple(i for i, w in enumerate(found) if workers.index(w) in (rank, (rank + 2) % 4))
+        for rank in range(4)
+    }
+    move = forecast(
+        MODEL,
+        old,
+        new,
+        holders=holders,
+        nodes=[w.node_id for w in found],
+        room=Room(),
+        pace=TransferRates(),
+    )
     assert move.n_bytes == 0, "a quarter of what each replica has is what each needs"
 
 
@@ -63,16 +87,22 @@ def test_nodes_stay_whole_and_change_places_with_their_kind_only() -> None:
     held = {worker: [7 - i] for i, worker in enumerate(workers)}  # the other way round
     free = place(MODEL, (old, new), held, workers, {})
     assert list(free) == workers[::-1]
-    bound = place(MODEL, (old, new), held, workers, {"n0": "spot", "n1": "spot", "n2": "owned", "n3": "owned"})
+    bound = place(
+        MODEL, (old, new), held, workers, {"n0": "spot", "n1": "spot", "n2": "owned", "n3": "owned"}
+    )
     assert {w.node_id for w in bound[:4]} == {"n0", "n1"}
     for found in (free, bound):
-        assert all(found[i].node_id == found[i + 1].node_id for i in range(0, 8, 2)), "a tp group was torn apart"
+        assert all(found[i].node_id == found[i + 1].node_id for i in range(0, 8, 2)), (
+            "a tp group was torn apart"
+        )
 
 
 def test_who_gains_nothing_stays() -> None:
     workers = [WorkerId(f"n{i}", 0) for i in range(6)]
     cuts = (Layout(dp_shard=6), ()), (Layout(dp_shard=6), ())
-    assert place(MODEL, cuts, {w: [i] for i, w in enumerate(workers)}, workers, {}) == tuple(workers)
+    assert place(MODEL, cuts, {w: [i] for i, w in enumerate(workers)}, workers, {}) == tuple(
+        workers
+    )
     assert place(MODEL, cuts, {}, workers, {}) == tuple(workers)
 
 

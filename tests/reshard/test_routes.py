@@ -1,4 +1,5 @@
-"""Transfers for random models, layouts and nodes: exactly once, living holders only, balanced, alike on every rank, undone."""
+"""Transfers for random models, layouts and nodes: exactly once, living holders only, balanced,
+alike on every rank, undone."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ State = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """Old ranks that are gone have no place; the others are ranks of the new layout or only send."""
+    """Old ranks that are gone have no place; the others are ranks of the new layout or only
+    send."""
 
     model: ModelProfile
     old: Cut
@@ -51,7 +53,10 @@ def cases(draw: st.DrawFn) -> Case:
     place = {rank: kept[rank] if rank in kept else next(senders) for rank in range(n_old)}
     n = n_new + n_old - n_kept
     copies = draw(st.integers(0, 2))
-    holders = {r: tuple(dict.fromkeys((p, *random.sample(range(n), min(n, copies))))) for r, p in place.items()}
+    holders = {
+        r: tuple(dict.fromkeys((p, *random.sample(range(n), min(n, copies)))))
+        for r, p in place.items()
+    }
     dead = set(random.sample(range(n), draw(st.integers(0, min(2, n)))))
     holders = {r: tuple(p for p in who if p not in dead) for r, who in holders.items()}
     per_node = draw(st.integers(1, 4))
@@ -74,22 +79,38 @@ def cut_up(model: ModelProfile, cut: Cut, source: State) -> list[State]:
     for rank in range(cut[0].world_size):
         held = {}
         for box in boxes(model, *cut, rank):
-            held[box.fqn] = source[box.fqn][tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))].copy()
+            held[box.fqn] = source[box.fqn][
+                tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))
+            ].copy()
         ranks.append(held)
     return ranks
 
 
-def apply(model: ModelProfile, old: Cut, new: Cut, held: list[State], transfers: tuple[Transfer, ...]) -> list[State]:
-    """Carries the transfers out on arrays; what is not written stays -1, what is written twice raises."""
+def apply(
+    model: ModelProfile, old: Cut, new: Cut, held: list[State], transfers: tuple[Transfer, ...]
+) -> list[State]:
+    """Carries the transfers out on arrays; what is not written stays -1, what is written twice
+    raises."""
 
     def offsets(cut: Cut) -> list[dict[str, tuple[int, ...]]]:
-        return [{b.fqn: b.offsets for b in boxes(model, *cut, rank)} for rank in range(cut[0].world_size)]
+        return [
+            {b.fqn: b.offsets for b in boxes(model, *cut, rank)}
+            for rank in range(cut[0].world_size)
+        ]
 
     olds, news = offsets(old), offsets(new)
-    out = [{b.fqn: np.full(b.sizes, -1, dtype=np.int64) for b in boxes(model, *new, rank)} for rank in range(new[0].world_size)]
+    out = [
+        {b.fqn: np.full(b.sizes, -1, dtype=np.int64) for b in boxes(model, *new, rank)}
+        for rank in range(new[0].world_size)
+    ]
     for t in transfers:
-        here = tuple(slice(o - b, o - b + s) for o, b, s in zip(t.offsets, olds[t.holding][t.fqn], t.sizes))
-        there = tuple(slice(o - b, o - b + s) for o, b, s in zip(t.offsets, news[t.destination][t.fqn], t.sizes))
+        here = tuple(
+            slice(o - b, o - b + s) for o, b, s in zip(t.offsets, olds[t.holding][t.fqn], t.sizes)
+        )
+        there = tuple(
+            slice(o - b, o - b + s)
+            for o, b, s in zip(t.offsets, news[t.destination][t.fqn], t.sizes)
+        )
         target = out[t.destination][t.fqn]
         assert (target[there] == -1).all(), "written twice"
         target[there] = held[t.holding][t.fqn][here]
@@ -114,7 +135,9 @@ def test_random_transitions(case: Case) -> None:
             plan_transfers(*case.plain)
         return
     transfers = plan_transfers(*case.plain)
-    assert all(t.source in holders[t.holding] for t in transfers), "a sender that does not hold the box"
+    assert all(t.source in holders[t.holding] for t in transfers), (
+        "a sender that does not hold the box"
+    )
     logical = whole(model)
     got = apply(model, old, new, cut_up(model, old, logical), transfers)
     assert same(got, cut_up(model, new, logical)), "an element is missing or wrong"
@@ -140,12 +163,14 @@ def test_there_and_back_is_the_identity(case: Case) -> None:
 
 
 def busiest(case: Case) -> tuple[int, float, int]:
-    """Bytes of the busiest sender, the least possible, and the largest part that several could send."""
+    """Bytes of the busiest sender, the least possible, and the largest part that several could
+    send."""
     model, old, new, holders, nodes = case.plain
     sent: dict[int, int] = defaultdict(int)
     jobs: dict[frozenset[int], int] = defaultdict(int)
     largest = 0
-    pieces: dict[str, dict[Region, set[int]]] = defaultdict(lambda: defaultdict(set))  # and who has them
+    # and who has them
+    pieces: dict[str, dict[Region, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank in range(old[0].world_size):
         for box in boxes(model, *old, rank):
             pieces[box.fqn][box.offsets, box.sizes].update(holders[rank])
@@ -175,13 +200,23 @@ def test_the_busiest_sender_has_at_most_the_optimum_twice_and_one_part(case: Cas
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 8), st.integers(1, 60))
-def test_with_nested_holders_it_has_the_optimum_and_one_part(replicas: int, shards: int, joining: int, n_tensors: int) -> None:
-    """New replicas on nodes of their own: the sets of possible senders are disjoint, one for each shard."""
-    specs = tuple(TensorSpec(f"w{i}", (shards * (1 + i % 7), 3), "float32", block=0) for i in range(n_tensors))
+def test_with_nested_holders_it_has_the_optimum_and_one_part(
+    replicas: int, shards: int, joining: int, n_tensors: int
+) -> None:
+    """New replicas on nodes of their own: the sets of possible senders are disjoint, one for each
+    shard."""
+    specs = tuple(
+        TensorSpec(f"w{i}", (shards * (1 + i % 7), 3), "float32", block=0) for i in range(n_tensors)
+    )
     model = ModelProfile(1, 0, specs, (OptimizerSpec(("m", "v")),))
-    old, new = Layout(dp_replicate=replicas, dp_shard=shards), Layout(dp_replicate=replicas + joining, dp_shard=shards)
+    old, new = (
+        Layout(dp_replicate=replicas, dp_shard=shards),
+        Layout(dp_replicate=replicas + joining, dp_shard=shards),
+    )
     holders = {r: (r,) for r in range(old.world_size)}
-    most, least, largest = busiest(Case(model, (old, ()), (new, ()), holders, [f"n{i}" for i in range(new.world_size)]))
+    most, least, largest = busiest(
+        Case(model, (old, ()), (new, ()), holders, [f"n{i}" for i in range(new.world_size)])
+    )
     assert most <= least + largest
 
 
@@ -193,19 +228,31 @@ def test_plans_are_those_of_the_first_arithmetic() -> None:
         model = random_model(random)
         old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
         n = max(old[0].world_size, new[0].world_size)
-        holders = {r: tuple({random.randrange(n), random.randrange(n)}) for r in range(old[0].world_size)}
-        found.update(repr(plan_transfers(model, old, new, holders, [f"n{i // 3}" for i in range(n)])).encode())
+        holders = {
+            r: tuple({random.randrange(n), random.randrange(n)}) for r in range(old[0].world_size)
+        }
+        found.update(
+            repr(
+                plan_transfers(model, old, new, holders, [f"n{i // 3}" for i in range(n)])
+            ).encode()
+        )
     large = ModelProfile(1, 0, (TensorSpec("w", (1 << 18, 1 << 10), "float32", block=0),))
     holders = {r: (r, (r + 5) % 12) for r in range(12)}
     sides = (Layout(dp_replicate=3, dp_shard=4), ()), (Layout(dp_shard=9), ())
-    found.update(repr(plan_transfers(large, *sides, holders, [f"n{i // 4}" for i in range(12)])).encode())
+    found.update(
+        repr(plan_transfers(large, *sides, holders, [f"n{i // 4}" for i in range(12)])).encode()
+    )
     assert found.hexdigest()[:16] == "ee22a80d996c8095"
 
 
 def test_one_large_tensor_is_sent_by_all_that_have_it() -> None:
     model = ModelProfile(1, 0, (TensorSpec("w", (1 << 18, 1 << 10), "float32", block=0),))  # 1 GiB
     transfers = plan_transfers(
-        model, (Layout(dp_replicate=4), ()), (Layout(dp_replicate=5), ()), {r: (r,) for r in range(4)}, list("abcde")
+        model,
+        (Layout(dp_replicate=4), ()),
+        (Layout(dp_replicate=5), ()),
+        {r: (r,) for r in range(4)},
+        list("abcde"),
     )
     sent: dict[int, int] = defaultdict(int)
     for t in transfers:
@@ -220,7 +267,9 @@ def test_shard_bytes_are_those_of_the_boxes() -> None:
         model = random_model(random)
         cut = random_cut(random, model.n_blocks)
         ranks = range(cut[0].world_size)
-        assert shard_bytes(model, cut) == [sum(b.n_bytes for b in boxes(model, *cut, r)) for r in ranks]
+        assert shard_bytes(model, cut) == [
+            sum(b.n_bytes for b in boxes(model, *cut, r)) for r in ranks
+        ]
 
 
 def test_a_cover_with_a_gap_an_overlap_or_a_stranger_is_refused() -> None:
@@ -230,13 +279,19 @@ def test_a_cover_with_a_gap_an_overlap_or_a_stranger_is_refused() -> None:
     good = plan_transfers(model, (Layout(dp_shard=2), ()), cut, {0: (0,), 1: (1,)}, ["a", "b"])
     check_cover(good, mine, 0)
     twice = Transfer("model.w", (0, 0), (4, 4), "float32", 0, 0)
-    for bad in (good[1:], (*good, good[0]), (twice, twice, *good[2:]), (*good, Transfer("x", (0,), (1,), "float32", 0, 0))):
+    for bad in (
+        good[1:],
+        (*good, good[0]),
+        (twice, twice, *good[2:]),
+        (*good, Transfer("x", (0,), (1,), "float32", 0, 0)),
+    ):
         with pytest.raises(InternalError):
             check_cover(bad, mine, 0)
 
 
 def test_64_ranks_and_4500_tensors_in_a_second() -> None:
-    """A state with the shapes of a 405B model: 126 blocks of nine tensors, two moments and a scalar each."""
+    """A state with the shapes of a 405B model: 126 blocks of nine tensors, two moments and a scalar
+    each."""
     h, f, kv, n_blocks = 16384, 53248, 1024, 126
     shapes = {
         "wq": (h, h, 0),
@@ -249,10 +304,22 @@ def test_64_ranks_and_4500_tensors_in_a_second() -> None:
     }
     specs = [TensorSpec("embed", (128256, h), "float32", 0, -1)]
     for i in range(n_blocks):
-        specs += [TensorSpec(f"layers.{i}.{name}", (a, b), "float32", dim, i) for name, (a, b, dim) in shapes.items()]
+        specs += [
+            TensorSpec(f"layers.{i}.{name}", (a, b), "float32", dim, i)
+            for name, (a, b, dim) in shapes.items()
+        ]
         specs += [TensorSpec(f"layers.{i}.norm{k}", (h,), "float32", None, i) for k in (1, 2)]
-    specs += [TensorSpec("norm", (h,), "float32", None, n_blocks), TensorSpec("head", (128256, h), "float32", 0, n_blocks)]
-    model = ModelProfile(n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),), tp_limit=8)
+    specs += [
+        TensorSpec("norm", (h,), "float32", None, n_blocks),
+        TensorSpec("head", (128256, h), "float32", 0, n_blocks),
+    ]
+    model = ModelProfile(
+        n_blocks,
+        0,
+        tuple(specs),
+        (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
+        tp_limit=8,
+    )
     started = time.process_time()
     for old, new in [
         (Layout(dp_shard=64), Layout(pp=4, dp_shard=2, tp=8)),
@@ -260,6 +327,8 @@ def test_64_ranks_and_4500_tensors_in_a_second() -> None:
     ]:
         layers = (32, 32, 31, 31) if new.pp == 4 else ()
         nodes = [f"n{i // 8}" for i in range(new.world_size)] + ["m"] * (64 - new.world_size)
-        mine = plan_transfers(model, (old, ()), (new, layers), {r: (r,) for r in range(64)}, nodes, me=3)
+        mine = plan_transfers(
+            model, (old, ()), (new, layers), {r: (r,) for r in range(64)}, nodes, me=3
+        )
         assert len(mine) > 10_000
     assert time.process_time() - started < 3.0  # 0.25 s on an idle core

@@ -10,7 +10,12 @@ from support.reshard.reshard_cases import random_cut, random_model
 
 from elastic.reshard import pieces
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
-from elastic.reshard.communicators import messages_bytes, n_communicators, running_bytes, set_up_bytes
+from elastic.reshard.communicators import (
+    messages_bytes,
+    n_communicators,
+    running_bytes,
+    set_up_bytes,
+)
 from elastic.reshard.pieces import Cut, shard_bytes
 from elastic.reshard.transfer_forecast import LEAST_S, Room, TransferRates, forecast
 from elastic.reshard.transfers import plan_transfers
@@ -18,7 +23,11 @@ from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
 
 MIB = 1 << 20
 MODEL = ModelProfile(
-    4, 0, tuple(TensorSpec(f"w{i}", (1024, 1024), "float32", 0, i) for i in range(4)), (OptimizerSpec(("m", "v")),), tp_limit=2
+    4,
+    0,
+    tuple(TensorSpec(f"w{i}", (1024, 1024), "float32", 0, i) for i in range(4)),
+    (OptimizerSpec(("m", "v")),),
+    tp_limit=2,
 )
 FOUR: Cut = (Layout(dp_shard=4), ())
 NODES = ["a", "a", "b", "b"]
@@ -36,20 +45,36 @@ def test_bytes_are_those_of_the_transfers(seed: int) -> None:
     old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
     n = max(old[0].world_size, new[0].world_size)
     nodes = [f"n{i // 2}" for i in range(n)]
-    move = forecast(model, old, new, holders=live(old[0].world_size), nodes=nodes, room=Room(), pace=TransferRates())
+    move = forecast(
+        model,
+        old,
+        new,
+        holders=live(old[0].world_size),
+        nodes=nodes,
+        room=Room(),
+        pace=TransferRates(),
+    )
     links: Counter[tuple[str, str]] = Counter()
     own = 0
     for t in plan_transfers(model, old, new, live(old[0].world_size), nodes):
         own += t.n_bytes if t.source == t.destination else 0
-        links[nodes[t.source], nodes[t.destination]] += t.n_bytes if t.source != t.destination else 0
-    assert {(a, b): n_bytes for a, b, n_bytes in move.links} == {k: v for k, v in links.items() if v}
+        links[nodes[t.source], nodes[t.destination]] += (
+            t.n_bytes if t.source != t.destination else 0
+        )
+    assert {(a, b): n_bytes for a, b, n_bytes in move.links} == {
+        k: v for k, v in links.items() if v
+    }
     assert (move.n_bytes, move.own_bytes) == (sum(links.values()), own)
     total = sum(shard_bytes(model, new))
-    assert move.n_bytes + move.own_bytes == total, "each byte of each new box is either moved or copied in place"
+    assert move.n_bytes + move.own_bytes == total, (
+        "each byte of each new box is either moved or copied in place"
+    )
 
 
 def test_the_same_layout_on_the_same_ranks_takes_only_the_copy_in_place() -> None:
-    move = forecast(MODEL, FOUR, FOUR, holders=live(4), nodes=NODES, room=Room(), pace=TransferRates(1e9))
+    move = forecast(
+        MODEL, FOUR, FOUR, holders=live(4), nodes=NODES, room=Room(), pace=TransferRates(1e9)
+    )
     assert (move.n_bytes, move.links, move.own_bytes) == (0, (), 4 * SHARD)
     assert move.seconds == pytest.approx(LEAST_S + SHARD / 1e9)
 
@@ -59,51 +84,102 @@ def test_seconds_are_those_of_the_busiest_link_and_follow_the_pace() -> None:
     crossing = 2 * SHARD - 32  # the RNG is there already
     for rate, times in ((1e9, 1.0), (2e9, 1.0), (1e9, 3.0)):
         move = forecast(
-            MODEL, FOUR, (Layout(dp_shard=2), ()), holders=live(4), nodes=NODES, room=Room(), pace=TransferRates(rate, times)
+            MODEL,
+            FOUR,
+            (Layout(dp_shard=2), ()),
+            holders=live(4),
+            nodes=NODES,
+            room=Room(),
+            pace=TransferRates(rate, times),
         )
         assert {(a, b): n for a, b, n in move.links}["b", "a"] == crossing
         assert move.seconds == pytest.approx(LEAST_S + times * crossing / rate)
 
 
 def test_peak_is_one_shard_and_the_staging_or_the_larger_shard() -> None:
-    """device: old + staging; host, where both do not fit: nothing but what the old shard was larger by, and a chunk."""
+    """device: old + staging; host, where both do not fit: nothing but what the old shard was larger
+    by, and a chunk."""
     two: Cut = (Layout(dp_shard=2), ())
-    device = forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(), pace=TransferRates())
+    device = forecast(
+        MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(), pace=TransferRates()
+    )
     assert (device.via, device.peak_bytes) == ("device", SHARD + STAGING_BYTES)
     fits = Room(memory_bytes=3 * SHARD + STAGING_BYTES + 64)
-    assert forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=fits, pace=TransferRates()).via == "device"
+    assert (
+        forecast(
+            MODEL, FOUR, two, holders=live(4), nodes=NODES, room=fits, pace=TransferRates()
+        ).via
+        == "device"
+    )
     tight = Room(memory_bytes=3 * SHARD)
-    host = forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=tight, pace=TransferRates())
+    host = forecast(
+        MODEL, FOUR, two, holders=live(4), nodes=NODES, room=tight, pace=TransferRates()
+    )
     assert host.via == "host" and host.peak_bytes <= STAGING_BYTES < device.peak_bytes
-    back = forecast(MODEL, two, FOUR, holders=live(2), nodes=NODES, room=tight, pace=TransferRates())
+    back = forecast(
+        MODEL, two, FOUR, holders=live(2), nodes=NODES, room=tight, pace=TransferRates()
+    )
     assert back.via == "host" and back.peak_bytes == max(SHARD - 16 + CHUNK_BYTES, STAGING_BYTES)
 
 
 def test_peak_on_gpus_counts_their_staging() -> None:
     """1 GiB of buffers on each GPU, or one message of 128 MiB beside the larger shard."""
     two: Cut = (Layout(dp_shard=2), ())
-    device = forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(device_type="cuda"), pace=TransferRates())
+    device = forecast(
+        MODEL,
+        FOUR,
+        two,
+        holders=live(4),
+        nodes=NODES,
+        room=Room(device_type="cuda"),
+        pace=TransferRates(),
+    )
     assert (device.via, device.peak_bytes) == ("device", SHARD + (1 << 30))
-    tight = Room(3 * SHARD + (1 << 30) - MIB, device_type="cuda")  # and nothing is left for communicators
-    assert forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=tight, pace=TransferRates()).via == "host"
+    # and nothing is left for communicators
+    tight = Room(3 * SHARD + (1 << 30) - MIB, device_type="cuda")
+    assert (
+        forecast(
+            MODEL, FOUR, two, holders=live(4), nodes=NODES, room=tight, pace=TransferRates()
+        ).via
+        == "host"
+    )
 
 
 def test_what_the_steps_need_counts_too() -> None:
-    """The old state stays until its content was compared behind the first steps: activations need their place beside it."""
+    """The old state stays until its content was compared behind the first steps: activations need
+    their place beside it."""
     room = Room(memory_bytes=100 * MIB, running_bytes=80 * MIB)
-    assert forecast(MODEL, FOUR, FOUR, holders=live(4), nodes=NODES, room=room, pace=TransferRates()).via == "host"
     assert (
-        forecast(MODEL, FOUR, FOUR, holders=live(4), nodes=NODES, room=Room(100 * MIB, 40 * MIB), pace=TransferRates()).via
+        forecast(
+            MODEL, FOUR, FOUR, holders=live(4), nodes=NODES, room=room, pace=TransferRates()
+        ).via
+        == "host"
+    )
+    assert (
+        forecast(
+            MODEL,
+            FOUR,
+            FOUR,
+            holders=live(4),
+            nodes=NODES,
+            room=Room(100 * MIB, 40 * MIB),
+            pace=TransferRates(),
+        ).via
         == "device"
     )
 
 
 def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often a tensor is looked at does not depend on the number of ranks that it is cut for, nor does the state's list."""
+    """How often a tensor is looked at does not depend on the number of ranks that it is cut for,
+    nor does the state's list."""
     asked: Counter[str] = Counter()
     for name in ("region", "placements"):
         inner = getattr(pieces, name)
-        monkeypatch.setattr(pieces, name, lambda *given, name=name, inner=inner: asked.update([name]) or inner(*given))
+        monkeypatch.setattr(
+            pieces,
+            name,
+            lambda *given, name=name, inner=inner: asked.update([name]) or inner(*given),
+        )
     for n in (8, 64):
         asked.clear()
         forecast(
@@ -115,32 +191,40 @@ def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch
             room=Room(),
             pace=TransferRates(),
         )
-        assert asked == {"region": 4, "placements": 2}, "of each side: all that is cut alike, and the buffers"
+        assert asked == {"region": 4, "placements": 2}, (
+            "of each side: all that is cut alike, and the buffers"
+        )
 
 
-# ------------------------------------------------------------------------------------------ beside torch's memory
+# ------------------------------------------------------------------------------------------ beside
+# torch's memory
 
 GIB = 1 << 30
 
 
 def test_a_communicator_is_counted_once_for_axes_with_the_same_ranks() -> None:
     counts = {
-        Layout(): 0, Layout(dp_shard=8): 1, Layout(cp=2): 1, Layout(dp_shard=2, cp=2): 2, Layout(pp=2): 1, Layout(pp=4): 2,
-        Layout(pp=4, dp_replicate=2, dp_shard=2, cp=2, tp=2): 6,
+        Layout(): 0, Layout(dp_shard=8): 1, Layout(cp=2): 1, Layout(dp_shard=2, cp=2): 2,
+        Layout(pp=2): 1, Layout(pp=4): 2, Layout(pp=4, dp_replicate=2, dp_shard=2, cp=2, tp=2): 6,
     }  # fmt: skip
     assert {layout: n_communicators(layout) for layout in counts} == counts
 
 
 def test_bytes_of_communicators() -> None:
-    """384 MiB each, the world's too; 448 for each peer of a node that messages go to, 512 for all others together."""
+    """384 MiB each, the world's too; 448 for each peer of a node that messages go to, 512 for all
+    others together."""
     assert set_up_bytes(Layout(dp_shard=8), 8) == 2 * 384 * MIB
     assert set_up_bytes(Layout(), 1) == 0 and set_up_bytes(Layout(), 2) == 384 * MIB
-    assert messages_bytes(7, across=False) == 3136 * MIB and messages_bytes(0, across=True) == 512 * MIB
+    assert (
+        messages_bytes(7, across=False) == 3136 * MIB
+        and messages_bytes(0, across=True) == 512 * MIB
+    )
     assert running_bytes(Layout(pp=4), 4) == (3 * 384 + 2 * 448) * MIB
 
 
 def test_a_move_leaves_room_for_the_communicators_that_it_uses() -> None:
-    """Four ranks in two nodes become two: rank 0 keeps its bytes and gets those of others, in its node and across."""
+    """Four ranks in two nodes become two: rank 0 keeps its bytes and gets those of others, in its
+    node and across."""
     two: Cut = (Layout(dp_shard=2), ())
     staging, context = GIB, 512 * MIB
     rank_0 = SHARD + (2 * SHARD - 16) + staging + context + 2 * 384 * MIB + 448 * MIB
@@ -158,18 +242,33 @@ def test_a_move_leaves_room_for_the_communicators_that_it_uses() -> None:
     )
     assert (
         forecast(
-            MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(rank_0 - MIB, device_type="cuda"), pace=TransferRates()
+            MODEL,
+            FOUR,
+            two,
+            holders=live(4),
+            nodes=NODES,
+            room=Room(rank_0 - MIB, device_type="cuda"),
+            pace=TransferRates(),
         ).via
         == "host"
     )
     assert (
-        forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(3 * SHARD + STAGING_BYTES), pace=TransferRates()).via
+        forecast(
+            MODEL,
+            FOUR,
+            two,
+            holders=live(4),
+            nodes=NODES,
+            room=Room(3 * SHARD + STAGING_BYTES),
+            pace=TransferRates(),
+        ).via
         == "device"
     ), "not on gloo"
 
 
 def test_the_way_by_host_memory_takes_its_time() -> None:
-    """What leaves the device and what comes back, of the busiest one, at the rate between the two; more where not pinned."""
+    """What leaves the device and what comes back, of the busiest one, at the rate between the two;
+    more where not pinned."""
     two: Cut = (Layout(dp_shard=2), ())
     quick, slow = (
         forecast(
@@ -184,7 +283,13 @@ def test_the_way_by_host_memory_takes_its_time() -> None:
         for rate in (1e9, 1e8)
     )
     unknown = forecast(
-        MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(1, device_type="cuda"), pace=TransferRates(times=2.0)
+        MODEL,
+        FOUR,
+        two,
+        holders=live(4),
+        nodes=NODES,
+        room=Room(1, device_type="cuda"),
+        pace=TransferRates(times=2.0),
     )
     assert (quick.via, unknown.via) == ("host", "host")
     assert quick.seconds - unknown.seconds == pytest.approx(2 * (2 * SHARD) / 1e9)

@@ -1,4 +1,5 @@
-"""Transfers: each element of each new box exactly once, from somebody who has it, from near before far."""
+"""Transfers: each element of each new box exactly once, from somebody who has it, from near before
+far."""
 
 from __future__ import annotations
 
@@ -13,11 +14,22 @@ from support.reshard.reshard_cases import Cut, elements, random_cut, random_mode
 from elastic.errors import StateLost
 from elastic.reshard.rank_boxes import boxes
 from elastic.reshard.transfers import holders_of, lost_tensor, plan_transfers
-from elastic.types import Holding, Layout, ModelProfile, OptimizerSpec, Resume, TensorSpec, Transfer, WorkerId
+from elastic.types import (
+    Holding,
+    Layout,
+    ModelProfile,
+    OptimizerSpec,
+    Resume,
+    TensorSpec,
+    Transfer,
+    WorkerId,
+)
 
 
 def flat(rows: int = 64, n: int = 1, block: int = 0) -> ModelProfile:
-    return ModelProfile(1, 0, tuple(TensorSpec(f"w{i}", (rows, 4), "float32", block=block) for i in range(n)))
+    return ModelProfile(
+        1, 0, tuple(TensorSpec(f"w{i}", (rows, 4), "float32", block=block) for i in range(n))
+    )
 
 
 def check(
@@ -34,7 +46,8 @@ def check(
             near[nodes[participant]] |= set(held[rank])
     for rank in range(new[0].world_size):
         got = [t for t in transfers if t.destination == rank]
-        assert elements(got) == elements(boxes(model, *new, rank)), rank  # a Counter: no gap, no overlap
+        # a Counter: no gap, no overlap
+        assert elements(got) == elements(boxes(model, *new, rank)), rank
         for t in got:
             part = elements([t])
             assert t.source in holders[t.holding]
@@ -46,31 +59,43 @@ def check(
     return transfers
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 30))])
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 30))]
+)
 @pytest.mark.parametrize("common", ["none", "some", "all"])
 def test_random_pairs_are_covered_exactly_once(seed: int, common: str) -> None:
-    """Old ranks are new ranks, partly new ranks, or none of them; some boxes have a second holder; nodes have 1-4 workers."""
+    """Old ranks are new ranks, partly new ranks, or none of them; some boxes have a second holder;
+    nodes have 1-4 workers."""
     random = Random(seed)
     model = random_model(random)
     old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
     n_old, n_new = old[0].world_size, new[0].world_size
-    n_kept = {"none": 0, "some": random.randint(0, min(n_old, n_new)), "all": min(n_old, n_new)}[common]
+    n_kept = {"none": 0, "some": random.randint(0, min(n_old, n_new)), "all": min(n_old, n_new)}[
+        common
+    ]
     kept = dict(zip(random.sample(range(n_old), n_kept), random.sample(range(n_new), n_kept)))
     senders = iter(range(n_new, n_new + n_old))
     place = {rank: kept[rank] if rank in kept else next(senders) for rank in range(n_old)}
     n_participants = n_new + n_old - n_kept
-    holders = {r: (p, *random.sample(range(n_participants), random.randint(0, 1))) for r, p in place.items()}
+    holders = {
+        r: (p, *random.sample(range(n_participants), random.randint(0, 1)))
+        for r, p in place.items()
+    }
     nodes = [f"node-{i // random.randint(1, 4)}" for i in range(n_participants)]
     transfers = check(model, old, new, holders, nodes)
     assert transfers == plan_transfers(model, old, new, dict(reversed(holders.items())), nodes)
     for me in {0, n_new - 1, n_participants - 1}:
         mine = tuple(t for t in transfers if me in (t.source, t.destination))
-        assert plan_transfers(model, old, new, holders, nodes, me) == mine, "each sees its part of one and the same plan"
+        assert plan_transfers(model, old, new, holders, nodes, me) == mine, (
+            "each sees its part of one and the same plan"
+        )
 
 
 def test_the_same_layout_moves_nothing_over_the_wire() -> None:
     cut = (Layout(dp_replicate=2, dp_shard=3, tp=2), ())
-    transfers = check(random_model(Random(1)), cut, cut, {r: (r,) for r in range(12)}, ["a"] * 6 + ["b"] * 6)
+    transfers = check(
+        random_model(Random(1)), cut, cut, {r: (r,) for r in range(12)}, ["a"] * 6 + ["b"] * 6
+    )
     assert all(t.source == t.destination for t in transfers)
 
 
@@ -90,7 +115,8 @@ def test_the_same_node_is_asked_before_others() -> None:
 
 
 def test_senders_are_balanced() -> None:
-    """Eight new ranks on their own nodes fetch from eight replicas: no sender has more than a tensor above the mean."""
+    """Eight new ranks on their own nodes fetch from eight replicas: no sender has more than a
+    tensor above the mean."""
     old, new = (Layout(dp_replicate=8), ()), (Layout(dp_replicate=16), ())
     nodes = [f"n{i}" for i in range(16)]
     transfers = plan_transfers(flat(n=40), old, new, {r: (r,) for r in range(8)}, nodes)
@@ -116,32 +142,50 @@ def test_a_missing_rank_is_no_loss_where_a_replica_or_no_piece_is_left() -> None
     model = flat(rows=2)
     two = (Layout(dp_replicate=2, dp_shard=2), ())
     check(model, two, (Layout(), ()), {0: (0,), 3: (1,)}, ["a", "b"])
-    check(model, (Layout(dp_shard=3), ()), (Layout(), ()), {0: (0,), 1: (1,)}, ["a", "b"])  # rank 2 has no row
+    # rank 2 has no row
+    check(model, (Layout(dp_shard=3), ()), (Layout(), ()), {0: (0,), 1: (1,)}, ["a", "b"])
     assert lost_tensor(model, two, (0, 3)) is None and lost_tensor(model, two, (0, 2)) == "model.w0"
 
 
 def test_who_holds_a_replica_of_a_rank_stands_in_for_it() -> None:
-    """Ranks 0 and 2 have equal boxes, and so have 1 and 3; 1 and 2 are gone, and b holds a copy of rank 0 too."""
+    """Ranks 0 and 2 have equal boxes, and so have 1 and 3; 1 and 2 are gone, and b holds a copy of
+    rank 0 too."""
     a, b = WorkerId("a", 0), WorkerId("b", 0)
     held = (Holding(a, 1, 0, 4, "live"), Holding(b, 1, 3, 4, "live"), Holding(b, 1, 0, 4, "peer"))
     resume = Resume("peer", 4, 1, Layout(dp_replicate=2, dp_shard=2), (), held)
     assert holders_of(resume, (a, b)) == {0: (0, 1), 1: (1,), 2: (0, 1), 3: (1,)}
-    assert holders_of(replace(resume, holdings=held[:1]), (a, b)) == {0: (0,), 1: (), 2: (0,), 3: ()}
+    assert holders_of(replace(resume, holdings=held[:1]), (a, b)) == {
+        0: (0,),
+        1: (),
+        2: (0,),
+        3: (),
+    }
 
 
 def test_tied_embeddings_have_holders_on_both_stages() -> None:
     tied = TensorSpec("head", (8, 2), "float32", tp_dim=0, block=2, tied_to="embed")
-    model = ModelProfile(2, 0, (TensorSpec("embed", (8, 2), "float32", tp_dim=0, block=-1), tied), (OptimizerSpec(("m",)),))
+    model = ModelProfile(
+        2,
+        0,
+        (TensorSpec("embed", (8, 2), "float32", tp_dim=0, block=-1), tied),
+        (OptimizerSpec(("m",)),),
+    )
     old, new = (Layout(pp=2), (1, 1)), (Layout(), ())
     for survivor in (0, 1):
         check(model, old, new, {survivor: (0,)}, ["a"])
 
 
 def test_32_ranks_and_1000_tensors_are_planned_quickly() -> None:
-    specs = tuple(TensorSpec(f"layers.{i}.w", (4096 + i, 1024), "float32", i % 2, i // 10) for i in range(250))
-    model = ModelProfile(25, 0, specs, (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),), tp_limit=8)
+    specs = tuple(
+        TensorSpec(f"layers.{i}.w", (4096 + i, 1024), "float32", i % 2, i // 10) for i in range(250)
+    )
+    model = ModelProfile(
+        25, 0, specs, (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),), tp_limit=8
+    )
     old, new = (Layout(dp_shard=32), ()), (Layout(dp_shard=31), ())
     start = time.process_time()
-    transfers = plan_transfers(model, old, new, {r: (r,) for r in range(32)}, [f"n{r // 8}" for r in range(31)] + ["n9"])
+    transfers = plan_transfers(
+        model, old, new, {r: (r,) for r in range(32)}, [f"n{r // 8}" for r in range(31)] + ["n9"]
+    )
     assert time.process_time() - start < 5.0  # 0.6 s on an idle core
     assert len(transfers) > 30_000

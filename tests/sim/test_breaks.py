@@ -1,4 +1,5 @@
-"""Commits that only some have seen, wrong content and steps that are no number, on the virtual clock."""
+"""Commits that only some have seen, wrong content and steps that are no number, on the virtual
+clock."""
 
 from __future__ import annotations
 
@@ -26,12 +27,17 @@ from elastic.types import (
 )
 
 MODEL = ModelProfile(
-    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
+    4,
+    1_000_000,
+    (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+    (OptimizerSpec(("exp_avg",)),),
+    tp_limit=2,
 )
 POOLS = (Pool("p", max_nodes=4, usd_per_node_h=1.0, market_type="spot"),)
 REPLICAS = {4: "dp_replicate=2,dp_shard=2", 3: "dp_shard=3", 2: "dp_shard=2"}
 JOB: dict[str, Any] = {
-    "steps": 40, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 3, "durable_every": 5,
+    "steps": 40, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 3,
+    "durable_every": 5,
 }  # fmt: skip
 AT_S = 24.3  # inside a step
 
@@ -45,7 +51,13 @@ def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, MemoryJourna
 
 
 def orders(journal: MemoryJournal, kind: type) -> list[Any]:
-    return [a for line in journal.lines if line.decision for a in line.decision.actions if isinstance(a, kind)]
+    return [
+        a
+        for line in journal.lines
+        if line.decision
+        for a in line.decision.actions
+        if isinstance(a, kind)
+    ]
 
 
 def plans(journal: MemoryJournal) -> list[Plan]:
@@ -53,12 +65,19 @@ def plans(journal: MemoryJournal) -> list[Plan]:
 
 
 def steps(journal: MemoryJournal) -> list[int]:
-    return [event.step for line in journal.lines for _, event in line.events if isinstance(event, StepDone)]
+    return [
+        event.step
+        for line in journal.lines
+        for _, event in line.events
+        if isinstance(event, StepDone)
+    ]
 
 
 @pytest.mark.parametrize("which", range(4))
 def test_replicas_lose_no_step_when_one_is_torn_by_a_loss(which: int) -> None:
-    state, _, journal = run(Fault(AT_S, "loss", which, moment="torn"), layout=REPLICAS, peer_every=0)
+    state, _, journal = run(
+        Fault(AT_S, "loss", which, moment="torn"), layout=REPLICAS, peer_every=0
+    )
     assert state.phase == "succeeded"
     forward = orders(journal, RollForward)
     after = plans(journal)[1]
@@ -88,10 +107,16 @@ def test_a_step_that_nobody_has_committed_is_done_again_from_replicas(moment: An
 
 def test_one_more_is_lost_while_it_rolls_forward() -> None:
     state, _, journal = run(
-        Fault(AT_S, "loss", 0, moment="torn"), Fault(AT_S + 0.35, "loss", 1), layout=REPLICAS, peer_every=1, durable_every=5
+        Fault(AT_S, "loss", 0, moment="torn"),
+        Fault(AT_S + 0.35, "loss", 1),
+        layout=REPLICAS,
+        peer_every=1,
+        durable_every=5,
     )
     assert state.phase == "succeeded" and len(orders(journal, RollForward)) == 1
-    assert plans(journal)[1].resume.step < orders(journal, RollForward)[0].step, "the one that was to apply it is gone"
+    assert plans(journal)[1].resume.step < orders(journal, RollForward)[0].step, (
+        "the one that was to apply it is gone"
+    )
 
 
 def test_wrong_content_goes_back_to_a_copy_from_before_it() -> None:
@@ -100,7 +125,11 @@ def test_wrong_content_goes_back_to_a_copy_from_before_it() -> None:
     assert state.phase == "succeeded" and state.distrusted
     back = next(plan for plan in plans(journal) if plan.cause == "rollback")
     assert back.resume.generation not in state.distrusted and back.resume.source == "durable"
-    (why,) = [line.decision.reason for line in journal.lines if line.decision and "rolled back" in line.decision.reason]
+    (why,) = [
+        line.decision.reason
+        for line in journal.lines
+        if line.decision and "rolled back" in line.decision.reason
+    ]
     assert "the content of generation" in why and "steps back" in why
 
 
@@ -111,11 +140,17 @@ def test_a_generation_that_began_anew_has_taken_over_nothing_that_could_be_wrong
 
 def test_a_step_that_once_is_no_number_is_done_again_with_the_same_samples() -> None:
     state, _, journal = run(Fault(AT_S, "not_finite"))
-    assert state.phase == "succeeded" and [plan.cause for plan in plans(journal)] == ["start", "rollback"]
+    assert state.phase == "succeeded" and [plan.cause for plan in plans(journal)] == [
+        "start",
+        "rollback",
+    ]
     assert sorted(set(steps(journal))) == list(range(1, 41))
 
 
 def test_a_step_that_always_is_no_number_ends_the_run() -> None:
     state, _, journal = run(Fault(AT_S, "not_finite", lasting=True))
-    assert state.phase == "failed" and [plan.cause for plan in plans(journal)] == ["start", "rollback"]
+    assert state.phase == "failed" and [plan.cause for plan in plans(journal)] == [
+        "start",
+        "rollback",
+    ]
     assert "its samples: 1, 2; again, after one roll-back" in state.outcome_reason

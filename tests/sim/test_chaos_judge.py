@@ -14,7 +14,9 @@ from support.chaos.simulated import play
 from elastic.ledger.journal import Line
 from elastic.types import EnterPlan, Event, NodeLost, StepDone
 
-SEED = 12  # aborted, rolled back, and resumed from a checkpoint that is newer than what was resumed from before
+# aborted, rolled back, and resumed from a checkpoint that is newer than what was resumed from
+# before
+SEED = 12
 STEP = 30
 
 
@@ -33,7 +35,11 @@ def changed(change: Callable[[Event], Event | None]) -> list[Line]:
     found = []
     for line in lines():
         events = [(at_s, change(event)) for at_s, event in line.events]
-        found.append(replace(line, events=tuple((at_s, event) for at_s, event in events if event is not None)))
+        found.append(
+            replace(
+                line, events=tuple((at_s, event) for at_s, event in events if event is not None)
+            )
+        )
     return found
 
 
@@ -43,10 +49,20 @@ def of_step(event: Event) -> bool:
 
 def on_a_lost_node() -> list[Line]:
     plan = next(
-        a.plan for line in reversed(lines()) if line.decision for a in line.decision.actions if isinstance(a, EnterPlan)
+        a.plan
+        for line in reversed(lines())
+        if line.decision
+        for a in line.decision.actions
+        if isinstance(a, EnterPlan)
     )
-    at = next(i for i, line in enumerate(lines()) if line.decision and any(a == EnterPlan(plan) for a in line.decision.actions))
-    before = replace(lines()[at], events=((lines()[at].at_s, NodeLost(plan.nodes[0])),), decision=None)
+    at = next(
+        i
+        for i, line in enumerate(lines())
+        if line.decision and any(a == EnterPlan(plan) for a in line.decision.actions)
+    )
+    before = replace(
+        lines()[at], events=((lines()[at].at_s, NodeLost(plan.nodes[0])),), decision=None
+    )
     return [*lines()[:at], before, *lines()[at:]]
 
 

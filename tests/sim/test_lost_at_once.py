@@ -21,14 +21,16 @@ BACK_S = 60.0  # until lost nodes are replaced and the state is copied again
 
 def job(n_copies: int, **more: Any) -> dict[str, Any]:
     return {
-        "name": "copies", "steps": 400, "global_batch": 24, "seed": 0, "layout": "auto", "min_workers": 1, "max_workers": None,
-        "peer_every": "auto", "durable_every": 25, "budget_usd": None, "max_nodes": None, "peer_copies": n_copies,
+        "name": "copies", "steps": 400, "global_batch": 24, "seed": 0, "layout": "auto",
+        "min_workers": 1, "max_workers": None, "peer_every": "auto", "durable_every": 25,
+        "budget_usd": None, "max_nodes": None, "peer_copies": n_copies,
     } | more  # fmt: skip
 
 
 @st.composite
 def incidents(draw: st.DrawFn) -> tuple[int, int, list[Fault]]:
-    """Copies, nodes, and losses of so many nodes at once, far enough apart; at any moment, also within a step or a copy."""
+    """Copies, nodes, and losses of so many nodes at once, far enough apart; at any moment, also
+    within a step or a copy."""
     n_copies = draw(st.integers(1, 2))
     n_nodes = draw(st.integers(n_copies + 2, 6))
     faults = []
@@ -36,7 +38,9 @@ def incidents(draw: st.DrawFn) -> tuple[int, int, list[Fault]]:
     for _ in range(draw(st.integers(1, 3))):
         at_s += draw(st.floats(0, 20))
         moment = draw(st.sampled_from(["inside", "waiting", "torn"]))
-        faults += [Fault(at_s, "loss", draw(st.integers(0, 7)), moment=moment) for _ in range(n_copies)]  # type: ignore[arg-type]
+        faults += [
+            Fault(at_s, "loss", draw(st.integers(0, 7)), moment=moment) for _ in range(n_copies)
+        ]  # type: ignore[arg-type]
         at_s += BACK_S
     return n_copies, n_nodes, faults
 
@@ -66,7 +70,8 @@ def test_any_r_nodes_at_once_cost_no_read_from_storage(case: tuple[int, int, lis
 
 
 def test_the_cadence_follows_the_cost_and_does_not_swing() -> None:
-    """0.02 s per copy at steps of 0.25 s: every 9th, since a step has 0.245 s without its data; the plan began with 5."""
+    """0.02 s per copy at steps of 0.25 s: every 9th, since a step has 0.245 s without its data; the
+    plan began with 5."""
     pool = Pool("spot", "CPU", 2, "spot", 1.0, 4, 4)
     for copy_s, expected in ((0.2, 9), (0.001, 1)):
         backend = SimBackend((pool,), Job.from_plain(job(1)), (), Delays(work_s=2.0, copy_s=copy_s))
@@ -83,6 +88,8 @@ def test_the_cadence_follows_the_cost_and_does_not_swing() -> None:
         assert "ms and takes" in changes[0][1]
         plan = max(state.plans.values(), key=lambda plan: plan.generation)
         assert plan.peer_every == expected, "replayed from the journal it is the same"
-        stored = [e.copy for line in memory.lines for _, e in line.events if isinstance(e, CopyStored)]
+        stored = [
+            e.copy for line in memory.lines for _, e in line.events if isinstance(e, CopyStored)
+        ]
         told = [copy.step for copy in stored if copy.kind == "peer"]
         assert {b - a for a, b in zip(told[-5:], told[-4:], strict=False)} == {expected}

@@ -1,4 +1,5 @@
-"""Nodes that are cut off for some time, on the virtual clock: they wait, are replaced, and are taken back."""
+"""Nodes that are cut off for some time, on the virtual clock: they wait, are replaced, and are
+taken back."""
 
 from __future__ import annotations
 
@@ -27,16 +28,23 @@ from elastic.types import (
     TensorSpec,
 )  # fmt: skip
 
-MODEL = ModelProfile(4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),))
+MODEL = ModelProfile(
+    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),)
+)
 JOB: dict[str, Any] = {
-    "steps": 60, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 3, "durable_every": 5,
+    "steps": 60, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 3,
+    "durable_every": 5,
 }  # fmt: skip
 AT_S = 24.3  # inside a step
 SILENT_S = 6.0
 
 
-def run(*faults: Fault, n_nodes: int = 3, gpus: int = 1, **changes: Any) -> tuple[State, SimBackend, MemoryJournal]:
-    pools = (Pool("p", gpus_per_node=gpus, max_nodes=n_nodes, usd_per_node_h=1.0, market_type="spot"),)
+def run(
+    *faults: Fault, n_nodes: int = 3, gpus: int = 1, **changes: Any
+) -> tuple[State, SimBackend, MemoryJournal]:
+    pools = (
+        Pool("p", gpus_per_node=gpus, max_nodes=n_nodes, usd_per_node_h=1.0, market_type="spot"),
+    )
     job = JOB | changes
     backend, journal = SimBackend(pools, Job.from_plain(job), faults), MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
@@ -51,7 +59,12 @@ def plans(journal: MemoryJournal) -> list[Plan]:
 
 
 def told(journal: MemoryJournal, kind: type) -> list[tuple[float, Any]]:
-    return [(at_s, event) for line in journal.lines for at_s, event in line.events if isinstance(event, kind)]
+    return [
+        (at_s, event)
+        for line in journal.lines
+        for at_s, event in line.events
+        if isinstance(event, kind)
+    ]
 
 
 def test_a_short_cut_is_waited_out() -> None:
@@ -60,7 +73,9 @@ def test_a_short_cut_is_waited_out() -> None:
     assert len(plans(journal)) == len(plans(calm)) and not told(journal, Silent)
     steps = told(journal, StepDone)
     assert [event.step for _, event in steps] == list(range(1, 61)), "nothing is done twice"
-    assert not [at_s for at_s, _ in steps if AT_S < at_s < AT_S + 4.0], "no step is whole without all of its ranks"
+    assert not [at_s for at_s, _ in steps if AT_S < at_s < AT_S + 4.0], (
+        "no step is whole without all of its ranks"
+    )
     assert steps[-1][0] == pytest.approx(told(calm, StepDone)[-1][0] + 4.0, abs=1.5)
 
 
@@ -81,24 +96,50 @@ def test_a_node_that_is_cut_off_for_longer_is_replaced_and_taken_back(moment: Mo
 
 def test_the_others_apply_the_step_whose_commit_some_of_them_have_seen() -> None:
     cut = Fault(AT_S, "partition", 0, lasts_s=12.0, moment="torn")
-    _, _, journal = run(cut, n_nodes=4, layout={4: "dp_replicate=2,dp_shard=2", 3: "dp_shard=3"}, peer_every=0)
-    assert len([a for line in journal.lines if line.decision for a in line.decision.actions if isinstance(a, RollForward)]) == 1
-    assert [event.step for _, event in told(journal, StepDone)] == list(range(1, 61)), "each step is done once"
+    _, _, journal = run(
+        cut, n_nodes=4, layout={4: "dp_replicate=2,dp_shard=2", 3: "dp_shard=3"}, peer_every=0
+    )
+    assert (
+        len(
+            [
+                a
+                for line in journal.lines
+                if line.decision
+                for a in line.decision.actions
+                if isinstance(a, RollForward)
+            ]
+        )
+        == 1
+    )
+    assert [event.step for _, event in told(journal, StepDone)] == list(range(1, 61)), (
+        "each step is done once"
+    )
 
 
 def test_ranks_that_are_cut_off_together_step_on_and_are_heard_later() -> None:
     _, _, journal = run(Fault(AT_S, "partition", 0, lasts_s=5.0), n_nodes=1, gpus=2)
-    heard = [event.step for at_s, event in told(journal, StepDone) if at_s == pytest.approx(AT_S + 5.0, abs=1e-6)]
-    assert len(heard) == 2 and not [at_s for at_s, _ in told(journal, StepDone) if AT_S < at_s < AT_S + 4.9]
+    heard = [
+        event.step
+        for at_s, event in told(journal, StepDone)
+        if at_s == pytest.approx(AT_S + 5.0, abs=1e-6)
+    ]
+    assert len(heard) == 2 and not [
+        at_s for at_s, _ in told(journal, StepDone) if AT_S < at_s < AT_S + 4.9
+    ]
     assert len(plans(journal)) == 1
 
 
 def test_nothing_is_heard_any_more_of_ranks_that_were_given_up() -> None:
-    """All are cut off together and step on; the driver takes them for lost, and resumes from what was heard of."""
+    """All are cut off together and step on; the driver takes them for lost, and resumes from what
+    was heard of."""
     _, _, journal = run(Fault(AT_S, "partition", 0, lasts_s=30.0), n_nodes=1, gpus=2)
     generations = [event.generation for _, event in told(journal, StepDone)]
     assert len(set(generations)) == 2 and generations == sorted(generations)
-    assert not [event for at_s, event in told(journal, StepDone) if at_s > AT_S and event.generation == generations[0]]
+    assert not [
+        event
+        for at_s, event in told(journal, StepDone)
+        if at_s > AT_S and event.generation == generations[0]
+    ]
     assert not [at_s for at_s, _ in told(journal, StepDone) if AT_S < at_s < AT_S + 30.0]
     assert {event.step for _, event in told(journal, StepDone)} == set(range(1, 61))
 
@@ -108,5 +149,9 @@ def test_an_idle_node_that_is_cut_off_is_prepared_anew() -> None:
     _, _, journal = run(add, Fault(AT_S, "partition", 2, lasts_s=9.0), n_nodes=3, max_workers=2)
     ((at_s, silent),) = told(journal, Silent)
     assert silent.phase == "idle" and len(plans(journal)) == 1, "the others train on"
-    prepared_s = [at_s for at_s, event in told(journal, NodePrepared) if event.node_id == silent.worker.node_id]
+    prepared_s = [
+        at_s
+        for at_s, event in told(journal, NodePrepared)
+        if event.node_id == silent.worker.node_id
+    ]
     assert len(prepared_s) == 2 and prepared_s[1] >= AT_S + 9.0

@@ -10,7 +10,25 @@ from support.sim.scenario import WEATHER_FROM
 
 N_RUNS, N_BATCHES = 300, 60
 # Of `make chaos`: they were wrong once.
-KEPT = (84, 515, 620, 801, 1069, 1826, 3151, 10084, 20211, 20388, 30945, 31068, 31450, 40057, 50338, 51163, 51279)
+KEPT = (
+    84,
+    515,
+    620,
+    801,
+    1069,
+    1826,
+    3151,
+    10084,
+    20211,
+    20388,
+    30945,
+    31068,
+    31450,
+    40057,
+    50338,
+    51163,
+    51279,
+)
 
 
 def check(seed: int, path: Path) -> None:
@@ -19,14 +37,18 @@ def check(seed: int, path: Path) -> None:
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))])
+@pytest.mark.parametrize(
+    "batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))]
+)
 def test_random_runs_finish_within_the_rules(batch: int, tmp_path: Path) -> None:
     for seed in range(batch, N_RUNS, N_BATCHES):
         check(seed, tmp_path / f"{seed}.jsonl")
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))])
+@pytest.mark.parametrize(
+    "batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))]
+)
 def test_random_runs_in_any_weather_of_storage(batch: int, tmp_path: Path) -> None:
     for seed in range(WEATHER_FROM + batch, WEATHER_FROM + 50, 10):
         check(seed, tmp_path / f"{seed}.jsonl")

@@ -1,4 +1,5 @@
-"""Replay notices a decision that comes out otherwise; the simulator notices orders that break the rules."""
+"""Replay notices a decision that comes out otherwise; the simulator notices orders that break the
+rules."""
 
 from __future__ import annotations
 
@@ -33,11 +34,16 @@ from elastic.types import (
 )
 
 MODEL = ModelProfile(
-    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
+    4,
+    1_000_000,
+    (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+    (OptimizerSpec(("exp_avg",)),),
+    tp_limit=2,
 )
 POOLS = (Pool("p", max_nodes=3, usd_per_node_h=1.0, market_type="spot"),)
 JOB: dict[str, Any] = {
-    "steps": 20, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 1, "durable_every": 5,
+    "steps": 20, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 1,
+    "durable_every": 5,
 }  # fmt: skip
 
 
@@ -49,7 +55,12 @@ def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, MemoryJourna
 
 def plans(journal: MemoryJournal) -> list[Plan]:
     decisions = [line.decision for line in journal.lines if line.decision]
-    return [action.plan for decision in decisions for action in decision.actions if isinstance(action, EnterPlan)]
+    return [
+        action.plan
+        for decision in decisions
+        for action in decision.actions
+        if isinstance(action, EnterPlan)
+    ]
 
 
 def test_a_replay_that_decides_the_same_is_identical() -> None:
@@ -74,8 +85,16 @@ def test_a_replay_finds_the_first_decision_that_differs() -> None:
 def test_a_notice_costs_no_step_and_a_loss_at_most_the_steps_since_the_last_copy() -> None:
     for fault, cause in ((Fault(16.0, "notice", 1), "notice"), (Fault(16.0, "loss", 1), "loss")):
         _, backend, journal = run(fault)
-        assert [plan.cause for plan in plans(journal)][:2] == ["start", cause] and not backend.violations
-        steps = [event.step for line in journal.lines for _, event in line.events if isinstance(event, StepDone)]
+        assert [plan.cause for plan in plans(journal)][:2] == [
+            "start",
+            cause,
+        ] and not backend.violations
+        steps = [
+            event.step
+            for line in journal.lines
+            for _, event in line.events
+            if isinstance(event, StepDone)
+        ]
         again = len(steps) - len(set(steps))
         assert again == 0 if cause == "notice" else again <= 1
 
@@ -88,10 +107,18 @@ def test_two_nodes_at_once_go_back_to_storage() -> None:
 
 def test_a_layout_that_does_not_fit_is_left() -> None:
     job = JOB | {"max_nodes": 3}
-    backend = SimBackend(POOLS, Job.from_plain(job), (), fits=lambda plan: plan.layout.world_size > 3 or plan.layout.pp > 1)
+    backend = SimBackend(
+        POOLS,
+        Job.from_plain(job),
+        (),
+        fits=lambda plan: plan.layout.world_size > 3 or plan.layout.pp > 1,
+    )
     journal = MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, replace(MODEL, n_blocks=6)))
-    assert state.phase == "succeeded" and [plan.cause for plan in plans(journal)] == ["start", "infeasible"]
+    assert state.phase == "succeeded" and [plan.cause for plan in plans(journal)] == [
+        "start",
+        "infeasible",
+    ]
 
 
 def test_the_simulator_notes_orders_that_break_the_rules() -> None:
@@ -101,13 +128,19 @@ def test_the_simulator_notes_orders_that_break_the_rules() -> None:
     backend.execute(EnterPlan(last))
     gone = replace(last, generation=7, ranks=(WorkerId("nowhere", 0), *last.ranks[1:]))
     backend.execute(EnterPlan(gone))
-    nobody = Resume("peer", 3, 1, last.layout, last.layers, (Holding(last.ranks[0], 1, 0, 3, "peer"),))
+    nobody = Resume(
+        "peer", 3, 1, last.layout, last.layers, (Holding(last.ranks[0], 1, 0, 3, "peer"),)
+    )
     backend.execute(EnterPlan(replace(last, generation=9, resume=nobody)))
     until_s = backend.now_s() + 60
     while backend.now_s() < until_s:
         backend.poll(until_s)
     assert len(backend.violations) == 3, backend.violations
-    assert "after 1" in backend.violations[0] and "lost" in backend.violations[1] and "nobody holds" in backend.violations[2]
+    assert (
+        "after 1" in backend.violations[0]
+        and "lost" in backend.violations[1]
+        and "nobody holds" in backend.violations[2]
+    )
 
 
 def test_a_run_that_hangs_is_an_error() -> None:
@@ -115,20 +148,29 @@ def test_a_run_that_hangs_is_an_error() -> None:
         return Decision()
 
     with pytest.raises(InternalError, match="the run hangs"):
-        drive(SimBackend(POOLS, Job.from_plain(JOB)), MemoryJournal(), DriverStarted("r", 1, JOB, POOLS, MODEL), decide=never)
+        drive(
+            SimBackend(POOLS, Job.from_plain(JOB)),
+            MemoryJournal(),
+            DriverStarted("r", 1, JOB, POOLS, MODEL),
+            decide=never,
+        )
 
 
 def test_the_copy_of_the_last_step_that_is_lost_with_its_node_is_made_again() -> None:
     pools = (replace(POOLS[0], max_nodes=1),)
     job = JOB | {"steps": 4}
-    backend, journal = SimBackend(pools, Job.from_plain(job), [Fault(26.0, "loss")]), MemoryJournal()
+    backend, journal = (
+        SimBackend(pools, Job.from_plain(job), [Fault(26.0, "loss")]),
+        MemoryJournal(),
+    )
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert state.phase == "succeeded" and len(plans(journal)) == 2 and not backend.violations
     assert state.best_step == 4 and backend.now_s() < 60
 
 
 def test_a_run_that_is_done_goes_on_when_more_steps_are_asked_for() -> None:
-    """The second driver finds only the checkpoints of the first; one journal, whose sums are those of both."""
+    """The second driver finds only the checkpoints of the first; one journal, whose sums are those
+    of both."""
     state, backend, journal = run(Fault(20.0, "loss", 1))
     assert (state.phase, state.step) == ("succeeded", 20)
     before, first, at_s = restored(journal.lines), account(journal.lines), backend.now_s()
@@ -144,5 +186,7 @@ def test_a_run_that_is_done_goes_on_when_more_steps_are_asked_for() -> None:
     assert both.totals.steps == 50 and [t.source for t in both.transitions].count("durable") >= 1
     last = [e.step for line in journal.lines for _, e in line.events if isinstance(e, StepDone)]
     assert sorted(set(last)) == list(range(1, 51)) and last.count(21) == 1
-    assert both.gpu_seconds["productive"] == pytest.approx(first.gpu_seconds["productive"] * 50 / 20, rel=0.35)
+    assert both.gpu_seconds["productive"] == pytest.approx(
+        first.gpu_seconds["productive"] * 50 / 20, rel=0.35
+    )
     assert both.totals.tokens > 2 * first.totals.tokens and both.totals.usd > first.totals.usd

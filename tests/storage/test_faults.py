@@ -1,4 +1,5 @@
-"""Faults on the way to an S3 server, made by a real HTTP proxy: the result is right, or there is one clear error."""
+"""Faults on the way to an S3 server, made by a real HTTP proxy: the result is right, or there is
+one clear error."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ LARGE = random.Random(2).randbytes(11 * PART_BYTES // 5)
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that is done, the requests that it consists of, and how to see that it was done rightly."""
+    """Something that is done, the requests that it consists of, and how to see that it was done
+    rightly."""
 
     name: str
     match: str
@@ -44,12 +46,20 @@ def multipart(s3: S3Storage) -> None:
 
 OPERATIONS = [
     Operation("put", r"PUT .*/new", lambda s3: s3.put("new", SMALL), True, SMALL),
-    Operation("conditional put", r"PUT .*/new", lambda s3: s3.put("new", SMALL, if_absent=True), True, SMALL),
+    Operation(
+        "conditional put",
+        r"PUT .*/new",
+        lambda s3: s3.put("new", SMALL, if_absent=True),
+        True,
+        SMALL,
+    ),
     Operation("multipart begin", r"POST .*/new\?uploads", multipart, None, LARGE),
     Operation("multipart part", r"PUT .*/new.*partNumber=2", multipart, None, LARGE),
     Operation("multipart end", r"POST .*/new.*uploadId=", multipart, None, LARGE),
     Operation("get", r"GET .*/old", lambda s3: s3.get("old"), SMALL),
-    Operation("ranged get", r"GET .*/old", lambda s3: bytes(s3.read("old", 100, 200)), SMALL[100:300]),
+    Operation(
+        "ranged get", r"GET .*/old", lambda s3: bytes(s3.read("old", 100, 200)), SMALL[100:300]
+    ),
     Operation(
         "parallel get",
         r"GET .*/large",
@@ -63,8 +73,10 @@ OPERATIONS = [
 ]
 NO_BODY = ("put", "conditional put", "multipart part", "size", "delete")  # of the answer
 SENDS = ("put", "conditional put", "multipart part")
-BEGUN = ("reset", "short", "lost", "wrong")  # an upload is begun, and its name does not arrive: only its age tells later
-UNCHECKED = ("ranged get", "parallel get")  # their bytes are compared by whoever reads: checkpoints hold a CRC-32 per blob
+# an upload is begun, and its name does not arrive: only its age tells later
+BEGUN = ("reset", "short", "lost", "wrong")
+# their bytes are compared by whoever reads: checkpoints hold a CRC-32 per blob
+UNCHECKED = ("ranged get", "parallel get")
 
 
 def makes_sense(fault: str, operation: Operation) -> bool:
@@ -80,9 +92,15 @@ def cases(faults: Iterable[str]) -> list[Any]:
     found = []
     for fault in faults:
         for operation in (one for one in OPERATIONS if makes_sense(fault, one)):
-            quick = fault in ("slow_down", "lost") or operation.name in ("conditional put", "multipart part", "get")
+            quick = fault in ("slow_down", "lost") or operation.name in (
+                "conditional put",
+                "multipart part",
+                "get",
+            )
             marks = [] if quick else [pytest.mark.slow]
-            found.append(pytest.param(fault, operation, id=f"{fault}-{operation.name}", marks=marks))
+            found.append(
+                pytest.param(fault, operation, id=f"{fault}-{operation.name}", marks=marks)
+            )
     return found
 
 
@@ -95,14 +113,25 @@ def filled(s3: S3Storage, proxy: FaultyProxy, small_parts: int) -> S3Storage:
 
 
 def prepared(fault: Fault, operation: Operation, times: int) -> Fault:
-    at = 0.0 if operation.name in ("list", "multipart begin", "multipart end", "delete folder") else fault.at  # the XML's '<'
-    return replace(fault, match=operation.match, times=times, at=at if fault.kind == "wrong" else fault.at)
+    # the XML's '<'
+    at = (
+        0.0
+        if operation.name in ("list", "multipart begin", "multipart end", "delete folder")
+        else fault.at
+    )
+    return replace(
+        fault, match=operation.match, times=times, at=at if fault.kind == "wrong" else fault.at
+    )
 
 
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize(("fault", "operation"), cases(PASSING))
 def test_a_passing_fault_changes_nothing(
-    filled: S3Storage, proxy: FaultyProxy, fault: str, operation: Operation, request: pytest.FixtureRequest
+    filled: S3Storage,
+    proxy: FaultyProxy,
+    fault: str,
+    operation: Operation,
+    request: pytest.FixtureRequest,
 ) -> None:
     if fault == "hang":
         request.getfixturevalue("impatient_s3")
@@ -112,7 +141,8 @@ def test_a_passing_fault_changes_nothing(
     proxy.faults.append(prepared(PASSING[fault], operation, times=n))
     assert operation.run(filled) == operation.expected
     n_met = sum(1 for seen in proxy.seen if seen.fault)
-    assert n_met == n or (operation.name == "multipart end" and n_met == 1)  # that was done: the object says so
+    # that was done: the object says so
+    assert n_met == n or (operation.name == "multipart end" and n_met == 1)
     proxy.clear()
     if operation.written is not None:
         assert filled.get("new") == operation.written
@@ -121,8 +151,12 @@ def test_a_passing_fault_changes_nothing(
     assert left == (2 if operation.name == "multipart begin" and fault in BEGUN else 0)
 
 
-@pytest.mark.parametrize(("fault", "operation"), cases(["slow_down", "reset", "wrong", "wrong_sent"]))
-def test_a_lasting_fault_is_one_clear_error(filled: S3Storage, proxy: FaultyProxy, fault: str, operation: Operation) -> None:
+@pytest.mark.parametrize(
+    ("fault", "operation"), cases(["slow_down", "reset", "wrong", "wrong_sent"])
+)
+def test_a_lasting_fault_is_one_clear_error(
+    filled: S3Storage, proxy: FaultyProxy, fault: str, operation: Operation
+) -> None:
     if operation.name == "delete folder":
         filled.put("d/x", b"")
     proxy.faults.append(prepared(PASSING[fault], operation, times=1000))
@@ -130,10 +164,14 @@ def test_a_lasting_fault_is_one_clear_error(filled: S3Storage, proxy: FaultyProx
         operation.run(filled)  # it is done at once, and the object says so
         assert filled.get("new") == LARGE
         return
-    with pytest.raises(StorageFailed, match=r"s3://elastic-tests/team/.*asked 5 times in \d+ s") as raised:
+    with pytest.raises(
+        StorageFailed, match=r"s3://elastic-tests/team/.*asked 5 times in \d+ s"
+    ) as raised:
         operation.run(filled)
     assert "\n" not in str(raised.value) and isinstance(raised.value, OSError | ElasticError)
-    assert isinstance(raised.value, StorageDamaged) == (fault == "wrong" and operation.name == "get")
+    assert isinstance(raised.value, StorageDamaged) == (
+        fault == "wrong" and operation.name == "get"
+    )
     proxy.clear()
     assert operation.name == "delete" or filled.get("old") == SMALL
     if fault == "slow_down":
@@ -157,7 +195,8 @@ def test_a_refusal_is_not_repeated(
     if operation.name == "delete folder":
         filled.put("d/x", b"")
     if operation.name == "size":
-        says = says.replace("the credentials have expired; renew them", "refused")  # a HEAD's answer has no body to say why
+        # a HEAD's answer has no body to say why
+        says = says.replace("the credentials have expired; renew them", "refused")
     proxy.faults.append(replace(fault, match=operation.match, times=1000))
     with pytest.raises(StorageRefused, match=says) as raised:
         operation.run(filled)
@@ -165,10 +204,16 @@ def test_a_refusal_is_not_repeated(
     assert n_asked == 1 or operation.name == "parallel get"
     text = str(raised.value)
     assert (
-        "\n" not in text and f"s3://elastic-tests/{filled.prefix}" in text and os.environ["AWS_SECRET_ACCESS_KEY"] not in text
+        "\n" not in text
+        and f"s3://elastic-tests/{filled.prefix}" in text
+        and os.environ["AWS_SECRET_ACCESS_KEY"] not in text
     )
     proxy.clear()
-    assert not filled.exists("new") and list(filled._unfinished(filled.prefix)) == [] and filled.get("old") == SMALL
+    assert (
+        not filled.exists("new")
+        and list(filled._unfinished(filled.prefix)) == []
+        and filled.get("old") == SMALL
+    )
 
 
 @pytest.mark.whole
@@ -186,8 +231,11 @@ def test_a_server_that_is_gone(filled: S3Storage, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("first", [b"mine", b"theirs"])
-def test_a_conditional_put_whose_answer_is_lost(s3: S3Storage, proxy: FaultyProxy, first: bytes) -> None:
-    """The retry finds the object there: ours where our first try wrote it, another's where that came between."""
+def test_a_conditional_put_whose_answer_is_lost(
+    s3: S3Storage, proxy: FaultyProxy, first: bytes
+) -> None:
+    """The retry finds the object there: ours where our first try wrote it, another's where that
+    came between."""
 
     def between(line: str) -> None:
         if "PUT" in line and first == b"theirs":
@@ -201,13 +249,18 @@ def test_a_conditional_put_whose_answer_is_lost(s3: S3Storage, proxy: FaultyProx
     assert not s3.put("marker", b"mine", if_absent=True)
 
 
-def test_a_server_that_does_not_compare_is_compared_with(filled: S3Storage, proxy: FaultyProxy) -> None:
+def test_a_server_that_does_not_compare_is_compared_with(
+    filled: S3Storage, proxy: FaultyProxy
+) -> None:
     """The ETag of its answer is the MD5 of what it received."""
     proxy.compares_md5 = False
     for match, run in ((r"PUT .*/new", OPERATIONS[0].run), (r"PUT .*partNumber=2", multipart)):
         proxy.faults = [Fault("wrong_sent", match, times=2)]
         run(filled)
-        assert filled.get("new") == (LARGE if run is multipart else SMALL) and not proxy.faults[0].times
+        assert (
+            filled.get("new") == (LARGE if run is multipart else SMALL)
+            and not proxy.faults[0].times
+        )
     if os.environ.get(REAL):
         return  # the server itself compares
     filled.delete("new")
@@ -216,7 +269,9 @@ def test_a_server_that_does_not_compare_is_compared_with(filled: S3Storage, prox
         filled.put("new", SMALL, if_absent=True)  # it stands, and may not be replaced
 
 
-def test_an_upload_whose_end_fails_for_good_leaves_the_old_object(filled: S3Storage, proxy: FaultyProxy) -> None:
+def test_an_upload_whose_end_fails_for_good_leaves_the_old_object(
+    filled: S3Storage, proxy: FaultyProxy
+) -> None:
     filled.put("new", b"as before")
     proxy.faults.append(unavailable(r"POST .*/new.*uploadId=", times=1000))
     with pytest.raises(StorageFailed, match="CompleteMultipartUpload failed"):
@@ -225,14 +280,23 @@ def test_an_upload_whose_end_fails_for_good_leaves_the_old_object(filled: S3Stor
 
 
 def test_what_cannot_be_cleaned_up_is_found_later(filled: S3Storage, proxy: FaultyProxy) -> None:
-    proxy.faults += [denied(r"PUT .*/new.*partNumber=2", times=9), unavailable(r"DELETE .*/new", times=1000)]
+    proxy.faults += [
+        denied(r"PUT .*/new.*partNumber=2", times=9),
+        unavailable(r"DELETE .*/new", times=1000),
+    ]
     with pytest.raises(StorageRefused, match="UploadPart was refused"):
         multipart(filled)
     proxy.faults.clear()
-    assert not filled.exists("new") and filled.clean_unfinished(-1.0) == 1 and filled.clean_unfinished(-1.0) == 0
+    assert (
+        not filled.exists("new")
+        and filled.clean_unfinished(-1.0) == 1
+        and filled.clean_unfinished(-1.0) == 0
+    )
 
 
-def test_an_object_that_is_replaced_between_two_ranges_is_not_mixed(filled: S3Storage, proxy: FaultyProxy) -> None:
+def test_an_object_that_is_replaced_between_two_ranges_is_not_mixed(
+    filled: S3Storage, proxy: FaultyProxy
+) -> None:
     """The last range is read after the others and finds another object."""
     at = 0
 
@@ -249,7 +313,9 @@ def test_an_object_that_is_replaced_between_two_ranges_is_not_mixed(filled: S3St
         filled.read("large", 0, len(LARGE))
 
 
-def test_after_credentials_expired_they_are_read_anew(filled: S3Storage, proxy: FaultyProxy) -> None:
+def test_after_credentials_expired_they_are_read_anew(
+    filled: S3Storage, proxy: FaultyProxy
+) -> None:
     assert s3_calls._client.cache_info().currsize > 0
     proxy.faults.append(expired("GET"))
     with pytest.raises(StorageRefused, match="expired"):
@@ -258,17 +324,24 @@ def test_after_credentials_expired_they_are_read_anew(filled: S3Storage, proxy: 
 
 
 @pytest.mark.parametrize("at", [i / 23 for i in range(24)])
-def test_a_list_with_a_wrong_byte_anywhere_breaks_nothing(filled: S3Storage, proxy: FaultyProxy, at: float) -> None:
-    """Asked again, unless the byte is in a name or in what nobody reads: what XML cannot show, TLS must."""
+def test_a_list_with_a_wrong_byte_anywhere_breaks_nothing(
+    filled: S3Storage, proxy: FaultyProxy, at: float
+) -> None:
+    """Asked again, unless the byte is in a name or in what nobody reads: what XML cannot show, TLS
+    must."""
     proxy.faults.append(Fault("wrong", "list-type=2", at=at))
     found = filled.list()
-    assert len(found) == 2 and sum(a != b for a, b in zip("".join(found), "largeold", strict=False)) <= 1
+    assert (
+        len(found) == 2
+        and sum(a != b for a, b in zip("".join(found), "largeold", strict=False)) <= 1
+    )
 
 
 def test_nothing_is_written_into_the_buffer_after_a_read_has_failed(
     filled: S3Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first range is refused while the others are on their way; the read ends when they have."""
+    """The first range is refused while the others are on their way; the read ends when they
+    have."""
     plain, refused, under_way = S3Storage._range, threading.Event(), set[int]()
 
     def one(self: S3Storage, name: str, offset: int, view: memoryview) -> tuple[int, str]:
@@ -290,5 +363,13 @@ def test_nothing_is_written_into_the_buffer_after_a_read_has_failed(
 def test_errors_travel_between_processes() -> None:
     for kind in (StorageRefused, StorageFailed, StorageDamaged):
         error = pickle.loads(pickle.dumps(kind("s3://b/k: no")))
-        assert type(error) is kind and str(error) == "s3://b/k: no" and isinstance(error, OSError | ElasticError)
-    assert (StorageRefused.exit_code, StorageFailed.exit_code, StorageDamaged.exit_code) == (2, 4, 1)
+        assert (
+            type(error) is kind
+            and str(error) == "s3://b/k: no"
+            and isinstance(error, OSError | ElasticError)
+        )
+    assert (StorageRefused.exit_code, StorageFailed.exit_code, StorageDamaged.exit_code) == (
+        2,
+        4,
+        1,
+    )

@@ -30,7 +30,11 @@ def test_put_get_list_delete(storage: Storage) -> None:
     assert storage.put("a/b2/c", b"three") and storage.put("z", b"")
     assert storage.get("a/b") == b"two" and storage.size("a/b") == 3 and storage.exists("a/b")
     assert storage.list() == ["a/b", "a/b2/c", "z"]
-    assert storage.list("a/") == ["a/b", "a/b2/c"] and storage.list("a/b2") == ["a/b2/c"] and storage.list("q/") == []
+    assert (
+        storage.list("a/") == ["a/b", "a/b2/c"]
+        and storage.list("a/b2") == ["a/b2/c"]
+        and storage.list("q/") == []
+    )
     storage.delete("a/b")
     storage.delete("a/b")
     assert storage.list("a") == ["a/b2/c"]
@@ -58,9 +62,18 @@ def test_uri_is_absolute_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert open_storage(f"file://{tmp_path}/runs/a").get("k") == b"1"
 
 
-@pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\\b", "a\0b", "a/.tmp-1-2"])
+@pytest.mark.parametrize(
+    "key",
+    ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\\b", "a\0b", "a/.tmp-1-2"],
+)
 def test_keys_cannot_leave_the_folder(storage: Storage, key: str) -> None:
-    for act in (storage.get, storage.delete, storage.exists, storage.path, lambda k: storage.put(k, b"")):
+    for act in (
+        storage.get,
+        storage.delete,
+        storage.exists,
+        storage.path,
+        lambda k: storage.put(k, b""),
+    ):
         with pytest.raises(SpecError, match="relative path"):
             act(key)
 
@@ -96,7 +109,11 @@ def test_a_killed_writer_leaves_nothing_that_is_listed(storage: Storage) -> None
     )
     done = subprocess.run([sys.executable, "-c", code, storage.uri], cwd=ROOT, check=False)
     assert done.returncode == -9
-    assert storage.list() == [] and not storage.exists("d/k") and len(os.listdir(storage.root / "d")) == 1
+    assert (
+        storage.list() == []
+        and not storage.exists("d/k")
+        and len(os.listdir(storage.root / "d")) == 1
+    )
     storage.delete_folder()
     assert not storage.root.exists()
 
@@ -130,7 +147,10 @@ def test_of_16_racing_writers_one_wins(storage: Storage) -> None:
             if storage.put(key, b"%d" % i * 1000, if_absent=True):
                 won.append(i)
 
-        writers = [threading.Thread(target=write, args=(i, f"marker-{turn}", start, won)) for i in range(16)]
+        writers = [
+            threading.Thread(target=write, args=(i, f"marker-{turn}", start, won))
+            for i in range(16)
+        ]
         for writer in writers:
             writer.start()
         for writer in writers:
@@ -139,7 +159,9 @@ def test_of_16_racing_writers_one_wins(storage: Storage) -> None:
     assert all(not name.startswith(module.TEMPORARY) for name in os.listdir(storage.root))
 
 
-def test_a_file_system_without_hard_links_is_named(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_hard_links_is_named(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -149,7 +171,9 @@ def test_a_file_system_without_hard_links_is_named(storage: Storage, monkeypatch
     assert storage.put("k", b"")
 
 
-def test_a_link_whose_answer_was_lost_was_made(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_answer_was_lost_was_made(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NFS sends the request again, and is told that the name is there."""
     real = os.link
 
@@ -161,7 +185,9 @@ def test_a_link_whose_answer_was_lost_was_made(storage: Storage, monkeypatch: py
     assert storage.put("marker", b"mine", if_absent=True)
     monkeypatch.setattr(storage, "exists", lambda key: False)
     monkeypatch.setattr(os, "link", real)
-    assert not storage.put("marker", b"another's", if_absent=True), "that is another's name, which has been there before"
+    assert not storage.put("marker", b"another's", if_absent=True), (
+        "that is another's name, which has been there before"
+    )
     assert storage.get("marker") == b"mine"
 
 
@@ -185,7 +211,9 @@ def test_the_age_of_unfinished_files_is_told_by_their_own_clock(
     assert storage.clean_unfinished(20.0) == 1 and os.listdir(path.parent) == ["k"]
 
 
-def test_new_folders_are_on_the_disk_before_a_file_in_them(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folders_are_on_the_disk_before_a_file_in_them(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(module.local, "_sync_folder", synced.append)
     storage.put("a/b/k", b"1")
@@ -221,18 +249,27 @@ def test_a_full_disk_leaves_nothing_behind(tiny_disk: Path) -> None:
     storage.put("k", b"old")
     free_bytes = storage.free_bytes()
     assert free_bytes is not None and free_bytes < 1 << 20
-    for act in (lambda: storage.put("k", bytes(2 << 20)), lambda: storage.put("new", bytes(2 << 20), if_absent=True)):
+    for act in (
+        lambda: storage.put("k", bytes(2 << 20)),
+        lambda: storage.put("new", bytes(2 << 20), if_absent=True),
+    ):
         with pytest.raises(OSError) as raised:
             act()
         assert raised.value.errno == errno.ENOSPC
     with pytest.raises(OSError), storage.create("k") as file:
         for _ in range(2000):
             file.write(bytes(1000))
-    assert storage.list() == ["k"] and storage.get("k") == b"old" and os.listdir(tiny_disk / "run") == ["k"]
+    assert (
+        storage.list() == ["k"]
+        and storage.get("k") == b"old"
+        and os.listdir(tiny_disk / "run") == ["k"]
+    )
     assert storage.free_bytes() == free_bytes and storage.put("k", b"new")
 
 
-def test_a_disk_that_is_full_only_at_the_sync(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_only_at_the_sync(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with delayed allocation and network file systems."""
     storage.put("k", b"old")
 

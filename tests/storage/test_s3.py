@@ -1,4 +1,5 @@
-"""s3:// against a real HTTP server: the same promises as a folder, and nothing outside the prefix."""
+"""s3:// against a real HTTP server: the same promises as a folder, and nothing outside the
+prefix."""
 
 from __future__ import annotations
 
@@ -27,23 +28,38 @@ def storage(request: pytest.FixtureRequest) -> Storage:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ both
+# ------------------------------------------------------------------------------------------------
+# both
 
 
 def test_put_get_list_delete(storage: Storage) -> None:
     assert storage.list() == [] and storage.folders() == [] and not storage.exists("a/b")
     assert storage.put("a/b", b"one") and storage.put("a/b", b"two")
     assert storage.put("a/b2/c", b"three") and storage.put("z", b"")
-    assert storage.get("a/b") == b"two" and storage.size("a/b") == 3 and storage.exists("a/b") and storage.get("z") == b""
+    assert (
+        storage.get("a/b") == b"two"
+        and storage.size("a/b") == 3
+        and storage.exists("a/b")
+        and storage.get("z") == b""
+    )
     assert storage.list() == ["a/b", "a/b2/c", "z"] and storage.folders() == ["a"]
-    assert storage.list("a/") == ["a/b", "a/b2/c"] and storage.list("a/b2") == ["a/b2/c"] and storage.list("q/") == []
+    assert (
+        storage.list("a/") == ["a/b", "a/b2/c"]
+        and storage.list("a/b2") == ["a/b2/c"]
+        and storage.list("q/") == []
+    )
     storage.delete("a/b")
     storage.delete("a/b")
     assert storage.list("a") == ["a/b2/c"]
     storage.delete_folder("a")
     storage.delete_folder("a")
     assert storage.list() == ["z"]
-    for missing in (storage.get, storage.size, storage.modified_s, lambda key: storage.read(key, 0, 3)):
+    for missing in (
+        storage.get,
+        storage.size,
+        storage.modified_s,
+        lambda key: storage.read(key, 0, 3),
+    ):
         with pytest.raises(FileNotFoundError):
             missing("a/b")
     storage.delete_folder()
@@ -62,14 +78,27 @@ def test_ranges(storage: Storage) -> None:
     storage.put("empty", b"")
     assert storage.read("k", 10, 5) == bytes(range(10, 15))
     assert storage.read("k", 95, 50) == bytes(range(95, 100))
-    assert storage.read("k", 200, 5) == b"" and storage.read("k", 5, 0) == b"" and storage.read("empty", 0, 5) == b""
+    assert (
+        storage.read("k", 200, 5) == b""
+        and storage.read("k", 5, 0) == b""
+        and storage.read("empty", 0, 5) == b""
+    )
     buffer = bytearray(b"." * 10)
     assert storage.read_into("k", 98, memoryview(buffer)) == 2 and buffer == b"bc" + b"." * 8
 
 
-@pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\\b", "a\0b", "a/.tmp-1-2"])
+@pytest.mark.parametrize(
+    "key",
+    ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\\b", "a\0b", "a/.tmp-1-2"],
+)
 def test_keys_cannot_leave(storage: Storage, key: str) -> None:
-    for act in (storage.get, storage.delete, storage.exists, storage.size, lambda k: storage.put(k, b"")):
+    for act in (
+        storage.get,
+        storage.delete,
+        storage.exists,
+        storage.size,
+        lambda k: storage.put(k, b""),
+    ):
         with pytest.raises(SpecError, match="relative path"):
             act(key)
     with pytest.raises(SpecError, match="relative path"), storage.create(key) as file:
@@ -108,7 +137,8 @@ def test_of_16_racing_writers_one_wins(storage: Storage) -> None:
         file.write(b"other")
 
 
-# ------------------------------------------------------------------------------------------------ s3 alone
+# ------------------------------------------------------------------------------------------------
+# s3 alone
 
 
 def test_a_stream_of_many_parts(s3: S3Storage, proxy: FaultyProxy, small_parts: int) -> None:
@@ -125,7 +155,8 @@ def test_a_stream_of_many_parts(s3: S3Storage, proxy: FaultyProxy, small_parts: 
 
 
 def test_a_stream_waits_for_its_parts(s3: S3Storage, proxy: FaultyProxy, small_parts: int) -> None:
-    """However slow the server, no more than N_IN_FLIGHT parts and the one being filled are in memory."""
+    """However slow the server, no more than N_IN_FLIGHT parts and the one being filled are in
+    memory."""
     go = threading.Event()
     proxy.before = lambda line: go.wait(300) if "partNumber" in line else None  # type: ignore[assignment,return-value]
     written = []
@@ -173,11 +204,15 @@ def test_unfinished_uploads_are_found_and_removed_by_age(s3: S3Storage) -> None:
     assert s3.clean_unfinished(age_s + 3600.0) == 0
     assert s3.clean_unfinished(age_s - 1.0) == 1
     assert s3.clean_unfinished(age_s - 1.0) == 0
-    assert [up["Key"] for up in client.list_multipart_uploads(Bucket=BUCKET, Prefix=beside)["Uploads"]] == [beside]
+    assert [
+        up["Key"] for up in client.list_multipart_uploads(Bucket=BUCKET, Prefix=beside)["Uploads"]
+    ] == [beside]
 
 
 def test_a_folder_is_deleted_with_its_unfinished_uploads(s3: S3Storage) -> None:
-    boto3.session.Session().client("s3").create_multipart_upload(Bucket=BUCKET, Key=f"{s3.prefix}/a/k")
+    boto3.session.Session().client("s3").create_multipart_upload(
+        Bucket=BUCKET, Key=f"{s3.prefix}/a/k"
+    )
     s3.put("a/b", b"1")
     s3.delete_folder("a")
     assert s3.list() == [] and list(s3._unfinished(s3.prefix)) == []
@@ -205,7 +240,9 @@ def test_what_must_not_replace_another_is_small(s3: S3Storage, small_parts: int)
     assert not s3.exists("k")
 
 
-@pytest.mark.parametrize(("number", "expected"), [(1, 16 * MB), (1000, 16 * MB), (1001, 32 * MB), (10_000, 1 << 30)])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(1, 16 * MB), (1000, 16 * MB), (1001, 32 * MB), (10_000, 1 << 30)]
+)
 def test_parts_grow_so_that_10_000_are_enough(number: int, expected: int) -> None:
     assert s3_upload.part_bytes(number) == expected
     assert sum(s3_upload.part_bytes(n) for n in range(1, 10_001)) > 4 << 40
@@ -213,9 +250,16 @@ def test_parts_grow_so_that_10_000_are_enough(number: int, expected: int) -> Non
 
 def test_a_bucket_that_is_not_there_is_named(proxy: FaultyProxy) -> None:
     nowhere = S3Storage("s3://no-such-bucket-here/run", QUICK)
-    for act in (nowhere.list, lambda: nowhere.get("k"), lambda: nowhere.put("k", b"1"), nowhere.delete_folder):
+    for act in (
+        nowhere.list,
+        lambda: nowhere.get("k"),
+        lambda: nowhere.put("k", b"1"),
+        nowhere.delete_folder,
+    ):
         proxy.clear()
-        with pytest.raises(StorageRefused, match="s3://no-such-bucket-here/.* there is no such bucket; create it"):
+        with pytest.raises(
+            StorageRefused, match="s3://no-such-bucket-here/.* there is no such bucket; create it"
+        ):
             act()
         assert len(proxy.seen) == 1
 
@@ -238,5 +282,9 @@ def test_an_endpoint_that_makes_no_sense(s3: S3Storage, monkeypatch: pytest.Monk
 
 def test_opening_asks_nothing(proxy: FaultyProxy) -> None:
     found = open_storage(f"s3://{BUCKET}/a/b/")
-    assert found.uri == f"s3://{BUCKET}/a/b" and found.uri_of("k") == f"s3://{BUCKET}/a/b/k" and found.remote
+    assert (
+        found.uri == f"s3://{BUCKET}/a/b"
+        and found.uri_of("k") == f"s3://{BUCKET}/a/b/k"
+        and found.remote
+    )
     assert found.free_bytes() is None and proxy.seen == []

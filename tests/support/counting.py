@@ -9,7 +9,8 @@ from typing import Any
 
 
 def operations(work: Callable[[], object]) -> int:
-    """Python operations that the call takes, those of all that it calls included; what C does in one of them is one."""
+    """Python operations that the call takes, those of all that it calls included; what C does in
+    one of them is one."""
     found = 0
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
@@ -50,5 +51,6 @@ def growth(
     many: int,
     counted: Callable[[Callable[[], object]], int] = operations,
 ) -> float:
-    """How many times as much there is to do at `many` as at `few`, for each of them: 1 = it grows with their number."""
+    """How many times as much there is to do at `many` as at `few`, for each of them: 1 = it grows
+    with their number."""
     return counted(work(many)) / counted(work(few)) / (many / few)

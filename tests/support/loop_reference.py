@@ -1,6 +1,8 @@
-"""A script that enters elastic.loop, trained in one process with plain torch: what its resized runs are measured by.
+"""A script that enters elastic.loop, trained in one process with plain torch: what its resized runs
+are measured by.
 
-Its own body computes the loss; batches, gradient scale, clipping and the optimizer step are done here, not in elastic.worker.
+Its own body computes the loss; batches, gradient scale, clipping and the optimizer step are done
+here, not in elastic.worker.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from elastic.worker.program.optimizers import by_name
 
 
 def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -> list[float]:
-    """Train loss of each step of an undisturbed run of the script in one process, on the samples in elastic's order."""
+    """Train loss of each step of an undisturbed run of the script in one process, on the samples in
+    elastic's order."""
     script = Script(ScriptSource(str(file), tuple(args), seed), torch.device("cpu"))
     program = script.start()
     model = program.model().train()
@@ -30,12 +33,18 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
     boxes = {spec.fqn: (None, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in extra.specs()}
     extra.fresh(boxes)
     each = by_name(program.optimizer(named))
-    state = SimpleNamespace(step=0, rank=0, optimizers=SimpleNamespace(each=each), model=model, tensors=boxes)
-    script.begin(SimpleNamespace(layout=SimpleNamespace(world_size=1)), state, Job(steps=steps), extra)  # type: ignore[arg-type]
+    state = SimpleNamespace(
+        step=0, rank=0, optimizers=SimpleNamespace(each=each), model=model, tensors=boxes
+    )
+    script.begin(
+        SimpleNamespace(layout=SimpleNamespace(world_size=1)), state, Job(steps=steps), extra
+    )  # type: ignore[arg-type]
     losses = []
     for step in range(steps):
         dataset = program.dataset()
-        batch = collate(dataset, sample_ids(len(dataset), program.settings["global_batch"], seed, step))
+        batch = collate(
+            dataset, sample_ids(len(dataset), program.settings["global_batch"], seed, step)
+        )
         torch.manual_seed((seed * 1_000_003 + step) * 65_537)
         loss_sum, tokens = map(float, script.compute(batch, step, 0))
         for _, parameter in named:

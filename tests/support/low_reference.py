@@ -1,4 +1,5 @@
-"""Mixed precision as anybody would write it: one process, float32 parameters, a pass in 16 bits, float32 gradients."""
+"""Mixed precision as anybody would write it: one process, float32 parameters, a pass in 16 bits,
+float32 gradients."""
 
 from __future__ import annotations
 
@@ -24,8 +25,15 @@ class Low:
     skipped: list[int] = field(default_factory=list)  # steps, counted from 1
 
 
-def train_low(program: Program, job: Mapping[str, Any], dtype: torch.dtype, scale: float = 1.0, n_pieces: int = 1) -> Low:
-    """`scale`: of the loss at first; halved where a gradient overflows, and that step changes nothing else."""
+def train_low(
+    program: Program,
+    job: Mapping[str, Any],
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    n_pieces: int = 1,
+) -> Low:
+    """`scale`: of the loss at first; halved where a gradient overflows, and that step changes
+    nothing else."""
     dataset: Any = program.dataset()
     model = build(program, job["seed"])
     named = dict(model.named_parameters())
@@ -41,7 +49,9 @@ def train_low(program: Program, job: Mapping[str, Any], dtype: torch.dtype, scal
         size = len(ids) // n_pieces
         for at in range(0, len(ids), size):
             batch = collate(dataset, ids[at : at + size])
-            output = functional_call(model, {k: p.to(dtype) for k, p in named.items()}, inputs_of(program, batch))
+            output = functional_call(
+                model, {k: p.to(dtype) for k, p in named.items()}, inputs_of(program, batch)
+            )
             loss = program.loss(output.float(), batch)
             (loss * scale).backward()
             total += float(loss.detach())

@@ -1,4 +1,5 @@
-"""Training as anybody would write it: one process, plain torch, no elastic.worker. What resized runs are measured by."""
+"""Training as anybody would write it: one process, plain torch, no elastic.worker. What resized
+runs are measured by."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Reference:
-    """What a plain run left: per step the train loss (before the update), the gradient's norm and the token count."""
+    """What a plain run left: per step the train loss (before the update), the gradient's norm and
+    the token count."""
 
     model: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -26,7 +28,9 @@ class Reference:
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """What its optimizer keeps for it."""
-        return next((dict(one.state[parameter]) for one in self.optimizers if parameter in one.state), {})
+        return next(
+            (dict(one.state[parameter]) for one in self.optimizers if parameter in one.state), {}
+        )
 
 
 def collate(dataset: Any, ids: Sequence[int]) -> Batch:
@@ -49,7 +53,10 @@ def inputs_of(program: Program, batch: Batch) -> Any:
 
 
 def output_of(program: Program, model: torch.nn.Module, batch: Batch) -> Any:
-    return model(inputs_of(program, batch), **(program.keywords(batch) if program.keywords is not None else {}))
+    return model(
+        inputs_of(program, batch),
+        **(program.keywords(batch) if program.keywords is not None else {}),
+    )
 
 
 def build(program: Program, seed: int) -> torch.nn.Module:
@@ -62,7 +69,9 @@ def build(program: Program, seed: int) -> torch.nn.Module:
     return model.train()
 
 
-def train_step(run: Reference, program: Program, batch: Batch, clip: float | None, update: bool = True) -> None:
+def train_step(
+    run: Reference, program: Program, batch: Batch, clip: float | None, update: bool = True
+) -> None:
     run.model.zero_grad()
     tokens = count_tokens(program, batch)
     loss = program.loss(output_of(program, run.model, batch), batch)
@@ -86,8 +95,8 @@ def train(
     after_step: Callable[[int, Reference], None] | None = None,
     skipped: Collection[int] = (),
 ) -> Reference:
-    """Train for `steps` optimizer steps under `job` ("seed", "global_batch", "clip_grad_norm"); the updates of the steps
-    `skipped` (the first is 1) are left out."""
+    """Train for `steps` optimizer steps under `job` ("seed", "global_batch", "clip_grad_norm"); the
+    updates of the steps `skipped` (the first is 1) are left out."""
     dataset: Any = program.dataset()
     model = build(program, job["seed"])
     made: Any = program.optimizer(list(model.named_parameters()))
@@ -99,7 +108,9 @@ def train(
         for group, lr in zip(groups, base, strict=True):
             group["lr"] = lr * factor
         ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step)
-        train_step(run, program, collate(dataset, ids), job.get("clip_grad_norm"), step + 1 not in skipped)
+        train_step(
+            run, program, collate(dataset, ids), job.get("clip_grad_norm"), step + 1 not in skipped
+        )
         if after_step is not None:
             after_step(step + 1, run)
     return run
@@ -115,4 +126,6 @@ def evaluate(program: Program, model: torch.nn.Module, n_samples: int) -> float:
     """Mean validation loss over the first `n_samples` samples."""
     dataset: Any = program.validation() if program.validation is not None else []
     batch = collate(dataset, range(min(n_samples, len(dataset))))
-    return float(program.loss(output_of(program, model.eval(), batch), batch)) / count_tokens(program, batch)
+    return float(program.loss(output_of(program, model.eval(), batch), batch)) / count_tokens(
+        program, batch
+    )

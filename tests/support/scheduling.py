@@ -1,8 +1,8 @@
 """Which process of pytest-xdist runs which tests.
 
-The tests of a file stay together: they share fixtures. So do all of tests/worker, which share one pool of gloo processes. Each
-process takes the group that takes longest by the record (tests/durations.csv) of those that are left, so that none waits long
-at the end.
+The tests of a file stay together: they share fixtures. So do all of tests/worker, which share one
+pool of gloo processes. Each process takes the group that takes longest by the record
+(tests/durations.csv) of those that are left, so that none waits long at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class LongestFirst(LoadScopeScheduling):
     def _assign_work_unit(self, node: WorkerController) -> None:
         if not self.ordered:
             known = read(RECORD)
-            for group in sorted(self.workqueue, key=lambda group: -expected_s(self.workqueue[group], known)):
+            for group in sorted(
+                self.workqueue, key=lambda group: -expected_s(self.workqueue[group], known)
+            ):
                 self.workqueue.move_to_end(group)
             self.ordered = True
         super()._assign_work_unit(node)

@@ -14,8 +14,11 @@ LOOK_S = 0.01
 SHARE = 0.2  # of a core, at most, that a look may take from what is looked at
 
 
-def until(condition: Callable[[], T], what: str | Callable[[], str], within_s: float = WITHIN_S) -> T:
-    """Waits until the condition is true; returns what it gave. `what`: what is waited for; a function is asked at the end.
+def until(
+    condition: Callable[[], T], what: str | Callable[[], str], within_s: float = WITHIN_S
+) -> T:
+    """Waits until the condition is true; returns what it gave. `what`: what is waited for; a
+    function is asked at the end.
 
     A last look begins after that, so that a machine that stalled fails nothing.
     """
@@ -24,15 +27,22 @@ def until(condition: Callable[[], T], what: str | Callable[[], str], within_s: f
         looked_s = time.monotonic()
         if found := condition():
             return found
-        assert looked_s - began_s < within_s, f"not within {within_s:g} s: {what if isinstance(what, str) else what()}"
+        assert looked_s - began_s < within_s, (
+            f"not within {within_s:g} s: {what if isinstance(what, str) else what()}"
+        )
         took_s = time.monotonic() - looked_s
-        time.sleep(max(LOOK_S, took_s / SHARE - took_s))  # sleeps: here, for all; a look that is dear is taken seldom
+        # sleeps: here, for all; a look that is dear is taken seldom
+        time.sleep(max(LOOK_S, took_s / SHARE - took_s))
 
 
 def is_waiting(thread: threading.Thread, where: str = "") -> bool:
-    """Does the thread stand in a wait of Python's (an event, a condition, a future)? `where`: in a call of that function."""
+    """Does the thread stand in a wait of Python's (an event, a condition, a future)? `where`: in a
+    call of that function."""
     frame = sys._current_frames().get(thread.ident or 0)
-    found = frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "wait")
+    found = frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (
+        threading.__file__,
+        "wait",
+    )
     while found and where and frame is not None and frame.f_code.co_name != where:
         frame = frame.f_back
     return found and frame is not None

@@ -12,7 +12,10 @@ from elastic.types.rank_timing import RankTimes, times_slower, unlike_stages
 
 def told(unit_s: Callable[[int], Sequence[float]], n: int, step_s: float = 2.0) -> list[RanksTimed]:
     times = RankTimes(7)
-    found = [times.add(step, unit_s(step), [0.0] * len(unit_s(step)), step * step_s) for step in range(1, n + 1)]
+    found = [
+        times.add(step, unit_s(step), [0.0] * len(unit_s(step)), step * step_s)
+        for step in range(1, n + 1)
+    ]
     return [one for one in found if one is not None]
 
 
@@ -22,7 +25,9 @@ def test_the_first_steps_are_warm_up_and_then_it_is_told_ever_more_rarely() -> N
     assert all(one.unit_s == (1.0, 2.0) and one.generation == 7 for one in found)
 
 
-def test_a_jump_is_told_when_two_of_three_steps_show_it_and_what_was_before_counts_no_more() -> None:
+def test_a_jump_is_told_when_two_of_three_steps_show_it_and_what_was_before_counts_no_more() -> (
+    None
+):
     found = told(lambda step: (1.0, 1.0 if step <= 20 else 2.0), 23)
     last = found[-1]
     assert (last.step, last.n_steps, last.unit_s) == (22, 3, (1.0, 2.0))
@@ -44,7 +49,10 @@ def test_the_spread_is_the_median_deviation_as_a_part() -> None:
 
 
 def test_slower_than_the_faster_half_of_the_same_pool() -> None:
-    unit_s = {WorkerId(name, 0): one for name, one in {"a1": 1.0, "a2": 1.1, "a3": 3.0, "b1": 10.0, "b2": 20.0}.items()}
+    unit_s = {
+        WorkerId(name, 0): one
+        for name, one in {"a1": 1.0, "a2": 1.1, "a3": 3.0, "b1": 10.0, "b2": 20.0}.items()
+    }
     slower = times_slower(unit_s, lambda worker: worker.node_id[0], {})
     assert slower[WorkerId("a3", 0)] == pytest.approx(3.0 / 1.05)
     assert slower[WorkerId("b1", 0)] == 1.0 and slower[WorkerId("b2", 0)] == 2.0
@@ -53,7 +61,9 @@ def test_slower_than_the_faster_half_of_the_same_pool() -> None:
 def test_ranks_with_blocks_of_another_kind_are_not_compared() -> None:
     def model(*sizes: int) -> ModelProfile:
         specs = (TensorSpec(f"b{i}", (size, 4), "float32", block=i) for i, size in enumerate(sizes))
-        return ModelProfile(len(sizes), 100, (TensorSpec("first", (9, 4), "float32", block=-1), *specs))
+        return ModelProfile(
+            len(sizes), 100, (TensorSpec("first", (9, 4), "float32", block=-1), *specs)
+        )
 
     workers = tuple(WorkerId(name, 0) for name in "abcd")
     layout = Layout(pp=2, dp_shard=2)

@@ -74,10 +74,14 @@ def test_a_field_that_is_none_is_refused() -> None:
 
 
 def test_it_is_much_cheaper() -> None:
-    """More than half of the driver's time went there. Both are measured beside each other: 30 times here."""
+    """More than half of the driver's time went there. Both are measured beside each other: 30 times
+    here."""
     state = State()
     ratios = []
     for _ in range(5):
-        ours, plain = (timeit(lambda made=made: made(state, step=3), number=200) for made in (replace, dataclasses.replace))
+        ours, plain = (
+            timeit(lambda made=made: made(state, step=3), number=200)
+            for made in (replace, dataclasses.replace)
+        )
         ratios.append(plain / ours)
     assert sorted(ratios)[2] > 5

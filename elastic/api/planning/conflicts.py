@@ -14,8 +14,8 @@ from elastic.types.nouns import AUTO
 
 
 def wanted(subject: Subject, n_gpus: int) -> str:
-    """The layout that is asked for on that many GPUs, as it is written; `auto` = none is. A job's map of layouts is keyed by
-    workers: the largest one that fits counts, as in a run."""
+    """The layout that is asked for on that many GPUs, as it is written; `auto` = none is. A job's
+    map of layouts is keyed by workers: the largest one that fits counts, as in a run."""
     text = subject.job.layout
     if isinstance(text, str):
         return text
@@ -26,12 +26,16 @@ def wanted(subject: Subject, n_gpus: int) -> str:
 def layout_of(subject: Subject, n_gpus: int) -> Layout:
     """With one rank on each axis that is left open. Raises SpecError."""
     text = wanted(subject, n_gpus)
-    return Layout(**replace(subject.job, layout=text).pins) if is_auto(text) else subject.job.layout_of(text)
+    return (
+        Layout(**replace(subject.job, layout=text).pins)
+        if is_auto(text)
+        else subject.job.layout_of(text)
+    )
 
 
 def pinning(subject: Subject, n_gpus: int, literal: bool = False) -> Job:
-    """The job, a layout that is asked for whole written as `auto` with all of its axes pinned. `literal`: and with all
-    of its options, as `elastic run` takes it."""
+    """The job, a layout that is asked for whole written as `auto` with all of its axes pinned.
+    `literal`: and with all of its options, as `elastic run` takes it."""
     text = wanted(subject, n_gpus)
     if is_auto(text):
         return replace(subject.job, layout=text)
@@ -41,11 +45,15 @@ def pinning(subject: Subject, n_gpus: int, literal: bool = False) -> Job:
         options = {name: getattr(layout, name) for name in LAYOUT_OPTIONS}
         return replace(subject.job, layout=f"{AUTO},{axes}", **options)
     said = [part.partition("=")[0] for part in text.replace(" ", "").split(",")]
-    return replace(subject.job, layout=",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)]))
+    return replace(
+        subject.job,
+        layout=",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)]),
+    )
 
 
 def needed(subject: Subject, machines: Sequence[MachineGroup]) -> tuple[MachineGroup, ...]:
-    """The nodes that a layout which is asked for whole has a use for, in the order of the pools: only they are paid for."""
+    """The nodes that a layout which is asked for whole has a use for, in the order of the pools:
+    only they are paid for."""
     left = layout_of(subject, n_gpus_of(machines)).world_size
     if is_auto(wanted(subject, n_gpus_of(machines))):
         return tuple(machines)
@@ -73,22 +81,34 @@ def check(subject: Subject, machines: Sequence[MachineGroup], flag: str = "layou
 def _problems(subject: Subject, machines: Sequence[MachineGroup], layout: Layout) -> Iterator[str]:
     model, batch = subject.model, subject.job.global_batch
     groups = [each.group for each in machines]
-    n_gpus, largest = sum(group.n_gpus for group in groups), max(group.gpus_per_node for group in groups)
+    n_gpus, largest = (
+        sum(group.n_gpus for group in groups),
+        max(group.gpus_per_node for group in groups),
+    )
     inside = layout.tp * layout.cp
     if inside > largest:
-        yield f"tp x cp = {inside}, but the nodes have {largest} GPUs, which such a group never leaves; take at most {largest}"
+        yield (
+            f"tp x cp = {inside}, but the nodes have {largest} GPUs, which such a group never "
+            f"leaves; take at most {largest}"
+        )
     if layout.world_size > n_gpus:
         yield f"it needs {layout.world_size} GPUs, but there are {n_gpus}"
     if why := model.refusal(layout):
         yield why
     if layout.tp > 1 and model.tp_limit % layout.tp:
-        yield f"tp={layout.tp}, but tp must divide {model.tp_limit} (key-value heads, or what the program's tp plan allows)"
+        yield (
+            f"tp={layout.tp}, but tp must divide {model.tp_limit} (key-value heads, or what the "
+            "program's tp plan allows)"
+        )
     if layout.n_stages > max(1, model.n_blocks):
         yield f"{layout.n_stages} pipeline stages, but the model has {model.n_blocks} blocks"
     if layout.pp > 1 and not model.pipeline:
         yield f"pp={layout.pp}, but this program cannot be spread over pipeline stages"
     if layout.dp > batch:
-        yield f"{layout.dp} data-parallel ranks, but a step has {batch} samples (its batch); take fewer ranks, or more samples"
+        yield (
+            f"{layout.dp} data-parallel ranks, but a step has {batch} samples (its batch); take "
+            "fewer ranks, or more samples"
+        )
     try:
         hetero_shares.microbatches(batch, layout)
     except InfeasiblePlan as error:
@@ -102,4 +122,8 @@ def idle(subject: Subject, machines: Sequence[MachineGroup]) -> str:
         return ""
     used, paid = layout_of(subject, there).world_size, n_gpus_of(needed(subject, machines))
     told = f", the dollars are those of {paid}" if paid < there else ""
-    return f"{there - used} of {there} GPUs idle: the layout asks for {used}{told}" if used < there else ""
+    return (
+        f"{there - used} of {there} GPUs idle: the layout asks for {used}{told}"
+        if used < there
+        else ""
+    )

@@ -23,14 +23,17 @@ from elastic.types import Job, ModelProfile, Pool
 from elastic.types.typed_job import Precision
 
 MUCH = 2.0  # times the published batch
-OWN_POOLS = "neither the job nor --cluster names pools: planned for what elastic run would start on this machine"
+OWN_POOLS = (
+    "neither the job nor --cluster names pools: planned for what elastic run would start on this "
+    "machine"
+)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """`pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its
-    tensors as the loader hands them on, 0 = not known. `literal`: a layout that it names is planned with the options that
-    `elastic run` gives it, not with the best ones."""
+    """`pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its tensors as the
+    loader hands them on, 0 = not known. `literal`: a layout that it names is planned with the
+    options that `elastic run` gives it, not with the best ones."""
 
     name: str
     model: ModelProfile
@@ -63,25 +66,34 @@ class Subject:
     def plain(self) -> dict[str, Any]:
         sample = self.model.sample
         return {
-            "name": self.name, "n_params": self.model.n_params, "n_expert_params": self.model.n_expert_params,
-            "n_blocks": self.model.n_blocks, "state_bytes": int(ModelCost.of(self.model).state_bytes),
-            "sample_tokens": sample.tokens if sample else 0, "unit": "tokens" if sample and sample.tokens else "samples",
+            "name": self.name, "n_params": self.model.n_params,
+            "n_expert_params": self.model.n_expert_params, "n_blocks": self.model.n_blocks,
+            "state_bytes": int(ModelCost.of(self.model).state_bytes),
+            "sample_tokens": sample.tokens if sample else 0,
+            "unit": "tokens" if sample and sample.tokens else "samples",
             "global_batch": self.job.global_batch, "step_tokens": self.step_tokens,
-            "precision": self.job.precision, "layout": str(self.job.layout),
-            "steps": self.steps,
+            "precision": self.job.precision, "layout": str(self.job.layout), "steps": self.steps,
         }  # fmt: skip
 
 
 def of_model(text: str, batch: int = 0, precision: Precision = "bfloat16") -> Subject:
-    """`batch`: samples of a step, 0 = what the model was published with, or about 4 M tokens. Raises SpecError."""
+    """`batch`: samples of a step, 0 = what the model was published with, or about 4 M tokens.
+    Raises SpecError."""
     found = known_decoders.find(text)
     decoder = replace(found.decoder, compute=precision)
     size = batch or max(1, round(found.batch_tokens / decoder.seq))
     job = Job(name=found.name, global_batch=size, precision=precision, ep=True)
-    return Subject(found.name, decoder.profile(), job, notes=_batch_notes(found, size, decoder.seq, bool(batch)))
+    return Subject(
+        found.name,
+        decoder.profile(),
+        job,
+        notes=_batch_notes(found, size, decoder.seq, bool(batch)),
+    )
 
 
-def _batch_notes(found: known_decoders.KnownDecoder, size: int, seq: int, said: bool) -> tuple[str, ...]:
+def _batch_notes(
+    found: known_decoders.KnownDecoder, size: int, seq: int, said: bool
+) -> tuple[str, ...]:
     """Where the batch comes from, or that it is larger than is of use."""
     if not said:
         told = f"{size * seq / 1e6:.3g} M tokens" + ("" if found.params_b else ", as is usual")
@@ -90,41 +102,68 @@ def _batch_notes(found: known_decoders.KnownDecoder, size: int, seq: int, said: 
     if not found.params_b or times < MUCH:
         return ()
     return (
-        f"a step of {size * seq / 1e6:.3g} M tokens is {times:.1f} times that of its own training: above the critical batch, "
+        f"a step of {size * seq / 1e6:.3g} M tokens is {times:.1f} times that of its own "
+        "training: above the critical batch, "
         "more samples to a step save hardly any steps (McCandlish et al. 2018, section 2)",
     )
 
 
 def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> Subject:
-    """Traces the program on the meta device; nothing is allocated. `check`: compares what its layouts compute, as a run does
-    before it starts. Raises SpecError, ProgramError."""
+    """Traces the program on the meta device; nothing is allocated. `check`: compares what its
+    layouts compute, as a run does before it starts. Raises SpecError, ProgramError."""
     data, where = job_data(folder, overrides)
-    if "script" not in data and not (Path(folder) / str(data.get("program", "program.py"))).is_file():
-        raise SpecError(f"{folder}: it has no program.py, which says what is trained; or plan a model by its sizes: --model 8b")
+    if (
+        "script" not in data
+        and not (Path(folder) / str(data.get("program", "program.py"))).is_file()
+    ):
+        raise SpecError(
+            f"{folder}: it has no program.py, which says what is trained; or plan a model by its "
+            "sizes: --model 8b"
+        )
     from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
 
     spec, program = loaded_from(folder, data, where)
     pools = tuple(pool.pool() for pool in spec.pools)
-    comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None  # beside the trace
+    # beside the trace
+    comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None
     with closing(comparison or ExitStack()), made_up_data(spec.job()) as job:
         model = model_profile_of(program, job)
         even = replace(job, microbatch_tokens=None)
-        n_bytes: int = sum(getattr(value, "nbytes", 0) for sample in samples_of(program, even, 1) for value in sample.values())
+        n_bytes: int = sum(
+            getattr(value, "nbytes", 0)
+            for sample in samples_of(program, even, 1)
+            for value in sample.values()
+        )
         unequal = model.sample is None
         model = model_profile_of(program, even) if unequal else model
         model = _closed(spec, program, model, job, comparison)
     if model.sample is None:
         raise SpecError(
-            f"{where}: a script's model is not traced, so that its cost is not known; plan one of its size: --model"
+            f"{where}: a script's model is not traced, so that its cost is not known; plan one of "
+            "its size: --model"
         )
     notes = () if "pools" in data else (OWN_POOLS,)
     if unequal:
-        like = f"samples are of unequal length: planned as if each were like the first, of {model.sample.tokens} tokens"
+        like = (
+            "samples are of unequal length: planned as if each were like the first, of "
+            f"{model.sample.tokens} tokens"
+        )
         notes = (*notes, like)
-    return Subject(spec.name, model, even if unequal else spec.job(), pools, spec.steps, notes, n_bytes, literal=True)
+    return Subject(
+        spec.name,
+        model,
+        even if unequal else spec.job(),
+        pools,
+        spec.steps,
+        notes,
+        n_bytes,
+        literal=True,
+    )
 
 
-def _closed(spec: JobSpec, program: Program, model: ModelProfile, job: Job, comparison: LayoutCheck | None) -> ModelProfile:
+def _closed(
+    spec: JobSpec, program: Program, model: ModelProfile, job: Job, comparison: LayoutCheck | None
+) -> ModelProfile:
     """With what the program's structure, or a comparison of small copies, says against an axis."""
     if comparison:
         return checked(model, comparison.result(), program)
@@ -133,16 +172,27 @@ def _closed(spec: JobSpec, program: Program, model: ModelProfile, job: Job, comp
     return structure_of_job(program, job).close(model) if not spec.script else model
 
 
-def machines_of(subject: Subject, cluster: str | None, counts: Mapping[str, int]) -> tuple[MachineGroup, ...]:
+def machines_of(
+    subject: Subject, cluster: str | None, counts: Mapping[str, int]
+) -> tuple[MachineGroup, ...]:
     """Of the cluster file's pools, else the job's own. Raises SpecError."""
     if cluster is not None:
         spec = load_cluster(cluster)
         pools, prices = spec.pools, dict(spec.prices_of)
     else:
-        pools, prices = subject.pools, dict.fromkeys((pool.name for pool in subject.pools), "the job")
+        pools, prices = (
+            subject.pools,
+            dict.fromkeys((pool.name for pool in subject.pools), "the job"),
+        )
     nodes = with_counts(pools, counts)
-    found = [of_pool(pool, nodes[pool.name], prices.get(pool.name, "")) for pool in pools if nodes[pool.name]]
+    found = [
+        of_pool(pool, nodes[pool.name], prices.get(pool.name, ""))
+        for pool in pools
+        if nodes[pool.name]
+    ]
     refused = unlimited(subject.job, pools) if subject.literal else ""
     if found and refused:
-        found[0] = replace(found[0], notes=(*found[0].notes, f"elastic run refuses this: {refused}"))
+        found[0] = replace(
+            found[0], notes=(*found[0].notes, f"elastic run refuses this: {refused}")
+        )
     return tuple(found)

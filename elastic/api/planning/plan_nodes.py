@@ -1,4 +1,5 @@
-"""Which nodes a plan is for, and what is known of their hardware and prices: the catalog, or what was measured on them."""
+"""Which nodes a plan is for, and what is known of their hardware and prices: the catalog, or what
+was measured on them."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ GIVEN = "as given"
 USUAL_PER_NODE = 8  # at most, where nobody says how many GPUs a node has
 # A process on a CPU that nobody has measured: a guess, and named as one.
 GUESSED = HardwareProfile(
-    "CPU", 3e10, 4 << 30, 1e9, (("float32", 3e10), ("bfloat16", 3e10), ("float16", 3e10)), reached=0.7, units=1,
-    memory_bytes_per_s=5e9, node_bytes_per_s=1e9, host_bytes_per_s=5e9, link_hop_s=1e-4, node_hop_s=1e-4, launch_s=1e-5,
-    arch="CPU", op_bytes_per_s=2e9,
+    "CPU", 3e10, 4 << 30, 1e9, (("float32", 3e10), ("bfloat16", 3e10), ("float16", 3e10)),
+    reached=0.7, units=1, memory_bytes_per_s=5e9, node_bytes_per_s=1e9, host_bytes_per_s=5e9,
+    link_hop_s=1e-4, node_hop_s=1e-4, launch_s=1e-5, arch="CPU", op_bytes_per_s=2e9,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MachineGroup:
-    """A group of nodes, and where its numbers come from, in words. `instance_type`: '' = not of a cloud; `notes`: what a
-    reader should know of these numbers."""
+    """A group of nodes, and where its numbers come from, in words. `instance_type`: '' = not of a
+    cloud; `notes`: what a reader should know of these numbers."""
 
     group: NodeGroup
     instance_type: str = ""
@@ -47,26 +48,42 @@ class MachineGroup:
     def plain(self) -> dict[str, Any]:
         group, gpu = self.group, self.group.hardware
         return {
-            "pool": group.pool, "gpu": gpu.accelerator_type, "n_gpus": group.n_gpus, "n_nodes": group.n_nodes,
-            "gpus_per_node": group.gpus_per_node, "market_type": group.market_type, "instance_type": self.instance_type,
-            "usd_per_node_h": group.usd_per_node_h, "usd_per_gpu_h": round(group.usd_per_node_h / group.gpus_per_node, 6),
-            "price_from": self.price_from, "hardware_from": self.hardware_from, "memory_bytes_per_gpu": gpu.memory_bytes,
-            "peak_flop_per_s": gpu.peak_flop_per_s, "network_bytes_per_s_per_gpu": gpu.link_bytes_per_s,
+            "pool": group.pool, "gpu": gpu.accelerator_type, "n_gpus": group.n_gpus,
+            "n_nodes": group.n_nodes, "gpus_per_node": group.gpus_per_node,
+            "market_type": group.market_type, "instance_type": self.instance_type,
+            "usd_per_node_h": group.usd_per_node_h,
+            "usd_per_gpu_h": round(group.usd_per_node_h / group.gpus_per_node, 6),
+            "price_from": self.price_from, "hardware_from": self.hardware_from,
+            "memory_bytes_per_gpu": gpu.memory_bytes, "peak_flop_per_s": gpu.peak_flop_per_s,
+            "network_bytes_per_s_per_gpu": gpu.link_bytes_per_s,
             "lost_per_node_h": group.lost_per_node_h, "notes": list(self.notes),
         }  # fmt: skip
 
 
 def of_pool(pool: Pool, n_nodes: int, price_from: str = "") -> MachineGroup:
-    """What a pool of a cluster file or of a job is made of. Raises SpecError for a GPU that nobody knows."""
+    """What a pool of a cluster file or of a job is made of. Raises SpecError for a GPU that nobody
+    knows."""
     known = catalog.instance_type(pool.instance_type) if pool.instance_type else None
     gpu, source, note = _hardware(pool, known)
     group = NodeGroup(
         pool.name, gpu, n_nodes, pool.gpus_per_node, pool.usd_per_node_h, pool.market_type,
-        RECLAIMS_PER_NODE_H[pool.market_type], pool.zone, pool.host_memory_bytes or (known.host_memory_bytes if known else 0),
+        RECLAIMS_PER_NODE_H[pool.market_type], pool.zone,
+        pool.host_memory_bytes or (known.host_memory_bytes if known else 0),
     )  # fmt: skip
-    free = pool.accelerator_type != "CPU" and not pool.usd_per_node_h and pool.market_type != "owned" and price_from != GIVEN
-    unpriced = f"no {pool.market_type} price of pool {pool.name} is known: its dollars count as 0" if free else ""
-    return MachineGroup(group, pool.instance_type, price_from, source, tuple(filter(None, (note, unpriced))))
+    free = (
+        pool.accelerator_type != "CPU"
+        and not pool.usd_per_node_h
+        and pool.market_type != "owned"
+        and price_from != GIVEN
+    )
+    unpriced = (
+        f"no {pool.market_type} price of pool {pool.name} is known: its dollars count as 0"
+        if free
+        else ""
+    )
+    return MachineGroup(
+        group, pool.instance_type, price_from, source, tuple(filter(None, (note, unpriced)))
+    )
 
 
 def _hardware(pool: Pool, known: catalog.InstanceType | None) -> tuple[HardwareProfile, str, str]:
@@ -78,9 +95,13 @@ def _hardware(pool: Pool, known: catalog.InstanceType | None) -> tuple[HardwareP
             return measured, where, ""
         if pool.accelerator_type == "GPU":
             raise SpecError(
-                f"pool '{pool.name}': GPU is no kind of GPU; name it, as in H100, or measure it: elastic profile JOB"
+                f"pool '{pool.name}': GPU is no kind of GPU; name it, as in H100, or measure it: "
+                "elastic profile JOB"
             )
-        note = "nobody has measured this CPU: times are a guess (30 GFLOP/s per process); run `elastic profile JOB` first"
+        note = (
+            "nobody has measured this CPU: times are a guess (30 GFLOP/s per process); run "
+            "`elastic profile JOB` first"
+        )
         return GUESSED, "guessed", note
     chip = _chip(pool, known)
     network = known.network_bytes_per_s_per_gpu * 8e-9 if known and known.network_gbps else 0.0
@@ -90,7 +111,12 @@ def _hardware(pool: Pool, known: catalog.InstanceType | None) -> tuple[HardwareP
     if measured is not None:
         return _over(gpu, measured), where, ""
     note = (
-        "" if network else f"the network of pool {pool.name} is not known: {gpu.link_bytes_per_s * 8e-9:g} Gb/s per GPU assumed"
+        ""
+        if network
+        else (
+            f"the network of pool {pool.name} is not known: {gpu.link_bytes_per_s * 8e-9:g} Gb/s "
+            "per GPU assumed"
+        )
     )
     return gpu, "catalog", note
 
@@ -122,11 +148,16 @@ def with_counts(pools: Sequence[Pool], counts: Mapping[str, int]) -> dict[str, i
     names = [pool.name for pool in pools]
     for name in counts:
         if name not in names:
-            raise SpecError(f"--nodes {name}={counts[name]}: there is no such pool{suggestion(name, names)}")
+            raise SpecError(
+                f"--nodes {name}={counts[name]}: there is no such pool{suggestion(name, names)}"
+            )
     found = {pool.name: counts.get(pool.name, pool.max_nodes) for pool in pools}
     for pool in pools:
         if found[pool.name] > pool.max_nodes:
-            raise SpecError(f"--nodes {pool.name}={found[pool.name]}: the pool gives at most {pool.max_nodes} (its max_nodes)")
+            raise SpecError(
+                f"--nodes {pool.name}={found[pool.name]}: the pool gives at most {pool.max_nodes} "
+                "(its max_nodes)"
+            )
     if not any(found.values()):
         raise SpecError("--nodes leaves no node: give at least one pool a node")
     return found
@@ -143,26 +174,35 @@ def nodes_of(texts: Sequence[str]) -> dict[str, int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------ GPUs by kind
+# ------------------------------------------------------------------------------------------ GPUs by
+# kind
 
 
 def of_asked(asked: GpuRequest, cloud: str = "") -> MachineGroup:
-    """Nodes with that GPU, as the cheapest instance type per GPU-hour has them. Raises SpecError in one line."""
+    """Nodes with that GPU, as the cheapest instance type per GPU-hour has them. Raises SpecError in
+    one line."""
     named = catalog.instance_type(asked.kind)
     types = [named] if named else _types(asked, cloud)
     if named and not named.gpus:
-        raise SpecError(f"{asked.text}: {asked.kind} has no GPU; 'elastic prices' lists instance types with GPUs")
+        raise SpecError(
+            f"{asked.text}: {asked.kind} has no GPU; 'elastic prices' lists instance types with "
+            "GPUs"
+        )
     found = _cheapest(asked, types)
     chip = catalog.find_chip(named.chip) if named else _wanted_chip(asked, found)
-    per_node = asked.per_node or (found.gpus if found else min(asked.n_gpus or USUAL_PER_NODE, USUAL_PER_NODE))
+    per_node = asked.per_node or (
+        found.gpus if found else min(asked.n_gpus or USUAL_PER_NODE, USUAL_PER_NODE)
+    )
     if asked.n_gpus % per_node:
         raise SpecError(
-            f"{asked.text}: {asked.n_gpus} GPUs do not fill nodes of {per_node}; say the nodes, as in {asked.kind}@2x4"
+            f"{asked.text}: {asked.n_gpus} GPUs do not fill nodes of {per_node}; say the nodes, "
+            f"as in {asked.kind}@2x4"
         )
     usd, price_from = _price(asked, found)
     pool = Pool(
-        asked.text, chip.name, per_node, asked.market_type, (usd or 0.0) * per_node, 0, max(1, asked.n_gpus // per_node),
-        memory_bytes_per_gpu=found.gpu_memory_bytes if found else 0, instance_type=found.name if found else "",
+        asked.text, chip.name, per_node, asked.market_type, (usd or 0.0) * per_node, 0, max(1,
+        asked.n_gpus // per_node), memory_bytes_per_gpu=found.gpu_memory_bytes if found else 0,
+        instance_type=found.name if found else "",
         host_memory_bytes=found.host_memory_bytes if found else 0,
     )  # fmt: skip
     return of_pool(pool, pool.max_nodes, price_from)
@@ -173,7 +213,8 @@ def _wanted_chip(asked: GpuRequest, found: catalog.InstanceType | None) -> catal
 
 
 def _types(asked: GpuRequest, cloud: str) -> list[catalog.InstanceType]:
-    """Those that have the GPU. Raises SpecError for a GPU that nobody knows, with the nearest names."""
+    """Those that have the GPU. Raises SpecError for a GPU that nobody knows, with the nearest
+    names."""
     chips = {chip.name for chip in catalog.find_chips(asked.kind)}
     exact = catalog.find_chip(asked.kind).name
     every = [each for each in catalog.instance_types().values() if each.chip in chips and each.gpus]
@@ -181,27 +222,45 @@ def _types(asked: GpuRequest, cloud: str) -> list[catalog.InstanceType]:
         every = [each for each in every if each.chip == exact]
     if cloud and not any(each.cloud == cloud for each in every):
         has = sorted({each.cloud for each in every})
-        raise SpecError(f"--cloud {cloud}: it has no {asked.kind}; {', '.join(has) or 'none in the catalog'} has it")
+        raise SpecError(
+            f"--cloud {cloud}: it has no {asked.kind}; {', '.join(has) or 'none in the catalog'} "
+            "has it"
+        )
     return [each for each in every if cloud in ("", each.cloud)]
 
 
-def _cheapest(asked: GpuRequest, types: Sequence[catalog.InstanceType]) -> catalog.InstanceType | None:
+def _cheapest(
+    asked: GpuRequest, types: Sequence[catalog.InstanceType]
+) -> catalog.InstanceType | None:
     """Of the largest nodes (eight GPUs at most) that the GPUs fill; those with a price first."""
     if len(types) == 1:
         return types[0]
     if asked.per_node:
         fitting = [each for each in types if each.gpus == asked.per_node]
     else:
-        sizes = {each.gpus for each in types if each.gpus <= USUAL_PER_NODE and asked.n_gpus % each.gpus == 0}
-        priced = {each.gpus for each in types if each.gpus in sizes and _usd(each, asked) is not None}
+        sizes = {
+            each.gpus
+            for each in types
+            if each.gpus <= USUAL_PER_NODE and asked.n_gpus % each.gpus == 0
+        }
+        priced = {
+            each.gpus for each in types if each.gpus in sizes and _usd(each, asked) is not None
+        }
         fitting = [each for each in types if each.gpus == max(priced or sizes, default=0)]
-    return min(fitting, key=lambda each: (_usd(each, asked) is None, (_usd(each, asked) or 0.0) / each.gpus), default=None)
+    return min(
+        fitting,
+        key=lambda each: (_usd(each, asked) is None, (_usd(each, asked) or 0.0) / each.gpus),
+        default=None,
+    )
 
 
 def _usd(found: catalog.InstanceType, asked: GpuRequest) -> float | None:
     """Dollars per hour of a node, in the cheapest region that the table has a price of."""
     spot = asked.market_type == "spot"
-    return min((usd for quote in found.prices.values() if (usd := quote.usd(spot)) is not None), default=None)
+    return min(
+        (usd for quote in found.prices.values() if (usd := quote.usd(spot)) is not None),
+        default=None,
+    )
 
 
 def _price(asked: GpuRequest, found: catalog.InstanceType | None) -> tuple[float | None, str]:
@@ -214,15 +273,20 @@ def _price(asked: GpuRequest, found: catalog.InstanceType | None) -> tuple[float
     if found is None or usd is None:
         return None, "not known"
     spot = asked.market_type == "spot"
-    region, quote = next((region, quote) for region, quote in sorted(found.prices.items()) if quote.usd(spot) == usd)
+    region, quote = next(
+        (region, quote) for region, quote in sorted(found.prices.items()) if quote.usd(spot) == usd
+    )
     instead = " (of on-demand nodes)" if asked.market_type == "reserved" else ""
-    return usd / found.gpus, f"{found.cloud} {region}, table of {quote.at or catalog.PRICES_AT}{instead}"
+    return (
+        usd / found.gpus,
+        f"{found.cloud} {region}, table of {quote.at or catalog.PRICES_AT}{instead}",
+    )
 
 
 def known_of(pools: Iterable[Pool]) -> tuple[HardwareProfile, ...]:
-    """For a run: a profile of each kind of accelerator that was measured or stands in the catalog, under the pools' own name of
-    it; none of the others, whose layouts are then compared on nominal hardware. Raises SpecError for a bad file of what was
-    measured."""
+    """For a run: a profile of each kind of accelerator that was measured or stands in the catalog,
+    under the pools' own name of it; none of the others, whose layouts are then compared on nominal
+    hardware. Raises SpecError for a bad file of what was measured."""
     found: dict[str, HardwareProfile] = {}
     for pool in pools:
         kind = pool.accelerator_type

@@ -14,7 +14,15 @@ TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)([kmbt]?)")
 TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 DURATION = re.compile(r"(?:[0-9]*\.?[0-9]+(?:min|mo|y|w|d|h|m))+")
 ONE_DURATION = re.compile(r"([0-9]*\.?[0-9]+)(min|mo|y|w|d|h|m)")
-HOURS = {"y": 365 * 24.0, "mo": 30 * 24.0, "w": 168.0, "d": 24.0, "h": 1.0, "m": 1 / 60, "min": 1 / 60}
+HOURS = {
+    "y": 365 * 24.0,
+    "mo": 30 * 24.0,
+    "w": 168.0,
+    "d": 24.0,
+    "h": 1.0,
+    "m": 1 / 60,
+    "min": 1 / 60,
+}
 COUNT, NODES = re.compile(r"0*[1-9][0-9]{0,6}"), re.compile(r"([0-9]{0,7})x([0-9]{1,7})")
 PRICE = re.compile(r"usd=([0-9]{0,9}\.?[0-9]{1,9})")
 MARKETS: tuple[str, ...] = get_args(MarketType)
@@ -23,8 +31,8 @@ GPUS_LIKE = "as in H100:64, H100:8@spot, A100:16@2x8 or p5.48xlarge:64@usd=2.50"
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """GPUs that somebody asks for. `kind`: of the GPU, or an instance type; `n_gpus`: 0 = not said; `usd_per_gpu_h`: None =
-    that of the catalog."""
+    """GPUs that somebody asks for. `kind`: of the GPU, or an instance type; `n_gpus`: 0 = not said;
+    `usd_per_gpu_h`: None = that of the catalog."""
 
     text: str
     kind: str
@@ -39,16 +47,25 @@ def tokens_of(text: str) -> float:
     found = TOKENS.fullmatch(text.strip().lower().replace(",", "").replace("_", ""))
     number = float(found[1]) * TIMES[found[2]] if found else 0.0
     if not 0 < number < 1e18:
-        raise SpecError(f"--tokens {text}: it must be a number of tokens, as in 300B, 1.5T or 15e12")
+        raise SpecError(
+            f"--tokens {text}: it must be a number of tokens, as in 300B, 1.5T or 15e12"
+        )
     return number
 
 
 def hours_of(text: str) -> float:
     """`3w` -> 504. Raises SpecError."""
     low = text.strip().lower().replace(" ", "")
-    hours = sum(float(n) * HOURS[unit] for n, unit in ONE_DURATION.findall(low)) if DURATION.fullmatch(low) else 0.0
+    hours = (
+        sum(float(n) * HOURS[unit] for n, unit in ONE_DURATION.findall(low))
+        if DURATION.fullmatch(low)
+        else 0.0
+    )
     if not 0 < hours <= HOURS_MOST:
-        raise SpecError(f"--within {text}: it must be a duration of at most {HOURS_MOST:g} hours, as in 3w, 10d, 36h or 1w3d")
+        raise SpecError(
+            f"--within {text}: it must be a duration of at most {HOURS_MOST:g} hours, as in 3w, "
+            "10d, 36h or 1w3d"
+        )
     return hours
 
 
@@ -75,7 +92,9 @@ def _asked(text: str, flag: str) -> GpuRequest:
         elif mark.lower() in MARKETS:
             market = mark.lower()
         else:
-            right = f"nodes as 1x8, or one of {', '.join(MARKETS)}, or a price per GPU-hour as usd=2.50"
+            right = (
+                f"nodes as 1x8, or one of {', '.join(MARKETS)}, or a price per GPU-hour as usd=2.50"
+            )
             raise SpecError(f"{flag} {text}: '@{mark}' is unknown; it may be {right}")
     return GpuRequest(text, kind, n_gpus, per_node, market, usd)  # type: ignore[arg-type]
 
@@ -85,8 +104,12 @@ def _nodes(text: str, flag: str, found: re.Match[str], n_gpus: int) -> tuple[int
     each, every = int(found[2]), int(found[1] or 0) * int(found[2])
     if every and n_gpus and every != n_gpus:
         raise SpecError(
-            f"{flag} {text}: {n_gpus} GPUs are not {found[1]} nodes of {each} ({every} GPUs); leave one of them out"
+            f"{flag} {text}: {n_gpus} GPUs are not {found[1]} nodes of {each} ({every} GPUs); "
+            "leave one of them out"
         )
     if (every or n_gpus) % each:
-        raise SpecError(f"{flag} {text}: {n_gpus} GPUs do not fill nodes of {each}; ask for a multiple of {each}")
+        raise SpecError(
+            f"{flag} {text}: {n_gpus} GPUs do not fill nodes of {each}; ask for a multiple of "
+            f"{each}"
+        )
     return every or n_gpus, each

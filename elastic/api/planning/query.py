@@ -43,25 +43,35 @@ class Query:
             except InfeasiblePlan as error:
                 why = str(error)
         found = self._found(conflicts.pinning(self.subject, n_gpus), groups)
-        return replace(found, rejected={"as it is written": why, **found.rejected}) if why else found
+        return (
+            replace(found, rejected={"as it is written": why, **found.rejected}) if why else found
+        )
 
     def _found(self, job: Job, groups: Sequence[NodeGroup]) -> Offers:
-        return _in_host_memory(self.find(self.subject.model, job, groups, self.aim), groups, self.subject)
+        return _in_host_memory(
+            self.find(self.subject.model, job, groups, self.aim), groups, self.subject
+        )
 
     def plain(self) -> dict[str, Any]:
         aim = self.aim
         return {
-            "model": self.subject.plain(), "purpose": aim.purpose, "tokens": aim.tokens, "deadline_h": aim.deadline_h,
-            "prices_at": str(catalog.PRICES_AT),
+            "model": self.subject.plain(), "purpose": aim.purpose, "tokens": aim.tokens,
+            "deadline_h": aim.deadline_h, "prices_at": str(catalog.PRICES_AT),
         }  # fmt: skip
 
 
 def _in_host_memory(found: Offers, groups: Sequence[NodeGroup], subject: Subject) -> Offers:
-    """Without those whose offloaded state is more than a node's own memory. Raises InfeasiblePlan where none is left."""
+    """Without those whose offloaded state is more than a node's own memory. Raises InfeasiblePlan
+    where none is left."""
     work, room = ModelCost.of(subject.model), [group for group in groups if group.host_memory_bytes]
-    needs = {offer.layout: _offloaded_bytes(work, offer.layout) for offer in found.best if offer.layout.offload}
+    needs = {
+        offer.layout: _offloaded_bytes(work, offer.layout)
+        for offer in found.best
+        if offer.layout.offload
+    }
     small = {
-        layout: f"offload needs {n_bytes * group.gpus_per_node / explain.GIB:,.0f} GiB of a node's own memory, "
+        layout: f"offload needs {n_bytes * group.gpus_per_node / explain.GIB:,.0f} GiB of a node's "
+        "own memory, "
         f"{group.host_memory_bytes / explain.GIB:,.0f} are there"
         for group in room
         for layout, n_bytes in needs.items()
@@ -69,7 +79,9 @@ def _in_host_memory(found: Offers, groups: Sequence[NodeGroup], subject: Subject
     }
     fitting = tuple(offer for offer in found.best if offer.layout not in small)
     if found.best and not fitting:
-        raise InfeasiblePlan(explain.nowhere(work, groups, {"the leanest": next(iter(small.values()))}))
+        raise InfeasiblePlan(
+            explain.nowhere(work, groups, {"the leanest": next(iter(small.values()))})
+        )
     left_out = {"with offload": next(iter(small.values()))} if small else {}
     return replace(found, best=fitting, rejected={**found.rejected, **left_out})
 
@@ -90,7 +102,12 @@ def plan(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
         **query.plain(),
         "pools": [each.plain() for each in machines],
         "offers": [
-            offer_plain(offer, n, n_gpus, [*warnings_of(offer, idle), *_data_bound(offer, query.subject, machines)])
+            offer_plain(
+                offer,
+                n,
+                n_gpus,
+                [*warnings_of(offer, idle), *_data_bound(offer, query.subject, machines)],
+            )
             for n, offer in enumerate(found.best, 1)
         ],
         "rejected": dict(found.rejected),
@@ -107,7 +124,10 @@ def _freer(query: Query, found: Offers, machines: Sequence[MachineGroup]) -> lis
     less = 1 - best.step_s / found.best[0].step_s
     if less < WORTH_SAYING:
         return []
-    return [f"this layout is asked for; a free choice (--layout auto) would be {best.layout}: {less:.0%} less time"]
+    return [
+        f"this layout is asked for; a free choice (--layout auto) would be {best.layout}: "
+        f"{less:.0%} less time"
+    ]
 
 
 def _check_deadline(query: Query, found: Offers, machines: Sequence[MachineGroup]) -> None:
@@ -118,7 +138,8 @@ def _check_deadline(query: Query, found: Offers, machines: Sequence[MachineGroup
     if fastest > aim.deadline_h:
         pools = " + ".join(_pool_words(each) for each in machines)
         raise InfeasiblePlan(
-            f"{plan_tables.count(aim.tokens)} tokens within {plan_tables.hours(aim.deadline_h)}: {pools} need "
+            f"{plan_tables.count(aim.tokens)} tokens within {plan_tables.hours(aim.deadline_h)}: "
+            f"{pools} need "
             f"{plan_tables.hours(fastest)}; take "
             "more nodes (with --gpus KIND alone, --within says how many), fewer tokens or more time"
         )
@@ -130,24 +151,41 @@ def _pool_words(each: MachineGroup) -> str:
 
 def notes_of(subject: Subject, machines: Sequence[MachineGroup]) -> list[str]:
     own = {pool.name for pool in subject.pools}
-    said = [note for note in subject.notes if note != OWN_POOLS or any(each.group.pool in own for each in machines)]
+    said = [
+        note
+        for note in subject.notes
+        if note != OWN_POOLS or any(each.group.pool in own for each in machines)
+    ]
     closed = [f"no {axis}: {why}" for axis, why in subject.model.closed.items()]
-    return list(dict.fromkeys([*said, *closed, *subject.model.notes, *(note for each in machines for note in each.notes)]))
+    return list(
+        dict.fromkeys(
+            [
+                *said,
+                *closed,
+                *subject.model.notes,
+                *(note for each in machines for note in each.notes),
+            ]
+        )
+    )
 
 
 def offer_plain(offer: Offer, n: int, n_gpus: int, warnings: Sequence[str]) -> dict[str, Any]:
     return {
-        "n": n, "layout": str(offer.layout), "n_gpus": offer.n_gpus, "n_idle_gpus": n_gpus - offer.n_gpus,
-        "n_microbatches": offer.step.n_microbatches, "samples_at_once": offer.step.n_rows, "step_s": offer.step_s,
-        "tokens_per_s": offer.tokens_per_s, "mfu": offer.mfu, "memory_bytes": int(offer.memory_bytes),
-        "room_bytes": offer.room_bytes, "host_bytes": int(offer.host_bytes), "usd_per_h": offer.usd_per_h,
-        "usd_per_mtoken": offer.usd_per_mtoken, "efficiency": offer.efficiency, "goodput": offer.goodput,
-        "hours": offer.hours, "usd": offer.usd, "copy_stall_s": offer.copy_stall_s, "copy_write_s": offer.copy_write_s,
-        "lost_node_s": offer.lost_node_s, "moved_s": offer.moved_s, "why": offer.why, "warnings": list(warnings),
-        "seconds": {name: seconds for name, seconds in offer.seconds.items() if seconds},
-        "memory": {name: int(n_bytes) for name, n_bytes in offer.memory.items() if n_bytes},
-        "parts": [
-            {"pool": part.pool, "n_gpus": part.n_gpus, "samples": part.samples, "layers": list(part.layers), "busy": part.busy}
+        "n": n, "layout": str(offer.layout), "n_gpus": offer.n_gpus,
+        "n_idle_gpus": n_gpus - offer.n_gpus, "n_microbatches": offer.step.n_microbatches,
+        "samples_at_once": offer.step.n_rows, "step_s": offer.step_s,
+        "tokens_per_s": offer.tokens_per_s, "mfu": offer.mfu,
+        "memory_bytes": int(offer.memory_bytes), "room_bytes": offer.room_bytes,
+        "host_bytes": int(offer.host_bytes), "usd_per_h": offer.usd_per_h,
+        "usd_per_mtoken": offer.usd_per_mtoken, "efficiency": offer.efficiency,
+        "goodput": offer.goodput, "hours": offer.hours, "usd": offer.usd,
+        "copy_stall_s": offer.copy_stall_s, "copy_write_s": offer.copy_write_s,
+        "lost_node_s": offer.lost_node_s, "moved_s": offer.moved_s, "why": offer.why,
+        "warnings": list(warnings), "seconds": {name: seconds for name,
+        seconds in offer.seconds.items() if seconds}, "memory": {name: int(n_bytes) for name,
+        n_bytes in offer.memory.items() if n_bytes}, "parts": [
+            {"pool": part.pool, "n_gpus": part.n_gpus, "samples": part.samples,
+            "layers": list(part.layers), "busy": part.busy}
             for part in offer.parts
         ],
     }  # fmt: skip
@@ -160,22 +198,35 @@ def warnings_of(offer: Offer, idle: str = "") -> list[str]:
 
 
 def _data_bound(offer: Offer, subject: Subject, machines: Sequence[MachineGroup]) -> list[str]:
-    """Each data-parallel rank reads its own samples: faster than its storage was measured to be, or, where nobody has measured
-    that, faster than one disk may be."""
-    rank_bytes_per_s = offer.tokens_per_s / subject.sample_tokens * subject.sample_bytes / offer.layout.dp
+    """Each data-parallel rank reads its own samples: faster than its storage was measured to be,
+    or, where nobody has measured that, faster than one disk may be."""
+    rank_bytes_per_s = (
+        offer.tokens_per_s / subject.sample_tokens * subject.sample_bytes / offer.layout.dp
+    )
     known = [rate for each in machines if (rate := each.group.hardware.storage_read_bytes_per_s)]
     most = min(known, default=DISK_BYTES_PER_S)
     if rank_bytes_per_s <= most:
         return []
-    told = f"its storage was measured to read {most / 1e9:.2g}" if known else f"few disks read more than {most / 1e9:.2g}"
-    return [f"data: each data-parallel rank takes {rank_bytes_per_s / 1e9:.2g} GB/s of samples (as tensors), {told} GB/s"]
+    told = (
+        f"its storage was measured to read {most / 1e9:.2g}"
+        if known
+        else f"few disks read more than {most / 1e9:.2g}"
+    )
+    return [
+        f"data: each data-parallel rank takes {rank_bytes_per_s / 1e9:.2g} GB/s of samples (as "
+        f"tensors), {told} GB/s"
+    ]
 
 
-# ------------------------------------------------------------------------------------------ side by side
+# ------------------------------------------------------------------------------------------ side by
+# side
 
 
-def what_if(query: Query, choices: Sequence[tuple[str, tuple[MachineGroup, ...]]]) -> dict[str, Any]:
-    """The best offer on each of several sets of nodes. Raises InfeasiblePlan where nothing fits on any of them."""
+def what_if(
+    query: Query, choices: Sequence[tuple[str, tuple[MachineGroup, ...]]]
+) -> dict[str, Any]:
+    """The best offer on each of several sets of nodes. Raises InfeasiblePlan where nothing fits on
+    any of them."""
     rows = []
     for name, machines in choices:
         conflicts.check(query.subject, machines, f"--what-if {name}: layout")
@@ -203,18 +254,21 @@ def row_of(name: str, machines: Sequence[MachineGroup], query: Query) -> dict[st
 
 
 KEYS = (
-    "n_used_gpus", "step_s", "tokens_per_s", "mfu", "memory_bytes", "room_bytes", "usd_per_h", "usd_per_mtoken", "efficiency",
-    "goodput", "hours", "usd",
+    "n_used_gpus", "step_s", "tokens_per_s", "mfu", "memory_bytes", "room_bytes", "usd_per_h",
+    "usd_per_mtoken", "efficiency", "goodput", "hours", "usd",
 )  # fmt: skip
 
 
 def short(offer: Offer) -> dict[str, Any]:
-    return {"layout": str(offer.layout), "n_used_gpus": offer.n_gpus} | {key: getattr(offer, key) for key in KEYS[1:]}
+    return {"layout": str(offer.layout), "n_used_gpus": offer.n_gpus} | {
+        key: getattr(offer, key) for key in KEYS[1:]
+    }
 
 
 def scaling(query: Query, machines: MachineGroup, least: float, n_most: int = 0) -> dict[str, Any]:
-    """From one node on, twice as many each time, until efficiency has fallen under `least` (a few GPUs may be under it too,
-    where the model is large) or `n_most` are reached. Raises InfeasiblePlan where even the most hold nothing."""
+    """From one node on, twice as many each time, until efficiency has fallen under `least` (a few
+    GPUs may be under it too, where the model is large) or `n_most` are reached. Raises
+    InfeasiblePlan where even the most hold nothing."""
     rows, per_node, useful = [], machines.group.gpus_per_node, None
     n_nodes, most = 1, (n_most or MOST_GPUS) // per_node
     while n_nodes <= most:
@@ -226,8 +280,10 @@ def scaling(query: Query, machines: MachineGroup, least: float, n_most: int = 0)
             break
         n_nodes *= 2
     if all(row["layout"] is None for row in rows):
-        raise InfeasiblePlan(rows[-1]["why_not"] if rows else f"{n_most} GPUs are less than one node of {per_node}")
+        raise InfeasiblePlan(
+            rows[-1]["why_not"] if rows else f"{n_most} GPUs are less than one node of {per_node}"
+        )
     return {
-        **query.plain(), "pools": [machines.with_nodes(1).plain()], "efficiency": least, "useful_gpus": useful, "curve": rows,
-        "notes": notes_of(query.subject, [machines]),
+        **query.plain(), "pools": [machines.with_nodes(1).plain()], "efficiency": least,
+        "useful_gpus": useful, "curve": rows, "notes": notes_of(query.subject, [machines]),
     }  # fmt: skip

@@ -21,7 +21,10 @@ def scored(file: str | Path) -> Score:
         if row["gpu"]:
             _check_gpu(row, str(file))
     if not any(all(row.get(column) for column in (*COLUMNS, MEASURED)) for row in rows):
-        raise SpecError(f"{file}: no row has all of {', '.join((*COLUMNS, MEASURED))}, so that there is nothing to compare")
+        raise SpecError(
+            f"{file}: no row has all of {', '.join((*COLUMNS, MEASURED))}, so that there is "
+            "nothing to compare"
+        )
     try:
         return score(rows)
     except SpecError as error:
@@ -36,13 +39,20 @@ def _rows(path: Path, shown: str) -> Sequence[Mapping[str, str]]:
             columns = reader.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise SpecError(f"{shown}: cannot be read: {why}; give a CSV file of measurements") from error
+        raise SpecError(
+            f"{shown}: cannot be read: {why}; give a CSV file of measurements"
+        ) from error
     missing = [column for column in (*COLUMNS, MEASURED) if column not in columns]
     if missing:
-        raise SpecError(f"{shown}: column '{missing[0]}' is missing; it needs {', '.join((*COLUMNS, MEASURED))}")
+        raise SpecError(
+            f"{shown}: column '{missing[0]}' is missing; it needs {', '.join((*COLUMNS, MEASURED))}"
+        )
     for line, row in rows:
         if None in row or None in row.values():
-            raise SpecError(f"{shown}: row {row.get('id') or f'in line {line}'}: it has not as many cells as the header")
+            raise SpecError(
+                f"{shown}: row {row.get('id') or f'in line {line}'}: it has not as many cells as "
+                "the header"
+            )
     return [{**row, "id": row.get("id") or f"in line {line}"} for line, row in rows]
 
 

@@ -1,4 +1,5 @@
-"""capacity(): how many nodes of each kind train so many tokens in so much time, and what that costs."""
+"""capacity(): how many nodes of each kind train so many tokens in so much time, and what that
+costs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def capacity(query: Query, kinds: Sequence[MachineGroup]) -> dict[str, Any]:
 
 
 def _kind(query: Query, machines: MachineGroup) -> dict[str, Any]:
-    """Doubled until it is fast enough, then bisected; then the numbers just below that: some divide better than others."""
+    """Doubled until it is fast enough, then bisected; then the numbers just below that: some divide
+    better than others."""
     per_node, most = machines.group.gpus_per_node, max(1, MOST_GPUS // machines.group.gpus_per_node)
     alone = replace(query, aim=replace(query.aim, purpose="fastest", n_best=1))
     name = machines.group.hardware.accelerator_type
@@ -50,15 +52,29 @@ def _kind(query: Query, machines: MachineGroup) -> dict[str, Any]:
         n = min(most, 2 * n)
     if enough(n):
         n = _fewest(first // 2 if n == first else n // 2, n, enough)
-        n = next((fewer for fewer in _near(n, row(n)["hours"] / query.aim.deadline_h) if enough(fewer)), n)
+        n = next(
+            (fewer for fewer in _near(n, row(n)["hours"] / query.aim.deadline_h) if enough(fewer)),
+            n,
+        )
     else:
         n = min(tried, key=lambda n: tried[n]["hours"] or float("inf"))
-    kind = {"kind": name, "instance_type": machines.instance_type, "n_nodes": n, "market_type": machines.group.market_type}
-    return {**kind, "usd_per_gpu_h": machines.group.usd_per_node_h / per_node, "makes_it": enough(n), **row(n)}
+    kind = {
+        "kind": name,
+        "instance_type": machines.instance_type,
+        "n_nodes": n,
+        "market_type": machines.group.market_type,
+    }
+    return {
+        **kind,
+        "usd_per_gpu_h": machines.group.usd_per_node_h / per_node,
+        "makes_it": enough(n),
+        **row(n),
+    }
 
 
 def _near(n: int, share: float) -> list[int]:
-    """The roundest numbers of nodes below `n` that could still do, the fewest first; `share`: of the time that `n` takes."""
+    """The roundest numbers of nodes below `n` that could still do, the fewest first; `share`: of
+    the time that `n` takes."""
     could = range(max(1, ceil(n * share * 0.97)), n)
     return sorted(sorted(could, key=lambda m: (-(m & -m), m))[:MOST_NEAR])
 
@@ -74,7 +90,9 @@ def _start(query: Query, machines: MachineGroup, most: int) -> int:
 def _flat(tried: dict[int, dict[str, Any]], n: int) -> bool:
     """Twice as many nodes have not made it any faster: the batch gives them nothing to do."""
     now, before = tried[n], tried.get(n // 2)
-    return bool(before and before["hours"] and now["hours"] and now["hours"] > 0.98 * before["hours"])
+    return bool(
+        before and before["hours"] and now["hours"] and now["hours"] > 0.98 * before["hours"]
+    )
 
 
 def _fewest(low: int, high: int, enough: Callable[[int], bool]) -> int:
@@ -96,7 +114,9 @@ def _impossible(query: Query, rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return (
-        f"{plan_tables.count(query.aim.tokens)} tokens within {plan_tables.hours(query.aim.deadline_h)} exclude each other at "
+        f"{plan_tables.count(query.aim.tokens)} tokens within "
+        f"{plan_tables.hours(query.aim.deadline_h)} exclude each other at "
         "a step of "
-        f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens or a larger --batch"
+        f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens "
+        "or a larger --batch"
     )

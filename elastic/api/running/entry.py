@@ -1,5 +1,5 @@
-"""run(): a job, its program or its script, to the end. run_script(): a script instead of a Program; changed live where it
-enters `elastic.loop`, started over where it does not.
+"""run(): a job, its program or its script, to the end. run_script(): a script instead of a Program;
+changed live where it enters `elastic.loop`, started over where it does not.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from elastic.program import Program, load_program
 
 
 def run(
-    program: str | Path | Program, job: str | Path | Mapping[str, Any] | None = None, options: Options | None = None
+    program: str | Path | Program,
+    job: str | Path | Mapping[str, Any] | None = None,
+    options: Options | None = None,
 ) -> Result:
     """Run a job to its end.
 
-    `program`: a job folder; or a Program that stands in a file as `program` (workers import that file), with `job` as a
-    mapping of the keys of job.yaml or as a job folder. Raises SpecError where the input is wrong.
+    `program`: a job folder; or a Program that stands in a file as `program` (workers import that
+    file), with `job` as a mapping of the keys of job.yaml or as a job folder. Raises SpecError
+    where the input is wrong.
     """
     options = options or Options()
     if not isinstance(program, Program) and job is None:
@@ -33,23 +36,37 @@ def run(
 
 
 def run_script(
-    script: str | Path, args: Sequence[str] = (), job: str | Path | None = None, options: Options | None = None
+    script: str | Path,
+    args: Sequence[str] = (),
+    job: str | Path | None = None,
+    options: Options | None = None,
 ) -> Result:
-    """Run `script` with the arguments `args` to its end; `job`: a folder with a job.yaml (and no program). Raises SpecError."""
+    """Run `script` with the arguments `args` to its end; `job`: a folder with a job.yaml (and no
+    program). Raises SpecError."""
     options = options or Options()
     file = script_file(script)
     if job is None:
-        return run_file(file, args, {"name": file.stem} | overridden(options.overrides), "--set", options)
+        return run_file(
+            file, args, {"name": file.stem} | overridden(options.overrides), "--set", options
+        )
     data, where = job_data(job, options.overrides)
     for way in ("program", "script"):
         if way in data:
-            raise SpecError(f"{where}: its key '{way}' and --script {script} are two ways at once; give one of them")
+            raise SpecError(
+                f"{where}: its key '{way}' and --script {script} are two ways at once; give one "
+                "of them"
+            )
     if (Path(job) / "program.py").is_file():
-        raise SpecError(f"{Path(job) / 'program.py'} and --script {script} are two ways at once; give one of them")
+        raise SpecError(
+            f"{Path(job) / 'program.py'} and --script {script} are two ways at once; give one of "
+            "them"
+        )
     return run_file(file, args, {"name": Path(job).resolve().name} | data, where, options)
 
 
-def run_file(file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options) -> Result:
+def run_file(
+    file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options
+) -> Result:
     """The same with the job's keys as they were read."""
     if not enters_loop(file):
         return restarted_script.run_restarting(file, args, data, where, options)
@@ -58,7 +75,8 @@ def run_file(file: Path, args: Sequence[str], data: Mapping[str, Any], where: st
 
 
 def run_folder(folder: str | Path, options: Options) -> Result:
-    """A job folder, whose job.yaml names a `program` (default: program.py) or a `script` with its `args`."""
+    """A job folder, whose job.yaml names a `program` (default: program.py) or a `script` with its
+    `args`."""
     data, where = job_data(folder, options.overrides)
     if "script" not in data:
         return run_job(folder_job(folder, data, where), options)
@@ -78,24 +96,34 @@ def loaded_from(folder: str | Path, data: Mapping[str, Any], where: str) -> tupl
         return spec, load_program(spec.program)
     file, args, data = _script_of(folder, data, where)
     if not enters_loop(file):
-        raise SpecError(f"{where}: {file.name} does not enter elastic.loop: what it trains is not known")
+        raise SpecError(
+            f"{where}: {file.name} does not enter elastic.loop: what it trains is not known"
+        )
     return _loop_job(file, args, data, where)
 
 
-def _script_of(folder: str | Path, data: Mapping[str, Any], where: str) -> tuple[Path, list[str], dict[str, Any]]:
+def _script_of(
+    folder: str | Path, data: Mapping[str, Any], where: str
+) -> tuple[Path, list[str], dict[str, Any]]:
     """A job folder's script, its arguments and the other keys."""
     if "program" in data:
         raise SpecError(f"{where}: 'program' and 'script' are two ways at once; give one of them")
     args = data.get("args") or []
     if not isinstance(args, list):
-        raise SpecError(f"{where}: key 'args' must be a list of the script's arguments, not {args!r}")
+        raise SpecError(
+            f"{where}: key 'args' must be a list of the script's arguments, not {args!r}"
+        )
     rest = {key: value for key, value in data.items() if key not in ("args", "script")}
     file = script_file(Path(folder) / str(data["script"]))
     return file, [str(word) for word in args], {"name": Path(folder).resolve().name} | rest
 
 
 def _loop_job(
-    file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, stream: TextIO | None = None
+    file: Path,
+    args: Sequence[str],
+    data: Mapping[str, Any],
+    where: str,
+    stream: TextIO | None = None,
 ) -> tuple[JobSpec, Program]:
     """Runs the script up to its loop, in this process; what it prints goes to `stream`."""
     from elastic.worker.loop.script_host import capture
@@ -106,11 +134,13 @@ def _loop_job(
     for key in ("steps", "global_batch"):
         if key not in data:
             raise SpecError(
-                f"{file}: '{key}' is missing; give it to elastic.loop({key}=...), or by --set {key}=N, or in a job.yaml"
+                f"{file}: '{key}' is missing; give it to elastic.loop({key}=...), or by --set "
+                f"{key}=N, or in a job.yaml"
             )
     return job_of(data, file, where), program
 
 
 def _seed(data: Mapping[str, Any]) -> int:
     seed = data.get("seed", 0)
-    return seed if isinstance(seed, int) and seed >= 0 else 0  # what it must be is checked with the other keys
+    # what it must be is checked with the other keys
+    return seed if isinstance(seed, int) and seed >= 0 else 0

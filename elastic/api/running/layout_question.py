@@ -1,8 +1,9 @@
-"""Which layouts compute what a job's program does: asked of a process of its own before a run, kept by what the program is.
+"""Which layouts compute what a job's program does: asked of a process of its own before a run, kept
+by what the program is.
 
-The process (elastic/worker/equivalence/layout_check.py) starts beside everything else that a run starts; what it has found is
-kept in the user's cache folder and holds for as long as no file of the program, no version and no key of the job that matters
-has changed.
+The process (elastic/worker/equivalence/layout_check.py) starts beside everything else that a run
+starts; what it has found is kept in the user's cache folder and holds for as long as no file of the
+program, no version and no key of the job that matters has changed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from elastic.version import PACKAGE
 if TYPE_CHECKING:
     from elastic.worker.equivalence.layout_check import Verdict
 
-PLACE = "ELASTIC_LAYOUTS"  # names the folder where answers are kept, instead of one in the user's cache
+# names the folder where answers are kept, instead of one in the user's cache
+PLACE = "ELASTIC_LAYOUTS"
 MOST_S = 90.0  # for all of it
 MOST_TP = 4  # ranks of a comparison: as many processes on this machine
 KEYS = ("data", "args", "optimizer", "microbatch_tokens")  # of a job, that decide what is compared
@@ -42,23 +44,37 @@ AXES = ("dp", "tp", "cp", "pp")
 
 
 def asked_of(spec: JobSpec, pools: Sequence[Pool]) -> dict[str, Any] | None:
-    """What is to be found out for a run on these pools; None where nothing can differ: one worker, or a script's own loss."""
-    n_workers = sum(pool.max_nodes * pool.gpus_per_node for pool in pools) + sum(entry.add is not None for entry in spec.drill)
+    """What is to be found out for a run on these pools; None where nothing can differ: one worker,
+    or a script's own loss."""
+    n_workers = sum(pool.max_nodes * pool.gpus_per_node for pool in pools) + sum(
+        entry.add is not None for entry in spec.drill
+    )
     if spec.script or n_workers < 2:
         return None
     most = max((pool.gpus_per_node for pool in pools), default=1)
     job = spec.job()
     axes, tps = _open_axes(job, spec.layouts(), most)
-    return {"job": replace(job, drill=()), "axes": axes, "tps": tps, "trusted": list(spec.trusted_axes)} if axes else None
+    return (
+        {
+            "job": replace(job, drill=()),
+            "axes": axes,
+            "tps": tps,
+            "trusted": list(spec.trusted_axes),
+        }
+        if axes
+        else None
+    )
 
 
 def _open_axes(job: Job, texts: Sequence[str], most_per_node: int) -> tuple[list[str], list[int]]:
-    """Axes with more than one rank in a layout that the run may enter, and the sizes of tp among these. `texts`: the layouts
-    that the job names whole."""
+    """Axes with more than one rank in a layout that the run may enter, and the sizes of tp among
+    these. `texts`: the layouts that the job names whole."""
     if texts:
         layouts = [job.layout_of(text) for text in texts]
         axes = {axis for layout in layouts for axis in axes_of(layout)}
-        return [axis for axis in AXES if axis in axes], sorted({min(layout.tp, MOST_TP) for layout in layouts if layout.tp > 1})
+        return [axis for axis in AXES if axis in axes], sorted(
+            {min(layout.tp, MOST_TP) for layout in layouts if layout.tp > 1}
+        )
     pins, unequal = job.pins, bool(job.microbatch_tokens)
     closed = {
         "tp": job.float8 or most_per_node < 2 or (job.compile and unequal),
@@ -85,18 +101,26 @@ class LayoutCheck:
         self._folder = TemporaryDirectory(prefix="elastic-layouts-")
         here = Path(self._folder.name)
         (here / "data").mkdir()
-        (here / "asked").write_text(json.dumps({**asked, "job": with_made_up_data(asked["job"], here / "data").plain()}))
+        (here / "asked").write_text(
+            json.dumps({**asked, "job": with_made_up_data(asked["job"], here / "data").plain()})
+        )
         paths = [asked["job"].folder, str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
-        own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        own = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
         environment = {**os.environ, **own}
         with open(here / "asked") as question, open(here / "said", "w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(here / "found")],
-                stdin=question, stdout=said, stderr=said, env=environment, start_new_session=True,
+                [sys.executable, "-m", "elastic.worker.equivalence.layout_check",
+                str(here / "found")], stdin=question, stdout=said, stderr=said, env=environment,
+                start_new_session=True,
             )  # fmt: skip
 
     def result(self, most_s: float = MOST_S) -> Verdict | None:
-        """Waits for the answer. None where nothing was asked. A driver that is killed later leaves nothing of it."""
+        """Waits for the answer. None where nothing was asked. A driver that is killed later leaves
+        nothing of it."""
         if self.asked is None or self.known is not None:
             return self.known
         try:
@@ -112,11 +136,19 @@ class LayoutCheck:
             self._process.wait(TELL_AFTER_S)
         except subprocess.TimeoutExpired:
             if self.stream is not None:
-                print("compares what each layout computes with one process (a small copy, once per program)", file=self.stream)
+                print(
+                    "compares what each layout computes with one process (a small copy, once per "
+                    "program)",
+                    file=self.stream,
+                )
         try:
             self._process.wait(most_s)
         except subprocess.TimeoutExpired:
-            return Verdict(skipped=f"it took longer than {most_s:.0f} s", followed=False, trusted=tuple(asked["trusted"]))
+            return Verdict(
+                skipped=f"it took longer than {most_s:.0f} s",
+                followed=False,
+                trusted=tuple(asked["trusted"]),
+            )
         found = _answer(Path(self._folder.name))
         if isinstance(found, Verdict):
             if found.steady:
@@ -146,13 +178,21 @@ def _answer(folder: Path) -> Verdict | str:
 
 
 def checked(model: ModelProfile, verdict: Verdict | None, program: Program) -> ModelProfile:
-    """The profile with what was found, and a line that says so. Where nothing could be found out, blocks are not spread over
-    stages, unless the program has stages of its own."""
+    """The profile with what was found, and a line that says so. Where nothing could be found out,
+    blocks are not spread over stages, unless the program has stages of its own."""
     if verdict is None:
         return model
     found = verdict.apply(model)
-    if not verdict.followed and program.stage is None and found.pipeline and "pp" not in verdict.trusted:
-        why = f"its forward pass could not be followed here ({verdict.skipped}); trusted_axes: [pp] in job.yaml allows it"
+    if (
+        not verdict.followed
+        and program.stage is None
+        and found.pipeline
+        and "pp" not in verdict.trusted
+    ):
+        why = (
+            f"its forward pass could not be followed here ({verdict.skipped}); trusted_axes: [pp] "
+            "in job.yaml allows it"
+        )
         found = replace(found, pipeline=False, no_pp=why)
     return replace(found, notes=(*_said(verdict), *found.notes))
 
@@ -161,7 +201,8 @@ def _said(verdict: Verdict) -> Iterator[str]:
     if verdict.equal:
         seconds = sum(verdict.equal.values())
         yield (
-            f"{', '.join(verdict.equal)}: loss and gradients of a small copy match those of one process ({seconds:.1f} s, "
+            f"{', '.join(verdict.equal)}: loss and gradients of a small copy match those of one "
+            f"process ({seconds:.1f} s, "
             f"cached)"
         )
     if verdict.skipped:
@@ -169,18 +210,24 @@ def _said(verdict: Verdict) -> Iterator[str]:
 
 
 def check_open(spec: JobSpec, model: ModelProfile) -> None:
-    """Raises SpecError where the run would have one worker of many, since no axis is open to its program."""
+    """Raises SpecError where the run would have one worker of many, since no axis is open to its
+    program."""
     if model.no_dp and not spec.layouts() and model.tp_limit == 1 and not model.pipeline:
-        raise SpecError(f"{spec.name}: no data-parallel ranks: {model.no_dp}; or one worker: layout: dp_shard=1")
+        raise SpecError(
+            f"{spec.name}: no data-parallel ranks: {model.no_dp}; or one worker: layout: dp_shard=1"
+        )
 
 
-# ------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------ what is
+# kept
 
 
 def _key(asked: Mapping[str, Any]) -> str:
     job = asked["job"].plain()
     program = Path(job["program"])
-    parts = {key: job[key] for key in KEYS} | {name: asked[name] for name in ("axes", "tps", "trusted")}
+    parts = {key: job[key] for key in KEYS} | {
+        name: asked[name] for name in ("axes", "tps", "trusted")
+    }
     parts |= {"code": _code(), "program": digest_of_file(program), "name": program.name}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -188,8 +235,12 @@ def _key(asked: Mapping[str, Any]) -> str:
 @cache
 def _code() -> str:
     """Of what computes: an answer of other code is none."""
-    files = sorted(file for folder in ("worker", "models", "data") for file in (PACKAGE / folder).rglob("*.py"))
-    return hashlib.sha256("".join(map(digest_of_file, (*files, PACKAGE / "types" / "grid.py"))).encode()).hexdigest()[:16]
+    files = sorted(
+        file for folder in ("worker", "models", "data") for file in (PACKAGE / folder).rglob("*.py")
+    )
+    return hashlib.sha256(
+        "".join(map(digest_of_file, (*files, PACKAGE / "types" / "grid.py"))).encode()
+    ).hexdigest()[:16]
 
 
 def _version(package: str) -> str:
@@ -218,7 +269,9 @@ def _kept(asked: Mapping[str, Any]) -> Verdict | None:
         found = Verdict.of(json.loads(text))
     except (ValueError, KeyError, TypeError):
         return None
-    same = all(digest_of_file(folder / name) == digest for name, digest in (found.files or {}).items())
+    same = all(
+        digest_of_file(folder / name) == digest for name, digest in (found.files or {}).items()
+    )
     same = same and all(_version(name) == its for name, its in (found.packages or {}).items())
     return found if same else None
 

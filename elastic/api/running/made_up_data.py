@@ -1,5 +1,5 @@
-"""Tokens that mean nothing in place of those in a remote store, where only their number counts and nobody is to be asked for
-credentials."""
+"""Tokens that mean nothing in place of those in a remote store, where only their number counts and
+nobody is to be asked for credentials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from elastic.types import DataKeys, Job
 
 
 def with_made_up_data(job: Job, folder: Path) -> Job:
-    """The job; where its tokens are in a remote store, with zeros that are written to `folder` instead."""
+    """The job; where its tokens are in a remote store, with zeros that are written to `folder`
+    instead."""
     source = job.data.train or {}
     remote = "://" in str(next((source[kind] for kind in KINDS if kind in source), ""))
     if not remote or not source.get("seq") or source.get("pack") in ("document", "whole", "pad"):

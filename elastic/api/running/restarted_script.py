@@ -21,7 +21,14 @@ from elastic.api.running.run import (
     taken_over,
     written_report,
 )
-from elastic.api.running.start_checks import check_drill, check_not_failed, failed_by_itself, paid_until_s, taken, warn_of_clock
+from elastic.api.running.start_checks import (
+    check_drill,
+    check_not_failed,
+    failed_by_itself,
+    paid_until_s,
+    taken,
+    warn_of_clock,
+)
 from elastic.config.job import JobSpec, check_budget, check_fit, job_of
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
@@ -37,31 +44,40 @@ if TYPE_CHECKING:
     from elastic.cluster.ray_train.script_job import ScriptJob
 
 KEYS = (
-    "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h", "deadline_h", "storage",
-    "drill", "max_silence_s",
+    "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h",
+    "deadline_h", "storage", "drill", "max_silence_s",
 )  # fmt: skip
 FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and nobody reads here
 RAY_TRAIN = re.compile(r"\bray\.train\b|from\s+ray\s+import\s+.*\btrain\b")
 RESTARTED = (
-    "{file} does not enter elastic.loop: this is RESTART, not live. Ray Train starts it on the nodes that are there, and "
-    "starts it anew at each change of capacity; what it resumes from is its own checkpoint, as under torchrun"
+    "{file} does not enter elastic.loop: this is RESTART, not live. Ray Train starts it on the "
+    "nodes that are there, and "
+    "starts it anew at each change of capacity; what it resumes from is its own checkpoint, as "
+    "under torchrun"
 )
 
 
-def run_restarting(file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options) -> Result:
-    """`data`: keys of a job.yaml and of --set, unchecked; `where` is what an error about them begins with. Raises SpecError."""
+def run_restarting(
+    file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options
+) -> Result:
+    """`data`: keys of a job.yaml and of --set, unchecked; `where` is what an error about them
+    begins with. Raises SpecError."""
     for key in data:
         if key not in KEYS and key in JobSpec.__pydantic_fields__:
             raise SpecError(
-                f"{where}: key '{key}' has no meaning for {file.name}, which does not enter elastic.loop; "
+                f"{where}: key '{key}' has no meaning for {file.name}, which does not enter "
+                "elastic.loop; "
                 f"keys are {', '.join(KEYS)}"
             )
-    return _ScriptRun(file, tuple(args), job_of(dict(data) | FILLED, file, where), options).to_the_end()
+    return _ScriptRun(
+        file, tuple(args), job_of(dict(data) | FILLED, file, where), options
+    ).to_the_end()
 
 
 @dataclass
 class _NotedJournal:
-    """A journal whose notes are also shown to a person, with the script's own output between them."""
+    """A journal whose notes are also shown to a person, with the script's own output between
+    them."""
 
     journal: Journal
     view: View
@@ -79,7 +95,9 @@ class _NotedJournal:
     def trouble(self) -> Exception | None:
         return self.journal.trouble
 
-    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+    def append(
+        self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None
+    ) -> None:
         self.journal.append(at_s, events, decision)
         for note in self.view.add(Line(at_s, self.journal.epoch, tuple(events), decision)):
             self.say(plain_note(self.view, note))
@@ -107,7 +125,9 @@ class _ScriptRun:
         check_drill(spec.drill, self.pools, embedded=self.address is None)
         self.name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(self.name)
-        self.place = RunFolder.of(open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{self.name}"))
+        self.place = RunFolder.of(
+            open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{self.name}")
+        )
 
     def to_the_end(self) -> Result:
         from elastic.cluster.local.local_cluster import LocalCluster
@@ -125,12 +145,22 @@ class _ScriptRun:
             if self.address is None:
                 cluster = LocalCluster((str(self.file.parent),), environments=True)
                 stack.callback(cluster.close)
-            where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
+            where = (
+                "a Ray cluster on this machine"
+                if self.address is None
+                else f"the Ray cluster at {self.address}"
+            )
             self._say(f"run {self.name}: uses {where}; its journal is {self.place.journal}")
-            journal = _NotedJournal(self.place.open_journal(lease.epoch, stored, cut), seen, self._say)
+            journal = _NotedJournal(
+                self.place.open_journal(lease.epoch, stored, cut), seen, self._say
+            )
             warn_of_clock(before, time.time())
-            run = ScriptRun(self._job(), cluster, lease, journal, self._say, bill_of(before) if before else None)
-            script = run.to_the_end(self._start(lease.epoch, before, cut.said if cut is not None else ""))
+            run = ScriptRun(
+                self._job(), cluster, lease, journal, self._say, bill_of(before) if before else None
+            )
+            script = run.to_the_end(
+                self._start(lease.epoch, before, cut.said if cut is not None else "")
+            )
         if script.bad_input:
             raise SpecError(f"{self.file}: {script.reason}")
         if script.outcome == "failed":
@@ -141,16 +171,25 @@ class _ScriptRun:
         return Result(self.name, script.outcome, data, self.place.folder)
 
     def _check_same(self, before: Sequence[Line], view: View) -> None:
-        """The run continues with the script that it had. Raises SpecError; ProgramError where it has failed, unseen."""
+        """The run continues with the script that it had. Raises SpecError; ProgramError where it
+        has failed, unseen."""
         if not before:
             return
         if not view.job.restarted:
-            raise SpecError(f"run '{self.name}' is one that is changed live, not a script's; give another --run-name")
+            raise SpecError(
+                f"run '{self.name}' is one that is changed live, not a script's; give another "
+                "--run-name"
+            )
         was = view.job.script
         if view.phase == "succeeded":
-            raise SpecError(f"run '{self.name}' is done; give another --run-name, or none, to start over")
+            raise SpecError(
+                f"run '{self.name}' is done; give another --run-name, or none, to start over"
+            )
         if was != str(self.file) and not self.options.allow_changed:
-            raise SpecError(f"run '{self.name}' was started with {was}; give another --run-name, or --allow-changed")
+            raise SpecError(
+                f"run '{self.name}' was started with {was}; give another --run-name, or "
+                "--allow-changed"
+            )
         if self.options.supervised and not self.options.allow_changed:
             check_not_failed(self.name, failed_by_itself(before))
 
@@ -160,11 +199,14 @@ class _ScriptRun:
 
         spec = self.spec
         most = spec.max_workers or sum(pool.max_nodes * pool.gpus_per_node for pool in self.pools)
-        needs = Needs(self.pools, spec.min_workers, max(most, spec.min_workers), spec.max_silence_s or START_S)
+        needs = Needs(
+            self.pools, spec.min_workers, max(most, spec.min_workers), spec.max_silence_s or START_S
+        )
         return ScriptJob(
             name=self.name, file=str(self.file), args=self.args, cwd=str(Path.cwd()),
-            asks_ray=bool(RAY_TRAIN.search(self.file.read_text(errors="replace"))), needs=needs, uri=self.place.uri,
-            logs=str(self.place.logs), ray_storage=f"{self.place.uri}/ray_train", address=self.address or "",
+            asks_ray=bool(RAY_TRAIN.search(self.file.read_text(errors="replace"))), needs=needs,
+            uri=self.place.uri, logs=str(self.place.logs),
+            ray_storage=f"{self.place.uri}/ray_train", address=self.address or "",
             drill=tuple(entry.plain() for entry in spec.drill), max_nodes=spec.max_nodes,
         )  # fmt: skip
 
@@ -174,7 +216,9 @@ class _ScriptRun:
         kept = {key: value for key, value in self.spec.plain().items() if key in KEYS}
         job = kept | {"script": str(self.file), "args": list(self.args), "restarted": True}
         until_s = paid_until_s(before, ORPHAN_LEASE_S, embedded=self.address is None)
-        return DriverStarted(self.name, epoch, job, self.pools, ModelProfile(0, 0, ()), cut=cut, paid_until_s=until_s)
+        return DriverStarted(
+            self.name, epoch, job, self.pools, ModelProfile(0, 0, ()), cut=cut, paid_until_s=until_s
+        )
 
     def _say(self, text: str) -> None:
         if self.options.show:

@@ -1,4 +1,5 @@
-"""run(): a job on a cluster, or on this machine. Picks the backend, starts the observers beside the loop, writes the report."""
+"""run(): a job on a cluster, or on this machine. Picks the backend, starts the observers beside the
+loop, writes the report."""
 
 from __future__ import annotations
 
@@ -27,7 +28,16 @@ from elastic.api.running.start_checks import (
 )
 from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.fingerprint import fingerprint
-from elastic.config.job import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
+from elastic.config.job import (
+    JobSpec,
+    check_budget,
+    check_fit,
+    embedded_pools,
+    job_of,
+    load_drill,
+    load_job,
+    pool_of,
+)
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
@@ -42,7 +52,17 @@ from elastic.observe.terminal import Terminal
 from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
-from elastic.types import COMPUTES_IN, Copy, CopyDamaged, DriverStarted, Layout, Outcome, Pool, StepDone, WorkerFailed
+from elastic.types import (
+    COMPUTES_IN,
+    Copy,
+    CopyDamaged,
+    DriverStarted,
+    Layout,
+    Outcome,
+    Pool,
+    StepDone,
+    WorkerFailed,
+)
 from elastic.version import PACKAGE
 
 if TYPE_CHECKING:
@@ -63,12 +83,16 @@ class Options:
     overrides: tuple[str, ...] = ()  # key=value over job.yaml
     drill: str | Path | None = None  # a drill file instead of the job's own drill
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
-    from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside, resume from the newest checkpoint
-    allow_changed: bool = False  # continue although program, data or mathematics are not those that the run began with
-    supervised: bool = False  # nobody looks on: a run that its program has ended as failed is not begun again unchanged
+    # of a run whose journal is damaged: set that aside, resume from the newest checkpoint
+    from_checkpoint: bool = False
+    # continue although program, data or mathematics are not those that the run began with
+    allow_changed: bool = False
+    # nobody looks on: a run that its program has ended as failed is not begun again unchanged
+    supervised: bool = False
     no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
     show: bool = True  # progress while it runs
-    spared: bool = False  # drills on a Ray cluster take the workers of a node and leave the node itself alone
+    # drills on a Ray cluster take the workers of a node and leave the node itself alone
+    spared: bool = False
     stream: TextIO | None = None  # where progress and report go; default: standard output
 
 
@@ -114,11 +138,15 @@ def check_run_name(name: str) -> None:
 
 
 def ray_address(options: Options) -> str | None:
-    """The Ray cluster to use: $RAY_ADDRESS (`ray job submit` sets it); None = the embedded default. Raises SpecError where
-    nothing answers there."""
+    """The Ray cluster to use: $RAY_ADDRESS (`ray job submit` sets it); None = the embedded default.
+    Raises SpecError where nothing answers there."""
     if options.local:
         return None
-    address = options.address or os.environ.get("RAY_ADDRESS") or ("auto" if os.environ.get(SUBMITTED) else None)
+    address = (
+        options.address
+        or os.environ.get("RAY_ADDRESS")
+        or ("auto" if os.environ.get(SUBMITTED) else None)
+    )
     if address is not None:
         from elastic.cluster.ray.address import check_reachable
 
@@ -126,25 +154,37 @@ def ray_address(options: Options) -> str | None:
     return address
 
 
-def taken_over(place: RunFolder, options: Options) -> tuple[list[Line], StoredJournal, JournalCut | None]:
-    """What earlier drivers of a run have written, and what of that is cut off. Raises SpecError, JournalDamaged."""
+def taken_over(
+    place: RunFolder, options: Options
+) -> tuple[list[Line], StoredJournal, JournalCut | None]:
+    """What earlier drivers of a run have written, and what of that is cut off. Raises SpecError,
+    JournalDamaged."""
     return place.without_damage() if options.from_checkpoint else (*place.take_over(), None)
 
 
 def default_storage() -> str | None:
-    """Under `ray job submit` the working directory is a copy that Ray removes: runs go to the home folder instead."""
-    return "~/elastic_runs" if os.environ.get(SUBMITTED) and not os.environ.get("ELASTIC_STORAGE") else None
+    """Under `ray job submit` the working directory is a copy that Ray removes: runs go to the home
+    folder instead."""
+    return (
+        "~/elastic_runs"
+        if os.environ.get(SUBMITTED) and not os.environ.get("ELASTIC_STORAGE")
+        else None
+    )
 
 
 def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
-    """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill` asks for one."""
+    """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill`
+    asks for one."""
     drill = load_drill(options.drill) if options.drill is not None else spec.drill
     if address is not None and options.drill is None:
         drill = []
     pools, floor, head_usd_per_h = spec.pools, spec.on_demand_floor, spec.head_usd_per_h
     if options.cluster is not None:
         cluster = _cluster_of(options.cluster, options.local, address)
-        pools = [pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}") for pool in cluster.pools]
+        pools = [
+            pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}")
+            for pool in cluster.pools
+        ]
         if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
             floor = cluster.on_demand_floor
         if "head_usd_per_h" not in spec.model_fields_set:
@@ -153,7 +193,12 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
         from elastic.cluster.local.local_cluster import visible_gpus
 
         pools = embedded_pools(len(visible_gpus()))
-    known = {"drill": drill, "pools": pools, "on_demand_floor": floor, "head_usd_per_h": head_usd_per_h}
+    known = {
+        "drill": drill,
+        "pools": pools,
+        "on_demand_floor": floor,
+        "head_usd_per_h": head_usd_per_h,
+    }
     return spec.model_copy(update=known)
 
 
@@ -162,45 +207,69 @@ def _cluster_of(file: str | Path, local: bool, address: str | None) -> ClusterSp
     cluster = load_cluster(file)
     if address is None and not local:
         raise SpecError(
-            f"{file}: this process is on no Ray cluster; start that one (`ray up {file}`), then submit the run to it (`ray job "
+            f"{file}: this process is on no Ray cluster; start that one (`ray up {file}`), then "
+            "submit the run to it (`ray job "
             "submit`) or set RAY_ADDRESS; or --local tries its pools on this machine"
         )
     return cluster
 
 
-def job_given(program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options) -> JobSpec:
+def job_given(
+    program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options
+) -> JobSpec:
     if not isinstance(program, Program):
         if job is not None:
-            raise SpecError(f"run('{program}', job=...): a job folder has its own job.yaml; give job only with a Program")
+            raise SpecError(
+                f"run('{program}', job=...): a job folder has its own job.yaml; give job only "
+                "with a Program"
+            )
         return load_job(program, options.overrides)
     file = file_of(program)
     if isinstance(job, Mapping):
         return job_of(job, file)
     if job is None:
-        raise SpecError("run(program): give job={'steps': ..., 'global_batch': ...} or the folder of a job.yaml")
-    return load_job(job, options.overrides).model_copy(update={"program": str(file), "folder": str(file.parent)})
+        raise SpecError(
+            "run(program): give job={'steps': ..., 'global_batch': ...} or the folder of a job.yaml"
+        )
+    return load_job(job, options.overrides).model_copy(
+        update={"program": str(file), "folder": str(file.parent)}
+    )
 
 
 def file_of(program: Program) -> Path:
-    """The file in which a Program stands as `program`: workers import it. Raises SpecError when there is no such file."""
+    """The file in which a Program stands as `program`: workers import it. Raises SpecError when
+    there is no such file."""
     files = dict.fromkeys(Path(file) for file, _ in _places(program))
     if not any(file.is_file() for file in files):
-        raise SpecError("run(program): Program.model must be a function or lambda in a file, so that workers can import it")
+        raise SpecError(
+            "run(program): Program.model must be a function or lambda in a file, so that workers "
+            "can import it"
+        )
     problem = ""
     for file in files:
         try:
             if file.is_file() and _places(load_program(file)) == _places(program):
                 return file
-            problem = problem or f"none of {', '.join(map(str, files))} defines it as `program`; name it so"
+            problem = (
+                problem
+                or f"none of {', '.join(map(str, files))} defines it as `program`; name it so"
+            )
         except SpecError as error:  # it is defined elsewhere, or this is the reason
             problem = str(error)
-    raise SpecError(f"run(program): it must stand in a file as `program`, so that workers can import it: {problem}")
+    raise SpecError(
+        "run(program): it must stand in a file as `program`, so that workers can import it: "
+        f"{problem}"
+    )
 
 
 def _places(program: Program) -> list[tuple[str, int]]:
     """File and line of each function of a Program."""
     codes = [getattr(getattr(program, field.name), "__code__", None) for field in fields(program)]
-    return [(str(Path(code.co_filename).resolve()), code.co_firstlineno) for code in codes if code is not None]
+    return [
+        (str(Path(code.co_filename).resolve()), code.co_firstlineno)
+        for code in codes
+        if code is not None
+    ]
 
 
 class _Run:
@@ -219,7 +288,9 @@ class _Run:
         check_run_name(name)
         self.name = name
         self.program = program or load_program(spec.program)
-        self.place = RunFolder.of(open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}"))
+        self.place = RunFolder.of(
+            open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}")
+        )
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
         self._cut: JournalCut | None = None
@@ -234,7 +305,9 @@ class _Run:
 
     def to_the_end(self) -> Result:
         with ExitStack() as stack:
-            layouts = LayoutCheck(asked_of(self.spec, self.pools), self._out() if self.options.show else None)
+            layouts = LayoutCheck(
+                asked_of(self.spec, self.pools), self._out() if self.options.show else None
+            )
             stack.callback(layouts.close)  # it is answered beside what follows
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
@@ -250,41 +323,56 @@ class _Run:
         return self._result(last)
 
     def _before(self) -> tuple[list[Line], StoredJournal, State | None]:
-        """The journal of earlier drivers of this run, and the state that it ends with (folding one of weeks takes minutes).
-        Raises SpecError when the run is done and no more steps are requested."""
+        """The journal of earlier drivers of this run, and the state that it ends with (folding one
+        of weeks takes minutes). Raises SpecError when the run is done and no more steps are
+        requested."""
         lines, stored, self._cut = taken_over(self.place, self.options)
         state = restored(lines)
         if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
             raise SpecError(
-                f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more of them lets it continue; "
+                f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more "
+                "of them lets it continue; "
                 f"another "
                 "--run-name, or none, starts over"
             )
         return lines, stored, state
 
     def _start(
-        self, epoch: int, before: list[Line], state: State | None = None, layouts: LayoutCheck | None = None
+        self,
+        epoch: int,
+        before: list[Line],
+        state: State | None = None,
+        layouts: LayoutCheck | None = None,
     ) -> DriverStarted:
         from elastic.worker.checkpoint import checkpoint_index
         from elastic.worker.checkpoint.checkpoint_format import MARKER
         from elastic.worker.step.loss_scale import profile_of
 
-        n_samples = self._n_samples() if self.address is None else None  # an unreadable corpus is found here, once
+        # an unreadable corpus is found here, once
+        n_samples = self._n_samples() if self.address is None else None
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
         job, problems = self.spec.job(), list[str]()
         model = profile_of(self.program, job)
         found = checkpoint_index.find(self.storage, problems)
         if problems and not found:
-            raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")
-        self._damaged = [CopyDamaged(problem.partition(f"/{MARKER}:")[0], problem) for problem in problems]
+            raise StateLost(
+                f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic "
+                "checkpoint rm"
+            )
+        self._damaged = [
+            CopyDamaged(problem.partition(f"/{MARKER}:")[0], problem) for problem in problems
+        ]
         start = DriverStarted(
             self.name,
             epoch,
             replace(job, fingerprint=fingerprint(self.spec.program, job, model, n_samples)).plain(),
             self.pools,
             model,
-            attached=self.address is not None and state is not None and state.phase not in ENDED and self._cut is None,
+            attached=self.address is not None
+            and state is not None
+            and state.phase not in ENDED
+            and self._cut is None,
             durable=tuple(_copy(item) for item in found),
             hardware=known_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
@@ -292,10 +380,14 @@ class _Run:
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:
-            start = replace(start, paid_until_s=paid_until_s(before, state.job.orphan_lease_s, False))
+            start = replace(
+                start, paid_until_s=paid_until_s(before, state.job.orphan_lease_s, False)
+            )
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if self.options.supervised and not self.options.allow_changed:
-            check_not_failed(self.name, state.fatal if state is not None and state.phase == "failed" else "")
+            check_not_failed(
+                self.name, state.fatal if state is not None and state.phase == "failed" else ""
+            )
         if layouts is not None:
             model = checked(model, layouts.result(), self.program)
             start = replace(start, model=model, job={**start.job, COMPUTES_IN: model.computes_in})
@@ -315,11 +407,17 @@ class _Run:
         stack.callback(cluster.close)
         return cluster
 
-    def _backend(self, start: DriverStarted, before: State | None, cluster: LocalCluster | None, lease: Lease) -> Backend:
+    def _backend(
+        self, start: DriverStarted, before: State | None, cluster: LocalCluster | None, lease: Lease
+    ) -> Backend:
         from elastic.cluster.backend.ray_backend import RayBackend
         from elastic.cluster.backend.ray_run import RayRun
 
-        plans = tuple(before.plans[number] for number in sorted(before.plans)) if before and start.attached else ()
+        plans = (
+            tuple(before.plans[number] for number in sorted(before.plans))
+            if before and start.attached
+            else ()
+        )
         stored = {copy.step: copy.samples for copy in start.durable if copy.samples}
         run = RayRun(
             self.name,
@@ -336,11 +434,17 @@ class _Run:
             spared=self.options.spared,
             digests={**stored, **(before.digests if before else {})},
         )
-        return RayBackend(run, cluster, lease, show=self.terminal.say if self.terminal is not None else None)
+        return RayBackend(
+            run, cluster, lease, show=self.terminal.say if self.terminal is not None else None
+        )
 
     def _watch(self, stack: ExitStack, before: Sequence[Line]) -> None:
         if self.terminal is not None:
-            where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
+            where = (
+                "a Ray cluster on this machine"
+                if self.address is None
+                else f"the Ray cluster at {self.address}"
+            )
             said = f"run {self.name}: uses {where}; its journal is {self.journal_path}"
             print(said, file=self._out())
             self.terminal.start(before)
@@ -353,7 +457,10 @@ class _Run:
             self._show_traceback(lines)
         extras: dict[str, Any] = {"launch_to_first_step_s": self._first_step_s(lines)}
         if state.phase == "succeeded":
-            extras |= {"samples_exact": sample_check.exact(lines, self.spec), "sample": self._sample(state)}
+            extras |= {
+                "samples_exact": sample_check.exact(lines, self.spec),
+                "sample": self._sample(state),
+            }
         data, shown = written_report(self.place, extras)
         if self.options.show:
             print("\n".join(["", *shown]), file=self._out())
@@ -361,14 +468,24 @@ class _Run:
 
     def _show_traceback(self, lines: Iterable[Line]) -> None:
         """Of the program's error, unless rank 0 has told it."""
-        failed = [e for line in lines for _, e in line.events if isinstance(e, WorkerFailed) and e.kind == "program"]
+        failed = [
+            e
+            for line in lines
+            for _, e in line.events
+            if isinstance(e, WorkerFailed) and e.kind == "program"
+        ]
         found = traceback_of(self.place, str(failed[0].worker)) if failed else []
         if found and self.terminal is not None and not self.terminal.has_said(found[-1]):
             print("\n".join(["", *found]), file=self._out())
 
     def _first_step_s(self, lines: Iterable[Line]) -> float | None:
         """Seconds from the launch of this driver to the end of its first step."""
-        times = (at_s for line in lines for at_s, e in line.events if isinstance(e, StepDone) and at_s >= self.launched_at_s)
+        times = (
+            at_s
+            for line in lines
+            for at_s, e in line.events
+            if isinstance(e, StepDone) and at_s >= self.launched_at_s
+        )
         first = next(times, None)
         return None if first is None else round(first - self.launched_at_s, 3)
 
@@ -386,11 +503,15 @@ class _Run:
 
 
 def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """As report.write. Raises StorageFailed or LostContact where its files cannot be written: the run itself has ended."""
+    """As report.write. Raises StorageFailed or LostContact where its files cannot be written: the
+    run itself has ended."""
     try:
         return report.write(place, extras)
     except OSError as error:
-        text = f"run '{place.name}' has ended, its report could not be written (elastic report {place.name} writes it)"
+        text = (
+            f"run '{place.name}' has ended, its report could not be written (elastic report "
+            f"{place.name} writes it)"
+        )
         raise unwritten(error, text) from error
 
 
@@ -400,7 +521,15 @@ def _copy(found: CheckpointInfo) -> Copy:
 
     layout, said = Layout(dp_shard=found.world_size), found.meta.get(SAMPLES)
     text = said if isinstance(said, str) else ""
-    return Copy(found.step, "durable", found.generation, layout, uri=found.uri, n_bytes=found.n_bytes, samples=text)
+    return Copy(
+        found.step,
+        "durable",
+        found.generation,
+        layout,
+        uri=found.uri,
+        n_bytes=found.n_bytes,
+        samples=text,
+    )
 
 
 def _outcome(state: State) -> Outcome:

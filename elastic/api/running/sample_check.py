@@ -1,4 +1,5 @@
-"""Whether each step of a run was trained on exactly the samples that the job's order gives it, by its journal alone."""
+"""Whether each step of a run was trained on exactly the samples that the job's order gives it, by
+its journal alone."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from elastic.ledger.journal import Line
 from elastic.observe.run_view import View
 from elastic.types import DriverStarted, NodePrepared, Plan, PlanEntered, PlansFound, StepDone
 
-MOST_COUNTED = 2_000_000  # samples whose order is checked at the end; of longer runs evenly spread steps
+# samples whose order is checked at the end; of longer runs evenly spread steps
+MOST_COUNTED = 2_000_000
 
 
 def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
-    """None = nobody knows. Steps that no line tells of are known where a checkpoint that the run continued from has their
-    running digest. The journal, which may be one of months, is gone through once."""
+    """None = nobody knows. Steps that no line tells of are known where a checkpoint that the run
+    continued from has their running digest. The journal, which may be one of months, is gone
+    through once."""
     view, unwritten, n_samples, starts = View(), Unwritten(), None, list[DriverStarted]()
     for line in lines:
         view.add(line)
@@ -42,7 +45,9 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
 
     @cache
     def expected(step: int) -> str:
-        return digest_text(digest(sample_ids(n_samples or 0, spec.global_batch, spec.seed, step - 1)))
+        return digest_text(
+            digest(sample_ids(n_samples or 0, spec.global_batch, spec.seed, step - 1))
+        )
 
     every = max(1, spec.steps * spec.global_batch // MOST_COUNTED)
     right = all(known[step] == expected(step) for step in list(known)[::every])
@@ -50,7 +55,11 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
         return right
     stored = {copy.step: copy.samples for start in starts for copy in start.durable if copy.samples}
     running = stored.get(begun, "") if begun else NO_STEP
-    if max(missing) > max(stored, default=0) or (begun and not running) or len(missing) * spec.global_batch > MOST_COUNTED:
+    if (
+        max(missing) > max(stored, default=0)
+        or (begun and not running)
+        or len(missing) * spec.global_batch > MOST_COUNTED
+    ):
         return None
     for step in range(begun + 1, max(stored) + 1):
         running = chained(running, step, known.get(step) or expected(step))
@@ -60,8 +69,9 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
 
 
 class Unwritten:
-    """Steps that a driver was killed with before it wrote them down, or before storage took its lines: their copy is there, and
-    no line tells of them. `begun`: the step that the run began at, of a state that was imported, else 0."""
+    """Steps that a driver was killed with before it wrote them down, or before storage took its
+    lines: their copy is there, and no line tells of them. `begun`: the step that the run began at,
+    of a state that was imported, else 0."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -100,12 +110,17 @@ class Unwritten:
                 found |= set(range(newest + 1, event.step + 1))
             if isinstance(event, StepDone):
                 found.discard(event.step)
-            back = isinstance(event, PlanEntered) and event.generation > generation  # to a copy: steps after it do not count
+            # to a copy: steps after it do not count
+            back = isinstance(event, PlanEntered) and event.generation > generation
             newest = event.step if back else max(newest, event.step)
             generation = max(generation, event.generation)
         return found
 
     def _was_redone(self, event: StepDone) -> bool:
         """By a later generation of which nobody may have told so."""
-        later = (plan for plan in self._found if event.generation < plan.generation and plan.resume.source != "live")
+        later = (
+            plan
+            for plan in self._found
+            if event.generation < plan.generation and plan.resume.source != "live"
+        )
         return any(event.step > plan.resume.step for plan in later)

@@ -28,7 +28,8 @@ CLOCK_S = 5.0  # that two clocks may differ by, unsaid
 
 
 def taken(storage: Storage, run: str) -> Lease:
-    """The run's lease. Raises SpecError where its storage cannot be written. Says where this machine's clock is not its."""
+    """The run's lease. Raises SpecError where its storage cannot be written. Says where this
+    machine's clock is not its."""
     try:
         lease = Lease(storage, run)
         warn_of_storage_clock(storage, lease.sign)
@@ -37,24 +38,30 @@ def taken(storage: Storage, run: str) -> Lease:
         raise
     except OSError as error:
         what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
-        raise SpecError(f"storage {storage.uri} cannot be written ({what}); give a folder, or s3://bucket/prefix") from error
+        raise SpecError(
+            f"storage {storage.uri} cannot be written ({what}); give a folder, or "
+            "s3://bucket/prefix"
+        ) from error
 
 
 def paid_until_s(before: Sequence[Line], orphan_lease_s: float, embedded: bool) -> float | None:
-    """Until when the nodes of a driver that is gone may have been paid for: it may have lived until a line was due, its workers
-    leave after their lease. One that has ended the run has given them back. None = there was no driver."""
+    """Until when the nodes of a driver that is gone may have been paid for: it may have lived until
+    a line was due, its workers leave after their lease. One that has ended the run has given them
+    back. None = there was no driver."""
     from elastic.cluster.nodes.demand import LEAVE_MOST_S
 
     if not before:
         return None
     last = before[-1]
-    ended = last.decision is not None and any(isinstance(action, Stop) for action in last.decision.actions)
+    ended = last.decision is not None and any(
+        isinstance(action, Stop) for action in last.decision.actions
+    )
     return last.at_s + (0.0 if embedded or ended else LINE_EVERY_S + orphan_lease_s + LEAVE_MOST_S)
 
 
 def warn_of_storage_clock(storage: Storage, sign: Sign) -> None:
-    """Says where this machine's clock is not that of its storage, by a sign of life that was just written there: ahead, it
-    would spend `deadline_h` unseen. What writing took is never counted."""
+    """Says where this machine's clock is not that of its storage, by a sign of life that was just
+    written there: ahead, it would spend `deadline_h` unseen. What writing took is never counted."""
     try:
         written_s = storage.modified_s(sign.key)
     except FileNotFoundError:  # the next one has replaced it
@@ -62,45 +69,67 @@ def warn_of_storage_clock(storage: Storage, sign: Sign) -> None:
     ahead_s, behind_s = sign.at_s - written_s, written_s - time.time()
     if max(ahead_s, behind_s) > CLOCK_S:
         log.warning(
-            "this machine's clock is %.0f s %s that of %s: set it right (NTP); bill and deadline continue by this machine's "
+            "this machine's clock is %.0f s %s that of %s: set it right (NTP); bill and deadline "
+            "continue by this machine's "
             "clock",
-            max(ahead_s, behind_s), "ahead of" if ahead_s > 0 else "behind", storage.uri,
-        )  # fmt: skip
+            max(ahead_s, behind_s),
+            "ahead of" if ahead_s > 0 else "behind",
+            storage.uri,
+        )
 
 
 def warn_of_clock(before: Sequence[Line], now_s: float) -> None:
-    """Says where this machine's clock is behind that of the run's last driver: which of them is wrong nobody knows."""
+    """Says where this machine's clock is behind that of the run's last driver: which of them is
+    wrong nobody knows."""
     behind_s = before[-1].at_s - now_s if before else 0.0
     if behind_s > CLOCK_S:
         log.warning(
-            "this machine's clock is %.0f s behind the newest line of the run's journal (%s): set it right (NTP); bill and "
-            "deadline continue by this clock", behind_s, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(before[-1].at_s)),
-        )  # fmt: skip
+            "this machine's clock is %.0f s behind the newest line of the run's journal (%s): set "
+            "it right (NTP); bill and "
+            "deadline continue by this clock",
+            behind_s,
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(before[-1].at_s)),
+        )
 
 
 def check_drill(drill: Sequence[DrillSpec], pools: Sequence[Pool], embedded: bool) -> None:
-    """Raises SpecError for nodes that there can never be. `embedded`: they are called POOL-1, POOL-2 ..."""
+    """Raises SpecError for nodes that there can never be. `embedded`: they are called POOL-1,
+    POOL-2 ..."""
     added = Counter(entry.add for entry in drill if entry.add is not None)
     most = {pool.name: pool.max_nodes + added[pool.name] for pool in pools}
     n_workers = sum(most[pool.name] * pool.gpus_per_node for pool in pools)
-    listed = ", ".join(f"{name}-1" + (f" to {name}-{n}" if n > 1 else "") for name, n in most.items() if n)
+    listed = ", ".join(
+        f"{name}-1" + (f" to {name}-{n}" if n > 1 else "") for name, n in most.items() if n
+    )
     for entry in drill:
         where = "the drill" + ("" if entry.at_step is None else f", at_step {entry.at_step}")
         for name in entry.nodes():
             check_market(name, pools, where)
             if name.startswith("rank:") and int(name[5:]) >= n_workers:
-                raise SpecError(f"{where}: '{name}', but there are at most {n_workers} workers, rank:0 to rank:{n_workers - 1}")
+                raise SpecError(
+                    f"{where}: '{name}', but there are at most {n_workers} workers, rank:0 to "
+                    f"rank:{n_workers - 1}"
+                )
             pool, _, number = name.rpartition("-")
             known = NODE_WORD.fullmatch(name) or name == "partner"
-            if embedded and not known and not (number.isdigit() and 1 <= int(number) <= most.get(pool, 0)):
-                raise SpecError(f"{where}: there is never a node '{name}'; nodes here are {listed}; or give {NODE_WORDS}")
+            if (
+                embedded
+                and not known
+                and not (number.isdigit() and 1 <= int(number) <= most.get(pool, 0))
+            ):
+                raise SpecError(
+                    f"{where}: there is never a node '{name}'; nodes here are {listed}; or give "
+                    f"{NODE_WORDS}"
+                )
 
 
 def check_market(name: str, pools: Sequence[Pool], where: str) -> None:
     """Raises SpecError for `any-spot` where no node is ever of the spot market."""
     if name == "any-spot" and all(pool.market_type != "spot" for pool in pools):
         kinds = ", ".join(f"{pool.name} is {pool.market_type}" for pool in pools)
-        raise SpecError(f"{where}: 'any-spot', but no pool is of the spot market ({kinds}); take any")
+        raise SpecError(
+            f"{where}: 'any-spot', but no pool is of the spot market ({kinds}); take any"
+        )
 
 
 def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
@@ -109,21 +138,44 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
         if why := model.refusal(layout):
             raise SpecError(f"layout '{layout}': {why}")
         if model.tp_limit % layout.tp:
-            more = "give Program.tp the modules to cut" if model.tp_limit == 1 else "take a tp that divides it"
-            raise SpecError(f"layout '{layout}': tp={layout.tp}, but tp must divide {model.tp_limit} for this model; {more}")
+            more = (
+                "give Program.tp the modules to cut"
+                if model.tp_limit == 1
+                else "take a tp that divides it"
+            )
+            raise SpecError(
+                f"layout '{layout}': tp={layout.tp}, but tp must divide {model.tp_limit} for this "
+                f"model; {more}"
+            )
         if layout.pp > 1 and not model.pipeline:
-            raise SpecError(f"layout '{layout}': pp={layout.pp}, but no pipeline stages are possible here; take pp=1")
+            raise SpecError(
+                f"layout '{layout}': pp={layout.pp}, but no pipeline stages are possible here; "
+                "take pp=1"
+            )
         if layout.microbatch_size and spec.script:
-            raise SpecError(f"layout '{layout}': a script gets its whole share of a step at once; leave microbatch_size out")
+            raise SpecError(
+                f"layout '{layout}': a script gets its whole share of a step at once; leave "
+                "microbatch_size out"
+            )
         if layout.cp > 1 and spec.script:
-            raise SpecError(f"layout '{layout}': cp={layout.cp}, but a script gets whole sequences; take cp=1")
+            raise SpecError(
+                f"layout '{layout}': cp={layout.cp}, but a script gets whole sequences; take cp=1"
+            )
         if layout.n_stages > max(1, model.n_blocks):
-            stages = f"pp={layout.pp}" if layout.n_stages == layout.pp else f"{layout.n_stages} pipeline stages"
-            raise SpecError(f"layout '{layout}': {stages}, but Program.blocks matches only {model.n_blocks} modules")
+            stages = (
+                f"pp={layout.pp}"
+                if layout.n_stages == layout.pp
+                else f"{layout.n_stages} pipeline stages"
+            )
+            raise SpecError(
+                f"layout '{layout}': {stages}, but Program.blocks matches only {model.n_blocks} "
+                "modules"
+            )
 
 
 def check_cp(spec: JobSpec, program: Program) -> None:
-    """Raises SpecError for a layout with cp where the model, run on the meta device, cannot have parts of sequences."""
+    """Raises SpecError for a layout with cp where the model, run on the meta device, cannot have
+    parts of sequences."""
     cp = max(layout.cp for layout in spec.least_layouts())
     if cp == 1:
         return
@@ -137,11 +189,14 @@ def check_cp(spec: JobSpec, program: Program) -> None:
     check_calls(program, collate([item_of(dataset, 0, length)]), cp)
 
 
-def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False) -> None:
-    """A run continues with the program, data and mathematics that it had; `meta`: of its newest checkpoint. Raises SpecError
-    that names what differs."""
+def check_same(
+    before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False
+) -> None:
+    """A run continues with the program, data and mathematics that it had; `meta`: of its newest
+    checkpoint. Raises SpecError that names what differs."""
     started = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
-    states = [line.state for line in before if line.state is not None]  # only parts of one: the whole takes long
+    # only parts of one: the whole takes long
+    states = [line.state for line in before if line.state is not None]
     job: dict[str, Any] = started[-1].job if started else states[-1]["job"] if states else {}
     was = {key: job[key] for key in JOB_KEYS if key in job}
     was |= meta.get(KEY) or {}
@@ -156,23 +211,27 @@ def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any]
     changed = differences(was, now)
     if changed and not allow_changed:
         raise SpecError(
-            f"run '{start.run}' was started with other values: {changed}; change them back, start another run with "
+            f"run '{start.run}' was started with other values: {changed}; change them back, start "
+            "another run with "
             "--run-name, or continue with --allow-changed"
         )
 
 
 def check_not_failed(run: str, fatal: str) -> None:
-    """Raises ProgramError where the program has ended the run (`fatal`: how), as it would again: what starts runs again
-    (`backoffLimit` of a RayJob) may not pay for that once more. A person who continues by hand is not asked."""
+    """Raises ProgramError where the program has ended the run (`fatal`: how), as it would again:
+    what starts runs again (`backoffLimit` of a RayJob) may not pay for that once more. A person who
+    continues by hand is not asked."""
     if fatal:
         raise ProgramError(
-            f"run '{run}' has failed by its program, which is the same: {fatal}; after a change continue with "
+            f"run '{run}' has failed by its program, which is the same: {fatal}; after a change "
+            "continue with "
             "--allow-changed, or once more as it is without --supervise"
         )
 
 
 def failed_by_itself(before: Sequence[Line]) -> str:
-    """How a script that is restarted has ended its run, by the last driver's lines; '' = it has not."""
+    """How a script that is restarted has ended its run, by the last driver's lines; '' = it has
+    not."""
     why = ""
     for _, event in (entry for line in before for entry in line.events):
         if isinstance(event, DriverStarted):
@@ -187,7 +246,8 @@ def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:
     for fqn in {**was, **now}:
         if was.get(fqn) != now.get(fqn):
             raise SpecError(
-                f"run '{run}' was started with another model: {fqn} was {_shape(was.get(fqn))}, it is {_shape(now.get(fqn))}; "
+                f"run '{run}' was started with another model: {fqn} was {_shape(was.get(fqn))}, "
+                f"it is {_shape(now.get(fqn))}; "
                 "start another run with --run-name"
             )
 

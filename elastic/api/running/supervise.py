@@ -1,7 +1,9 @@
-"""`elastic run --supervise`: the driver as a process below this one, started again where that may help.
+"""`elastic run --supervise`: the driver as a process below this one, started again where that may
+help.
 
-Started again: a driver that was killed, and one that has lost its run or cannot reach its storage (exit code 4). What ends a
-run for good is never covered up: it succeeded, failed, was stopped, or its input is wrong.
+Started again: a driver that was killed, and one that has lost its run or cannot reach its storage
+(exit code 4). What ends a run for good is never covered up: it succeeded, failed, was stopped, or
+its input is wrong.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ FINAL = (0, 1, 2, 3)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def supervised(words: Sequence[str], say: Callable[[str], None], waits: Callable[[float], object] | None = None) -> int:
-    """Runs the command until it has ended for good; its exit code, 128 + the signal's number where it was killed.
+def supervised(
+    words: Sequence[str], say: Callable[[str], None], waits: Callable[[float], object] | None = None
+) -> int:
+    """Runs the command until it has ended for good; its exit code, 128 + the signal's number where
+    it was killed.
 
-    A signal that asks this process to end continues to the driver (a hangup as SIGTERM: it saves), and nothing is started after
-    it. `waits`: between two starts.
+    A signal that asks this process to end continues to the driver (a hangup as SIGTERM: it saves),
+    and nothing is started after it. `waits`: between two starts.
     """
     asked = threading.Event()
     driver: list[subprocess.Popen[bytes]] = []
@@ -35,14 +40,20 @@ def supervised(words: Sequence[str], say: Callable[[str], None], waits: Callable
     def passed_on(number: int, frame: FrameType | None) -> None:
         asked.set()
         if driver:
-            driver[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)  # none where it has ended
+            # none where it has ended
+            driver[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = {number: signal.signal(number, passed_on) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    before = {
+        number: signal.signal(number, passed_on)
+        for number in SIGNALS
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         short, again_s = 0, FIRST_S
         while True:
             began_s = time.monotonic()
-            driver[:] = [subprocess.Popen(words, process_group=0)]  # Ctrl-C comes by way of this process, once
+            # Ctrl-C comes by way of this process, once
+            driver[:] = [subprocess.Popen(words, process_group=0)]
             code = driver[0].wait()
             long = time.monotonic() - began_s > LONG_S
             short, again_s = (0, FIRST_S) if long else (short + 1, again_s)
@@ -60,10 +71,15 @@ def supervised(words: Sequence[str], say: Callable[[str], None], waits: Callable
 
 
 def command_of(argv: Sequence[str]) -> list[str]:
-    """The same command as one that is supervised. The word stands before a script's own arguments."""
+    """The same command as one that is supervised. The word stands before a script's own
+    arguments."""
     at = argv.index("--supervise")
     return [sys.executable, "-m", "elastic", *argv[:at], "--supervised", *argv[at + 1 :]]
 
 
 def _how(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )

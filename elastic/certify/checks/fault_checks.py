@@ -1,4 +1,5 @@
-"""Without Ray: a hung rank, a killed one, one that is announced to leave, and one that joins; on plain worker processes."""
+"""Without Ray: a hung rank, a killed one, one that is announced to leave, and one that joins; on
+plain worker processes."""
 
 from __future__ import annotations
 
@@ -38,39 +39,58 @@ QUIET_S = 1.0
 PEER_EVERY = 4
 TOLD_S = 2.0  # after which a driver knows anyway: a call to a dead Ray actor fails after about that
 FREED = Bound(
-    "freed_s", "shutting gloo's sockets frees a rank in 1 ms, and nothing may wait for the group's timeout of 60 s", most=2.0
+    "freed_s",
+    "shutting gloo's sockets frees a rank in 1 ms, and nothing may wait for the group's "
+    "timeout of 60 s",
+    most=2.0,
 )
 LOSS = Bound(
     "worst_loss_difference",
-    "tests/support/e2e/runs.py holds 5e-4 (absolute, float32) over a whole run of AdamW that was resized",
+    "tests/support/e2e/runs.py holds 5e-4 (absolute, float32) over a whole run of AdamW that was "
+    "resized",
     most=5e-4,
 )
 NONE_LOST = Bound("steps_lost", "a change that is known beforehand costs no step", most=0)
 KEPT = Bound(
-    "steps_before_acknowledged_copy", "a loss costs at most the steps since the last acknowledged peer replica", most=0
+    "steps_before_acknowledged_copy",
+    "a loss costs at most the steps since the last acknowledged peer replica",
+    most=0,
 )
 FUNCTION = Bound(
     "probe_difference",
-    "the loss of one fixed sample, in the layout before and the one after, must agree within float32's tolerance (relative)",
+    "the loss of one fixed sample, in the layout before and the one after, must agree within "
+    "float32's tolerance (relative)",
     most=tolerance(Job()),
 )
-CONTENT = Bound("content_equal", "position-keyed digests of all tensors before and after the move", least=1)
+CONTENT = Bound(
+    "content_equal", "position-keyed digests of all tensors before and after the move", least=1
+)
 
 
-# ------------------------------------------------------------------------------------------------ a hung collective
+# ------------------------------------------------------------------------------------------------ a
+# hung collective
 
 
 def abort_layouts(n: int) -> list[Layout]:
     """Sharded data parallelism over all ranks, and the layout that has most axes at once."""
     mixed = [one for one in layouts(n) if one.dp_replicate == 1]
-    most = max(mixed, key=lambda one: ((one.pp > 1) + (one.tp > 1) + (one.dp_shard > 1), -abs(one.pp - one.tp)))
+    most = max(
+        mixed,
+        key=lambda one: ((one.pp > 1) + (one.tp > 1) + (one.dp_shard > 1), -abs(one.pp - one.tp)),
+    )
     return list(dict.fromkeys([Layout(dp_shard=n), most]))
 
 
 def abort_task(lab: Lab) -> Task:
     found = abort_layouts(lab.place.ranks)
     names = tuple(f"abort {layout}" for layout in found)
-    return Task(names, lambda limit: _abort(lab, found, limit), least_s=10.0, weight=1.0, where=lab.place.where)
+    return Task(
+        names,
+        lambda limit: _abort(lab, found, limit),
+        least_s=10.0,
+        weight=1.0,
+        where=lab.place.where,
+    )
 
 
 def _abort(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
@@ -94,7 +114,11 @@ def _hang(worker_pool: WorkerPool, layout: Layout) -> Check:
     after = plan_of(2, Layout(dp_shard=len(others)), others, N_BLOCKS)
     worker_pool.log.clear()
     worker_pool.enter(after)
-    worker_pool.until(lambda: bool(worker_pool.events(StepDone, 2)), "a step of those that were freed", broken=True)
+    worker_pool.until(
+        lambda: bool(worker_pool.events(StepDone, 2)),
+        "a step of those that were freed",
+        broken=True,
+    )
     figures = {
         "freed_s": max(freed.values()) - asked, "ranks_freed": len(others),
         "stepping_again_s": worker_pool.when(StepDone, 2)[0] - asked,
@@ -118,12 +142,14 @@ def leave(worker_pool: WorkerPool, plan: Plan) -> None:
     worker_pool.left(plan, plan.ranks, broken=True)
 
 
-# ------------------------------------------------------------------------------------------------ kill, growth, notice
+# ------------------------------------------------------------------------------------------------
+# kill, growth, notice
 
 
 @dataclass
 class Story:
-    """What happened to one job: its plans, when each event came, and the losses of the steps that were kept."""
+    """What happened to one job: its plans, when each event came, and the losses of the steps that
+    were kept."""
 
     worker_pool: WorkerPool
     cold_s: float  # from the start of the processes to the first step
@@ -140,7 +166,13 @@ class Story:
 
 
 def story_task(lab: Lab) -> Task:
-    return Task(("kill", "growth", "notice"), lambda limit: _story(lab, limit), least_s=20.0, weight=1.5, where=lab.place.where)
+    return Task(
+        ("kill", "growth", "notice"),
+        lambda limit: _story(lab, limit),
+        least_s=20.0,
+        weight=1.5,
+        where=lab.place.where,
+    )
 
 
 def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
@@ -149,13 +181,21 @@ def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
     lab.drop()  # so that a cold start is seen
     with lab.worker_pool(limit) as worker_pool:
         worker_pool.open(job, run)
-        first = plan_of(1, Layout(dp_shard=worker_pool.n), worker_pool.workers, SHORT_BLOCKS, peer_every=PEER_EVERY)
+        first = plan_of(
+            1,
+            Layout(dp_shard=worker_pool.n),
+            worker_pool.workers,
+            SHORT_BLOCKS,
+            peer_every=PEER_EVERY,
+        )
         worker_pool.enter(first)
         worker_pool.stepped(first, 1)
         story = Story(worker_pool, time.monotonic() - worker_pool.started_s, [first])
         figures = [_kill(story)]
         worker_pool.reopen(worker_pool.n - 1, job, run)
-        worker_pool.until(lambda: _prepared_again(worker_pool), "the new worker prepared", broken=True)
+        worker_pool.until(
+            lambda: _prepared_again(worker_pool), "the new worker prepared", broken=True
+        )
         figures += [_move(story, worker_pool.n), _move(story, worker_pool.n - 1)]
         leave(worker_pool, story.plans[-1])
         story.note()
@@ -165,14 +205,19 @@ def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
     for i, name in enumerate(("kill", "growth", "notice")):
         since = int(figures[i].pop("from_step"))
         of_its_own = {step: loss for step, loss in story.losses.items() if step > since}
-        figures[i] |= {"worst_loss_difference": worst_difference(of_its_own, alone), "cold_start_s": story.cold_s}
+        figures[i] |= {
+            "worst_loss_difference": worst_difference(of_its_own, alone),
+            "cold_start_s": story.cold_s,
+        }
         figures[i]["pause_vs_cold_start"] = figures[i]["pause_s"] / story.cold_s
         yield judge(name, figures[i], bounds[i])
 
 
 def _faster() -> Bound:
     return Bound(
-        "pause_vs_cold_start", "a change must take less than starting the same processes again, seen in the same run", most=1.0
+        "pause_vs_cold_start",
+        "a change must take less than starting the same processes again, seen in the same run",
+        most=1.0,
     )
 
 
@@ -194,7 +239,9 @@ def _kill(story: Story) -> dict[str, float]:
     worker_pool.kill(lost)
     told_s = killed + TOLD_S
     worker_pool.until(
-        lambda: bool(worker_pool.events(WorkerFailed, 1)) or time.monotonic() > told_s, "the others notice", broken=True
+        lambda: bool(worker_pool.events(WorkerFailed, 1)) or time.monotonic() > told_s,
+        "the others notice",
+        broken=True,
     )
     noticed_s = time.monotonic() - killed
     worker_pool.abort(1, survivors)
@@ -202,11 +249,19 @@ def _kill(story: Story) -> dict[str, float]:
     newest, copied = story.last_step(1), max(_acknowledged(worker_pool))
     resume = _from_memory(worker_pool, old, survivors)
     plan = plan_of(
-        2, Layout(dp_shard=len(survivors)), survivors, SHORT_BLOCKS, resume=resume, peer_every=PEER_EVERY, cause="loss"
+        2,
+        Layout(dp_shard=len(survivors)),
+        survivors,
+        SHORT_BLOCKS,
+        resume=resume,
+        peer_every=PEER_EVERY,
+        cause="loss",
     )
     story.plans.append(plan)
     worker_pool.enter(plan)
-    worker_pool.until(lambda: bool(worker_pool.events(StepDone, 2)), "a step after the kill", broken=True)
+    worker_pool.until(
+        lambda: bool(worker_pool.events(StepDone, 2)), "a step after the kill", broken=True
+    )
     pause_s = worker_pool.when(StepDone, 2)[0] - killed
     return {
         "pause_s": pause_s, "noticed_s": noticed_s, "steps_lost": max(0, newest - resume.step),
@@ -223,18 +278,37 @@ def _acknowledged(worker_pool: WorkerPool) -> list[int]:
 def _from_memory(worker_pool: WorkerPool, old: Plan, survivors: tuple[WorkerId, ...]) -> Resume:
     """The newest step whose every box one of the survivors holds."""
     newest = {e.worker: e for e in worker_pool.events(Quiesced) if e.worker in survivors}
-    held: list[Holding] = [h for q in newest.values() for h in q.holdings if h.generation == old.generation]
-    whole = [step for step in {h.step for h in held} if covered(old, [h for h in held if h.step == step])]
+    held: list[Holding] = [
+        h for q in newest.values() for h in q.holdings if h.generation == old.generation
+    ]
+    whole = [
+        step for step in {h.step for h in held} if covered(old, [h for h in held if h.step == step])
+    ]
     if not whole:
-        raise Failed(f"the survivors hold no whole copy of the state; they hold {[(h.kind, h.rank, h.step) for h in held]}")
+        raise Failed(
+            "the survivors hold no whole copy of the state; they hold "
+            f"{[(h.kind, h.rank, h.step) for h in held]}"
+        )
     step = max(whole)
-    return Resume("peer", step, old.generation, old.layout, old.layers, tuple(h for h in held if h.step == step))
+    return Resume(
+        "peer",
+        step,
+        old.generation,
+        old.layout,
+        old.layers,
+        tuple(h for h in held if h.step == step),
+    )
 
 
 def _move(story: Story, n: int) -> dict[str, float]:
-    """To `n` ranks, live: those that leave only send. From the last step before to the first one after."""
+    """To `n` ranks, live: those that leave only send. From the last step before to the first one
+    after."""
     worker_pool, old = story.worker_pool, story.plans[-1]
-    worker_pool.until(lambda: len(worker_pool.events(StepDone, old.generation)) >= 3, "steps before the move", broken=True)
+    worker_pool.until(
+        lambda: len(worker_pool.events(StepDone, old.generation)) >= 3,
+        "steps before the move",
+        broken=True,
+    )
     cause = "growth" if n > len(old.ranks) else "notice"
     plan = plan_of(
         old.generation + 1,
@@ -247,27 +321,43 @@ def _move(story: Story, n: int) -> dict[str, float]:
     )
     story.plans.append(plan)
     worker_pool.enter(plan)
-    worker_pool.until(lambda: len(worker_pool.events(StepDone, plan.generation)) >= 2, f"steps after the {cause}", broken=True)
-    before, after = worker_pool.when(StepDone, old.generation), worker_pool.when(StepDone, plan.generation)
+    worker_pool.until(
+        lambda: len(worker_pool.events(StepDone, plan.generation)) >= 2,
+        f"steps after the {cause}",
+        broken=True,
+    )
+    before, after = (
+        worker_pool.when(StepDone, old.generation),
+        worker_pool.when(StepDone, plan.generation),
+    )
     first = worker_pool.events(StepDone, plan.generation)[0].step
     pause_s = after[0] - before[-1] - (after[1] - after[0])
     return {
-        "pause_s": max(0.0, pause_s), "steps_lost": abs(first - 1 - story.last_step(old.generation)),
-        "content_equal": _content(worker_pool, plan, max(n, len(old.ranks))), "from_step": first - 1,
-        "probe_difference": _probe_difference(worker_pool, plan),
+        "pause_s": max(0.0, pause_s),
+        "steps_lost": abs(first - 1 - story.last_step(old.generation)),
+        "content_equal": _content(worker_pool, plan, max(n, len(old.ranks))),
+        "from_step": first - 1, "probe_difference": _probe_difference(worker_pool, plan),
     }  # fmt: skip
 
 
 def _probe_difference(worker_pool: WorkerPool, plan: Plan) -> float:
     """Relative, of the probe sample's loss; no number where it was not compared."""
-    found = [abs(e.loss - e.expected) / abs(e.expected) for e in worker_pool.events(Probed, plan.generation) if e.expected]
+    found = [
+        abs(e.loss - e.expected) / abs(e.expected)
+        for e in worker_pool.events(Probed, plan.generation)
+        if e.expected
+    ]
     return max(found, default=math.nan)
 
 
 def _content(worker_pool: WorkerPool, plan: Plan, n: int) -> int:
     """1 = the digests of all tensors before and after the move agree. Waits for them."""
     number = plan.generation
-    worker_pool.until(lambda: len(worker_pool.events(DigestPart, number)) >= n, f"digests of generation {number}", broken=True)
+    worker_pool.until(
+        lambda: len(worker_pool.events(DigestPart, number)) >= n,
+        f"digests of generation {number}",
+        broken=True,
+    )
     return int(digests_agree(worker_pool.events(DigestPart, number)))
 
 

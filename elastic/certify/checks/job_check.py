@@ -12,7 +12,8 @@ from elastic.errors import SpecError
 
 
 def certify_job(folder: str, as_json: bool) -> int:
-    """Prints a row for each axis. Returns the exit code: 1 where the job names a layout that does not compute the same.
+    """Prints a row for each axis. Returns the exit code: 1 where the job names a layout that does
+    not compute the same.
 
     Raises SpecError, and ProgramError for what the program itself raises."""
     from elastic.api.running.layout_question import AXES, LayoutCheck, asked_of
@@ -24,7 +25,9 @@ def certify_job(folder: str, as_json: bool) -> int:
     asked = asked_of(spec.model_copy(update={"layout": "auto"}), pools)
     if asked is None:
         raise SpecError(f"{folder}: there is nothing to compare: its pools give one worker")
-    check = LayoutCheck({**asked, "axes": AXES, "tps": (2, 4)}, sys.stderr if as_json else sys.stdout)
+    check = LayoutCheck(
+        {**asked, "axes": AXES, "tps": (2, 4)}, sys.stderr if as_json else sys.stdout
+    )
     try:
         found = check.result()
     finally:
@@ -33,10 +36,20 @@ def certify_job(folder: str, as_json: bool) -> int:
     named = {axis for layout in spec.least_layouts() for axis in axes_of(layout)}
     rows = [_row(axis, found.plain(), axis in named) for axis in AXES]
     if as_json:
-        rows_plain = [{"axis": row.name, "verdict": row.verdict, "seconds": row.seconds, "why": row.why} for row in rows]
-        print(json.dumps({"job": spec.name, "axes": rows_plain, "notes": list(found.structure.notes)}), flush=True)
+        rows_plain = [
+            {"axis": row.name, "verdict": row.verdict, "seconds": row.seconds, "why": row.why}
+            for row in rows
+        ]
+        print(
+            json.dumps(
+                {"job": spec.name, "axes": rows_plain, "notes": list(found.structure.notes)}
+            ),
+            flush=True,
+        )
     else:
-        lines = [line for row in rows for line in row.lines()] + [f"note: {note}" for note in found.structure.notes]
+        lines = [line for row in rows for line in row.lines()] + [
+            f"note: {note}" for note in found.structure.notes
+        ]
         print("\n".join(lines), flush=True)
     return int(any(row.verdict == "fail" for row in rows))
 
@@ -45,9 +58,22 @@ def _row(axis: str, found: Mapping[str, Any], named: bool) -> Check:
     """An axis that is closed to the program fails only where the job's layout has it."""
     equal, why = (found["equal"] or {}).get(axis), found["structure"][f"no_{axis}"]
     if equal is not None:
-        return Check(axis, "pass", seconds=equal, why="loss and gradients of a small copy match those of one process")
+        return Check(
+            axis,
+            "pass",
+            seconds=equal,
+            why="loss and gradients of a small copy match those of one process",
+        )
     if why:
         return Check(axis, "fail" if named else "not run", why=f"closed: {why}")
-    plan = "there is no Program.tp" if axis == "tp" else "there are no blocks to cut between" if axis == "pp" else ""
-    noted = next((note for note in found["structure"]["notes"] if note.startswith(f"{axis} was ")), "")
+    plan = (
+        "there is no Program.tp"
+        if axis == "tp"
+        else "there are no blocks to cut between"
+        if axis == "pp"
+        else ""
+    )
+    noted = next(
+        (note for note in found["structure"]["notes"] if note.startswith(f"{axis} was ")), ""
+    )
     return Check(axis, "not run", why=found["skipped"] or noted or plan)

@@ -1,4 +1,5 @@
-"""Every layout that fits: a few steps each in one set of warm processes, with the losses of one process; group creation."""
+"""Every layout that fits: a few steps each in one set of warm processes, with the losses of one
+process; group creation."""
 
 from __future__ import annotations
 
@@ -16,18 +17,22 @@ from elastic.types import Layout, PlanEntered, StepDone
 STEPS = 4
 LOSS = Bound(
     "worst_loss_difference",
-    "tests/worker/session/test_chain.py holds 1e-4 (absolute, float32) over 30 steps: sums in another order",
+    "tests/worker/session/test_chain.py holds 1e-4 (absolute, float32) over 30 steps: sums in "
+    "another order",
     most=1e-4,
 )
 LATE_STORE_S, MESH_64_S, TIMES = 0.7, 10.5, 3.0
 
 
 def groups_bound(n: int) -> Bound:
-    """DESIGN, section 6: 0.7 s where ranks connect before the store listens; a full gloo mesh of 64 ranks took 10.5 s, and
-    grows with the square of the ranks."""
+    """DESIGN, section 6: 0.7 s where ranks connect before the store listens; a full gloo mesh of 64
+    ranks took 10.5 s, and grows with the square of the ranks."""
     most_s = TIMES * (LATE_STORE_S + MESH_64_S * (n / 64) ** 2)
     return Bound(
-        "median_s", f"{TIMES:g} x what was seen on gloo: 0.7 s for a late store, 10.5 s x (ranks / 64)^2 for the mesh", most_s
+        "median_s",
+        f"{TIMES:g} x what was seen on gloo: 0.7 s for a late store, 10.5 s x (ranks / 64)^2 "
+        "for the mesh",
+        most_s,
     )
 
 
@@ -52,7 +57,8 @@ def _work(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
     groups_s: list[float] = []
     try:
         left = list(found)
-        while left:  # a layout that fails takes its processes with it; the others continue in new ones
+        # a layout that fails takes its processes with it; the others continue in new ones
+        while left:
             try:
                 with lab.worker_pool(limit) as worker_pool:
                     worker_pool.open(job, lab.run_folder())
@@ -67,10 +73,16 @@ def _work(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
         if groups_s:
             yield _groups(groups_s, lab.place.ranks)
         raise
-    yield _groups(groups_s, lab.place.ranks) if groups_s else not_run("groups", "no layout was entered")
+    yield (
+        _groups(groups_s, lab.place.ranks)
+        if groups_s
+        else not_run("groups", "no layout was entered")
+    )
 
 
-def _one(worker_pool: WorkerPool, number: int, layout: Layout, alone: list[float]) -> tuple[Check, float]:
+def _one(
+    worker_pool: WorkerPool, number: int, layout: Layout, alone: list[float]
+) -> tuple[Check, float]:
     """A fresh generation of its own."""
     plan = plan_of(number, layout, worker_pool.workers, N_BLOCKS)
     worker_pool.enter(plan)

@@ -1,7 +1,9 @@
-"""The real main path: `elastic.api.run` on Ray nodes, a kill, a growth and a notice while it trains.
+"""The real main path: `elastic.api.run` on Ray nodes, a kill, a growth and a notice while it
+trains.
 
-On this host it has nodes of its own, which come and go. On a user's cluster the nodes stay: a kill ends all worker processes of
-one node, which are then started again there, and a node with notice is only left.
+On this host it has nodes of its own, which come and go. On a user's cluster the nodes stay: a kill
+ends all worker processes of one node, which are then started again there, and a node with notice is
+only left.
 """
 
 from __future__ import annotations
@@ -38,14 +40,23 @@ LOOK_S, GONE_S = 0.3, 20.0
 CAUSES = ("kill", "growth", "notice")
 KEPT = Bound(
     "steps_lost",
-    "the steps since the last acknowledged peer replica: one every 4 steps, up to 3 more while it is in flight",
+    "the steps since the last acknowledged peer replica: one every 4 steps, up to 3 more while it "
+    "is in flight",
     most=7,
 )
 FASTER = Bound(
-    "pause_vs_start", "a change must take less than starting the run did, launch to first step, in the same run", most=1.0
+    "pause_vs_start",
+    "a change must take less than starting the run did, launch to first step, in the same run",
+    most=1.0,
 )
-SAMPLES = Bound("wrong_samples", "each step trains on the samples that seed and step give, whatever the nodes", most=0)
-REPLAY = Bound("decisions_that_differ", "every decision of the run taken again from its journal alone", most=0)
+SAMPLES = Bound(
+    "wrong_samples",
+    "each step trains on the samples that seed and step give, whatever the nodes",
+    most=0,
+)
+REPLAY = Bound(
+    "decisions_that_differ", "every decision of the run taken again from its journal alone", most=0
+)
 LEFT = Bound("processes_left", "nothing that the run started may outlive it", most=0)
 BOUNDS = {
     "kill": [KEPT, CONTENT, LOSS, FASTER],
@@ -54,13 +65,20 @@ BOUNDS = {
 }
 
 
-NAMES = (*(f"{NAME}: {cause}" for cause in CAUSES), f"{NAME}: samples", f"{NAME}: replay", f"{NAME}: nothing left")
+NAMES = (
+    *(f"{NAME}: {cause}" for cause in CAUSES),
+    f"{NAME}: samples",
+    f"{NAME}: replay",
+    f"{NAME}: nothing left",
+)
 
 
 def task(lab: Lab) -> Task:
     place = lab.place
     where = (
-        place.where if place.address else f"{sum(p['max_nodes'] for p in pools_of(place))} Ray nodes of its own on this host"
+        place.where
+        if place.address
+        else f"{sum(p['max_nodes'] for p in pools_of(place))} Ray nodes of its own on this host"
     )
     return Task(NAMES, lambda limit: _work(lab, limit), least_s=60.0, weight=3.5, where=where)
 
@@ -70,8 +88,16 @@ def why_not(place: Place) -> str:
     if not place.ray:
         return "without Ray (not installed, or --no-ray)"
     if place.address:
-        return "" if len(place.nodes) > 1 else "it needs two nodes of the cluster at least; --local runs it on this host's own"
-    return "nodes that join and leave need two GPUs at least; --gpus 0 runs it on the CPU" if place.kind == "one-gpu" else ""
+        return (
+            ""
+            if len(place.nodes) > 1
+            else "it needs two nodes of the cluster at least; --local runs it on this host's own"
+        )
+    return (
+        "nodes that join and leave need two GPUs at least; --gpus 0 runs it on the CPU"
+        if place.kind == "one-gpu"
+        else ""
+    )
 
 
 def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
@@ -79,22 +105,36 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     place = lab.place
     with lab.room() as (name, storage):
         pools = cluster_place.pools(place) if place.address else pools_of(place)
-        # not on nodes of its own: Ray would start a cluster for whoever asks it without being connected
-        where = Where(name, storage, place.address, cluster_place.world(place), connected=bool(place.address))
+        # not on nodes of its own: Ray would start a cluster for whoever asks it without being
+        # connected
+        where = Where(
+            name, storage, place.address, cluster_place.world(place), connected=bool(place.address)
+        )
         trial = Trial(lab.folder / "main-path", pools, limit, where)
         try:
             summary = trial.go()
         finally:
             left = trial.end()
         steps, lines = trial.curve(), read(trial.journal)
-    job = {"seed": trial.job["seed"], "global_batch": GLOBAL_BATCH, "clip_grad_norm": trial.job["clip_grad_norm"]}
+    job = {
+        "seed": trial.job["seed"],
+        "global_batch": GLOBAL_BATCH,
+        "clip_grad_norm": trial.job["clip_grad_norm"],
+    }
     alone = losses("unpaced", job, max(steps), limit)
     worst = worst_difference({step: loss for step, (loss, _) in steps.items()}, alone)
     yield from judged(summary, worst)
-    figures = {"steps": max(steps), "wrong_samples": wrong_samples({s: d for s, (_, d) in steps.items()}, int(job["seed"]))}
+    figures = {
+        "steps": max(steps),
+        "wrong_samples": wrong_samples({s: d for s, (_, d) in steps.items()}, int(job["seed"])),
+    }
     yield judge(f"{NAME}: samples", figures, [SAMPLES])
     yield replayed(lines)
-    yield judge(f"{NAME}: nothing left", {"processes_left": len(left), "processes_seen": len(trial.seen)}, [LEFT])
+    yield judge(
+        f"{NAME}: nothing left",
+        {"processes_left": len(left), "processes_seen": len(trial.seen)},
+        [LEFT],
+    )
 
 
 def pools_of(place: Place) -> list[dict[str, Any]]:
@@ -118,8 +158,9 @@ def judged(summary: Mapping[str, Any], worst: float) -> Iterator[Check]:
             raise Failed(f"one transition by {name} was expected; the run's transitions were {had}")
         one = found[0]
         figures = {
-            "pause_s": one["pause_s"], "steps_lost": one["steps_lost"], "content_equal": int(one["digest_ok"] is True),
-            "worst_loss_difference": worst, "launch_to_first_step_s": start_s, "pause_vs_start": one["pause_s"] / start_s,
+            "pause_s": one["pause_s"], "steps_lost": one["steps_lost"],
+            "content_equal": int(one["digest_ok"] is True), "worst_loss_difference": worst,
+            "launch_to_first_step_s": start_s, "pause_vs_start": one["pause_s"] / start_s,
             "source": one["source"], "bytes_moved": one["bytes_moved"],
         }  # fmt: skip
         yield judge(f"{NAME}: {name}", figures, BOUNDS[name])
@@ -145,9 +186,11 @@ def replayed(lines: Iterable[Line]) -> Check:
 
 @dataclass(frozen=True)
 class Where:
-    """Name and storage of the run; on a Ray cluster that was there its `address` and how many ranks all of its nodes have.
+    """Name and storage of the run; on a Ray cluster that was there its `address` and how many ranks
+    all of its nodes have.
 
-    `connected`: this process is, too, and can look whether an actor is left. `environment`: of the driver, over this one's.
+    `connected`: this process is, too, and can look whether an actor is left. `environment`: of the
+    driver, over this one's.
     """
 
     name: str = RUN
@@ -159,8 +202,8 @@ class Where:
 
 
 TRAINS = {
-    "steps": STEPS, "global_batch": GLOBAL_BATCH, "seed": 7, "clip_grad_norm": 1.0, "peer_every": PEER_EVERY,
-    "durable_every": 0,
+    "steps": STEPS, "global_batch": GLOBAL_BATCH, "seed": 7, "clip_grad_norm": 1.0,
+    "peer_every": PEER_EVERY, "durable_every": 0,
 }  # fmt: skip
 
 
@@ -172,13 +215,17 @@ class Trial:
     pools: list[dict[str, Any]]
     limit: Limit
     where: Where = field(default_factory=Where)
-    way: Mapping[str, Any] = field(default_factory=lambda: {**TRAINS, "program": program_file("paced")})
+    way: Mapping[str, Any] = field(
+        default_factory=lambda: {**TRAINS, "program": program_file("paced")}
+    )
     process: subprocess.Popen[str] | None = None
-    seen: dict[int, int] = field(default_factory=dict)  # pid -> start time of every process below it
+    # pid -> start time of every process below it
+    seen: dict[int, int] = field(default_factory=dict)
     pids: set[int] = field(default_factory=set)  # of all workers that there were
     first_pids: set[int] = field(default_factory=set)  # when the first driver was killed
     worlds: dict[int, int] = field(default_factory=dict)  # generation -> ranks
-    steps: list[tuple[int, int, float, str]] = field(default_factory=list)  # generation, step, loss, digest
+    # generation, step, loss, digest
+    steps: list[tuple[int, int, float, str]] = field(default_factory=list)
     at_byte: int = 0
 
     @property
@@ -208,7 +255,8 @@ class Trial:
         return self._stopped()
 
     def without_driver(self) -> float:
-        """Start; SIGKILL of the driver; the next one of the same run. Seconds from the kill to a new step in the journal."""
+        """Start; SIGKILL of the driver; the next one of the same run. Seconds from the kill to a
+        new step in the journal."""
         self._start()
         self._calm(self.where.world)
         assert self.process is not None
@@ -219,7 +267,10 @@ class Trial:
         self._read()  # what it had written since the last look
         last = max(step for _, step, _, _ in self.steps)
         self._start()
-        self._until(lambda: max(step for _, step, _, _ in self.steps) > last, "the next driver hears of a new step")
+        self._until(
+            lambda: max(step for _, step, _, _ in self.steps) > last,
+            "the next driver hears of a new step",
+        )
         return time.monotonic() - killed_s
 
     def notice_and_stop(self) -> dict[str, Any]:
@@ -241,7 +292,9 @@ class Trial:
 
     def _stopped(self) -> dict[str, Any]:
         self._order("stop")
-        self._until(lambda: self.process is not None and self.process.poll() is not None, "the run stopped")
+        self._until(
+            lambda: self.process is not None and self.process.poll() is not None, "the run stopped"
+        )
         text = (self.folder / "out.log").read_text()
         found = [line for line in text.splitlines() if line.startswith("{")]
         if not found:
@@ -250,7 +303,11 @@ class Trial:
 
     def _on_own_nodes(self, world: int) -> None:
         self._calm(world)
-        for after, words in ((world - 1, "kill=any-spot"), (world, "add=spot"), (world - 1, "notice=any-spot")):
+        for after, words in (
+            (world - 1, "kill=any-spot"),
+            (world, "add=spot"),
+            (world - 1, "notice=any-spot"),
+        ):
             self._drill(words)
             self._calm(after)
 
@@ -261,14 +318,20 @@ class Trial:
         self._until(lambda: self._fewer(world), "the processes that are left train")
         self._calm(world)
         self._drill("notice=any")
-        self._until(lambda: self._newest() < world and self._is_calm(), "the nodes without notice train")
+        self._until(
+            lambda: self._newest() < world and self._is_calm(), "the nodes without notice train"
+        )
 
     def curve(self) -> dict[int, tuple[float, str]]:
         """Loss and sample digest of each step, as it was done last."""
-        return {step: (loss, digest) for _, step, loss, digest in sorted(self.steps, key=lambda one: one[0])}
+        return {
+            step: (loss, digest)
+            for _, step, loss, digest in sorted(self.steps, key=lambda one: one[0])
+        }
 
     def end(self) -> list[int | str]:
-        """Ends the run, whatever it does; the pids, and on a cluster the actors, that did not end by themselves."""
+        """Ends the run, whatever it does; the pids, and on a cluster the actors, that did not end
+        by themselves."""
         from elastic.cluster.ray import processes
 
         if self.process is None:
@@ -278,7 +341,9 @@ class Trial:
             self.process.kill()
         self.process.wait()
         end_s = time.monotonic() + GONE_S
-        while (left := [pid for pid, at in self.seen.items() if processes.started(pid) == at]) and time.monotonic() < end_s:
+        while (
+            left := [pid for pid, at in self.seen.items() if processes.started(pid) == at]
+        ) and time.monotonic() < end_s:
             time.sleep(0.1)
         processes.send(left)
         return [*left, *self._actors_left(end_s)]
@@ -295,17 +360,23 @@ class Trial:
         remote_processes.end_actors(namespace)
         return left
 
-    # ------------------------------------------------------------------------------------------ the run
+    # ------------------------------------------------------------------------------------------ the
+    # run
 
     def _start(self) -> None:
         job = self.folder / "job"
         job.mkdir(parents=True, exist_ok=True)
         (job / "job.yaml").write_text(json.dumps(self.job))  # JSON is YAML
         with (self.folder / "out.log").open("w") as out, (self.folder / "err.log").open("w") as err:
-            words = ["elastic.certify.checks.main_path_process", str(job), self.where.name, self.where.address]
+            words = [
+                "elastic.certify.checks.main_path_process",
+                str(job),
+                self.where.name,
+                self.where.address,
+            ]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True,
-                env=child.environment_of(self.where.environment), start_new_session=True,
+                [sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                text=True, env=child.environment_of(self.where.environment), start_new_session=True,
             )  # fmt: skip
 
     def _drill(self, *words: str) -> None:
@@ -357,7 +428,8 @@ class Trial:
                     self.seen[pid] = started
 
     def _read(self) -> None:
-        """What is new in the journal, in whole lines; plain JSON, so that the watcher costs little."""
+        """What is new in the journal, in whole lines; plain JSON, so that the watcher costs
+        little."""
         journal = self.journal
         if not journal.is_file():
             return
@@ -374,7 +446,9 @@ class Trial:
                 if event["kind"] == "NodePrepared":
                     self.pids |= set(event["pids"])
                 if event["kind"] == "StepDone":
-                    self.steps.append((event["generation"], event["step"], event["train_loss"], event["digest"]))
+                    self.steps.append(
+                        (event["generation"], event["step"], event["train_loss"], event["digest"])
+                    )
             for action in (line.get("decision") or {}).get("actions", ()):
                 if action["kind"] == "EnterPlan":
                     self.worlds[action["plan"]["generation"]] = len(action["plan"]["ranks"])

@@ -1,4 +1,5 @@
-"""The run of main_path.py in a process of its own: `elastic.api.run`, whose summary is printed as one JSON line at the end."""
+"""The run of main_path.py in a process of its own: `elastic.api.run`, whose summary is printed as
+one JSON line at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Live moves of 105 MB between layouts, beside bare messages of the same processes' kind; the content proven by digests."""
+"""Live moves of 105 MB between layouts, beside bare messages of the same processes' kind; the
+content proven by digests."""
 
 from __future__ import annotations
 
@@ -17,10 +18,13 @@ from elastic.types import DigestPart, Layout, Plan
 LARGE_BLOCKS = 8
 MOVED_LEAST_BYTES = 10_000_000  # smaller moves say nothing of a rate
 BOUNDS = (
-    Bound("content_equal", "position-keyed digests of all tensors before and after each move", least=1),
+    Bound(
+        "content_equal", "position-keyed digests of all tensors before and after each move", least=1
+    ),
     Bound(
         "rate_vs_bare",
-        "tests/bench/reshard.py allows 0.5 of bare messages on a quiet machine with 1.1 GB; a fifth of it, since here a move "
+        "tests/bench/reshard.py allows 0.5 of bare messages on a quiet machine with 1.1 GB; a "
+        "fifth of it, since here a move "
         "is a tenth of that, and its planning, proof and waiting count",
         least=0.1,
     ),
@@ -36,7 +40,13 @@ def chain(n: int) -> list[Layout]:
 
 
 def task(lab: Lab) -> Task:
-    return Task(("reshard",), lambda limit: _work(lab, limit), least_s=20.0, weight=1.5, where=lab.place.where)
+    return Task(
+        ("reshard",),
+        lambda limit: _work(lab, limit),
+        least_s=20.0,
+        weight=1.5,
+        where=lab.place.where,
+    )
 
 
 def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
@@ -53,20 +63,28 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
             worker_pool.stepped(plan, 1)
             if plans:
                 n_parts = max(len(plan.ranks), len(plans[-1].ranks))
-                worker_pool.until(lambda: len(worker_pool.events(DigestPart, number)) >= n_parts, "digests")  # noqa: B023
+                worker_pool.until(
+                    lambda: len(worker_pool.events(DigestPart, number)) >= n_parts,  # noqa: B023
+                    "digests",
+                )
                 equal &= digests_agree(worker_pool.events(DigestPart, number))
                 if entered.bytes_moved >= MOVED_LEAST_BYTES:
                     rates.append(entered.bytes_moved / entered.phases_s["transfer"] / 1e9)
-                    moved_bytes, transfer_s = moved_bytes + entered.bytes_moved, transfer_s + entered.phases_s["transfer"]
+                    moved_bytes, transfer_s = (
+                        moved_bytes + entered.bytes_moved,
+                        transfer_s + entered.phases_s["transfer"],
+                    )
             plans.append(plan)
         leave(worker_pool, plans[-1])
     if not rates:
-        raise Failed(f"no move of {MOVED_LEAST_BYTES} bytes was among {[str(plan.layout) for plan in plans]}")
+        raise Failed(
+            f"no move of {MOVED_LEAST_BYTES} bytes was among {[str(plan.layout) for plan in plans]}"
+        )
     lab.make_room()
     bare = wire(lab.place, limit)
     figures = {
         "moves": len(plans) - 1, "bytes": moved_bytes, "gb_per_s": moved_bytes / transfer_s / 1e9,
-        "median_gb_per_s": median(rates), "bare_gb_per_s": bare, "rate_vs_bare": median(rates) / bare,
-        "content_equal": int(equal),
+        "median_gb_per_s": median(rates), "bare_gb_per_s": bare,
+        "rate_vs_bare": median(rates) / bare, "content_equal": int(equal),
     }  # fmt: skip
     yield judge("reshard", figures, BOUNDS)

@@ -1,4 +1,5 @@
-"""May several NCCL ranks share this GPU? Asked with plain torch alone, so that NCCL's answer is its own."""
+"""May several NCCL ranks share this GPU? Asked with plain torch alone, so that NCCL's answer is its
+own."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     try:
         found = bare_runs.run(lab.place, ("elastic.certify.checks.shared_gpu",), limit, MOST_S)
     except Failed as error:
-        raise TaskRefused(f"NCCL refuses {lab.place.ranks} ranks on one GPU ({ADVICE}): {message(str(error))}") from error
+        raise TaskRefused(
+            f"NCCL refuses {lab.place.ranks} ranks on one GPU ({ADVICE}): {message(str(error))}"
+        ) from error
     yield judge("ranks share one GPU", found | {"ranks": lab.place.ranks}, [SUM])
 
 
@@ -46,19 +49,35 @@ def main() -> None:
     from elastic.certify.reference.bare_torch import part
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0, timedelta(seconds=MOST_S))
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=MOST_S))
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world,
+        rank == 0,
+        timedelta(seconds=MOST_S),
+    )
+    dist.init_process_group(
+        "nccl", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=MOST_S)
+    )
     number = torch.full((1024,), float(rank + 1), device="cuda")
     dist.all_reduce(number)
     into = torch.zeros(1024, device="cuda")
     for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, number, (rank + 1) % world), dist.P2POp(dist.irecv, into, (rank - 1) % world)]
+        [
+            dist.P2POp(dist.isend, number, (rank + 1) % world),
+            dist.P2POp(dist.irecv, into, (rank - 1) % world),
+        ]
     ):
         work.wait()
     torch.cuda.synchronize()
     right = bool((into == world * (world + 1) / 2).all())
     if rank == 0:
-        print(json.dumps({"sum_is_right": int(right), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}), flush=True)
+        print(
+            json.dumps(
+                {"sum_is_right": int(right), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+            ),
+            flush=True,
+        )
     part(store, rank, world)
 
 

@@ -1,4 +1,5 @@
-"""Step time beside a bare script: the same model, batch and ranks in a plain torch loop, before and after ours."""
+"""Step time beside a bare script: the same model, batch and ranks in a plain torch loop, before and
+after ours."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ from elastic.types import Layout
 
 STEPS, WARM = 10, 2
 RATIO = Bound(
-    "step_time_ratio", "tests/bench/baselines.json: 1.05 on a quiet machine, times 1.5 for one that is not", most=1.58
+    "step_time_ratio",
+    "tests/bench/baselines.json: 1.05 on a quiet machine, times 1.5 for one that is not",
+    most=1.58,
 )
 
 
 def task(lab: Lab) -> Task:
-    return Task(("step time",), lambda limit: _work(lab, limit), least_s=25.0, weight=1.5, where=lab.place.where)
+    return Task(
+        ("step time",),
+        lambda limit: _work(lab, limit),
+        least_s=25.0,
+        weight=1.5,
+        where=lab.place.where,
+    )
 
 
 def alone_on_gpu(place: Place) -> Place:
@@ -47,7 +56,7 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     ours = median(step.step_time_s for step in steps[WARM:STEPS])
     bare = [median(times[WARM:]) for times in (before, after)]
     figures = {
-        "step_time_ratio": ours / (sum(bare) / 2), "step_s": ours, "bare_s": sum(bare) / 2, "bare_drift": max(bare) / min(bare),
-        "ranks": place.ranks,
+        "step_time_ratio": ours / (sum(bare) / 2), "step_s": ours, "bare_s": sum(bare) / 2,
+        "bare_drift": max(bare) / min(bare), "ranks": place.ranks,
     }  # fmt: skip
     yield judge("step time", figures, [RATIO])

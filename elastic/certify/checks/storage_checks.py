@@ -1,4 +1,5 @@
-"""A checkpoint to the configured storage: written, verified and read back, every byte compared; beside plain bytes there."""
+"""A checkpoint to the configured storage: written, verified and read back, every byte compared;
+beside plain bytes there."""
 
 from __future__ import annotations
 
@@ -16,11 +17,15 @@ from elastic.types import Box
 from elastic.worker.checkpoint import checkpoint_format, checkpoint_index, checkpoint_writer
 
 RANKS, COLUMNS = 2, 4096  # each rank has two float32 tensors
-ROWS, ROWS_REMOTE, ROWS_LEAST = 4096, 1024, 128  # 268 MB in all, 67 MB to remote storage, 8 MB where it is slow
+# 268 MB in all, 67 MB to remote storage, 8 MB where it is slow
+ROWS, ROWS_REMOTE, ROWS_LEAST = 4096, 1024, 128
 PASSES = 6.0  # over the bytes, about: plain ones and ours, each written and read, and verified
 PROBE_BYTES = 4 << 20
 PIECE = 16 << 20
-HALF = "half of what tests/bench/baselines.json allows at least (0.6), since it is measured only once here"
+HALF = (
+    "half of what tests/bench/baselines.json allows at least (0.6), since it is measured only "
+    "once here"
+)
 BOUNDS = (
     Bound("content_equal", "every element that was read against the one that was written", least=1),
     Bound("damaged_files", "elastic checkpoint verify: every byte against its digest", most=0),
@@ -31,7 +36,12 @@ Items = list[tuple[Box, torch.Tensor]]
 
 
 def task(storage_uri: str) -> Task:
-    return Task(("checkpoint",), lambda limit: _work(open_storage(storage_uri), limit), least_s=10.0, weight=0.7)
+    return Task(
+        ("checkpoint",),
+        lambda limit: _work(open_storage(storage_uri), limit),
+        least_s=10.0,
+        weight=0.7,
+    )
 
 
 def _work(base: Storage, limit: Limit) -> Iterator[Check]:
@@ -67,9 +77,10 @@ def checkpoint(storage: Storage, limit: Limit, rows: int) -> Check:
     plain_load_s = _seconds(lambda: _read_plain(storage, n_bytes))
     equal, load_s, why = _load(found[0].uri, shards)
     figures = {
-        "content_equal": equal, "damaged_files": len(problems), "bytes": n_bytes, "save_gb_per_s": n_bytes / save_s / 1e9,
-        "load_gb_per_s": n_bytes / load_s / 1e9, "verify_gb_per_s": n_bytes / verify_s / 1e9,
-        "save_vs_plain": plain_save_s / save_s, "load_vs_plain": plain_load_s / load_s,
+        "content_equal": equal, "damaged_files": len(problems), "bytes": n_bytes,
+        "save_gb_per_s": n_bytes / save_s / 1e9, "load_gb_per_s": n_bytes / load_s / 1e9,
+        "verify_gb_per_s": n_bytes / verify_s / 1e9, "save_vs_plain": plain_save_s / save_s,
+        "load_vs_plain": plain_load_s / load_s,
     }  # fmt: skip
     check = judge("checkpoint", figures, BOUNDS)
     said = "; ".join(text for text in (check.why, why, *problems[:2]) if text)
@@ -79,7 +90,10 @@ def checkpoint(storage: Storage, limit: Limit, rows: int) -> Check:
 def _items(rank: int, shape: tuple[int, int]) -> Items:
     generator = torch.Generator().manual_seed(rank)
     fqns = [f"model.t{rank}.{i}" for i in range(2)]
-    return [(Box(fqn, (0, 0), shape, "float32"), torch.randn(shape, generator=generator)) for fqn in fqns]
+    return [
+        (Box(fqn, (0, 0), shape, "float32"), torch.randn(shape, generator=generator))
+        for fqn in fqns
+    ]
 
 
 def _seconds(what: Callable[[], object]) -> float:
@@ -95,7 +109,8 @@ def _save(storage: Storage, shards: list[Items]) -> None:
 
 
 def _load(uri: str, shards: list[Items]) -> tuple[int, float, str]:
-    """Whether all is equal, the seconds, and what the reader said if it refused. Reads into memory that is there."""
+    """Whether all is equal, the seconds, and what the reader said if it refused. Reads into memory
+    that is there."""
     out = [(box, torch.ones_like(tensor)) for items in shards for box, tensor in items]
     began = time.perf_counter()
     try:

@@ -1,7 +1,8 @@
-"""The other ways in, each tried once: a loop script, a plain one, `torchrun`, Ray Train; a killed driver; object storage.
+"""The other ways in, each tried once: a loop script, a plain one, `torchrun`, Ray Train; a killed
+driver; object storage.
 
-Those that need nodes run on a small Ray cluster of their own on this host. On a user's cluster the loop script, and with it the
-loss of the driver and object storage, run there.
+Those that need nodes run on a small Ray cluster of their own on this host. On a user's cluster the
+loop script, and with it the loss of the driver and object storage, run there.
 """
 
 from __future__ import annotations
@@ -31,25 +32,38 @@ from elastic.storage import Storage
 if TYPE_CHECKING:
     from elastic.cluster.local.local_cluster import LocalCluster
 
-LIVE, RESTARTED, TORCHRUN, RAY_TRAIN = "loop script: notice", "plain script: kill", "torchrun", "Ray Train"
+LIVE, RESTARTED, TORCHRUN, RAY_TRAIN = (
+    "loop script: notice",
+    "plain script: kill",
+    "torchrun",
+    "Ray Train",
+)
 DRIVER, OBJECTS = "driver loss", "object storage"
 STEPS = 12
 SEED = 7
 OWN_NODES = 2
 OWN = f"{OWN_NODES} Ray nodes of its own on this host"
-ORPHAN_LEASE_S = 120.0  # should certify itself be killed, the workers leave a user's cluster after this
+# should certify itself be killed, the workers leave a user's cluster after this
+ORPHAN_LEASE_S = 120.0
 SAVED_EVERY = 5  # steps, of programs/plain_script.py
 NEEDED = ("pandas", "pyarrow", "fsspec")  # of ray[train]
-NOT_STARTED = Bound("workers_started_again", "the workers outlive their driver: the next one finds the same processes", most=0)
+NOT_STARTED = Bound(
+    "workers_started_again",
+    "the workers outlive their driver: the next one finds the same processes",
+    most=0,
+)
 FINISHED = Bound("steps", "those that were asked for", least=STEPS)
 DAMAGED = Bound("damaged_files", "elastic checkpoint verify: every byte against its digest", most=0)
 COPIES = Bound("checkpoints", "a run that is stopped saves its state", least=1)
 NEXT = Bound(
-    "next_loss_difference", "the loss of the step after the Checkpoint, with its weights; as the other losses", most=5e-4
+    "next_loss_difference",
+    "the loss of the step after the Checkpoint, with its weights; as the other losses",
+    most=5e-4,
 )
 REDONE = Bound(
     "steps_lost",
-    "those since the script's own checkpoint: one every 5 steps, and up to 3 until the kill is carried out",
+    "those since the script's own checkpoint: one every 5 steps, and up to 3 until the kill is "
+    "carried out",
     most=8,
 )
 RESTARTS = Bound("starts", "one at first, one after the kill", least=2)
@@ -62,12 +76,32 @@ def tasks(lab: Lab) -> list[Task]:
     if not why_no_ray(place):
         where = place.where if place.address else f"{OWN}, as a cluster that was there"
         names = (LIVE, DRIVER, *([] if why_no_objects(lab) else [OBJECTS]))
-        found.append(Task(names, lambda limit: _loop(lab, limit), least_s=45.0, weight=1.5, where=where))
+        found.append(
+            Task(names, lambda limit: _loop(lab, limit), least_s=45.0, weight=1.5, where=where)
+        )
     if not why_no_torchrun():
-        found.append(Task((TORCHRUN,), lambda limit: _torchrun(lab, limit), least_s=15.0, weight=0.7))
+        found.append(
+            Task((TORCHRUN,), lambda limit: _torchrun(lab, limit), least_s=15.0, weight=0.7)
+        )
     if not why_no_train(place):
-        found.append(Task((RAY_TRAIN,), lambda limit: _ray_train(lab, limit), least_s=25.0, weight=1.0, where=OWN))
-        found.append(Task((RESTARTED,), lambda limit: _restarted(lab, limit), least_s=35.0, weight=1.2, where=OWN))
+        found.append(
+            Task(
+                (RAY_TRAIN,),
+                lambda limit: _ray_train(lab, limit),
+                least_s=25.0,
+                weight=1.0,
+                where=OWN,
+            )
+        )
+        found.append(
+            Task(
+                (RESTARTED,),
+                lambda limit: _restarted(lab, limit),
+                least_s=35.0,
+                weight=1.2,
+                where=OWN,
+            )
+        )
     return found
 
 
@@ -75,8 +109,9 @@ def left_out(lab: Lab) -> dict[str, str]:
     """Name -> why it cannot be tried here."""
     place = lab.place
     whys = {
-        LIVE: why_no_ray(place), DRIVER: why_no_ray(place), OBJECTS: why_no_ray(place) or why_no_objects(lab),
-        TORCHRUN: why_no_torchrun(), RAY_TRAIN: why_no_train(place), RESTARTED: why_no_train(place),
+        LIVE: why_no_ray(place), DRIVER: why_no_ray(place),
+        OBJECTS: why_no_ray(place) or why_no_objects(lab), TORCHRUN: why_no_torchrun(),
+        RAY_TRAIN: why_no_train(place), RESTARTED: why_no_train(place),
     }  # fmt: skip
     return {name: why for name, why in whys.items() if why}
 
@@ -90,30 +125,47 @@ def why_no_ray(place: Place) -> str:
 
 
 def why_no_objects(lab: Lab) -> str:
-    return "" if lab.storage.startswith("s3://") else "the storage is a folder; give --storage s3://bucket/prefix"
+    return (
+        ""
+        if lab.storage.startswith("s3://")
+        else "the storage is a folder; give --storage s3://bucket/prefix"
+    )
 
 
 def why_no_torchrun() -> str:
-    return "" if util.find_spec("pydantic") is not None else "pydantic is not installed, which reads a job.yaml"
+    return (
+        ""
+        if util.find_spec("pydantic") is not None
+        else "pydantic is not installed, which reads a job.yaml"
+    )
 
 
 def why_no_train(place: Place) -> str:
     if not place.ray:
         return "without Ray (not installed, or --no-ray)"
     missing = [name for name in NEEDED if util.find_spec(name) is None]
-    return f"Ray Train is not installed ({', '.join(missing)} missing): pip install 'ray[train]'" if missing else ""
+    return (
+        f"Ray Train is not installed ({', '.join(missing)} missing): pip install 'ray[train]'"
+        if missing
+        else ""
+    )
 
 
-# ------------------------------------------------------------------------------------------------ nodes of its own
+# ------------------------------------------------------------------------------------------------
+# nodes of its own
 
 
 @contextmanager
 def _own_cluster() -> Iterator[LocalCluster]:
-    """As if somebody else had started it: what uses it is given its address. CPU nodes of one worker, for any pool."""
+    """As if somebody else had started it: what uses it is given its address. CPU nodes of one
+    worker, for any pool."""
     from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 
     with LocalCluster(environments=True) as cluster:
-        starting = [cluster.add(NodeOrder(f"own-{i}", 1, {"elastic-node": f"own-{i}"})) for i in range(OWN_NODES)]
+        starting = [
+            cluster.add(NodeOrder(f"own-{i}", 1, {"elastic-node": f"own-{i}"}))
+            for i in range(OWN_NODES)
+        ]
         for answer in starting:
             answer.result(90)
         yield cluster
@@ -122,17 +174,19 @@ def _own_cluster() -> Iterator[LocalCluster]:
 def _pools() -> list[dict[str, Any]]:
     return [
         {
-            "name": "certify", "market_type": "spot", "accelerator_type": "CPU", "gpus_per_node": 1, "max_nodes": OWN_NODES,
-            "notice_s": 20,
+            "name": "certify", "market_type": "spot", "accelerator_type": "CPU", "gpus_per_node": 1,
+            "max_nodes": OWN_NODES, "notice_s": 20,
         }
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ a loop script, a driver
+# ------------------------------------------------------------------------------------------------ a
+# loop script, a driver
 
 
 def _loop(lab: Lab, limit: Limit) -> Iterator[Check]:
-    """A script that enters elastic.loop; its driver is killed, the next one attaches; then a notice."""
+    """A script that enters elastic.loop; its driver is killed, the next one attaches; then a
+    notice."""
     lab.drop()
     place = lab.place
     if place.address:
@@ -156,13 +210,18 @@ def _loop_at(lab: Lab, limit: Limit, at: Where, pools: list[dict[str, Any]]) -> 
         finally:
             trial.end()
         steps = trial.curve()
-        alone = losses("unpaced", {"seed": SEED, "global_batch": GLOBAL_BATCH, "clip_grad_norm": 1.0}, max(steps), limit)
+        alone = losses(
+            "unpaced",
+            {"seed": SEED, "global_batch": GLOBAL_BATCH, "clip_grad_norm": 1.0},
+            max(steps),
+            limit,
+        )
         worst = worst_difference({step: loss for step, (loss, _) in steps.items()}, alone)
         wrong = wrong_samples({step: text for step, (_, text) in steps.items()}, SEED)
         yield _live(summary, worst)
         figures = {
-            "workers_started_again": len(trial.pids - trial.first_pids), "away_s": away_s, "steps": max(steps),
-            "wrong_samples": wrong, "worst_loss_difference": worst,
+            "workers_started_again": len(trial.pids - trial.first_pids), "away_s": away_s,
+            "steps": max(steps), "wrong_samples": wrong, "worst_loss_difference": worst,
         }  # fmt: skip
         yield judge(DRIVER, figures, [NOT_STARTED, SAMPLES, LOSS])
         if on_objects:
@@ -172,16 +231,20 @@ def _loop_at(lab: Lab, limit: Limit, at: Where, pools: list[dict[str, Any]]) -> 
 def _live(summary: Mapping[str, Any], worst: float) -> Check:
     found = [t for t in summary["transitions"] if t["cause"] == "notice"]
     if len(found) != 1 or found[0]["source"] != "live":
-        raise Failed(f"one live change by notice was expected; the run's were {[t['cause'] for t in summary['transitions']]}")
+        raise Failed(
+            "one live change by notice was expected; the run's were "
+            f"{[t['cause'] for t in summary['transitions']]}"
+        )
     figures = {
-        "pause_s": found[0]["pause_s"], "steps_lost": found[0]["steps_lost"], "worst_loss_difference": worst,
-        "content_equal": int(found[0]["digest_ok"] is True),
+        "pause_s": found[0]["pause_s"], "steps_lost": found[0]["steps_lost"],
+        "worst_loss_difference": worst, "content_equal": int(found[0]["digest_ok"] is True),
     }  # fmt: skip
     return judge(LIVE, figures, [NONE_LOST, CONTENT, LOSS])
 
 
 def _objects(run: Storage) -> Check:
-    """What the storage alone has of the run: its checkpoints, and a journal that is replayed without this host's folder."""
+    """What the storage alone has of the run: its checkpoints, and a journal that is replayed
+    without this host's folder."""
     from elastic.worker.checkpoint import checkpoint_index
 
     found = checkpoint_index.find(run)
@@ -193,7 +256,8 @@ def _objects(run: Storage) -> Check:
     return judge(OBJECTS, figures, [COPIES, DAMAGED, *again.bounds])
 
 
-# ------------------------------------------------------------------------------------------------ torchrun
+# ------------------------------------------------------------------------------------------------
+# torchrun
 
 
 def _torchrun(lab: Lab, limit: Limit) -> Iterator[Check]:
@@ -202,12 +266,21 @@ def _torchrun(lab: Lab, limit: Limit) -> Iterator[Check]:
     own = {"CUDA_VISIBLE_DEVICES": "" if lab.place.address else ",".join(lab.place.gpus[:n])}
     folder = lab.folder / "torchrun"
     job = {
-        "name": "fixed", "program": program_file("unpaced"), "steps": STEPS, "global_batch": GLOBAL_BATCH, "seed": SEED,
-        "clip_grad_norm": 1.0, "durable_every": STEPS // 2,
+        "name": "fixed", "program": program_file("unpaced"), "steps": STEPS,
+        "global_batch": GLOBAL_BATCH, "seed": SEED, "clip_grad_norm": 1.0,
+        "durable_every": STEPS // 2,
     }  # fmt: skip
     _write(folder, job)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    words = [*start, "-m", "elastic.worker", str(folder), "--storage", str(folder / "runs"), "--json"]
+    words = [
+        *start,
+        "-m",
+        "elastic.worker",
+        str(folder),
+        "--storage",
+        str(folder / "runs"),
+        "--json",
+    ]
     text = child.run([sys.executable, *words], child.Setting(folder, own), limit, "torchrun")
     from elastic.worker.checkpoint import checkpoint_index
 
@@ -215,24 +288,31 @@ def _torchrun(lab: Lab, limit: Limit) -> Iterator[Check]:
     alone = losses("unpaced", job, STEPS, limit)
     problems = checkpoint_index.verify(last["checkpoint"])
     figures = {
-        "steps": last["steps"], "ranks": n, "worst_loss_difference": abs(last["final_loss"] - alone[-1]),
+        "steps": last["steps"],
+        "ranks": n,
+        "worst_loss_difference": abs(last["final_loss"] - alone[-1]),
         "damaged_files": len(problems),
-    }  # fmt: skip
+    }
     yield judge(TORCHRUN, figures, [FINISHED, LOSS, DAMAGED])
 
 
-# ------------------------------------------------------------------------------------------------ Ray Train
+# ------------------------------------------------------------------------------------------------
+# Ray Train
 
 
 def _ray_train(lab: Lab, limit: Limit) -> Iterator[Check]:
-    """ElasticTrainer.fit; its Checkpoint is loaded by plain torch, which then has the loss of the next step."""
+    """ElasticTrainer.fit; its Checkpoint is loaded by plain torch, which then has the loss of the
+    next step."""
     lab.drop()
     folder = lab.folder / "ray-train"
     folder.mkdir(parents=True)
     with _own_cluster() as cluster:
         words = [sys.executable, program_file("fit"), str(folder), str(STEPS)]
         text = child.run(
-            words, child.Setting(folder, {**cluster.environment, "RAY_ADDRESS": cluster.address}), limit, "ElasticTrainer.fit"
+            words,
+            child.Setting(folder, {**cluster.environment, "RAY_ADDRESS": cluster.address}),
+            limit,
+            "ElasticTrainer.fit",
         )
     found = child.last_json(text)
     if found["error"]:
@@ -264,14 +344,18 @@ def next_loss(folder: str, step: int) -> float:
     items = [dataset[i] for i in sample_ids(len(dataset), GLOBAL_BATCH, SEED, step)]
     batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     with torch.no_grad():
-        return float(program.loss(model(batch["input"]), batch) / int((batch["target"] != -100).sum()))
+        return float(
+            program.loss(model(batch["input"]), batch) / int((batch["target"] != -100).sum())
+        )
 
 
-# ------------------------------------------------------------------------------------------------ a plain script
+# ------------------------------------------------------------------------------------------------ a
+# plain script
 
 
 def _restarted(lab: Lab, limit: Limit) -> Iterator[Check]:
-    """A DDP script that knows nothing of elastic; a node is killed, it resumes from its own checkpoint."""
+    """A DDP script that knows nothing of elastic; a node is killed, it resumes from its own
+    checkpoint."""
     from elastic.certify.programs import plain_script
 
     lab.drop()
@@ -279,7 +363,13 @@ def _restarted(lab: Lab, limit: Limit) -> Iterator[Check]:
     state = folder / "state"
     state.mkdir(parents=True)
     with _own_cluster() as cluster:
-        where = Where("plain", str(folder / "runs"), cluster.address, OWN_NODES, environment=cluster.environment)
+        where = Where(
+            "plain",
+            str(folder / "runs"),
+            cluster.address,
+            OWN_NODES,
+            environment=cluster.environment,
+        )
         way = {"script": program_file("plain_script"), "args": [str(state)]}
         trial = Trial(folder, _pools(), limit, where, way)
         try:

@@ -1,4 +1,5 @@
-"""The checks of one GPU by itself: a step, copies, many generations, an error of the device, memory that runs out."""
+"""The checks of one GPU by itself: a step, copies, many generations, an error of the device, memory
+that runs out."""
 
 from __future__ import annotations
 
@@ -30,26 +31,29 @@ class Measure:
 
 
 def _slopes() -> tuple[Bound, ...]:
-    memory = [Bound(f"{of}_mib_growth", GROWN, most=MIB_PER_GENERATION) for of in ("allocated", "reserved", "used", "rss")]
+    memory = [
+        Bound(f"{of}_mib_growth", GROWN, most=MIB_PER_GENERATION)
+        for of in ("allocated", "reserved", "used", "rss")
+    ]
     return *memory, Bound("fds_growth", GROWN, most=FDS_PER_GENERATION)
 
 
 MEASURES: Mapping[str, Measure] = {
     "step": Measure(
         (
-            Bound("step_time_ratio", "what tests/gpu/one_shot_rows.py expects at most of plain FSDP2's step", most=1.25),
+            Bound("step_time_ratio",
+            "what tests/gpu/one_shot_rows.py expects at most of plain FSDP2's step", most=1.25),
             Bound("syncs_per_step", "docs/gpu.md: one wait per step and pipeline stage", most=1.0),
             Bound("loss_difference", "bfloat16, the same batch and weights", most=5e-2),
         ), 40.0, 240.0, 2.0,
     ),
     "copies": Measure(
         (
-            Bound("equal", "the copy is the state", least=1),
-            Bound("pinned_gb_per_s", "a fifth of PCIe 5, which tests/gpu/one_shot_rows.py expects at least", least=10.0),
+            Bound("equal", "the copy is the state", least=1), Bound("pinned_gb_per_s",
+            "a fifth of PCIe 5, which tests/gpu/one_shot_rows.py expects at least", least=10.0),
         ), 30.0, 180.0, 1.0,
-    ),
-    "generations": Measure((Bound("n", "as many as the slopes are for", least=50), *_slopes()), 60.0, 400.0, 2.0),
-    "error": Measure(
+    ), "generations": Measure((Bound("n", "as many as the slopes are for", least=50), *_slopes()),
+    60.0, 400.0, 2.0), "error": Measure(
         (
             Bound("kind_is_device", "it stays until the process ends", least=1),
             Bound("live_offered", "nobody can read what lies on that GPU", most=0),
@@ -70,7 +74,8 @@ def tasks(lab: Lab) -> list[Task]:
     if why_not(lab.place):
         return []
     return [
-        Task((f"gpu {name}",), partial(_work, lab, name), least_s=of.least_s, weight=of.weight) for name, of in MEASURES.items()
+        Task((f"gpu {name}",), partial(_work, lab, name), least_s=of.least_s, weight=of.weight)
+        for name, of in MEASURES.items()
     ]
 
 
@@ -88,4 +93,8 @@ def _work(lab: Lab, name: str, limit: Limit) -> Iterator[Check]:
     """In a process of its own on the first GPU, which no warm worker holds meanwhile."""
     lab.drop()
     alone = replace(lab.place, kind="one-gpu", ranks=1, gpus=lab.place.gpus[:1])
-    yield judge(f"gpu {name}", bare_runs.run(alone, (MODULE, name), limit, MEASURES[name].most_s), MEASURES[name].bounds)
+    yield judge(
+        f"gpu {name}",
+        bare_runs.run(alone, (MODULE, name), limit, MEASURES[name].most_s),
+        MEASURES[name].bounds,
+    )

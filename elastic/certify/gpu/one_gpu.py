@@ -1,6 +1,8 @@
-"""What is measured of one GPU, each number set in a process of its own: `python -m elastic.certify.gpu.one_gpu NAME [dry]`.
+"""What is measured of one GPU, each number set in a process of its own: `python -m
+elastic.certify.gpu.one_gpu NAME [dry]`.
 
-Prints the figures as one JSON object. `dry`: the same code at tiny sizes without a GPU; its numbers mean nothing.
+Prints the figures as one JSON object. `dry`: the same code at tiny sizes without a GPU; its numbers
+mean nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def step(dry: bool) -> Figures:
     bare_s, step_s = median(times[warm:]), median(mine)
     return {
         "step_time_ratio": step_s / bare_s, "step_s": step_s, "bare_s": bare_s,
-        "syncs_per_step": seen.places.total() / (n - warm), "loss_difference": abs(losses[0] - plain[0]),
+        "syncs_per_step": seen.places.total() / (n - warm),
+        "loss_difference": abs(losses[0] - plain[0]),
     }  # fmt: skip
 
 
@@ -62,11 +65,16 @@ def copies(dry: bool) -> Figures:
 def generations(dry: bool) -> Figures:
     """Live generations in one process: what memory and descriptors grow by."""
     found = lived(*(("tiny", DRY_GENERATIONS) if dry else ("300m", GENERATIONS)), dry)
-    return {"n": found["n"], "pause_s": found["pause_s"], **{f"{key}_growth": slope(v) for key, v in found["seen"].items()}}
+    return {
+        "n": found["n"],
+        "pause_s": found["pause_s"],
+        **{f"{key}_growth": slope(v) for key, v in found["seen"].items()},
+    }
 
 
 def error(dry: bool) -> Figures:
-    """A CUDA error that stays: it is the device's, nothing on that GPU is offered, and the process answers."""
+    """A CUDA error that stays: it is the device's, nothing on that GPU is offered, and the process
+    answers."""
     _, job = sized("tiny", 8)
     solo = Solo(job, RealFaultSession)
     assert solo.session.place is not None
@@ -80,17 +88,19 @@ def error(dry: bool) -> Figures:
     solo.until(lambda: solo.of(Quiesced, 1), "out of the generation", fails=True)
     offered = [holding for event in solo.of(Quiesced) for holding in event.holdings]
     return {
-        "kind_is_device": int(failed.kind == "device"), "reported_s": reported_s, "kind": failed.kind,
-        "live_offered": sum(holding.kind == "live" for holding in offered),
+        "kind_is_device": int(failed.kind == "device"), "reported_s": reported_s,
+        "kind": failed.kind, "live_offered": sum(holding.kind == "live" for holding in offered),
     }  # fmt: skip
 
 
 def memory(dry: bool) -> Figures:
-    """A batch that no GPU has the memory for; then, in the same process, the same one in small parts."""
+    """A batch that no GPU has the memory for; then, in the same process, the same one in small
+    parts."""
     return out_of_memory(*(("tiny", 8) if dry else ("300m", 256)))
 
 
-# ------------------------------------------------------------------------------------------------ parts, for tests/gpu too
+# ------------------------------------------------------------------------------------------------
+# parts, for tests/gpu too
 
 
 def make_room(dry: bool) -> None:
@@ -105,13 +115,17 @@ def boxed(n_bytes: int, n: int, device: torch.device) -> Tensors:
     columns = 1024
     rows = max(1, n_bytes // (4 * n * columns))
     return {
-        f"model.part{i}": (Box(f"model.part{i}", (0, 0), (rows, columns), "float32"), torch.randn(rows, columns, device=device))
+        f"model.part{i}": (
+            Box(f"model.part{i}", (0, 0), (rows, columns), "float32"),
+            torch.randn(rows, columns, device=device),
+        )
         for i in range(n)
     }
 
 
 def copied(tensors: Tensors, memory: HostMemory, device: torch.device) -> Figures:
-    """Two host copies of the boxes, the first with its buffer; then some boxes to pageable memory."""
+    """Two host copies of the boxes, the first with its buffer; then some boxes to pageable
+    memory."""
     n_bytes = sum(box.n_bytes for box, _ in tensors.values())
     host = HostCopies(memory, tensors, frozenset(), 2, device)
     took_s, equal = [], False
@@ -121,7 +135,10 @@ def copied(tensors: Tensors, memory: HostMemory, device: torch.device) -> Figure
         assert copy is not None
         there = copy.wait()
         took_s.append(time.perf_counter() - began)
-        equal = all(torch.equal(there[fqn][1], tensor.cpu()) for fqn, (_, tensor) in list(tensors.items())[:3])
+        equal = all(
+            torch.equal(there[fqn][1], tensor.cpu())
+            for fqn, (_, tensor) in list(tensors.items())[:3]
+        )
         copy.release()
     host.close()
     some = [tensor for _, tensor in tensors.values()][: max(4, len(tensors) // 5)]
@@ -135,7 +152,8 @@ def copied(tensors: Tensors, memory: HostMemory, device: torch.device) -> Figure
 
 
 def lived(size: str, n: int, dry: bool, most_s: float = 600.0) -> Figures:
-    """`n` live generations, or as many as fit: `seen` has what memory and descriptors were after each, but the first ones."""
+    """`n` live generations, or as many as fit: `seen` has what memory and descriptors were after
+    each, but the first ones."""
     ends_s, rows = time.monotonic() + most_s, 8
     _, job = sized(size, rows)
     solo = Solo(job)
@@ -176,7 +194,12 @@ def out_of_memory(size: str, rows: int) -> Figures:
     held_gb = torch.cuda.memory_allocated() / GB if torch.cuda.is_available() else 0.0
     solo.leave(2)
     kind = failed[0].kind if failed else "none"
-    return {"kind_is_out_of_memory": int(kind == "out_of_memory"), "kind": kind, "smaller_steps": steps, "held_gb": held_gb}
+    return {
+        "kind_is_out_of_memory": int(kind == "out_of_memory"),
+        "kind": kind,
+        "smaller_steps": steps,
+        "held_gb": held_gb,
+    }
 
 
 MEASURES: dict[str, Callable[[bool], Figures]] = {

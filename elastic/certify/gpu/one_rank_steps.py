@@ -1,4 +1,5 @@
-"""Steps of one rank: elastic's own called one by one, the same in plain FSDP2, and where the host waits for the device."""
+"""Steps of one rank: elastic's own called one by one, the same in plain FSDP2, and where the host
+waits for the device."""
 
 from __future__ import annotations
 
@@ -67,7 +68,15 @@ class Ours:
         self.store = host_store("127.0.0.1", 30.0)
         self.groups = Groups(1, Layout(), device, needs_fsdp(self.job, Layout()))
         self.groups.join(Rendezvous((self.me,), ("127.0.0.1", self.store.port)), 0)
-        self.state = TrainState(program, profile, self.groups, layout=Layout(), layers=(self.n_blocks,), rank=0, job=self.job)
+        self.state = TrainState(
+            program,
+            profile,
+            self.groups,
+            layout=Layout(),
+            layers=(self.n_blocks,),
+            rank=0,
+            job=self.job,
+        )
         self.state.fill_fresh(self.job.seed)
         memory = HostMemory(pinned=device.type == "cuda")
         self.host = HostCopies(memory, self.state.tensors, frozenset({RNG}), 2)
@@ -75,9 +84,12 @@ class Ours:
         self.stepper: Any = None
 
     def cut(self, n_microbatches: int) -> None:
-        """Steps have so many micro-batches from now on. (One stepper: each has hooks on the blocks.)"""
+        """Steps have so many micro-batches from now on. (One stepper: each has hooks on the
+        blocks.)"""
         plan = plan_for(self.me, 1, self.n_blocks, (self.rows, n_microbatches))
-        self.stepper = self.stepper or Stepper(self.program, self.job, plan, self.state, self.groups)
+        self.stepper = self.stepper or Stepper(
+            self.program, self.job, plan, self.state, self.groups
+        )
         self.stepper.plan, self.stepper.shares = plan, BatchShares(self.job, plan)
 
     def steps(self, n: int, copy: bool = False) -> tuple[list[float], list[float]]:
@@ -105,9 +117,17 @@ class Ours:
         self.groups.close()
 
 
-def bare(program: Any, job: dict[str, Any], device: Any, rows: int, n: int) -> tuple[list[float], list[float]]:
-    """The same model, batches and precision in a loop of plain FSDP2. Seconds and loss of each step."""
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+def bare(
+    program: Any, job: dict[str, Any], device: Any, rows: int, n: int
+) -> tuple[list[float], list[float]]:
+    """The same model, batches and precision in a loop of plain FSDP2. Seconds and loss of each
+    step."""
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=HashStore(),
+        rank=0,
+        world_size=1,
+    )
     torch.manual_seed(job["seed"])
     model = program.model()
     torch.manual_seed(job["seed"])
@@ -116,7 +136,11 @@ def bare(program: Any, job: dict[str, Any], device: Any, rows: int, n: int) -> t
     mesh = init_device_mesh(device.type, (1,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
+    )
     optimizer = program.optimizer(list(model.named_parameters()))
     dataset, times, losses = program.dataset(), [], []
     for step in range(n):

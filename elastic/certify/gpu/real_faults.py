@@ -10,14 +10,19 @@ from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.session.session import Session
 
 BACK = "endless_back"  # a kernel of a backward pass
-ENDLESS_CYCLES = 120 * 10**9  # of the GPU's clock: about a minute, longer than anything that is waited for here
+# of the GPU's clock: about a minute, longer than anything that is waited for here
+ENDLESS_CYCLES = 120 * 10**9
 
 
 class RealFaults(DeviceFaults):
     """Each is done once. On a CPU it is made up."""
 
     real = ""
-    MADE_UP: ClassVar[dict[str, str]] = {"illegal": "device_error", "endless": "stall", BACK: "stall"}
+    MADE_UP: ClassVar[dict[str, str]] = {
+        "illegal": "device_error",
+        "endless": "stall",
+        BACK: "stall",
+    }
 
     def inject_fault(self, kind: str, *arguments: Any, **more: Any) -> None:
         if torch.cuda.is_available() and kind in self.MADE_UP:

@@ -1,4 +1,5 @@
-"""A rank alone in this process: a session that is driven as the backend drives one, and the program that it trains."""
+"""A rank alone in this process: a session that is driven as the backend drives one, and the program
+that it trains."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ import torch
 from elastic.certify.harness.layouts_tried import job_of
 from elastic.certify.reference.one_process import program_file
 from elastic.program import load_program
-from elastic.types import EnterPlan, Layout, NodePrepared, Plan, Prepare, Quiesce, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import (
+    EnterPlan,
+    Layout,
+    NodePrepared,
+    Plan,
+    Prepare,
+    Quiesce,
+    Quiesced,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.types.orders import WorkerOrder
 from elastic.worker.session.session import Session
 from elastic.worker.session.workplace import host_rendezvous
@@ -22,7 +34,9 @@ from elastic.worker.session.workplace import host_rendezvous
 MANY = 1_000_000  # steps: until it is told to stop
 
 
-def sized(size: str, global_batch: int, more: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+def sized(
+    size: str, global_batch: int, more: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
     """The program in that size, and a job that trains it in bfloat16."""
     os.environ["CERTIFY_SIZE"] = size
     file = program_file("sized")
@@ -56,13 +70,17 @@ class Solo:
             self._ack = number
             self.events.append((time.monotonic(), event))
 
-    def until(self, holds: Callable[[], Any], what: str, most_s: float = 60.0, fails: bool = False) -> None:
+    def until(
+        self, holds: Callable[[], Any], what: str, most_s: float = 60.0, fails: bool = False
+    ) -> None:
         ends_s = time.monotonic() + most_s
         while not holds():
             self.drain()
             failed = self.of(WorkerFailed)
             if failed and not fails:
-                raise RuntimeError(f"while waiting for '{what}': {failed[0].kind}: {failed[0].error}")
+                raise RuntimeError(
+                    f"while waiting for '{what}': {failed[0].kind}: {failed[0].error}"
+                )
             if time.monotonic() > ends_s:
                 raise RuntimeError(f"not within {most_s:g} s: {what}")
 
@@ -72,7 +90,11 @@ class Solo:
         self.session.order(WorkerOrder(EnterPlan(plan), rendezvous))
 
     def stepped(self, generation: int, n: int, most_s: float = 60.0) -> list[Any]:
-        self.until(lambda: len(self.of(StepDone, generation)) >= n, f"{n} steps of generation {generation}", most_s)
+        self.until(
+            lambda: len(self.of(StepDone, generation)) >= n,
+            f"{n} steps of generation {generation}",
+            most_s,
+        )
         return self.of(StepDone, generation)
 
     def leave(self, generation: int) -> None:
@@ -91,7 +113,10 @@ def memory_mib(cpu: bool) -> dict[str, float]:
     found = {"rss_mib": rss_mib()}
     if not cpu:
         free, whole = torch.cuda.mem_get_info()
-        found |= {"allocated_mib": torch.cuda.memory_allocated() / 2**20, "used_mib": (whole - free) / 2**20}
+        found |= {
+            "allocated_mib": torch.cuda.memory_allocated() / 2**20,
+            "used_mib": (whole - free) / 2**20,
+        }
         found["reserved_mib"] = torch.cuda.memory_reserved() / 2**20
     return found
 
@@ -109,4 +134,8 @@ def slope(values: list[float]) -> float:
     n = len(values)
     middle, mean = (n - 1) / 2, sum(values) / max(1, n)
     below = sum((i - middle) ** 2 for i in range(n))
-    return sum((i - middle) * (value - mean) for i, value in enumerate(values)) / below if below else 0.0
+    return (
+        sum((i - middle) * (value - mean) for i, value in enumerate(values)) / below
+        if below
+        else 0.0
+    )

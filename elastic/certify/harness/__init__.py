@@ -1,1 +1,2 @@
-"""Where the checks run: worker processes on this machine or on a cluster, and what a driver does with them."""
+"""Where the checks run: worker processes on this machine or on a cluster, and what a driver does
+with them."""

@@ -1,4 +1,5 @@
-"""One command in a process of its own, with what it wrote; it ends with its time, and with this process."""
+"""One command in a process of its own, with what it wrote; it ends with its time, and with this
+process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typing import Any
 from elastic.certify.tasks import Failed, Limit
 from elastic.cluster.ray.processes import die_with_parent
 
-LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR")  # that a check sets itself
+# that a check sets itself
+LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 ALWAYS = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 TAIL = 1500
 END_S = 10.0
@@ -35,11 +37,13 @@ def environment_of(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(words: Sequence[str], setting: Setting, limit: Limit, what: str) -> str:
-    """Its output and its errors. Raises Failed with the end of them where its exit code is not 0, OutOfTime."""
+    """Its output and its errors. Raises Failed with the end of them where its exit code is not 0,
+    OutOfTime."""
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
-            list(words), cwd=setting.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True,
-            env=environment_of(setting.environment), start_new_session=True, preexec_fn=die_with_parent,
+            list(words), cwd=setting.folder, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=subprocess.STDOUT, text=True, env=environment_of(setting.environment),
+            start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         try:
             while process.poll() is None:

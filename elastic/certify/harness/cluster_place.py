@@ -1,4 +1,5 @@
-"""The user's own Ray cluster as a place: which nodes are used, where each rank stands, and the pools of a job on them."""
+"""The user's own Ray cluster as a place: which nodes are used, where each rank stands, and the
+pools of a job on them."""
 
 from __future__ import annotations
 
@@ -20,15 +21,20 @@ NOTICE_S = 20
 
 
 def address() -> str:
-    """Of the Ray cluster that `elastic run` would use; '' = none. Raises SpecError where Ray is missing."""
+    """Of the Ray cluster that `elastic run` would use; '' = none. Raises SpecError where Ray is
+    missing."""
     found = os.environ.get("RAY_ADDRESS") or ("auto" if os.environ.get(SUBMITTED) else "")
     if found and (util.find_spec("ray") is None or util.find_spec("pydantic") is None):
-        raise SpecError(f"RAY_ADDRESS is {found}, but Ray or pydantic is not installed here; install them, or give --no-ray")
+        raise SpecError(
+            f"RAY_ADDRESS is {found}, but Ray or pydantic is not installed here; install them, or "
+            "give --no-ray"
+        )
     return found
 
 
 def find(address: str, gpus: int | None) -> Place:
-    """Connects to the cluster. `gpus`: how many to use, 0 = the CPU; without GPUs: how many processes. Raises SpecError."""
+    """Connects to the cluster. `gpus`: how many to use, 0 = the CPU; without GPUs: how many
+    processes. Raises SpecError."""
     from elastic.cluster.workers import remote_processes
 
     return place_of(address, remote_processes.connect(address), gpus)
@@ -44,15 +50,22 @@ def place_of(address: str, nodes: Sequence[RayNode], gpus: int | None) -> Place:
     if not 0 < n <= most:
         listed = ", ".join(f"{name_of(node)}: {free[node.ray_id]}" for node in nodes)
         raise SpecError(
-            f"--gpus {n}: the nodes of the Ray cluster have {what} for at most {most} ranks ({listed or 'no node'})"
+            f"--gpus {n}: the nodes of the Ray cluster have {what} for at most {most} ranks "
+            f"({listed or 'no node'})"
         )
     counts = shared_out(n, list(free.values()))
     used = tuple(node for node, count in zip(nodes, counts) if count)
     seats = tuple(_seat(node, on_gpu) for node, count in zip(nodes, counts) for _ in range(count))
     if not on_gpu:
         return Place("cpu-gloo", n, ray=True, address=address, nodes=used, seats=seats)
-    names = tuple(node.labels.get(ACCELERATOR_LABEL, "GPU") for node, count in zip(nodes, counts) for _ in range(count))
-    return Place("one-gpu" if n == 1 else "several-gpus", n, ("",) * n, names, True, address, used, seats)
+    names = tuple(
+        node.labels.get(ACCELERATOR_LABEL, "GPU")
+        for node, count in zip(nodes, counts)
+        for _ in range(count)
+    )
+    return Place(
+        "one-gpu" if n == 1 else "several-gpus", n, ("",) * n, names, True, address, used, seats
+    )
 
 
 def shared_out(n: int, free: Sequence[int]) -> list[int]:
@@ -76,17 +89,21 @@ def _seat(node: RayNode, on_gpu: bool) -> Seat:
 
 
 def pools(place: Place) -> list[dict[str, Any]]:
-    """Of a job whose nodes are those of the place: as their labels name them, else by market and accelerator."""
+    """Of a job whose nodes are those of the place: as their labels name them, else by market and
+    accelerator."""
     found: dict[tuple[str, str, str], list[RayNode]] = {}
     for node in place.nodes:
         name = next((node.labels[label] for label in POOL_LABELS if label in node.labels), "")
         kind = node.labels.get(ACCELERATOR_LABEL, "GPU") if place.gpus else "CPU"
         found.setdefault((name, node.labels.get(MARKET_LABEL, "on-demand"), kind), []).append(node)
-    ranks = {node.ray_id: sum(seat.ray_id == node.ray_id for seat in place.seats) for node in place.nodes}
+    ranks = {
+        node.ray_id: sum(seat.ray_id == node.ray_id for seat in place.seats) for node in place.nodes
+    }
     return [
         {
-            "name": name or f"certify-{i}", "market_type": market, "accelerator_type": kind, "max_nodes": len(nodes),
-            "gpus_per_node": max(ranks[node.ray_id] for node in nodes), "notice_s": NOTICE_S,
+            "name": name or f"certify-{i}", "market_type": market, "accelerator_type": kind,
+            "max_nodes": len(nodes), "gpus_per_node": max(ranks[node.ray_id] for node in nodes),
+            "notice_s": NOTICE_S,
         }
         for i, ((name, market, kind), nodes) in enumerate(found.items())
     ]  # fmt: skip

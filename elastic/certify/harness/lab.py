@@ -1,4 +1,5 @@
-"""Where the checks with worker processes are made: one warm worker pool, and a folder that is gone afterwards."""
+"""Where the checks with worker processes are made: one warm worker pool, and a folder that is gone
+afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def remove(storage: Storage) -> None:
 
 @dataclass
 class Lab:
-    """Use as a `with` block. `session`: what each worker process runs, as module:class; `storage`: the configured one."""
+    """Use as a `with` block. `session`: what each worker process runs, as module:class; `storage`:
+    the configured one."""
 
     place: Place
     session: str = SESSION
@@ -57,7 +59,8 @@ class Lab:
 
     @contextmanager
     def worker_pool(self, limit: Limit) -> Iterator[WorkerPool]:
-        """The warm worker pool; a new one where there is none, or where the last use of it was aborted."""
+        """The warm worker pool; a new one where there is none, or where the last use of it was
+        aborted."""
         if self._worker_pool is None:
             self._worker_pool = self._made(limit).__enter__()
         self._worker_pool.limit = limit
@@ -74,7 +77,9 @@ class Lab:
     def _made(self, limit: Limit) -> WorkerPool:
         environments = self.place.environments()
         if not self.place.address:
-            return WorkerPool(len(environments), lambda i: LocalMember(environments[i], self.session), limit=limit)
+            return WorkerPool(
+                len(environments), lambda i: LocalMember(environments[i], self.session), limit=limit
+            )
         from elastic.cluster.workers import remote_processes
 
         if self._hands is None:
@@ -100,8 +105,8 @@ class Lab:
 
     @contextmanager
     def room(self, configured: bool = False) -> Iterator[tuple[str, str]]:
-        """Name of a run, and its storage: the `configured` one, always on a cluster, where all nodes must reach it. Emptied
-        afterwards."""
+        """Name of a run, and its storage: the `configured` one, always on a cluster, where all
+        nodes must reach it. Emptied afterwards."""
         name = f"certify-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._runs}"
         self._runs += 1
         storage = self.storage if configured or self.place.address else str(self.folder / "runs")

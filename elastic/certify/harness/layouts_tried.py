@@ -1,4 +1,5 @@
-"""Plans without a policy: which layouts a number of ranks can take, and the generations that the checks go through."""
+"""Plans without a policy: which layouts a number of ranks can take, and the generations that the
+checks go through."""
 
 from __future__ import annotations
 
@@ -22,9 +23,14 @@ def factors(n: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def layouts(n: int) -> list[Layout]:
-    """Every layout of dp_replicate, dp_shard, tp and pp for exactly `n` ranks that the small program can be cut into."""
+    """Every layout of dp_replicate, dp_shard, tp and pp for exactly `n` ranks that the small
+    program can be cut into."""
     found = [Layout(pp=pp, dp_replicate=r, dp_shard=s, tp=tp) for pp, r, s, tp in factors(n)]
-    return [one for one in found if one.pp <= N_BLOCKS and TP_LIMIT % one.tp == 0 and one.dp <= GLOBAL_BATCH]
+    return [
+        one
+        for one in found
+        if one.pp <= N_BLOCKS and TP_LIMIT % one.tp == 0 and one.dp <= GLOBAL_BATCH
+    ]
 
 
 def all_layouts(most: int) -> list[Layout]:
@@ -32,8 +38,11 @@ def all_layouts(most: int) -> list[Layout]:
     return [layout for n in range(most, 0, -1) for layout in layouts(n)]
 
 
-def plan_of(number: int, layout: Layout, workers: Sequence[WorkerId], n_blocks: int, **more: Any) -> Plan:
-    """Generation `number` on the first workers; `more`: other fields of Plan. With peer replicas each rank has one keeper."""
+def plan_of(
+    number: int, layout: Layout, workers: Sequence[WorkerId], n_blocks: int, **more: Any
+) -> Plan:
+    """Generation `number` on the first workers; `more`: other fields of Plan. With peer replicas
+    each rank has one keeper."""
     ranks = tuple(workers[: layout.world_size])
     n = microbatches(GLOBAL_BATCH, layout)
     samples = shares(GLOBAL_BATCH // n, [1.0] * layout.dp, n)
@@ -44,13 +53,15 @@ def plan_of(number: int, layout: Layout, workers: Sequence[WorkerId], n_blocks: 
 
 def live(old: Plan) -> Resume:
     """From the running generation, at the boundary where it stops."""
-    holdings = tuple(Holding(worker, old.generation, rank, -1, "live") for rank, worker in enumerate(old.ranks))
+    holdings = tuple(
+        Holding(worker, old.generation, rank, -1, "live") for rank, worker in enumerate(old.ranks)
+    )
     return Resume("live", -1, old.generation, old.layout, old.layers, holdings)
 
 
 def job_of(name: str, program: str, steps: int) -> dict[str, Any]:
     """What a session needs to know of a job."""
     return {
-        "name": name, "program": program, "steps": steps, "global_batch": GLOBAL_BATCH, "seed": 7, "eval_every": 0,
-        "eval_samples": 0, "clip_grad_norm": 1.0,
+        "name": name, "program": program, "steps": steps, "global_batch": GLOBAL_BATCH, "seed": 7,
+        "eval_every": 0, "eval_samples": 0, "clip_grad_norm": 1.0,
     }  # fmt: skip

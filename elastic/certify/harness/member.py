@@ -1,5 +1,5 @@
-"""One worker of a pool, as the pool sees it: a process of this host, or (elastic.cluster.workers.remote_processes) an actor
-on some node.
+"""One worker of a pool, as the pool sees it: a process of this host, or
+(elastic.cluster.workers.remote_processes) an actor on some node.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class LocalMember:
     def __init__(self, environment: Mapping[str, str], session: str) -> None:
         spawn = get_context("spawn")
         mine, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(theirs, dict(environment), session), daemon=True)
+        self.process = spawn.Process(
+            target=serve, args=(theirs, dict(environment), session), daemon=True
+        )
         with _without_interrupts():
             self.process.start()
         theirs.close()

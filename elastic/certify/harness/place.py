@@ -23,7 +23,8 @@ Kind = Literal["cpu-gloo", "one-gpu", "several-gpus"]
 CPU_RANKS, SHARED_RANKS = 4, 4
 MOST_RANKS = 64
 NO_RAY = "not used"
-# lets NCCL put several ranks on one GPU: each claims to be a host of its own, and they talk through sockets
+# lets NCCL put several ranks on one GPU: each claims to be a host of its own, and they talk through
+# sockets
 SHARED = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -36,9 +37,11 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True)
 class Place:
-    """`ranks`: how many processes the checks use. `gpus`: indices of the GPUs; with one, all ranks share it.
+    """`ranks`: how many processes the checks use. `gpus`: indices of the GPUs; with one, all ranks
+    share it.
 
-    On a user's own Ray cluster: its `address`, its `nodes` that are used, and a seat for each rank; the indices mean nothing.
+    On a user's own Ray cluster: its `address`, its `nodes` that are used, and a seat for each rank;
+    the indices mean nothing.
     """
 
     kind: Kind
@@ -69,16 +72,25 @@ class Place:
             return [dict(NO_GPU) for _ in range(self.ranks)]
         if self.shared:
             own = {"CUDA_VISIBLE_DEVICES": self.gpus[0], "GLOO_SOCKET_IFNAME": "lo"}
-            return [{**own, **SHARED, "NCCL_HOSTID": f"certify-rank-{i}"} for i in range(self.ranks)]
-        return [{"CUDA_VISIBLE_DEVICES": self.gpus[i], "GLOO_SOCKET_IFNAME": "lo"} for i in range(self.ranks)]
+            return [
+                {**own, **SHARED, "NCCL_HOSTID": f"certify-rank-{i}"} for i in range(self.ranks)
+            ]
+        return [
+            {"CUDA_VISIBLE_DEVICES": self.gpus[i], "GLOO_SOCKET_IFNAME": "lo"}
+            for i in range(self.ranks)
+        ]
 
     def plain(self, storage: str) -> dict[str, Any]:
-        """For the result, which may be published: of the storage only its kind, of nodes no address."""
-        ray, at = _version("ray") if self.ray else NO_RAY, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        """For the result, which may be published: of the storage only its kind, of nodes no
+        address."""
+        ray, at = (
+            _version("ray") if self.ray else NO_RAY,
+            time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        )
         return {
-            "kind": self.kind, "on": self._on(), "ranks": self.ranks, "gpus": list(self.gpu_names), "ray": ray,
-            "storage": _kind_of(storage),
-            "torch": _version("torch"), "python": platform.python_version(), "elastic": __version__, "cpus": _cpus(),
+            "kind": self.kind, "on": self._on(), "ranks": self.ranks, "gpus": list(self.gpu_names),
+            "ray": ray, "storage": _kind_of(storage), "torch": _version("torch"),
+            "python": platform.python_version(), "elastic": __version__, "cpus": _cpus(),
             "load_1min": round(os.getloadavg()[0], 2), "at": at,
         }  # fmt: skip
 
@@ -88,15 +100,21 @@ class Place:
             return HERE
         hosts = list(dict.fromkeys(seat.host for seat in self.seats))
         names = dict.fromkeys((seat.node, hosts.index(seat.host)) for seat in self.seats)
-        each = [f"{node} ({sum(s.node == node for s in self.seats)} ranks, host {i + 1})" for node, i in names]
+        each = [
+            f"{node} ({sum(s.node == node for s in self.seats)} ranks, host {i + 1})"
+            for node, i in names
+        ]
         return f"a Ray cluster that was there: {', '.join(each)}"
 
 
 def find(gpus: int | None, no_ray: bool) -> Place:
-    """This host. `gpus`: how many to use (0 = none, CPU); on a machine without any: how many processes. Raises SpecError."""
+    """This host. `gpus`: how many to use (0 = none, CPU); on a machine without any: how many
+    processes. Raises SpecError."""
     seen = _visible()
     names = tuple(name for _, name in seen)
-    ray = not no_ray and util.find_spec("ray") is not None and util.find_spec("pydantic") is not None
+    ray = (
+        not no_ray and util.find_spec("ray") is not None and util.find_spec("pydantic") is not None
+    )
     if not seen or gpus == 0:
         ranks = gpus or CPU_RANKS
         if ranks > MOST_RANKS:
@@ -105,7 +123,8 @@ def find(gpus: int | None, no_ray: bool) -> Place:
     n = len(seen) if gpus is None else gpus
     if n > len(seen):
         raise SpecError(
-            f"--gpus {n}: this machine has {len(seen)} ({', '.join(names)}); give at most that many, or 0 for the CPU"
+            f"--gpus {n}: this machine has {len(seen)} ({', '.join(names)}); give at most that "
+            "many, or 0 for the CPU"
         )
     chosen = tuple(index for index, _ in seen[:n])
     if n == 1:
@@ -114,14 +133,22 @@ def find(gpus: int | None, no_ray: bool) -> Place:
 
 
 def _visible() -> list[tuple[str, str]]:
-    """(index as CUDA_VISIBLE_DEVICES takes it, name) of the GPUs that torch sees. Raises SpecError where torch is missing."""
+    """(index as CUDA_VISIBLE_DEVICES takes it, name) of the GPUs that torch sees. Raises SpecError
+    where torch is missing."""
     if util.find_spec("torch") is None:
-        raise SpecError(f"torch is not installed for {sys.executable}; certify checks what it does on this machine")
+        raise SpecError(
+            f"torch is not installed for {sys.executable}; certify checks what it does on this "
+            "machine"
+        )
     import torch
 
     if not torch.cuda.is_available():
         return []
-    given = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    given = [
+        part.strip()
+        for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if part.strip()
+    ]
     n = torch.cuda.device_count()
     indices = given[:n] if len(given) >= n else [str(i) for i in range(n)]
     return [(indices[i], torch.cuda.get_device_name(i)) for i in range(n)]

@@ -1,4 +1,5 @@
-"""Worker processes without a RayBackend, and what a driver does with them: one warm set, each case is a generation."""
+"""Worker processes without a RayBackend, and what a driver does with them: one warm set, each case
+is a generation."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from elastic.types import (
 from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.session.workplace import host_rendezvous
 
-MOST_S = 60.0  # for anything that is waited for; a worker's bound in elastic.cluster.workers.liveness
+# for anything that is waited for; a worker's bound in elastic.cluster.workers.liveness
+MOST_S = 60.0
 MEETS_S = 30.0  # that a worker waits for another at the store of a generation
 PLACED_S = 60.0  # for a place on a node of a cluster
 LOOK_S = 0.02
@@ -38,14 +40,15 @@ E = TypeVar("E", bound=Event)
 
 @dataclass
 class WorkerPool:
-    """`n` workers; `start` starts the i-th. `host`: this host as they reach it. Use as a `with` block; everything is gone
-    afterwards."""
+    """`n` workers; `start` starts the i-th. `host`: this host as they reach it. Use as a `with`
+    block; everything is gone afterwards."""
 
     n: int
     start: Callable[[int], Member]
     host: str = "127.0.0.1"
     limit: Limit = field(default_factory=lambda: Limit.after(float("inf")))
-    log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)  # of the sessions that are open now
+    # of the sessions that are open now
+    log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
     workers: list[WorkerId] = field(default_factory=list)
     started_s: float = 0.0  # when the processes were started
     _members: list[Member] = field(default_factory=list)
@@ -76,10 +79,12 @@ class WorkerPool:
             member.pipe.close()
         self._members, self._stores = [], {}
 
-    # ------------------------------------------------------------------------------------------ orders
+    # ------------------------------------------------------------------------------------------
+    # orders
 
     def open(self, job: Mapping[str, Any], run: str) -> None:
-        """New sessions for a job, each a node of its own; those that ended are started again. Returns when all are prepared.
+        """New sessions for a job, each a node of its own; those that ended are started again.
+        Returns when all are prepared.
 
         Raises Refused where there is no place for one of them.
         """
@@ -113,7 +118,9 @@ class WorkerPool:
 
     def enter(self, plan: Plan) -> None:
         """Orders the generation to its ranks and to those that only hold state."""
-        rendezvous, self._stores[plan.generation] = host_rendezvous(plan, self.host, MOST_S, MEETS_S)
+        rendezvous, self._stores[plan.generation] = host_rendezvous(
+            plan, self.host, MOST_S, MEETS_S
+        )
         self._begun = True
         for worker in rendezvous.participants:
             self.order(worker, EnterPlan(plan), rendezvous)
@@ -135,19 +142,30 @@ class WorkerPool:
     def _member(self, worker: WorkerId) -> Member:
         return self._members[self.workers.index(worker)]
 
-    # ------------------------------------------------------------------------------------------ news
+    # ------------------------------------------------------------------------------------------
+    # news
 
     def events(self, kind: type[E], generation: int | None = None) -> list[E]:
-        return [e for _, _, e in self.log if isinstance(e, kind) and generation in (None, getattr(e, "generation", None))]
+        return [
+            e
+            for _, _, e in self.log
+            if isinstance(e, kind) and generation in (None, getattr(e, "generation", None))
+        ]
 
     def when(self, kind: type[Event], generation: int) -> list[float]:
         """Arrival times of such events."""
-        return [at for at, _, e in self.log if isinstance(e, kind) and getattr(e, "generation", None) == generation]
+        return [
+            at
+            for at, _, e in self.log
+            if isinstance(e, kind) and getattr(e, "generation", None) == generation
+        ]
 
     def drain(self) -> None:
         """Takes in what has come, waiting for a moment."""
         pipes: dict[Any, WorkerId] = {
-            member.pipe: self.workers[i] for i, member in enumerate(self._members) if not member.pipe.closed
+            member.pipe: self.workers[i]
+            for i, member in enumerate(self._members)
+            if not member.pipe.closed
         }
         ready: list[Any] = wait_for(list(pipes), timeout=LOOK_S)
         for pipe in ready:
@@ -159,20 +177,29 @@ class WorkerPool:
             except (EOFError, ConnectionResetError):
                 pipe.close()
 
-    def until(self, holds: Callable[[], bool], what: str, most_s: float = MOST_S, broken: bool = False) -> None:
-        """Raises Failed after `most_s` or (unless `broken` is expected) when a worker fails, OutOfTime at the task's limit."""
+    def until(
+        self, holds: Callable[[], bool], what: str, most_s: float = MOST_S, broken: bool = False
+    ) -> None:
+        """Raises Failed after `most_s` or (unless `broken` is expected) when a worker fails,
+        OutOfTime at the task's limit."""
         end_s = time.monotonic() + most_s
         while True:
             self.drain()
             if holds():
                 return
-            bad = [e for e in self.events(WorkerFailed) if not broken or e.kind in ("program", "layout")]
+            bad = [
+                e
+                for e in self.events(WorkerFailed)
+                if not broken or e.kind in ("program", "layout")
+            ]
             if bad:
                 raise Failed(f"while waiting for '{what}': {bad[0].worker}: {bad[0].error}")
             self._look_for_dead(what, broken)
             self.limit.look(what)
             if time.monotonic() > end_s:
-                raise Failed(f"'{what}' did not happen within {most_s:.0f} s; the last news: {self._tail()}")
+                raise Failed(
+                    f"'{what}' did not happen within {most_s:.0f} s; the last news: {self._tail()}"
+                )
 
     def _look_for_dead(self, what: str, broken: bool) -> None:
         dead = [str(self.workers[i]) for i, m in enumerate(self._members) if m.ended]
@@ -180,18 +207,27 @@ class WorkerPool:
             raise Failed(f"while waiting for '{what}': the process of {', '.join(dead)} ended")
 
     def _tail(self) -> str:
-        return "; ".join(f"{worker} {str(event)[:120]}" for _, worker, event in self.log[-4:]) or "none"
+        return (
+            "; ".join(f"{worker} {str(event)[:120]}" for _, worker, event in self.log[-4:])
+            or "none"
+        )
 
     def entered(self, plan: Plan) -> PlanEntered:
         """Waits for it."""
         number = plan.generation
-        self.until(lambda: bool(self.events(PlanEntered, number)), f"generation {number} ({plan.layout}) entered")
+        self.until(
+            lambda: bool(self.events(PlanEntered, number)),
+            f"generation {number} ({plan.layout}) entered",
+        )
         return self.events(PlanEntered, number)[0]
 
     def stepped(self, plan: Plan, n: int) -> list[StepDone]:
         """Waits until the generation has done `n` steps."""
         number = plan.generation
-        self.until(lambda: len(self.events(StepDone, number)) >= n, f"{n} steps of generation {number} ({plan.layout})")
+        self.until(
+            lambda: len(self.events(StepDone, number)) >= n,
+            f"{n} steps of generation {number} ({plan.layout})",
+        )
         return self.events(StepDone, number)
 
     def left(
@@ -201,8 +237,17 @@ class WorkerPool:
         wanted, number = set(workers), plan.generation
 
         def done() -> dict[WorkerId, float]:
-            found = [(w, at) for at, w, e in self.log if isinstance(e, Quiesced) and e.generation >= number]
+            found = [
+                (w, at)
+                for at, w, e in self.log
+                if isinstance(e, Quiesced) and e.generation >= number
+            ]
             return {w: at for w, at in reversed(found) if w in wanted}
 
-        self.until(lambda: done().keys() == wanted, f"{len(wanted)} workers out of generation {number}", most_s, broken)
+        self.until(
+            lambda: done().keys() == wanted,
+            f"{len(wanted)} workers out of generation {number}",
+            most_s,
+            broken,
+        )
         return done()

@@ -1,4 +1,5 @@
-"""One worker process without Ray: a Session behind a pipe. Ends with the process that started it, also when it is stopped."""
+"""One worker process without Ray: a Session behind a pipe. Ends with the process that started it,
+also when it is stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Word = Opening | WorkerOrder
 
 
 class Served:
-    """A session for one job after another, and its orders. `put` gets its messages as (serial, event)."""
+    """A session for one job after another, and its orders. `put` gets its messages as (serial,
+    event)."""
 
     def __init__(self, put: Callable[[Any], None], session_name: str) -> None:
         module, _, name = session_name.partition(":")
@@ -48,7 +50,9 @@ class Served:
         if self.session is not None:
             self.session.close()
         self.session = self.make(word.me, word.job, word.run_uri)
-        threading.Thread(target=self._forward, args=(self.session, word.serial), daemon=True).start()
+        threading.Thread(
+            target=self._forward, args=(self.session, word.serial), daemon=True
+        ).start()
 
     def _forward(self, session: Any, serial: int) -> None:
         ack = 0

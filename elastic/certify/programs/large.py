@@ -1,4 +1,5 @@
-"""A decoder of 8.7 M parameters, 105 MB of training state: what moves and step times are measured with."""
+"""A decoder of 8.7 M parameters, 105 MB of training state: what moves and step times are measured
+with."""
 
 from dataclasses import replace
 
@@ -7,6 +8,10 @@ from elastic.certify.programs.small import program as small
 from elastic.models.llama import Llama, LlamaConfig
 
 SEQ = 16
-CONFIG = LlamaConfig(vocab_size=512, hidden=256, n_layers=8, n_heads=8, n_kv_heads=8, ffn_hidden=1024, max_seq=SEQ)
+CONFIG = LlamaConfig(
+    vocab_size=512, hidden=256, n_layers=8, n_heads=8, n_kv_heads=8, ffn_hidden=1024, max_seq=SEQ
+)
 
-program = replace(small, model=lambda: Llama(CONFIG), dataset=lambda: Strides(512, SEQ, CONFIG.vocab_size))
+program = replace(
+    small, model=lambda: Llama(CONFIG), dataset=lambda: Strides(512, SEQ, CONFIG.vocab_size)
+)

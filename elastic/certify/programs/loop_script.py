@@ -18,7 +18,12 @@ torch.manual_seed(SEED)
 init_weights(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 made = elastic.loop(
-    model=model, optimizer=optimizer, dataset=Strides(512), steps=1_000_000, global_batch=GLOBAL_BATCH, seed=SEED
+    model=model,
+    optimizer=optimizer,
+    dataset=Strides(512),
+    steps=1_000_000,
+    global_batch=GLOBAL_BATCH,
+    seed=SEED,
 )
 with made as run:
     for batch in run:

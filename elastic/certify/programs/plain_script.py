@@ -1,6 +1,8 @@
-"""A plain DDP script, as torchrun would start it: saves to the folder that it is given, knows nothing of elastic.
+"""A plain DDP script, as torchrun would start it: saves to the folder that it is given, knows
+nothing of elastic.
 
-`python plain_script.py FOLDER`. `losses(n)` are those of its first steps in one process, whatever the ranks.
+`python plain_script.py FOLDER`. `losses(n)` are those of its first steps in one process, whatever
+the ranks.
 """
 
 import os

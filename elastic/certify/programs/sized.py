@@ -1,4 +1,5 @@
-"""A Llama of the size that CERTIFY_SIZE names, with weights that are made fast and tokens that are drawn."""
+"""A Llama of the size that CERTIFY_SIZE names, with weights that are made fast and tokens that are
+drawn."""
 
 import os
 
@@ -9,9 +10,27 @@ import elastic
 from elastic.models.llama import Llama, LlamaConfig, loss_sum
 
 SIZES = {
-    "tiny": LlamaConfig(vocab_size=64, hidden=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden=64, max_seq=16),
-    "300m": LlamaConfig(vocab_size=32000, hidden=1024, n_layers=18, n_heads=16, n_kv_heads=8, ffn_hidden=2816, max_seq=2048),
-    "1b": LlamaConfig(vocab_size=32000, hidden=2048, n_layers=22, n_heads=16, n_kv_heads=8, ffn_hidden=5632, max_seq=2048),
+    "tiny": LlamaConfig(
+        vocab_size=64, hidden=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden=64, max_seq=16
+    ),
+    "300m": LlamaConfig(
+        vocab_size=32000,
+        hidden=1024,
+        n_layers=18,
+        n_heads=16,
+        n_kv_heads=8,
+        ffn_hidden=2816,
+        max_seq=2048,
+    ),
+    "1b": LlamaConfig(
+        vocab_size=32000,
+        hidden=2048,
+        n_layers=22,
+        n_heads=16,
+        n_kv_heads=8,
+        ffn_hidden=5632,
+        max_seq=2048,
+    ),
 }
 CONFIG = SIZES[os.environ.get("CERTIFY_SIZE", "tiny")]
 DRAWN = 1 << 20
@@ -34,7 +53,8 @@ def build() -> Llama:
 
 @torch.no_grad()
 def init(model: Llama) -> None:
-    """The same million normal numbers again and again: drawing a billion takes longer than what is measured."""
+    """The same million normal numbers again and again: drawing a billion takes longer than what is
+    measured."""
     drawn = torch.empty(DRAWN).normal_(0.0, 0.02)
     for parameter in model.parameters():
         if parameter.ndim < 2:
@@ -53,7 +73,9 @@ class Tokens:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        ids = torch.randint(CONFIG.vocab_size, (CONFIG.max_seq + 1,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            CONFIG.vocab_size, (CONFIG.max_seq + 1,), generator=torch.Generator().manual_seed(index)
+        )
         return {"input": ids[:-1], "target": ids[1:].clone()}
 
 

@@ -1,7 +1,7 @@
 """A tiny decoder that eight ranks can cut along any axis, on sequences that it can learn.
 
-Item i starts at a number and continues in equal strides; every third item has its last targets masked, so that shares of the
-global batch differ in their token counts.
+Item i starts at a number and continues in equal strides; every third item has its last targets
+masked, so that shares of the global batch differ in their token counts.
 """
 
 import torch
@@ -10,7 +10,9 @@ import elastic
 from elastic.models.llama import Llama, LlamaConfig, init_weights, loss_sum, tp_plan
 
 VOCAB, SEQ, STRIDES = 64, 16, (1, 3, 7)
-CONFIG = LlamaConfig(vocab_size=VOCAB, hidden=64, n_layers=8, n_heads=8, n_kv_heads=8, ffn_hidden=96, max_seq=SEQ)
+CONFIG = LlamaConfig(
+    vocab_size=VOCAB, hidden=64, n_layers=8, n_heads=8, n_kv_heads=8, ffn_hidden=96, max_seq=SEQ
+)
 LEARNING_RATE = 1e-3  # small: over hundreds of steps, rounding must not grow into another run
 
 

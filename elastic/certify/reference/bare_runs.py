@@ -1,4 +1,5 @@
-"""Starts bare_torch.py, or another module, in one process per rank, as torchrun would, and reads what rank 0 printed."""
+"""Starts bare_torch.py, or another module, in one process per rank, as torchrun would, and reads
+what rank 0 printed."""
 
 from __future__ import annotations
 
@@ -21,15 +22,26 @@ TAIL = 1500
 
 def wire(place: Place, limit: Limit) -> float:
     """GB/s of bare messages between all ranks at once."""
-    return float(run(place, ("elastic.certify.reference.bare_torch", "wire", str(WIRE_BYTES)), limit)["gb_per_s"])
+    return float(
+        run(place, ("elastic.certify.reference.bare_torch", "wire", str(WIRE_BYTES)), limit)[
+            "gb_per_s"
+        ]
+    )
 
 
 def train(place: Place, n_steps: int, limit: Limit) -> list[float]:
     """Seconds of each step of the plain loop."""
-    return [float(s) for s in run(place, ("elastic.certify.reference.bare_torch", "train", str(n_steps)), limit)["step_s"]]
+    return [
+        float(s)
+        for s in run(place, ("elastic.certify.reference.bare_torch", "train", str(n_steps)), limit)[
+            "step_s"
+        ]
+    ]
 
 
-def run(place: Place, module: tuple[str, ...], limit: Limit, most_s: float = MOST_S) -> dict[str, Any]:
+def run(
+    place: Place, module: tuple[str, ...], limit: Limit, most_s: float = MOST_S
+) -> dict[str, Any]:
     """The JSON object that rank 0 prints last. Raises Failed with what they wrote, OutOfTime."""
     if place.address:
         return _on_cluster(place, module, limit, most_s)
@@ -41,9 +53,9 @@ def run(place: Place, module: tuple[str, ...], limit: Limit, most_s: float = MOS
                 there = _rank(rank, len(environments), "127.0.0.1", port)
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", *module], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                        env={**os.environ, "OMP_NUM_THREADS": "1", **environment, **there}, start_new_session=True,
-                        preexec_fn=die_with_parent,
+                        [sys.executable, "-m", *module], stdin=subprocess.DEVNULL, stdout=out,
+                        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1",
+                        **environment, **there}, start_new_session=True, preexec_fn=die_with_parent,
                     )
                 )  # fmt: skip
             _wait(ranks, limit, " ".join(module), most_s)
@@ -58,7 +70,12 @@ def run(place: Place, module: tuple[str, ...], limit: Limit, most_s: float = MOS
 
 def _rank(rank: int, world: int, host: str, port: int) -> dict[str, str]:
     """What torchrun tells each rank."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
 
 
 def _result(module: tuple[str, ...], text: str, failed: bool) -> dict[str, Any]:
@@ -68,7 +85,9 @@ def _result(module: tuple[str, ...], text: str, failed: bool) -> dict[str, Any]:
     return dict(json.loads(found[-1]))
 
 
-def _on_cluster(place: Place, module: tuple[str, ...], limit: Limit, most_s: float) -> dict[str, Any]:
+def _on_cluster(
+    place: Place, module: tuple[str, ...], limit: Limit, most_s: float
+) -> dict[str, Any]:
     """At the seats of the place."""
     from elastic.cluster.workers import remote_processes
 
@@ -81,7 +100,9 @@ def _on_cluster(place: Place, module: tuple[str, ...], limit: Limit, most_s: flo
     what = " ".join(module)
     try:
         ended = remote_processes.run(
-            seats, remote_processes.RemoteCommand(("-m", *module), environments, most_s), lambda: limit.look(what)
+            seats,
+            remote_processes.RemoteCommand(("-m", *module), environments, most_s),
+            lambda: limit.look(what),
         )
     except TimeoutError as error:
         raise Failed(str(error)) from error

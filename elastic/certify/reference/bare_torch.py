@@ -1,7 +1,9 @@
-"""The same model as anybody would write it: torchrun's environment, plain FSDP2, no elastic.worker; and bare messages.
+"""The same model as anybody would write it: torchrun's environment, plain FSDP2, no elastic.worker;
+and bare messages.
 
-`python -m elastic.certify.reference.bare_torch train STEPS` or `... wire BYTES`, one process per rank with RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT. Rank 0 prints one JSON line: {"step_s": [...], "losses": [...]} or {"gb_per_s": ...}.
+`python -m elastic.certify.reference.bare_torch train STEPS` or `... wire BYTES`, one process per
+rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 prints one JSON line: {"step_s":
+[...], "losses": [...]} or {"gb_per_s": ...}.
 """
 
 from __future__ import annotations
@@ -33,18 +35,30 @@ def main(mode: str, amount: int) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0, timedelta(seconds=60))
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world,
+        rank == 0,
+        timedelta(seconds=60),
+    )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    out = train(device, world, amount) if mode == "train" else {"gb_per_s": wire(device, world, amount)}
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    out = (
+        train(device, world, amount)
+        if mode == "train"
+        else {"gb_per_s": wire(device, world, amount)}
+    )
     if rank == 0:
         print(json.dumps(out), flush=True)
     part(store, rank, world)
 
 
 def part(store: Any, rank: int, world: int) -> NoReturn:
-    """Ends this rank once all have done their work; rank 0, which holds the store, last. Not by way of the interpreter, which
-    was seen to end in std::terminate of one of torch's threads."""
+    """Ends this rank once all have done their work; rank 0, which holds the store, last. Not by way
+    of the interpreter, which was seen to end in std::terminate of one of torch's threads."""
     store.set(f"done-{rank}", b"")
     for other in range(world):
         store.get(f"done-{other}")
@@ -88,12 +102,14 @@ def train(device: torch.device, world: int, n_steps: int) -> dict[str, Any]:
 
 
 def wire(device: torch.device, world: int, n_bytes: int) -> float:
-    """Every rank sends to its right neighbor at once; GB/s of all together, the median of a few rounds."""
+    """Every rank sends to its right neighbor at once; GB/s of all together, the median of a few
+    rounds."""
     rank = dist.get_rank()
     out = torch.ones(n_bytes, dtype=torch.uint8, device=device)
     rates = []
     for _ in range(ROUNDS):
-        into = torch.empty(n_bytes, dtype=torch.uint8, device=device)  # memory that nobody has touched, as in a move
+        # memory that nobody has touched, as in a move
+        into = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         _meet()
         began = time.perf_counter()
         works = []
@@ -113,7 +129,8 @@ def wire(device: torch.device, world: int, n_bytes: int) -> float:
 
 
 def _meet() -> None:
-    """A barrier over gloo: dist.barrier would choose a GPU by the rank, and each rank sees only its own."""
+    """A barrier over gloo: dist.barrier would choose a GPU by the rank, and each rank sees only its
+    own."""
     dist.all_reduce(torch.zeros(1))
 
 

@@ -1,4 +1,5 @@
-"""The same training in one process, as anybody would write it in plain torch: what all losses are compared with."""
+"""The same training in one process, as anybody would write it in plain torch: what all losses are
+compared with."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def program_file(name: str) -> str:
 
 
 def losses(program: str, job: Mapping[str, Any], steps: int, limit: Limit) -> list[float]:
-    """Train loss of each of the first `steps` steps of the built-in `program` under `job`, in this process, on the CPU.
+    """Train loss of each of the first `steps` steps of the built-in `program` under `job`, in this
+    process, on the CPU.
 
     The global batch is one batch; no parallelism, no elastic.worker. Raises OutOfTime.
     """
@@ -34,7 +36,9 @@ def losses(program: str, job: Mapping[str, Any], steps: int, limit: Limit) -> li
     out = []
     for step in range(steps):
         limit.look("the same steps in one process")
-        items = [dataset[i] for i in sample_ids(len(dataset), job["global_batch"], job["seed"], step)]
+        items = [
+            dataset[i] for i in sample_ids(len(dataset), job["global_batch"], job["seed"], step)
+        ]
         batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
         loss = made.loss(model(batch["input"]), batch) / int((batch["target"] != -100).sum())
         optimizer.zero_grad()
@@ -46,6 +50,10 @@ def losses(program: str, job: Mapping[str, Any], steps: int, limit: Limit) -> li
 
 
 def worst_difference(found: Mapping[int, float], alone: list[float]) -> float:
-    """Largest difference of a step's loss from that of one process; a step beyond its end counts as infinite."""
-    gaps = [abs(loss - alone[step - 1]) if 1 <= step <= len(alone) else float("inf") for step, loss in found.items()]
+    """Largest difference of a step's loss from that of one process; a step beyond its end counts as
+    infinite."""
+    gaps = [
+        abs(loss - alone[step - 1]) if 1 <= step <= len(alone) else float("inf")
+        for step, loss in found.items()
+    ]
     return max(gaps, default=float("inf"))

@@ -1,4 +1,5 @@
-"""Adds what single workers report up to what the policy hears: one event per node, copy or transition."""
+"""Adds what single workers report up to what the policy hears: one event per node, copy or
+transition."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from elastic.types import (
 from elastic.worker.program.commit import StepReports
 
 OPEN_COPIES = 4  # checkpoints whose parts are waited for; of older ones the rest will not come
-LATE_LEAST_S, LATE_FACTOR = 10.0, 3.0  # a part is late after 3 x the time that the slowest of the others took
+# a part is late after 3 x the time that the slowest of the others took
+LATE_LEAST_S, LATE_FACTOR = 10.0, 3.0
 RANKS_ASKED = 2  # other holders that are asked, one after the other, for a part that is late
 
 
@@ -35,7 +37,8 @@ class CheckpointParts:
     step: int
     stored: dict[int, ShardStored] = field(default_factory=dict)
     newest_at_s: float = 0.0  # when the newest part came
-    asked: dict[int, int] = field(default_factory=dict)  # rank -> how many others were asked to write for it
+    # rank -> how many others were asked to write for it
+    asked: dict[int, int] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[int]:
@@ -44,23 +47,30 @@ class CheckpointParts:
     @property
     def bound_s(self) -> float:
         """From the newest part on; what is not there then is late."""
-        return max(LATE_LEAST_S, LATE_FACTOR * max((part.seconds for part in self.stored.values()), default=0.0))
+        return max(
+            LATE_LEAST_S,
+            LATE_FACTOR * max((part.seconds for part in self.stored.values()), default=0.0),
+        )
 
 
 @dataclass
 class Gather:
-    """`complete` is called, with all parts, when every rank of a plan has stored its part of a checkpoint."""
+    """`complete` is called, with all parts, when every rank of a plan has stored its part of a
+    checkpoint."""
 
     complete: Callable[[CheckpointParts], None]
-    workers_of: Callable[[str], int]  # node id -> workers that must report before the node counts as prepared
+    # node id -> workers that must report before the node counts as prepared
+    workers_of: Callable[[str], int]
     plans: dict[int, Plan] = field(default_factory=dict)
     _told: StepReports = field(default_factory=StepReports)
     _pids: dict[str, dict[WorkerId, int]] = field(default_factory=dict)
     _admitted: dict[str, list[Admission]] = field(default_factory=dict)
     _sample: SampleProfile | None = None
-    _copies: dict[tuple[int, int], CheckpointParts] = field(default_factory=dict)  # by generation and step, oldest first
+    # by generation and step, oldest first
+    _copies: dict[tuple[int, int], CheckpointParts] = field(default_factory=dict)
     _failed: set[tuple[int, int]] = field(default_factory=set)
-    _formed: tuple[int, int, int] = (0, 0, 0)  # generation, port of the store, number of participants
+    # generation, port of the store, number of participants
+    _formed: tuple[int, int, int] = (0, 0, 0)
     _made: dict[int, float] = field(default_factory=dict)  # participant -> seconds
     _digests: dict[int, dict[int, DigestPart]] = field(default_factory=dict)
 
@@ -69,7 +79,8 @@ class Gather:
         self.plans[plan.generation] = plan
 
     def expect_groups(self, generation: int, port: int, n: int) -> None:
-        """So many participants were told to make groups, and meet at this port; what others say of theirs is of no use."""
+        """So many participants were told to make groups, and meet at this port; what others say of
+        theirs is of no use."""
         self._formed, self._made = (generation, port, n), {}
 
     @property
@@ -99,7 +110,8 @@ class Gather:
                 return self._told.add(event)
 
     def late(self, at_s: float) -> list[tuple[CheckpointParts, int]]:
-        """Parts of checkpoints that others should write now: (copy, rank); each is named RANKS_ASKED times at most."""
+        """Parts of checkpoints that others should write now: (copy, rank); each is named
+        RANKS_ASKED times at most."""
         found = []
         for parts in self._copies.values():
             if parts.stored and at_s - parts.newest_at_s > parts.bound_s:
@@ -118,7 +130,14 @@ class Gather:
         if len(pids) < self.workers_of(worker.node_id):
             return []
         admission = worst(found) if found else None
-        return [replace(event, pids=tuple(pids[w] for w in sorted(pids)), sample=self._sample, admission=admission)]
+        return [
+            replace(
+                event,
+                pids=tuple(pids[w] for w in sorted(pids)),
+                sample=self._sample,
+                admission=admission,
+            )
+        ]
 
     def _stored(self, event: ShardStored, at_s: float) -> None:
         plan, key = self.plans.get(event.generation), (event.generation, event.step)
@@ -128,13 +147,17 @@ class Gather:
         parts.stored.setdefault(event.rank, event)
         parts.newest_at_s = at_s
         if len(parts.stored) == len(plan.ranks):
-            self._copies = {known: other for known, other in self._copies.items() if known[1] > event.step}  # no use any more
+            # no use any more
+            self._copies = {
+                known: other for known, other in self._copies.items() if known[1] > event.step
+            }
             self.complete(parts)
         for old in list(self._copies)[:-OPEN_COPIES]:
             del self._copies[old]
 
     def _copy_failed(self, event: CopyFailed) -> list[Event]:
-        """The first word counts, unless another holder was asked in vain: the part's own writer may still finish."""
+        """The first word counts, unless another holder was asked in vain: the part's own writer may
+        still finish."""
         key = (event.generation, event.step)
         parts = self._copies.get(key)
         if key in self._failed or (parts is not None and parts.asked):

@@ -1,4 +1,5 @@
-"""What the driver before has left: the workers that outlived it, and the plans that these may still run."""
+"""What the driver before has left: the workers that outlived it, and the plans that these may still
+run."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from elastic.types import Event, Plan, StepDone, WorkerFailed, WorkerId
 
 @dataclass
 class Attached:
-    """`plans`: those that are written down, then `found`: those that only the workers tell of, since they were ordered while
-    storage was away; the newest last."""
+    """`plans`: those that are written down, then `found`: those that only the workers tell of,
+    since they were ordered while storage was away; the newest last."""
 
     run: RayRun
     worker_group: WorkerGroup
@@ -31,17 +32,30 @@ class Attached:
 
     def take(self, node_id: str) -> list[WorkerInfo]:
         """Of the workers on a node that has arrived."""
-        found = [worker_info for worker_info in self._worker_infos if worker_info.me.node_id == node_id]
-        self._worker_infos = [worker_info for worker_info in self._worker_infos if worker_info not in found]
+        found = [
+            worker_info for worker_info in self._worker_infos if worker_info.me.node_id == node_id
+        ]
+        self._worker_infos = [
+            worker_info for worker_info in self._worker_infos if worker_info not in found
+        ]
         return found
 
     def elsewhere(self, nodes: dict[str, object]) -> list[WorkerId]:
         """Workers on nodes that are not among these."""
-        return [worker_info.me for worker_info in self._worker_infos if worker_info.me.node_id not in nodes]
+        return [
+            worker_info.me
+            for worker_info in self._worker_infos
+            if worker_info.me.node_id not in nodes
+        ]
 
     def is_known(self, message: Event) -> bool:
-        """Workers tell a new driver their newest steps again; most of them its predecessor has written down."""
-        return isinstance(message, StepDone) and message.generation <= self._written and message.step <= self.run.step
+        """Workers tell a new driver their newest steps again; most of them its predecessor has
+        written down."""
+        return (
+            isinstance(message, StepDone)
+            and message.generation <= self._written
+            and message.step <= self.run.step
+        )
 
     def missed(self, node_id: str) -> list[Event]:
         """Workers that the last plan names on this node and that did not outlive its driver."""
@@ -50,6 +64,9 @@ class Attached:
         there, outdated = self.worker_group.workers(node_id), self.worker_group.outdated
         known = dict.fromkeys((*self.plans[-1].ranks, *outdated))
         gone = [worker for worker in known if worker.node_id == node_id and worker not in there]
-        why = {worker: f"it was replaced when the driver came back: it ran {text}" for worker, text in outdated.items()}
+        why = {
+            worker: f"it was replaced when the driver came back: it ran {text}"
+            for worker, text in outdated.items()
+        }
         lost = "it was gone when the driver came back"
         return [WorkerFailed(worker, 0, "process", why.get(worker, lost)) for worker in gone]

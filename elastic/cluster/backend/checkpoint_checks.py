@@ -1,4 +1,5 @@
-"""The newest checkpoint, read back beside the run: by its digests, from storage itself, no faster than is needed."""
+"""The newest checkpoint, read back beside the run: by its digests, from storage itself, no faster
+than is needed."""
 
 from __future__ import annotations
 
@@ -15,19 +16,22 @@ log = logging.getLogger(__name__)
 Paced = Callable[[int], object]  # told of the bytes of each part that was read
 Verify = Callable[[str, Paced], list[str]]  # (uri, paced) -> what is wrong, one text for each file
 LEAST_BYTES_PER_S = 100e6
-READ_IN_S = 600.0  # a copy that takes longer at that is read faster, so that it is done before it is old
+# a copy that takes longer at that is read faster, so that it is done before it is old
+READ_IN_S = 600.0
 AGAIN_S = 60.0  # after storage has not answered
 
 
 class CopyChecks:
-    """One copy at a time; of those that were committed meanwhile the newest is next, the others are left out."""
+    """One copy at a time; of those that were committed meanwhile the newest is next, the others are
+    left out."""
 
     def __init__(self, tell: Callable[[Event], object], verify: Verify) -> None:
         self._tell, self._verify = tell, verify
         self._next: Copy | None = None
         self._reading = ""  # its URI; '' = nothing, or what is not wanted any more
         self._change, self._closed = threading.Condition(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="copy-checks", daemon=True)  # storage may never answer
+        # storage may never answer
+        self._thread = threading.Thread(target=self._run, name="copy-checks", daemon=True)
         self._thread.start()
 
     def check(self, copy: Copy) -> None:
@@ -83,14 +87,21 @@ class CopyChecks:
 
 
 class ReadPace:
-    """`bytes_per_s` in the mean. `wait`: as Event.wait; True ends the reading by InterruptedError."""
+    """`bytes_per_s` in the mean. `wait`: as Event.wait; True ends the reading by
+    InterruptedError."""
 
-    def __init__(self, bytes_per_s: float, wait: Callable[[float], bool], now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        bytes_per_s: float,
+        wait: Callable[[float], bool],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._bytes_per_s, self._wait, self._now_s = bytes_per_s, wait, now_s
         self._due_s = now_s()
 
     def read(self, n_bytes: int) -> None:
-        """Waits until so many bytes more were due; what was slower than the pace is not made up for."""
+        """Waits until so many bytes more were due; what was slower than the pace is not made up
+        for."""
         now_s = self._now_s()
         self._due_s = max(self._due_s, now_s - 1.0) + n_bytes / self._bytes_per_s
         if self._wait(max(0.0, self._due_s - now_s)):

@@ -1,7 +1,9 @@
-"""Checkpoints on the driver's side: committed, removed and cleaned up in one thread beside the loop; outcomes are events.
+"""Checkpoints on the driver's side: committed, removed and cleaned up in one thread beside the
+loop; outcomes are events.
 
-Where storage is slower than the orders come, commits go first, the newest step before the others, so that what a run resumes
-from is never behind a queue; then removals; cleaning up waits, and is done once for all.
+Where storage is slower than the orders come, commits go first, the newest step before the others,
+so that what a run resumes from is never behind a queue; then removals; cleaning up waits, and is
+done once for all.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Commit = Callable[[Plan, int, int], str]  # (plan, step, digest of the state) -> uri
-UNFINISHED_S, UNFINISHED_AT_START_S = 3600.0, 60.0  # unfinished files that were begun so long ago are nobody's
+# unfinished files that were begun so long ago are nobody's
+UNFINISHED_S, UNFINISHED_AT_START_S = 3600.0, 60.0
 CLOSE_MOST_S = 10.0
 OVERDUE_S = 180.0  # of a commit; object storage is retried for 120 s
 REMOVE_TRIES, REMOVE_WAIT_S = 3, 1.0
@@ -36,23 +39,28 @@ START, COMMIT, REMOVE, LAST = range(4)  # in this order
 
 
 class CheckpointCommitter:
-    """`meta`: goes into each marker. `write`: makes the stored parts of a copy a checkpoint; None = as durable.commit does.
-    `verify`: copies are read back, too. `digests`: step -> running digest of the sample ids; replaced at each step."""
+    """`meta`: goes into each marker. `write`: makes the stored parts of a copy a checkpoint; None =
+    as durable.commit does. `verify`: copies are read back, too. `digests`: step -> running digest
+    of the sample ids; replaced at each step."""
 
     def __init__(
-        self, storage: Storage, epoch: int, meta: dict[str, Any], write: Commit | None = None, verify: bool = False,
-        digests: Mapping[int, str] | None = None,
+        self, storage: Storage, epoch: int, meta: dict[str, Any], write: Commit | None = None,
+        verify: bool = False, digests: Mapping[int, str] | None = None,
     ) -> None:  # fmt: skip
         self.storage, self.epoch, self.meta = storage, epoch, meta
         self.digests: Mapping[int, str] = digests or {}
         self._write = write or self._commit_files
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._checks = CopyChecks(self._news.put, _verify) if verify else None
-        self._waiting: list[tuple[int, int, int, Callable[[], None]]] = []  # a heap: kind, -step, when it came, the order
+        # a heap: kind, -step, when it came, the order
+        self._waiting: list[tuple[int, int, int, Callable[[], None]]] = []
         self._change, self._numbers = threading.Condition(), count()
-        self._open: dict[tuple[int, int], float] = {}  # generation and step of commits that were ordered -> since when
-        self._below: int | None = None  # what interrupted saves of steps before this one have left is to be removed
-        self._thread = threading.Thread(target=self._run, name="durable-copies", daemon=True)  # storage may never answer
+        # generation and step of commits that were ordered -> since when
+        self._open: dict[tuple[int, int], float] = {}
+        # what interrupted saves of steps before this one have left is to be removed
+        self._below: int | None = None
+        # storage may never answer
+        self._thread = threading.Thread(target=self._run, name="durable-copies", daemon=True)
         self._thread.start()
 
     def news(self) -> list[Event]:
@@ -68,23 +76,27 @@ class CheckpointCommitter:
         return bool(self._open)
 
     def commit(self, parts: CheckpointParts) -> None:
-        """All parts are stored -> CopyStored or CopyFailed; then what older, interrupted saves have left is removed."""
+        """All parts are stored -> CopyStored or CopyFailed; then what older, interrupted saves have
+        left is removed."""
         with self._change:
             self._open[parts.plan.generation, parts.step] = time.monotonic()
         self._order(COMMIT, lambda: self._commit(parts), parts.step)
 
     def remove(self, uri: str) -> None:
-        """-> CopyRemoved. Only copies of this run, and never after a newer driver has taken over."""
+        """-> CopyRemoved. Only copies of this run, and never after a newer driver has taken
+        over."""
         if self._checks is not None:
             self._checks.removed(uri)
         self._order(REMOVE, lambda: self._remove(uri))
 
     def clean(self) -> None:
-        """Removes folders of copies that were never committed. To be asked before any save is begun."""
+        """Removes folders of copies that were never committed. To be asked before any save is
+        begun."""
         self._order(START, lambda: self._clean(None))
 
     def close(self) -> None:
-        """What was ordered is still done, as long as that does not take long. Nothing more is read back."""
+        """What was ordered is still done, as long as that does not take long. Nothing more is read
+        back."""
         if self._checks is not None:
             self._checks.close()
         self._order(LAST, lambda: None)
@@ -96,15 +108,21 @@ class CheckpointCommitter:
             self._change.notify()
 
     def _overdue(self, now_s: float) -> list[Event]:
-        """The newest commit has not come back for longer than storage is retried: said once. It may still be done."""
+        """The newest commit has not come back for longer than storage is retried: said once. It may
+        still be done."""
         with self._change:
             newest = max(self._open, key=lambda copy: copy[1], default=None)
             if newest is None or now_s - self._open[newest] <= OVERDUE_S:
                 return []
             self._open.clear()
-        return [CopyFailed(*newest, f"not committed: {self.storage.uri} has not answered for {OVERDUE_S:.0f} s")]
+        return [
+            CopyFailed(
+                *newest, f"not committed: {self.storage.uri} has not answered for {OVERDUE_S:.0f} s"
+            )
+        ]
 
-    # ------------------------------------------------------------------------------------------ in the thread
+    # ------------------------------------------------------------------------------------------ in
+    # the thread
 
     def _run(self) -> None:
         kind = START
@@ -125,7 +143,11 @@ class CheckpointCommitter:
         try:
             uri = self._write(plan, step, sum(part.digest for part in shards) % (1 << 64))
         except Exception as error:  # noqa: BLE001 - the boundary of this thread: the run must hear of it
-            text = str(error) if isinstance(error, OSError | ElasticError) else f"{type(error).__name__}: {error}"
+            text = (
+                str(error)
+                if isinstance(error, OSError | ElasticError)
+                else f"{type(error).__name__}: {error}"
+            )
             log.warning("the checkpoint of step %d was not committed: %s", step, text)
             self._news.put(CopyFailed(plan.generation, step, f"not committed: {text}"))
             return
@@ -133,8 +155,21 @@ class CheckpointCommitter:
             with self._change:
                 self._open.pop((plan.generation, step), None)
         n_bytes = sum(part.n_bytes for part in shards)
-        copy = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes, self.digests.get(step, ""))
-        self._news.put(CopyStored(copy, max(part.seconds for part in shards), max(part.stall_s for part in shards)))
+        copy = Copy(
+            step,
+            "durable",
+            plan.generation,
+            plan.layout,
+            plan.layers,
+            uri,
+            n_bytes,
+            self.digests.get(step, ""),
+        )
+        self._news.put(
+            CopyStored(
+                copy, max(part.seconds for part in shards), max(part.stall_s for part in shards)
+            )
+        )
         self._below = max(step, self._below or 0)
         if self._checks is not None:
             self._checks.check(copy)
@@ -143,10 +178,16 @@ class CheckpointCommitter:
         from elastic.worker.checkpoint import checkpoint_writer
         from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 
-        cut = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
+        cut = {
+            "layout": asdict(plan.layout),
+            "layers": list(plan.layers),
+            "samples": list(plan.samples),
+        }
         samples = {SAMPLES: text} if (text := self.digests.get(step)) else {}
         meta = {**self.meta, **cut, **samples, "digest": str(digest), "saved_at_s": time.time()}
-        return checkpoint_writer.commit(self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta)
+        return checkpoint_writer.commit(
+            self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta
+        )
 
     def _remove(self, uri: str) -> None:
         from elastic.worker.checkpoint import checkpoint_index
@@ -167,7 +208,9 @@ class CheckpointCommitter:
         try:
             for folder in checkpoint_index.clean(self.storage, self.epoch, below_step):
                 log.info("%s: left by an interrupted save, removed", folder)
-            self.storage.clean_unfinished(UNFINISHED_AT_START_S if below_step is None else UNFINISHED_S)
+            self.storage.clean_unfinished(
+                UNFINISHED_AT_START_S if below_step is None else UNFINISHED_S
+            )
         except Exception as error:  # noqa: BLE001 - retried after the next copy
             log.warning("what interrupted saves have left was not removed: %s", error)
 
@@ -179,11 +222,14 @@ def _verify(uri: str, paced: Paced) -> list[str]:
 
 
 def holders_of(parts: CheckpointParts, rank: int) -> list[WorkerId]:
-    """Who may hold the boxes of that rank besides itself: its replicas, then those that keep its peer replicas."""
+    """Who may hold the boxes of that rank besides itself: its replicas, then those that keep its
+    peer replicas."""
     plan = parts.plan
     at = coordinates(plan.layout, rank)
     replicas = [
-        rank_of(plan.layout, replace(at, dp_replicate=k)) for k in range(plan.layout.dp_replicate) if k != at.dp_replicate
+        rank_of(plan.layout, replace(at, dp_replicate=k))
+        for k in range(plan.layout.dp_replicate)
+        if k != at.dp_replicate
     ]
     keepers = plan.copies_to[rank] if plan.copies_to else ()
     return [plan.ranks[other] for other in dict.fromkeys((*replicas, *keepers))]

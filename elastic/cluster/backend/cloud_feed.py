@@ -1,4 +1,5 @@
-"""Notices and prices as events of the backend: which of a run's nodes will be preempted, and what its pools cost now."""
+"""Notices and prices as events of the backend: which of a run's nodes will be preempted, and what
+its pools cost now."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from elastic.types import Event, Node, Pool
 log = logging.getLogger(__name__)
 
 DEAF = (
-    "nodes of pool {} are told nothing of their end (no metadata service, no pod, no $ELASTIC_NOTICE_FILE there): "
+    "nodes of pool {} are told nothing of their end (no metadata service, no pod, no "
+    "$ELASTIC_NOTICE_FILE there): "
     "a reclaim is noticed when it happens"
 )
 
@@ -32,13 +34,23 @@ class CloudFeed:
 
     @classmethod
     def of(cls, pools: Sequence[Pool], embedded: bool) -> CloudFeed:
-        """Of an embedded cluster nothing is looked up: its pools are made up, and all its nodes are this machine."""
-        return cls(pools, LocalNoticeWatcher(), Ticker(())) if embedded else cls(pools, NoticeWatchers(), Ticker(pools))
+        """Of an embedded cluster nothing is looked up: its pools are made up, and all its nodes are
+        this machine."""
+        return (
+            cls(pools, LocalNoticeWatcher(), Ticker(()))
+            if embedded
+            else cls(pools, NoticeWatchers(), Ticker(pools))
+        )
 
     def news(
-        self, nodes: Mapping[str, Node], ray_ids: Mapping[str, str], draining: Mapping[str, float], now_s: float
+        self,
+        nodes: Mapping[str, Node],
+        ray_ids: Mapping[str, str],
+        draining: Mapping[str, float],
+        now_s: float,
     ) -> list[Event]:
-        """`nodes`: those that stand; `ray_ids`: node id -> Ray's. `draining`: Ray id -> deadline, 0 = not known."""
+        """`nodes`: those that stand; `ray_ids`: node id -> Ray's. `draining`: Ray id -> deadline, 0
+        = not known."""
         self.notice_watchers.keep(ray_ids)
         events: list[Event] = []
         for node_id, report in self.notice_watchers.take():
@@ -59,8 +71,16 @@ class CloudFeed:
     def _say(self, node: Node, report: NoticeReport) -> None:
         """What a person should know of it, each once per run."""
         market = next((pool.market_type for pool in self.pools if pool.name == node.pool), "owned")
-        deaf = [DEAF.format(node.pool)] if market == "spot" and not report.sources and report.version else []
-        for text in [*deaf, *report.notes] if isinstance(self.notice_watchers, NoticeWatchers) else report.notes:
+        deaf = (
+            [DEAF.format(node.pool)]
+            if market == "spot" and not report.sources and report.version
+            else []
+        )
+        for text in (
+            [*deaf, *report.notes]
+            if isinstance(self.notice_watchers, NoticeWatchers)
+            else report.notes
+        ):
             if text not in self._said:
                 self._said.add(text)
                 log.warning("notices: %s", text)

@@ -1,4 +1,5 @@
-"""Carries out drills: lets happen to nodes and workers what the entry says, and reports it with the names resolved."""
+"""Carries out drills: lets happen to nodes and workers what the entry says, and reports it with the
+names resolved."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class DrillTargets(Protocol):
 
 @dataclass
 class DrillRunner:
-    """`nodes`: those that stand, kept by the backend. `die`: the driver itself is to be killed, once that is written down."""
+    """`nodes`: those that stand, kept by the backend. `die`: the driver itself is to be killed,
+    once that is written down."""
 
     schedule: drills.Schedule
     provider: NodeProvider
@@ -41,7 +43,11 @@ class DrillRunner:
 
     def at_step(self, step: int, plan: Plan | None, now_s: float) -> list[Event]:
         """What the job's drill has for this step."""
-        return [event for entry in self.schedule.due(step) for event in self.carry_out(entry, plan, now_s)]
+        return [
+            event
+            for entry in self.schedule.due(step)
+            for event in self.carry_out(entry, plan, now_s)
+        ]
 
     def carry_out(self, entry: Mapping[str, Any], plan: Plan | None, now_s: float) -> list[Event]:
         if entry.get("kill_driver"):
@@ -58,7 +64,9 @@ class DrillRunner:
         kind = next(kind for kind in ON_NODES if kind in entry)
         markets = {node_id: self._pool(node_id).market_type for node_id in self.nodes}
         try:
-            names = drills.resolve(entry[kind], drills.Scene(plan, markets, frozenset(self._deadlines)))
+            names = drills.resolve(
+                entry[kind], drills.Scene(plan, markets, frozenset(self._deadlines))
+            )
         except SpecError as error:
             return [DrillAsked({**entry, "error": str(error)})]
         events: list[Event] = [DrillAsked({**entry, kind: list(names)})]
@@ -102,21 +110,44 @@ class DrillRunner:
         cut = [self.worker_group.order(worker, order) for worker in workers]
         if "driver" in sides:
             cut.append(self.worker_group.cut(node_id, for_s))
-        return [] if any(cut) else [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be cut off"})]
+        return (
+            []
+            if any(cut)
+            else [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be cut off"})]
+        )
 
     def _wrong_layout(self, entry: Mapping[str, Any]) -> list[Event]:
-        """Told to all workers that there are: which of them are in the next layout is not known yet."""
-        asked = [self.worker_group.order(worker, WorkerOrder(InjectFault("layout"))) for worker in self.worker_group.workers()]
-        return [DrillAsked(dict(entry) if any(asked) else {**entry, "error": "drill: no worker can be told"})]
+        """Told to all workers that there are: which of them are in the next layout is not known
+        yet."""
+        asked = [
+            self.worker_group.order(worker, WorkerOrder(InjectFault("layout")))
+            for worker in self.worker_group.workers()
+        ]
+        return [
+            DrillAsked(
+                dict(entry) if any(asked) else {**entry, "error": "drill: no worker can be told"}
+            )
+        ]
 
     def _inject(self, node_id: str, kind: str, entry: Mapping[str, Any]) -> list[Event]:
         """What its workers do to themselves."""
-        options = {key: entry[key] for key in ("factor", "unit_s", "jitter", "place") if key in entry}
-        chosen = [worker for worker in self.worker_group.workers(node_id) if entry.get("gpu") in (None, worker.local_rank)]
-        asked = [self.worker_group.order(worker, WorkerOrder(InjectFault(kind, **options))) for worker in chosen]
+        options = {
+            key: entry[key] for key in ("factor", "unit_s", "jitter", "place") if key in entry
+        }
+        chosen = [
+            worker
+            for worker in self.worker_group.workers(node_id)
+            if entry.get("gpu") in (None, worker.local_rank)
+        ]
+        asked = [
+            self.worker_group.order(worker, WorkerOrder(InjectFault(kind, **options)))
+            for worker in chosen
+        ]
         if any(asked):
             return []
-        return [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be told to {kind}"})]
+        return [
+            DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be told to {kind}"})
+        ]
 
     def _lower_capacity(self, node_id: str) -> None:
         if node_id not in self._deadlines:  # else the notice has done it
@@ -124,7 +155,9 @@ class DrillRunner:
 
     def _take(self, node_id: str) -> None:
         self._deadlines.pop(node_id, None)
-        pids = [pid for pid in map(self.worker_group.pid, self.worker_group.workers(node_id)) if pid]
+        pids = [
+            pid for pid in map(self.worker_group.pid, self.worker_group.workers(node_id)) if pid
+        ]
         self.provider.kill(node_id, pids)
 
     def _pool(self, node_id: str) -> Pool:

@@ -28,7 +28,8 @@ MOST_BYTES = 1 << 16  # of an order
 
 @dataclass(frozen=True)
 class Scene:
-    """What names are resolved against: the newest plan, and each standing node's market type. `leaving`: a notice is out."""
+    """What names are resolved against: the newest plan, and each standing node's market type.
+    `leaving`: a notice is out."""
 
     plan: Plan | None
     markets: Mapping[str, MarketType]
@@ -42,9 +43,11 @@ class Scene:
 
 
 def resolve(names: str | Sequence[str], scene: Scene) -> tuple[str, ...]:
-    """Node ids for `any`, `any-spot`, `rank0`, `rank:N`, `partner` (keeps the copies of the node before it), or a node id.
+    """Node ids for `any`, `any-spot`, `rank0`, `rank:N`, `partner` (keeps the copies of the node
+    before it), or a node id.
 
-    `any` and `any-spot` take the last one in rank order that is not named already and has no notice. Raises SpecError.
+    `any` and `any-spot` take the last one in rank order that is not named already and has no
+    notice. Raises SpecError.
     """
     found: list[str] = []
     for name in [names] if isinstance(names, str) else names:
@@ -81,7 +84,10 @@ def _partner(before: Sequence[str], scene: Scene) -> str:
     mine = [rank for rank, worker in enumerate(ranks) if before and worker.node_id == before[-1]]
     kept_by = scene.plan.copies_to if scene.plan else ()
     if not mine or not kept_by or not kept_by[mine[0]]:
-        raise SpecError(f"drill: 'partner' needs a node of the plan before it and a second node; the list is {_listed(before)}")
+        raise SpecError(
+            "drill: 'partner' needs a node of the plan before it and a second node; the list is "
+            f"{_listed(before)}"
+        )
     return ranks[kept_by[mine[0]][0]].node_id
 
 
@@ -91,14 +97,17 @@ def _listed(nodes: Sequence[str]) -> str:
 
 @dataclass
 class Schedule:
-    """The job's drill. An entry is carried out once per run: a mark in the run's storage outlives the driver."""
+    """The job's drill. An entry is carried out once per run: a mark in the run's storage outlives
+    the driver."""
 
     entries: Sequence[Mapping[str, Any]]
     storage: Storage
     _left: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._left = sorted(range(len(self.entries)), key=lambda i: (self.entries[i].get("at_step") or 0, i))
+        self._left = sorted(
+            range(len(self.entries)), key=lambda i: (self.entries[i].get("at_step") or 0, i)
+        )
 
     def due(self, step: int) -> list[dict[str, Any]]:
         """Entries whose step is reached, that nobody has carried out."""
@@ -106,8 +115,14 @@ class Schedule:
         while self._left and (self.entries[self._left[0]].get("at_step") or 0) <= step:
             i = self._left[0]
             try:
-                mine = self.storage.put(f"{DONE}{i:04d}.json", json.dumps(dict(self.entries[i])).encode(), if_absent=True)
-            except OSError as error:  # storage does not answer, or is full: retried at the next step
+                mine = self.storage.put(
+                    f"{DONE}{i:04d}.json",
+                    json.dumps(dict(self.entries[i])).encode(),
+                    if_absent=True,
+                )
+            except (
+                OSError
+            ) as error:  # storage does not answer, or is full: retried at the next step
                 log.warning("the drill of step %s waits: %s", self.entries[i].get("at_step"), error)
                 break
             self._left.pop(0)
@@ -125,15 +140,18 @@ class InboxOrders:
 
 
 class Inbox:
-    """Orders as they come. Object storage is asked by a thread every REMOTE_EVERY_S: the driver never waits for it.
+    """Orders as they come. Object storage is asked by a thread every REMOTE_EVERY_S: the driver
+    never waits for it.
 
-    Anybody who may write the run's folder may leave a file there: nothing of it raises. What is no order, or cannot be read,
-    goes to inbox/rejected with the reason; what storage did not answer is retried at the next look.
+    Anybody who may write the run's folder may leave a file there: nothing of it raises. What is no
+    order, or cannot be read, goes to inbox/rejected with the reason; what storage did not answer is
+    retried at the next look.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._taken: set[str] = set()  # given out or refused, and still there: it could not be removed
+        # given out or refused, and still there: it could not be removed
+        self._taken: set[str] = set()
         self._found: SimpleQueue[InboxOrders] = SimpleQueue()
         self._done = threading.Event()
         self._boundary = ThreadBoundary(log, "inbox")
@@ -148,7 +166,10 @@ class Inbox:
         while not self._found.empty():
             found.append(self._found.get())
         stops = [orders.stop for orders in found if orders.stop is not None]
-        return InboxOrders(tuple(drill for orders in found for drill in orders.drills), stops[-1] if stops else None)
+        return InboxOrders(
+            tuple(drill for orders in found for drill in orders.drills),
+            stops[-1] if stops else None,
+        )
 
     def close(self) -> None:
         self._done.set()
@@ -158,7 +179,11 @@ class Inbox:
             self._boundary.holds(self._look)
 
     def _look(self) -> None:
-        keys = [key for key in self._storage.list(INBOX) if key.count("/") == 1 and key.endswith(".json")]
+        keys = [
+            key
+            for key in self._storage.list(INBOX)
+            if key.count("/") == 1 and key.endswith(".json")
+        ]
         self._taken.intersection_update(keys)
         for key in keys:
             if key not in self._taken:
@@ -168,7 +193,8 @@ class Inbox:
                     self._storage.delete(key)
 
     def _take(self, key: str) -> None:
-        """Gives the order out. Raises OSError where storage did not answer: it is looked at again."""
+        """Gives the order out. Raises OSError where storage did not answer: it is looked at
+        again."""
         text = b""
         try:
             text = self._text(key)
@@ -177,14 +203,22 @@ class Inbox:
             if isinstance(error, StorageRefused):
                 raise
             self._taken.add(key)
-            self._refuse(key, text, f"{type(error).__name__}: {error}" if not isinstance(error, SpecError) else str(error))
+            self._refuse(
+                key,
+                text,
+                f"{type(error).__name__}: {error}"
+                if not isinstance(error, SpecError)
+                else str(error),
+            )
         else:
             self._taken.add(key)
             self._found.put(found)
 
     def _text(self, key: str) -> bytes:
         if not self._storage.exists(key):
-            raise FileNotFoundError("there is no such file; it was removed, or is a link to nothing, or a pipe")
+            raise FileNotFoundError(
+                "there is no such file; it was removed, or is a link to nothing, or a pipe"
+            )
         if self._storage.size(key) > MOST_BYTES:
             raise SpecError(f"an order has at most {MOST_BYTES} bytes")
         return self._storage.get(key)

@@ -1,7 +1,7 @@
 """The Backend on Ray: carries out actions on actors and nodes, and turns what they say into events.
 
-Everything happens in `poll` and `execute`, in the driver's thread. Beside it run only: the survey of the nodes, the lease, and
-the start of actors.
+Everything happens in `poll` and `execute`, in the driver's thread. Beside it run only: the survey
+of the nodes, the lease, and the start of actors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.cluster.workers.output import last_words
 from elastic.cluster.workers.poll_pacing import Pacing
 from elastic.cluster.workers.worker_actor import WorkerSetup
-from elastic.cluster.workers.worker_group import POLL_S, BrokenWorker, Placement, PollAnswer, WorkerGroup
+from elastic.cluster.workers.worker_group import (
+    POLL_S,
+    BrokenWorker,
+    Placement,
+    PollAnswer,
+    WorkerGroup,
+)
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease
 from elastic.policy.state.event_handlers import digested
@@ -80,14 +86,17 @@ from elastic.types.orders import Rendezvous, WorkerOrder, WriteShard
 
 log = logging.getLogger(__name__)
 
-SENT_EACH_MOST = 64  # orders of more workers, which grow with their number, go over the object store: once to each node
+# orders of more workers, which grow with their number, go over the object store: once to each node
+SENT_EACH_MOST = 64
 
 
 @dataclass
 class RayBackend:
-    """`cluster`: the embedded one, ended by `close`; None = an existing cluster. `lease`: released by `close`.
+    """`cluster`: the embedded one, ended by `close`; None = an existing cluster. `lease`: released
+    by `close`.
 
-    `commit`: makes the stored parts of a checkpoint a checkpoint and returns its uri. `show`: takes what rank 0 prints.
+    `commit`: makes the stored parts of a checkpoint a checkpoint and returns its uri. `show`: takes
+    what rank 0 prints.
     """
 
     run: RayRun
@@ -99,18 +108,22 @@ class RayBackend:
     provider: NodeProvider = field(init=False)
     _early: list[Event] = field(init=False, default_factory=list)
     _stores: dict[int, Any] = field(init=False, default_factory=dict)
-    _formed: tuple[Plan, Rendezvous] | None = field(init=False, default=None)  # of groups that are made ahead
+    # of groups that are made ahead
+    _formed: tuple[Plan, Rendezvous] | None = field(init=False, default=None)
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
     _stuck: set[int] = field(init=False, default_factory=set)
     _pacing: Pacing = field(init=False, default_factory=Pacing)
-    _let_go: bool = field(init=False, default=False)  # another driver has the run, or is to attach to it
+    # another driver has the run, or is to attach to it
+    _let_go: bool = field(init=False, default=False)
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
     _closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         from elastic.cluster.backend.aggregate import Gather
 
-        threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
+        threading.Thread(
+            target=importlib.import_module, args=("torch.distributed",), daemon=True
+        ).start()
         run, job = self.run, Job.from_plain(self.run.job)
         self._anchor_s = time.time() - time.monotonic()
         self._connected = self._connect()
@@ -123,34 +136,46 @@ class RayBackend:
             job.orphan_lease_s, outlives, run.logs,
         )  # fmt: skip
         self.worker_group = WorkerGroup(setup, run.namespace, local=self.cluster is not None)
-        folder = self.storage if outlives and not self.storage.remote else None  # embedded nodes are on this host
+        # embedded nodes are on this host
+        folder = self.storage if outlives and not self.storage.remote else None
         self.entrance = Entrance(self.worker_group, folder=folder, attached=run.attach)
         verify = self.commit is None and job.verify_copies
-        self.copies = CheckpointCommitter(self.storage, run.epoch, run.meta, self.commit, verify, run.digests)
+        self.copies = CheckpointCommitter(
+            self.storage, run.epoch, run.meta, self.commit, verify, run.digests
+        )
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.liveness = Liveness(POLL_S, job.max_silence_s, patience_s(job))
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
-        self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
+        self.provider = (
+            EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
+        )
         schedule = drills.Schedule(job.drill, self.storage.hasty(drills.MARK_MOST_S))
-        self.drilling = DrillRunner(schedule, self.provider, self.worker_group, self.nodes, run.pools)
+        self.drilling = DrillRunner(
+            schedule, self.provider, self.worker_group, self.nodes, run.pools
+        )
         self.before = Attached(run, self.worker_group, outlives)
         for plan in self.before.plans:
             self.gather.expect(plan)
             self._plan = plan
         if not run.attach:
             self.copies.clean()
-        self._early = [*([PlansFound(found)] if (found := self.before.found) else []), *self._arrivals()]
+        self._early = [
+            *([PlansFound(found)] if (found := self.before.found) else []),
+            *self._arrivals(),
+        ]
         self._end(self.before.elsewhere(dict(self.nodes)))
 
-    # ------------------------------------------------------------------------------------------ Backend
+    # ------------------------------------------------------------------------------------------
+    # Backend
 
     def now_s(self) -> float:
         """Epoch seconds that never go back."""
         return round(self._anchor_s + time.monotonic(), 4)
 
     def poll(self, until_s: float | None) -> list[Event]:
-        """Events since the last call. What was returned before counts as written down: workers forget it."""
+        """Events since the last call. What was returned before counts as written down: workers
+        forget it."""
         if self.drilling.die:
             os.kill(os.getpid(), signal.SIGKILL)
         while not self._closed:
@@ -185,15 +210,17 @@ class RayBackend:
         return self.lease.unheard_s if self.lease is not None else 0.0
 
     def close(self) -> None:
-        """Takes everything down after a Stop, and the embedded cluster always. Else it only lets go: workers and nodes are the
-        next driver's, and without one they end by themselves."""
+        """Takes everything down after a Stop, and the embedded cluster always. Else it only lets
+        go: workers and nodes are the next driver's, and without one they end by themselves."""
         if self._closed:
             return
         self._closed = True
         replaced = bool(self._successor())
         self._let_go = self._let_go or replaced
         ends = self._stopped and not self._let_go
-        left = left_paid(self.nodes.values(), self.run.pools, self.worker_group.setup.orphan_lease_s)
+        left = left_paid(
+            self.nodes.values(), self.run.pools, self.worker_group.setup.orphan_lease_s
+        )
         if left and self.cluster is None and not ends and not replaced:
             log.warning("%s", left)
         self.survey.close()
@@ -201,7 +228,9 @@ class RayBackend:
         self.inbox.close()
         self.entrance.close()
         self.copies.close()
-        self.worker_group.close(end=self.cluster is None and ends, wait=not self.survey.head_lost, own=not self._let_go)
+        self.worker_group.close(
+            end=self.cluster is None and ends, wait=not self.survey.head_lost, own=not self._let_go
+        )
         self.provider.close(end=ends)
         self._stores.clear()
         if self._connected and self.cluster is not None:
@@ -213,7 +242,8 @@ class RayBackend:
         if self.lease is not None and not self._let_go:
             self.lease.release()
 
-    # ------------------------------------------------------------------------------------------ orders
+    # ------------------------------------------------------------------------------------------
+    # orders
 
     def _request(self, action: RequestNodes) -> None:
         self.provider.request(action.pool, action.count, action.request_id)
@@ -222,7 +252,9 @@ class RayBackend:
         if action.node_id in self.nodes:
             self._end_workers(action.node_id)
             announced_s = self.cloud_feed.notices.announced_s(action.node_id)
-            self.provider.release(action.node_id, None if announced_s is None else announced_s - self.now_s())
+            self.provider.release(
+                action.node_id, None if announced_s is None else announced_s - self.now_s()
+            )
             self._forget(action.node_id)
         self._early.append(NodeLost(action.node_id, "released"))
 
@@ -234,7 +266,11 @@ class RayBackend:
         if announced_s is None and not self.provider.autoscaled:
             return  # it stays in the cluster: for others, or for the day when it is asked for again
         self.cloud_feed.notices.left(node.node_id)
-        drain_in_ray(ray_id, announced_s or self.now_s() + self._pool(node.pool).notice_s, "elastic leaves the node")
+        drain_in_ray(
+            ray_id,
+            announced_s or self.now_s() + self._pool(node.pool).notice_s,
+            "elastic leaves the node",
+        )
 
     def _quarantine(self, action: Quarantine) -> None:
         self._end_workers(action.node_id)
@@ -246,21 +282,31 @@ class RayBackend:
             return
         self.gather.forget(node.node_id)
         pool, preparation = self._pool(node.pool), self.entrance.preparation(action, self._plan)
-        self._end([worker for worker in self.worker_group.workers(node.node_id) if self.liveness.is_silent(worker)])
+        self._end(
+            [
+                worker
+                for worker in self.worker_group.workers(node.node_id)
+                if self.liveness.is_silent(worker)
+            ]
+        )
         there = self.worker_group.workers(node.node_id)
         for k in range(node.gpus):
             me = WorkerId(node.node_id, k)
             if me in there:
                 self.worker_group.order(me, preparation)
             else:
-                self.worker_group.start(me, Placement(ray_id, node.pool, pool.accelerator_type != "CPU"), preparation)
+                self.worker_group.start(
+                    me, Placement(ray_id, node.pool, pool.accelerator_type != "CPU"), preparation
+                )
 
     def _enter(self, action: EnterPlan) -> None:
         plan = action.plan
         self._plan = plan
         self.gather.expect(plan)
         formed, self._formed = self._formed, None
-        there = formed is not None and _same_groups(formed[0], plan) and not self.gather.awaits_groups
+        there = (
+            formed is not None and _same_groups(formed[0], plan) and not self.gather.awaits_groups
+        )
         rendezvous = formed[1] if formed is not None and there else self._meeting(plan)
         self.gather.expect_groups(0, 0, 0)
         for worker in self._met(action, rendezvous):
@@ -269,7 +315,9 @@ class RayBackend:
     def _form(self, action: FormGroups) -> None:
         plan, rendezvous = action.plan, self._meeting(action.plan)
         self._formed = plan, rendezvous
-        self.gather.expect_groups(plan.generation, rendezvous.store[1], len(rendezvous.participants))
+        self.gather.expect_groups(
+            plan.generation, rendezvous.store[1], len(rendezvous.participants)
+        )
         for worker in self._met(action, rendezvous):
             self._formed = None
             self._early.append(GroupsFormed(plan.generation, 0.0, f"{worker} is not there"))
@@ -284,7 +332,9 @@ class RayBackend:
         from elastic.worker.session.workplace import host_rendezvous
 
         timeout_s = self.liveness.timeout_s(plan.predicted_step_time_s)
-        rendezvous, self._stores[plan.generation] = host_rendezvous(plan, ray.util.get_node_ip_address(), timeout_s)
+        rendezvous, self._stores[plan.generation] = host_rendezvous(
+            plan, ray.util.get_node_ip_address(), timeout_s
+        )
         return rendezvous
 
     def _met(self, action: EnterPlan | FormGroups, rendezvous: Rendezvous) -> list[WorkerId]:
@@ -300,7 +350,8 @@ class RayBackend:
         self.copies.remove(action.uri)
 
     def _abort(self, action: Abort) -> None:
-        """First the processes that do not answer (their sockets close and free the others), then the store, then the rest."""
+        """First the processes that do not answer (their sockets close and free the others), then
+        the store, then the rest."""
         self._end(action.kill)
         self._drop_stores(action.generation + (self._formed is not None))
         self._formed = None
@@ -310,12 +361,15 @@ class RayBackend:
         self._stopped = True
         self.close()
 
-    # ------------------------------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------------------------------
+    # what comes in
 
     def _round(self, until_s: float | None) -> list[Event]:
         events, self._early = self._early, []
         expected = self.survey.suspects or self.copies.committing
-        for answer in self.worker_group.collect(0.0 if events else self._pacing.wait_s(self.now_s(), until_s, expected)):
+        for answer in self.worker_group.collect(
+            0.0 if events else self._pacing.wait_s(self.now_s(), until_s, expected)
+        ):
             events += self._heard(answer) if isinstance(answer, PollAnswer) else self._broke(answer)
         events += self._arrivals()
         events += self._losses()
@@ -331,7 +385,9 @@ class RayBackend:
                 self.show(f"[rank 0] {line}")
         events: list[Event] = []
         for message in answer.messages:
-            if self.before.is_known(message) or (isinstance(message, NodePrepared) and answer.worker.node_id not in self.nodes):
+            if self.before.is_known(message) or (
+                isinstance(message, NodePrepared) and answer.worker.node_id not in self.nodes
+            ):
                 continue  # written down already; or its node was lost in this very round
             for event in self.gather.add(answer.worker, message, time.monotonic()):
                 event = self._passed(event)
@@ -345,7 +401,8 @@ class RayBackend:
         try:
             return self.entrance.passed(event, self.nodes)
         except SpecError:
-            self._stopped = True  # nothing was trained: no next driver has any use for these workers and nodes
+            # nothing was trained: no next driver has any use for these workers and nodes
+            self._stopped = True
             raise
 
     def _follow(self, event: Event) -> list[Event]:
@@ -353,16 +410,23 @@ class RayBackend:
         if isinstance(event, StepDone):
             self.copies.digests = digested(self.copies.digests, event)
             self.liveness.stepped(event.generation, event.step_time_s)
-            self._pacing.trains = self._plan is not None and event.generation == self._plan.generation
+            self._pacing.trains = (
+                self._plan is not None and event.generation == self._plan.generation
+            )
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):
             self._drop_stores(event.generation - 1)
         if isinstance(event, GroupsFormed) and event.error:
             self._formed = None
-        if isinstance(event, WorkerFailed) and event.kind == "collective" and self._plan is not None:
+        if (
+            isinstance(event, WorkerFailed)
+            and event.kind == "collective"
+            and self._plan is not None
+        ):
             self._suspect(self._plan.nodes)
         if isinstance(event, WorkerFailed) and event.do == "retry":
-            self._end([event.worker])  # another process tries once more; this one cannot use its GPU
+            # another process tries once more; this one cannot use its GPU
+            self._end([event.worker])
         return []
 
     def _suspect(self, nodes: Iterable[str]) -> None:
@@ -374,7 +438,11 @@ class RayBackend:
         if broken.kind == "replaced":
             self._replaced(broken.error)
         if broken.kind == "infrastructure":
-            return [WorkerFailed(worker, self.worker_group.generation(worker), "infrastructure", broken.error)]
+            return [
+                WorkerFailed(
+                    worker, self.worker_group.generation(worker), "infrastructure", broken.error
+                )
+            ]
         self._end([worker])
         ray_id = self.provider.ray_id(worker.node_id)
         why = self.survey.check(ray_id) if ray_id else ""
@@ -385,14 +453,17 @@ class RayBackend:
         return [failed]
 
     def _last_words(self, pid: int) -> str:
-        """Of a process, as `; it wrote: ...`; '' = it wrote nothing, or not where this driver can read."""
+        """Of a process, as `; it wrote: ...`; '' = it wrote nothing, or not where this driver can
+        read."""
         words = last_words(self.run.logs, pid) if self.run.logs and pid else ""
         if not words and self.cluster is not None and pid:
             words = self.cluster.last_words(pid)
         return f"; it wrote: {words[-LAST_WORDS:]}" if words else ""
 
     def _arrivals(self) -> list[Event]:
-        return [event for news in self.provider.news(self.survey.alive) for event in self._arrived(news)]
+        return [
+            event for news in self.provider.news(self.survey.alive) for event in self._arrived(news)
+        ]
 
     def _workers_of(self, node_id: str) -> int:
         return self.nodes[node_id].gpus
@@ -406,12 +477,18 @@ class RayBackend:
         events: list[Event] = [event]
         for worker_info in self.before.take(node.node_id):
             if worker_info.prepared:
-                events += self.gather.add(worker_info.me, NodePrepared(node.node_id, (worker_info.pid,)))
+                events += self.gather.add(
+                    worker_info.me, NodePrepared(node.node_id, (worker_info.pid,))
+                )
         return events + self.before.missed(node.node_id)
 
     def _losses(self) -> list[Event]:
         gone = self.survey.gone
-        found = [(node_id, gone.get(self.provider.ray_id(node_id) or "")) for node_id in self.nodes] if gone else []
+        found = (
+            [(node_id, gone.get(self.provider.ray_id(node_id) or "")) for node_id in self.nodes]
+            if gone
+            else []
+        )
         return [event for node_id, why in found if why for event in self._lose(node_id, why)]
 
     def _lose(self, node_id: str, why: str) -> list[Event]:
@@ -422,7 +499,9 @@ class RayBackend:
         self._end_workers(node_id)
         self.provider.lost(node_id)
         self._forget(node_id)
-        failed = [WorkerFailed(worker, 0, "process", f"its node was lost: {why}") for worker in workers]
+        failed = [
+            WorkerFailed(worker, 0, "process", f"its node was lost: {why}") for worker in workers
+        ]
         return [*failed, NodeLost(node_id, why)]
 
     def _look(self) -> list[Event]:
@@ -441,7 +520,9 @@ class RayBackend:
         events += refused
         self._write_late_parts()
         self.drilling.pass_deadlines(now_s)
-        ray_ids = {node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))}
+        ray_ids = {
+            node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))
+        }
         return [*events, *self.cloud_feed.news(self.nodes, ray_ids, self.survey.draining, now_s)]
 
     def _drilled(self, events: list[Event]) -> list[Event]:
@@ -452,17 +533,29 @@ class RayBackend:
         return events
 
     def _write_late_parts(self) -> None:
-        """Parts of a checkpoint that are long overdue are written by others that hold the same boxes."""
+        """Parts of a checkpoint that are long overdue are written by others that hold the same
+        boxes."""
         for parts, rank in self.gather.late(time.monotonic()):
-            holders = [worker for worker in holders_of(parts, rank) if self.worker_group.actor(worker) is not None]
+            holders = [
+                worker
+                for worker in holders_of(parts, rank)
+                if self.worker_group.actor(worker) is not None
+            ]
             if holders:
                 other = holders[(parts.asked[rank] - 1) % len(holders)]
-                log.info("step %d: %s is asked to write the part of rank %d, which is late", parts.step, other, rank)
-                self.worker_group.order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))
+                log.info(
+                    "step %d: %s is asked to write the part of rank %d, which is late",
+                    parts.step,
+                    other,
+                    rank,
+                )
+                self.worker_group.order(
+                    other, WorkerOrder(WriteShard(parts.plan, parts.step, rank))
+                )
 
     def _stuck_generation(self) -> list[Event]:
-        """All workers answer and none makes progress: the ones that the others wait for are named. Where nobody can tell:
-        aborted, so that the one that does not obey is found."""
+        """All workers answer and none makes progress: the ones that the others wait for are named.
+        Where nobody can tell: aborted, so that the one that does not obey is found."""
         plan = self._plan
         if plan is None or plan.generation in self._stuck:
             return []
@@ -473,10 +566,14 @@ class RayBackend:
         if not still_s:
             return []
         self._stuck.add(plan.generation)
-        text = f"no worker of generation {plan.generation} has made progress for {still_s:.0f} s although all answer"
+        text = (
+            f"no worker of generation {plan.generation} has made progress for {still_s:.0f} s "
+            "although all answer"
+        )
         return [WorkerFailed(plan.ranks[0], plan.generation, "collective", text)]
 
-    # ------------------------------------------------------------------------------------------ the rest
+    # ------------------------------------------------------------------------------------------ the
+    # rest
 
     def _connect(self) -> bool:
         """True = ray.init was ours."""
@@ -485,7 +582,12 @@ class RayBackend:
         if self.cluster is not None:
             self.cluster.connect(self.run.namespace)
         else:
-            ray.init(self.run.address, namespace=self.run.namespace, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                self.run.address,
+                namespace=self.run.namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         _ray_private.mute_errors()
         return True
 
@@ -500,29 +602,45 @@ class RayBackend:
     def _lost(self, why: str) -> NoReturn:
         """The workers of a cluster that others keep are left alone: they may outlive its head."""
         self._let_go = self.cluster is None
-        which = "embedded Ray cluster" if self.cluster is not None else f"Ray cluster at {self.run.address}"
-        raise LostContact(f"run '{self.run.name}': the {which} is lost: {why}; run it again with this --run-name to resume")
+        which = (
+            "embedded Ray cluster"
+            if self.cluster is not None
+            else f"Ray cluster at {self.run.address}"
+        )
+        raise LostContact(
+            f"run '{self.run.name}': the {which} is lost: {why}; run it again with this "
+            "--run-name to resume"
+        )
 
     def _own(self) -> None:
         if self.lease is not None and self.lease.lost:
             self._replaced(self._successor())
 
     def _successor(self) -> str:
-        """Whether another driver has the run, and who says so; '' = nobody does. Where storage cannot tell, the workers are
-        asked: a driver that takes over attaches to them first. The embedded cluster's are this driver's alone."""
+        """Whether another driver has the run, and who says so; '' = nobody does. Where storage
+        cannot tell, the workers are asked: a driver that takes over attaches to them first. The
+        embedded cluster's are this driver's alone."""
         if self.lease is not None and self.lease.lost:
             return f"its lease (epoch {self.lease.epoch}) was taken over"
-        return self.worker_group.replaced() if self.cluster is None and not self.certain and not self._let_go else ""
+        return (
+            self.worker_group.replaced()
+            if self.cluster is None and not self.certain and not self._let_go
+            else ""
+        )
 
     def _replaced(self, why: str) -> None:
         self._let_go = True
         if self.lease is not None:
             self.lease.give_up()
-        raise LostContact(f"run '{self.run.name}': this driver ends, another one drives the run: {why}")
+        raise LostContact(
+            f"run '{self.run.name}': this driver ends, another one drives the run: {why}"
+        )
 
     def _acquisition(self) -> NodeProvider:
         run = self.run
-        order = DemandReport(run.namespace, run.epoch, run.pools, self.worker_group.setup.orphan_lease_s)
+        order = DemandReport(
+            run.namespace, run.epoch, run.pools, self.worker_group.setup.orphan_lease_s
+        )
         return provider_for(order, run.attach, run.spared)
 
     def _pool(self, name: str) -> Pool:
@@ -554,14 +672,17 @@ class RayBackend:
 
 def _same_groups(one: Plan, other: Plan) -> bool:
     """Are the process groups of one plan those of the other?"""
-    first, second = ((plan.generation, plan.layout, participants(plan.ranks, plan.resume)) for plan in (one, other))
+    first, second = (
+        (plan.generation, plan.layout, participants(plan.ranks, plan.resume))
+        for plan in (one, other)
+    )
     return first == second
 
 
 _ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
-    RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release, DrainNode: RayBackend._drain,
-    Quarantine: RayBackend._quarantine, Prepare: RayBackend._prepare, EnterPlan: RayBackend._enter,
-    FormGroups: RayBackend._form, DropGroups: RayBackend._drop_groups, RemoveCopy: RayBackend._remove_copy,
-    Abort: RayBackend._abort, Stop: RayBackend._stop,
+    RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release,
+    DrainNode: RayBackend._drain, Quarantine: RayBackend._quarantine, Prepare: RayBackend._prepare,
+    EnterPlan: RayBackend._enter, FormGroups: RayBackend._form, DropGroups: RayBackend._drop_groups,
+    RemoveCopy: RayBackend._remove_copy, Abort: RayBackend._abort, Stop: RayBackend._stop,
     **dict.fromkeys((Quiesce, StoreCopy, SetCadence, SetShares, RollForward), RayBackend._pass_on),
 }  # fmt: skip

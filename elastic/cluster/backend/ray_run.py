@@ -1,4 +1,5 @@
-"""RayRun: what the backend on Ray is given of a run: its name, job, pools, storage, epoch, and what an earlier driver left."""
+"""RayRun: what the backend on Ray is given of a run: its name, job, pools, storage, epoch, and what
+an earlier driver left."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from elastic.types import Plan, Pool
 class RayRun:
     """What the backend needs to know of a run.
 
-    `job`: as plain data, which its workers get. `uri`: the run's folder. `address`: of an existing cluster, as ray.init takes
-    it; without meaning for the embedded one.
-    `spared`: drills leave the nodes of an existing cluster alone and take their workers only.
-    `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last; `step`:
-    the last one of them that is written down. `logs`: a folder for what the workers print; None = where Ray puts it.
-    `digests`: step -> running digest of the sample ids, as far as earlier drivers knew them.
+    `job`: as plain data, which its workers get. `uri`: the run's folder. `address`: of an existing
+    cluster, as ray.init takes it; without meaning for the embedded one. `spared`: drills leave the
+    nodes of an existing cluster alone and take their workers only.
+    `attach`: a driver was here before, its actors may live; `plans`: those that they may still run,
+              the newest last; `step`:
+    the last one of them that is written down. `logs`: a folder for what the workers print; None =
+    where Ray puts it. `digests`: step -> running digest of the sample ids, as far as earlier
+    drivers knew them.
     """
 
     name: str
@@ -50,5 +53,6 @@ class RayRun:
 
 
 def namespace_of(uri: str) -> str:
-    """Ray's, of the run that is stored there; it also stands for the run where the autoscaler's watcher counts nodes."""
+    """Ray's, of the run that is stored there; it also stands for the run where the autoscaler's
+    watcher counts nodes."""
     return f"elastic-{key_of(uri)}"

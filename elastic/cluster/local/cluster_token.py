@@ -1,7 +1,8 @@
 """The token of an embedded cluster: whoever does not know it is refused at each of Ray's ports.
 
-A random one for each cluster, in a file that only its user can read, in the cluster's folder, and gone with it. Processes are
-told the file's name, not the token. All of Ray stands on loopback besides.
+A random one for each cluster, in a file that only its user can read, in the cluster's folder, and
+gone with it. Processes are told the file's name, not the token. All of Ray stands on loopback
+besides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 FILE = "auth_token"
 TOKEN_BYTES = 32
 INSTEAD = "RAY_AUTH_TOKEN"  # Ray would take it before the file
-ON_THIS_MACHINE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the second: 127.0.0.1 stays it
+# the second: 127.0.0.1 stays it
+ON_THIS_MACHINE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def write(folder: str) -> None:
@@ -27,12 +29,17 @@ def write(folder: str) -> None:
 
 def environment(folder: str) -> dict[str, str]:
     """Of every process that is to talk to the cluster in that folder."""
-    return {**ON_THIS_MACHINE, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Path(folder, FILE))}
+    return {
+        **ON_THIS_MACHINE,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(Path(folder, FILE)),
+    }
 
 
 @contextmanager
 def replaced(values: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment has these values, and no other token; afterwards it is what it was."""
+    """This process's environment has these values, and no other token; afterwards it is what it
+    was."""
     before = {name: os.environ.get(name) for name in (*values, INSTEAD)}
     os.environ.pop(INSTEAD, None)
     os.environ.update(values)

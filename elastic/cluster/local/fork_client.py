@@ -1,8 +1,10 @@
-"""What Ray starts in the place of a worker of the embedded cluster: it asks the fork server for one and waits for its end.
+"""What Ray starts in the place of a worker of the embedded cluster: it asks the fork server for one
+and waits for its end.
 
-`python -I -S fork_client.py SOCKET PYTHON words...`. Where the server says no, or is gone, it becomes `PYTHON words...` itself.
-It ends with its parent, the raylet, and its fork with it: a fork that is stopped could not see to that by itself. It runs once
-per worker, so it imports little; the meaning of what it sends is in fork_server.py.
+`python -I -S fork_client.py SOCKET PYTHON words...`. Where the server says no, or is gone, it
+becomes `PYTHON words...` itself. It ends with its parent, the raylet, and its fork with it: a fork
+that is stopped could not see to that by itself. It runs once per worker, so it imports little; the
+meaning of what it sends is in fork_server.py.
 """
 
 from __future__ import annotations
@@ -18,8 +20,14 @@ LOOK_S = 1.0
 
 
 def asked(connection: socket.socket, words: list[str], parent: int) -> int | None:
-    """How the fork ended: its exit code, or minus a signal's number; None = there is none. Raises OSError."""
-    said = {"pid": os.getpid(), "words": words, "environment": dict(os.environ), "folder": os.getcwd()}
+    """How the fork ended: its exit code, or minus a signal's number; None = there is none. Raises
+    OSError."""
+    said = {
+        "pid": os.getpid(),
+        "words": words,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+    }
     text = json.dumps(said).encode()
     socket.send_fds(connection, [len(text).to_bytes(8, "little")], [0, 1, 2])
     connection.sendall(text)
@@ -29,7 +37,8 @@ def asked(connection: socket.socket, words: list[str], parent: int) -> int | Non
         if os.getppid() != parent:
             os._exit(1)
     ended = connection.recv(16)
-    return int(ended) if ended else 1  # the server is gone and says nothing of the fork, which may live
+    # the server is gone and says nothing of the fork, which may live
+    return int(ended) if ended else 1
 
 
 def main() -> None:

@@ -1,12 +1,16 @@
-"""Workers of the embedded cluster as forks of one process that has imported torch and elastic already.
+"""Workers of the embedded cluster as forks of one process that has imported torch and elastic
+already.
 
-Four workers on one machine would import the same for 4 s of CPU each, on cores that others train on; and a worker that is
-replaced would take that long to come. `python -m elastic.cluster.local.fork_server FOLDER` imports once, then forks when asked
-(by fork_client.py, which Ray starts in the place of a worker): the fork takes over the client's arguments, environment, working
-folder and open files, and becomes a Ray worker as any other. It imports no ray: Ray reads its environment when it is loaded.
+Four workers on one machine would import the same for 4 s of CPU each, on cores that others train
+on; and a worker that is replaced would take that long to come. `python -m
+elastic.cluster.local.fork_server FOLDER` imports once, then forks when asked (by fork_client.py,
+which Ray starts in the place of a worker): the fork takes over the client's arguments, environment,
+working folder and open files, and becomes a Ray worker as any other. It imports no ray: Ray reads
+its environment when it is loaded.
 
-The client waits for the end of its fork and ends with its status; a client that is killed takes its fork along. Where a fork
-would not be safe (there are threads, or GPUs) the client hears "no", and starts Python by itself.
+The client waits for the end of its fork and ends with its status; a client that is killed takes its
+fork along. Where a fork would not be safe (there are threads, or GPUs) the client hears "no", and
+starts Python by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from elastic.worker.process.environment import settle
 
 log = logging.getLogger(__name__)
 
-SOCKET, FORKS = "fork-server", "forks"  # in the cluster's folder; FORKS holds a file per client, with the pid of its fork
+# in the cluster's folder; FORKS holds a file per client, with the pid of its fork
+SOCKET, FORKS = "fork-server", "forks"
 PRELOADED = ("elastic.worker.session.session", "elastic.worker.program.job_program")
 REQUEST_MOST = 1 << 20
 N_FILES = 3  # standard input, output and error go over
@@ -64,7 +69,8 @@ class _Server:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(f"{folder}/{SOCKET}")
         self.listener.listen(64)
-        self.clients: dict[int, tuple[socket.socket, int]] = {}  # fork -> its client's connection and pid
+        # fork -> its client's connection and pid
+        self.clients: dict[int, tuple[socket.socket, int]] = {}
 
     def serve(self) -> None:
         """Until it is killed."""
@@ -73,7 +79,11 @@ class _Server:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         while True:
-            watched: list[Any] = [self.listener, ended, *(connection for connection, _ in self.clients.values())]
+            watched: list[Any] = [
+                self.listener,
+                ended,
+                *(connection for connection, _ in self.clients.values()),
+            ]
             ready, _, _ = select.select(watched, [], [])
             if ended in ready:
                 os.read(ended, 4096)
@@ -160,7 +170,9 @@ def _received(connection: socket.socket) -> ForkRequest:
                 raise ValueError(f"a request that ends after {len(text)} of {n_bytes} bytes")
             text += part
         said: dict[str, Any] = json.loads(text)
-        return ForkRequest(said["pid"], said["words"], said["environment"], said["folder"], tuple(files))
+        return ForkRequest(
+            said["pid"], said["words"], said["environment"], said["folder"], tuple(files)
+        )
     except Exception:
         _close(tuple(files))
         raise

@@ -1,8 +1,8 @@
 """The embedded cluster: several real Ray nodes on this machine, gone with the driver.
 
-`LocalCluster` is the driver's side. It starts the keeper (supervisor.py), which starts this module as the cluster process;
-the two speak JSON lines. Nodes stand on loopback, in a folder of their own, with a token of their own, and know nothing of
-other Ray clusters here.
+`LocalCluster` is the driver's side. It starts the keeper (supervisor.py), which starts this module
+as the cluster process; the two speak JSON lines. Nodes stand on loopback, in a folder of their own,
+with a token of their own, and know nothing of other Ray clusters here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from elastic.cluster.ray import processes
 from elastic.errors import InternalError
 from elastic.version import PACKAGE
 
-HOST = "127.0.0.1"  # by this very name Ray listens on loopback only; for any other address on all interfaces
+# by this very name Ray listens on loopback only; for any other address on all interfaces
+HOST = "127.0.0.1"
 START_MOST_S = 120.0
 CLOSE_MOST_S = 15.0
 STORE_BYTES = 80 << 20  # Ray's object store: state never travels through it
 LOOK_S = 0.2
-SYSTEM_CONFIG = {  # a raylet whose port refuses is dead after about 2 s; one that a busy machine holds up has 30 s
-    "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 10_000,
-    "health_check_failure_threshold": 3,
+# a raylet whose port refuses is dead after about 2 s; one that a busy machine holds up has 30 s
+SYSTEM_CONFIG = {
+    "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500,
+    "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 3,
 }  # fmt: skip
 ENVIRONMENTS = "ELASTIC_RUNTIME_ENVIRONMENTS"  # set where the nodes must offer them
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -46,7 +48,8 @@ LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """A node to start: `cpus` workers fit on it; `gpus`: by CUDA_VISIBLE_DEVICES' names; `environment`: of its processes."""
+    """A node to start: `cpus` workers fit on it; `gpus`: by CUDA_VISIBLE_DEVICES' names;
+    `environment`: of its processes."""
 
     name: str
     cpus: int
@@ -56,12 +59,15 @@ class NodeOrder:
 
 
 def visible_gpus(machine: Path = Path("/")) -> tuple[str, ...]:
-    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: indices, or UUIDs of GPUs and of their MIG
-    parts. As CUDA does it, what comes behind a name that is none is not seen either."""
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: indices, or
+    UUIDs of GPUs and of their MIG parts. As CUDA does it, what comes behind a name that is none is
+    not seen either."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         named = (part.strip() for part in chosen.split(","))
-        return tuple(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), named))
+        return tuple(
+            takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), named)
+        )
     known = machine / "proc/driver/nvidia/gpus"
     devices = known.iterdir() if known.is_dir() else (machine / "dev").glob("nvidia[0-9]*")
     return tuple(str(k) for k in range(len(list(devices))))
@@ -70,8 +76,9 @@ def visible_gpus(machine: Path = Path("/")) -> tuple[str, ...]:
 class LocalCluster:
     """The driver's side. The constructor returns at once; `address` waits until the head is up.
 
-    `python_path`: folders that the workers can import from, besides this package's and this process's own PYTHONPATH.
-    `environments`: actors may have a runtime_env of their own (Ray Train's have); costs a process per node.
+    `python_path`: folders that the workers can import from, besides this package's and this
+    process's own PYTHONPATH. `environments`: actors may have a runtime_env of their own (Ray
+    Train's have); costs a process per node.
     """
 
     def __init__(self, python_path: Sequence[str] = (), environments: bool = False) -> None:
@@ -115,7 +122,8 @@ class LocalCluster:
 
     @contextmanager
     def introduced(self) -> Iterator[None]:
-        """Meanwhile this process, whose environment is then `environment`, may connect to the cluster by its address."""
+        """Meanwhile this process, whose environment is then `environment`, may connect to the
+        cluster by its address."""
         from elastic.cluster.ray._ray_private import read_environment_again
 
         with ExitStack() as stack:
@@ -161,7 +169,8 @@ class LocalCluster:
         """The end of what a worker process has written to its standard error, in one line."""
         files = Path(self.folder).glob(f"ray/session_latest/logs/worker-*-{pid}.err")
         lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-        return " ".join(" ".join(line for line in lines if not line.startswith(":")).split())  # ":actor_name:..." is Ray's
+        # ":actor_name:..." is Ray's
+        return " ".join(" ".join(line for line in lines if not line.startswith(":")).split())
 
     def close(self) -> None:
         """Ends every process of the cluster and removes its folder."""
@@ -200,7 +209,9 @@ class LocalCluster:
                 self._process.stdin.write(json.dumps({"number": number, "do": do, **values}) + "\n")
                 self._process.stdin.flush()
             except (OSError, ValueError) as error:
-                answer.set_exception(InternalError(f"the embedded cluster does not listen: {error}"))
+                answer.set_exception(
+                    InternalError(f"the embedded cluster does not listen: {error}")
+                )
         return answer
 
     def _read(self) -> None:
@@ -218,24 +229,36 @@ class LocalCluster:
             self._ended = True
             for answer in self._answers.values():
                 if not answer.done():
-                    answer.set_exception(InternalError("the embedded cluster has ended before it answered"))
+                    answer.set_exception(
+                        InternalError("the embedded cluster has ended before it answered")
+                    )
 
 
 def _environment(python_path: Sequence[str]) -> dict[str, str]:
     """Of the keeper, and so of all nodes and workers."""
-    path = [*python_path, str(PACKAGE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", cluster_token.INSTEAD)}
+    path = [
+        *python_path,
+        str(PACKAGE.parent),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RAY_ADDRESS", cluster_token.INSTEAD)
+    }
     return {**WORKER_ENVIRONMENT, **inherited, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
 
-# -------------------------------------------------------------------------------------- the cluster process
+# -------------------------------------------------------------------------------------- the cluster
+# process
 
 
 class _Nodes:
     """ray.cluster_utils.Cluster behind JSON lines. Nodes start in threads, several at once."""
 
     def __init__(self, folder: str, out: Any) -> None:
-        os.environ["RAY_TMPDIR"] = folder  # the file that `address="auto"` reads is then not the one of other clusters here
+        # the file that `address="auto"` reads is then not the one of other clusters here
+        os.environ["RAY_TMPDIR"] = folder
         Path(folder, "ray").mkdir()
         from ray.cluster_utils import Cluster
 
@@ -250,24 +273,40 @@ class _Nodes:
         self.numbers = itertools.count()
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(max_workers=16)
-        head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "_system_config": SYSTEM_CONFIG}
+        head = {
+            "num_cpus": 0,
+            "include_dashboard": False,
+            "no_monitor": True,
+            "_system_config": SYSTEM_CONFIG,
+        }
         self._start(next(self.numbers), head)
         self.answer(0, address=self.cluster.address, folder=folder)
 
     def _fork_server(self) -> list[str]:
-        """Starts it (-P: it imports nothing from the folder in which the user stands); words that ask it for a worker. None
-        where there are GPUs: a fork beside CUDA was never tried."""
+        """Starts it (-P: it imports nothing from the folder in which the user stands); words that
+        ask it for a worker. None where there are GPUs: a fork beside CUDA was never tried."""
         if visible_gpus():
             return []
-        subprocess.Popen([self.python, "-P", "-m", fork_server.__name__, self.folder, str(os.getpid())])
+        subprocess.Popen(
+            [self.python, "-P", "-m", fork_server.__name__, self.folder, str(os.getpid())]
+        )
         client = Path(fork_server.__file__).with_name("fork_client.py")
-        return [self.python, "-I", "-S", str(client), f"{self.folder}/{fork_server.SOCKET}", self.python]
+        return [
+            self.python,
+            "-I",
+            "-S",
+            str(client),
+            f"{self.folder}/{fork_server.SOCKET}",
+            self.python,
+        ]
 
     def _start(self, n: int, values: Mapping[str, Any]) -> Any:
-        """Sockets lie below Ray's own folder: it opens the folder of a socket to everyone (chmod 0777)."""
+        """Sockets lie below Ray's own folder: it opens the folder of a socket to everyone (chmod
+        0777)."""
         return self.cluster.add_node(
-            node_ip_address=HOST, temp_dir=f"{self.folder}/ray", include_log_monitor=False, object_store_memory=STORE_BYTES,
-            plasma_store_socket_name=f"{self.folder}/ray/s{n}", raylet_socket_name=f"{self.folder}/ray/r{n}", **values,
+            node_ip_address=HOST, temp_dir=f"{self.folder}/ray", include_log_monitor=False,
+            object_store_memory=STORE_BYTES, plasma_store_socket_name=f"{self.folder}/ray/s{n}",
+            raylet_socket_name=f"{self.folder}/ray/r{n}", **values,
         )  # fmt: skip
 
     def answer(self, number: int, **values: Any) -> None:
@@ -296,7 +335,9 @@ class _Nodes:
             raylet = node.all_processes["raylet"][0].process.pid
         except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
             self._end_late(n)
-            self.answer(number, error=f"node {order.name} did not start: {type(error).__name__}: {error}")
+            self.answer(
+                number, error=f"node {order.name} did not start: {type(error).__name__}: {error}"
+            )
             return
         self.raylets[order.name] = raylet
         self.answer(number, ray_id=node.node_id, pid=raylet)
@@ -327,7 +368,15 @@ def main(folder: str, supervisor: int) -> None:
             nodes.obey(order)
     except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
         tail = Path(log.name).read_text(errors="replace")[-LOG_TAIL:]
-        out.write(json.dumps({"number": 0, "error": f"{type(error).__name__}: {error}; its log ends with: {tail}"}) + "\n")
+        out.write(
+            json.dumps(
+                {
+                    "number": 0,
+                    "error": f"{type(error).__name__}: {error}; its log ends with: {tail}",
+                }
+            )
+            + "\n"
+        )
         out.flush()
     finally:
         if os.getppid() != supervisor:  # nobody else is left to do it

@@ -1,10 +1,13 @@
-"""The supervisor of the embedded cluster: ends every process of it when the driver ends, however that comes about.
+"""The supervisor of the embedded cluster: ends every process of it when the driver ends, however
+that comes about.
 
-`python -m elastic.cluster.local.supervisor` starts `elastic.cluster.local.local_cluster` and adopts whatever that leaves
-behind. It imports no ray and does nothing but wait: for end of file on its input (the driver has closed it or is gone), for a
-new parent (the driver was killed), for SIGTERM, or for the end of the cluster process. Then it kills all processes below it
-and removes their folder. The cluster process does the same when the keeper itself is killed. It stands in a session of its
-own: Ctrl-C does not reach it. (Not PR_SET_PDEATHSIG: that fires when the *thread* that started the process ends.)
+`python -m elastic.cluster.local.supervisor` starts `elastic.cluster.local.local_cluster` and adopts
+whatever that leaves behind. It imports no ray and does nothing but wait: for end of file on its
+input (the driver has closed it or is gone), for a new parent (the driver was killed), for SIGTERM,
+or for the end of the cluster process. Then it kills all processes below it and removes their
+folder. The cluster process does the same when the keeper itself is killed. It stands in a session
+of its own: Ctrl-C does not reach it. (Not PR_SET_PDEATHSIG: that fires when the *thread* that
+started the process ends.)
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ def main() -> None:
 def new_folder() -> str:
     """A folder for sockets and logs with a name short enough for sockets."""
     base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="elastic-", dir=base if len(base) <= SOCKET_PATH_MOST - 17 else "/tmp")
+    return tempfile.mkdtemp(
+        prefix="elastic-", dir=base if len(base) <= SOCKET_PATH_MOST - 17 else "/tmp"
+    )
 
 
 def wait(cluster: int, parent: int, asked: list[int]) -> None:

@@ -1,7 +1,9 @@
-"""Nodes of a cluster that Ray's autoscaler (v2) runs: asked for by pool, released one by one, paid for only in between.
+"""Nodes of a cluster that Ray's autoscaler (v2) runs: asked for by pool, released one by one, paid
+for only in between.
 
-The watcher on the head asks and releases; this is the driver's side of it. What the autoscaler starts beyond what was asked
-for (it replaces a node that is reclaimed by itself) answers an open request, or is released.
+The watcher on the head asks and releases; this is the driver's side of it. What the autoscaler
+starts beyond what was asked for (it replaces a node that is reclaimed by itself) answers an open
+request, or is released.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster.nodes.autoscaler_agent import NAME, NAMESPACE, AutoscalerAgent, AutoscalerReport
+from elastic.cluster.nodes.autoscaler_agent import (
+    NAME,
+    NAMESPACE,
+    AutoscalerAgent,
+    AutoscalerReport,
+)
 from elastic.cluster.nodes.demand import DemandReport
 from elastic.cluster.nodes.providers import ClusterNodes, NodeProvider, RayNode, living
 from elastic.cluster.ray import _ray_private
@@ -30,21 +37,27 @@ log = logging.getLogger(__name__)
 SPEAK_S = 1.0  # between two words to the watcher
 ANSWER_MOST_S = 60.0  # of the watcher: its process may have to start
 END_MOST_S = 20.0
-LOOK_MOST_S = 30.0  # a watcher that has not looked at the cluster for so long hangs: its process is replaced
+# a watcher that has not looked at the cluster for so long hangs: its process is replaced
+LOOK_MOST_S = 30.0
 LAUNCH_MOST_S = 180.0  # without an instance of the pool, a request has failed
 JOIN_MOST_S = 840.0  # with one; the policy forgets a request after 900 s
 
 
 def provider_for(order: DemandReport, take_over: bool, spared: bool = False) -> NodeProvider:
     """Of the cluster that this process is connected to."""
-    desk = AutoscalerClient(replace(order, fresh=not take_over)) if _ray_private.autoscaler_v2() else None
+    desk = (
+        AutoscalerClient(replace(order, fresh=not take_over))
+        if _ray_private.autoscaler_v2()
+        else None
+    )
     if desk is None or not desk.opened:
         return ClusterNodes(order.pools, spared)
     return AutoscalerNodes(order.pools, spared, desk=desk)
 
 
 class AutoscalerClient:
-    """Speaks to the watcher, in a thread of its own. `opened`: there is an autoscaler that starts nodes."""
+    """Speaks to the watcher, in a thread of its own. `opened`: there is an autoscaler that starts
+    nodes."""
 
     def __init__(self, order: DemandReport) -> None:
         self._order, self._report = order, AutoscalerReport()
@@ -74,7 +87,8 @@ class AutoscalerClient:
             return self._report, self._answered == self._number
 
     def close(self, end: bool) -> None:
-        """`end`: the run is over, and the watcher is told so; where it cannot be, it finds out by itself after the lease."""
+        """`end`: the run is over, and the watcher is told so; where it cannot be, it finds out by
+        itself after the lease."""
         self._done.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -82,10 +96,14 @@ class AutoscalerClient:
         if not end:
             return
         try:
-            ray.get(self._agent.end.remote(self._order.namespace, self._order.epoch), timeout=END_MOST_S)
+            ray.get(
+                self._agent.end.remote(self._order.namespace, self._order.epoch), timeout=END_MOST_S
+            )
         except (RayError, OSError) as error:
             log.warning(
-                "the autoscaler's watcher cannot be told that the run is over (%s); it gives the nodes back by itself", error
+                "the autoscaler's watcher cannot be told that the run is over (%s); it gives the "
+                "nodes back by itself",
+                error,
             )
 
     def _run(self) -> None:
@@ -116,8 +134,12 @@ class AutoscalerClient:
         with self._lock:
             self._report, self._answered = report, number
         if report.looked_s > LOOK_MOST_S:
-            log.warning("the autoscaler's watcher has not looked for %.0f s: its process is replaced", report.looked_s)
-            ray.kill(self._agent, no_restart=False)  # Ray starts it anew under its name; every driver tells it all it wants
+            log.warning(
+                "the autoscaler's watcher has not looked for %.0f s: its process is replaced",
+                report.looked_s,
+            )
+            # Ray starts it anew under its name; every driver tells it all it wants
+            ray.kill(self._agent, no_restart=False)
 
 
 def autoscaler_agent(quiet_s: float) -> Any:
@@ -127,15 +149,17 @@ def autoscaler_agent(quiet_s: float) -> Any:
         raise ValueError("Ray lists no head node")
     made: Any = ray.remote(AutoscalerAgent)
     return made.options(
-        name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", max_restarts=-1, max_concurrency=4, num_cpus=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
+        name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", max_restarts=-1,
+        max_concurrency=4, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(head,
+        soft=False),
     ).remote(quiet_s)  # fmt: skip
 
 
 @dataclass
 class _Open:
-    """A request that is not answered yet. `coming_s`: when an instance of the pool was last on its way: one that does not come
-    up is replaced by the autoscaler. `failed_before`: launches of the pool that had failed when it was made."""
+    """A request that is not answered yet. `coming_s`: when an instance of the pool was last on its
+    way: one that does not come up is replaced by the autoscaler. `failed_before`: launches of the
+    pool that had failed when it was made."""
 
     pool: str
     request_id: str
@@ -148,16 +172,19 @@ class _Open:
 
 @dataclass
 class AutoscalerNodes(ClusterNodes):
-    """`launch_most_s`, `join_most_s`: how long a request may stay unanswered, without an instance and with one."""
+    """`launch_most_s`, `join_most_s`: how long a request may stay unanswered, without an instance
+    and with one."""
 
     desk: AutoscalerClient = field(kw_only=True)
     autoscaled: bool = field(init=False, default=True)
     launch_most_s: float = LAUNCH_MOST_S
     join_most_s: float = JOIN_MOST_S
     _open: list[_Open] = field(default_factory=list)
-    _dropped: dict[str, str] = field(default_factory=dict)  # Ray id -> pool of nodes not wanted any more, until they are gone
+    # Ray id -> pool of nodes not wanted any more, until they are gone
+    _dropped: dict[str, str] = field(default_factory=dict)
     _failed: list[Event] = field(default_factory=list)
-    _inherited: set[str] = field(default_factory=set)  # Ray ids that the run had when this driver came
+    # Ray ids that the run had when this driver came
+    _inherited: set[str] = field(default_factory=set)
     _seen: dict[str, InstancesSeen] = field(default_factory=dict)  # as last told
 
     def __post_init__(self) -> None:
@@ -173,7 +200,11 @@ class AutoscalerNodes(ClusterNodes):
         if request_id in self._requests:
             return
         self._requests.add(request_id)
-        most = self._capacity.get(pool, 0) - self._used(pool) - sum(o.missing for o in self._open if o.pool == pool)
+        most = (
+            self._capacity.get(pool, 0)
+            - self._used(pool)
+            - sum(o.missing for o in self._open if o.pool == pool)
+        )
         allowed = max(0, min(count, most))
         failed = self.desk.heard()[0].failed.get(pool, 0)
         now_s = time.monotonic()
@@ -184,9 +215,13 @@ class AutoscalerNodes(ClusterNodes):
         report, current = self.desk.heard()
         if current:  # the watcher knows of them; what is gone is not dealt again
             there = {*alive, *report.given}
-            self._dropped = {ray_id: pool for ray_id, pool in self._dropped.items() if ray_id in there}
+            self._dropped = {
+                ray_id: pool for ray_id, pool in self._dropped.items() if ray_id in there
+            }
         ours = {ray_id for _, ray_id in self._ours.values()}
-        given = ((alive.get(ray_id), pool) for ray_id, pool in report.given.items() if ray_id not in ours)
+        given = (
+            (alive.get(ray_id), pool) for ray_id, pool in report.given.items() if ray_id not in ours
+        )
         events = [event for found, pool in given if (event := self._take(found, pool))]
         for asked in list(self._open):
             why = self._why_failed(asked, report, current)
@@ -199,8 +234,9 @@ class AutoscalerNodes(ClusterNodes):
         return [*events, *self._instances(report, alive)]
 
     def _instances(self, report: AutoscalerReport, alive: Mapping[str, RayNode]) -> list[Event]:
-        """What is paid for beside the run's nodes, where that has changed. Of the pool's instances on their way at most as many
-        are this run's as it waits for; those of a request that it gave up stay its own until they have come."""
+        """What is paid for beside the run's nodes, where that has changed. Of the pool's instances
+        on their way at most as many are this run's as it waits for; those of a request that it gave
+        up stay its own until they have come."""
         leaving = Counter(pool for ray_id, pool in self._dropped.items() if ray_id in alive)
         events: list[Event] = []
         for pool in self.pools:
@@ -224,7 +260,8 @@ class AutoscalerNodes(ClusterNodes):
         if asked is not None:
             asked.missing -= 1
             seen = self._seen.get(name, InstancesSeen(name))
-            self._seen[name] = replace(seen, starting=max(0, seen.starting - 1))  # as NodeReady says
+            # as NodeReady says
+            self._seen[name] = replace(seen, starting=max(0, seen.starting - 1))
         return self._welcome(found, pool)
 
     def _why_failed(self, asked: _Open, report: AutoscalerReport, current: bool) -> str:
@@ -233,13 +270,23 @@ class AutoscalerNodes(ClusterNodes):
         if report.coming.get(asked.pool):
             asked.coming_s = now_s
         if asked.missing <= 0:
-            return f"no capacity: {self._used(asked.pool)} of {self._capacity[asked.pool]} in use" if asked.short > 0 else ""
+            return (
+                f"no capacity: {self._used(asked.pool)} of {self._capacity[asked.pool]} in use"
+                if asked.short > 0
+                else ""
+            )
         if asked.pool in report.refused:
             return report.refused[asked.pool]
         if report.failed.get(asked.pool, 0) > asked.failed_before:
-            return report.why.get(asked.pool) or "its launch failed; the autoscaler's log on the head (monitor.log) says why"
+            return (
+                report.why.get(asked.pool)
+                or "its launch failed; the autoscaler's log on the head (monitor.log) says why"
+            )
         if current and report.impossible and asked is self._open[-1]:
-            return "the cluster cannot have so many nodes: max_workers of the node type or of the cluster file is reached"
+            return (
+                "the cluster cannot have so many nodes: max_workers of the node type or of the "
+                "cluster file is reached"
+            )
         if now_s - asked.since_s > self.join_most_s:
             return f"{asked.missing} of its nodes did not join within {self.join_most_s:.0f} s"
         if now_s - asked.coming_s > self.launch_most_s:
@@ -251,7 +298,9 @@ class AutoscalerNodes(ClusterNodes):
         for asked in self._open:
             waits[asked.pool] += asked.missing
         held = frozenset(ray_id for _, ray_id in self._ours.values())
-        self.desk.tell({pool: n for pool, n in waits.items() if n > 0}, held, frozenset(self._dropped))
+        self.desk.tell(
+            {pool: n for pool, n in waits.items() if n > 0}, held, frozenset(self._dropped)
+        )
 
     def release(self, node_id: str, taken_in_s: float | None = None) -> None:
         """It ends as soon as nothing runs there."""

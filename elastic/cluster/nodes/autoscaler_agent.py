@@ -1,5 +1,6 @@
-"""A small actor on the head of an autoscaled cluster: the one that asks the autoscaler for nodes, for all runs together, and
-releases what nobody wants any more, also when no driver is left to say so.
+"""A small actor on the head of an autoscaled cluster: the one that asks the autoscaler for nodes,
+for all runs together, and releases what nobody wants any more, also when no driver is left to say
+so.
 
 Drivers speak to it every second (Order); it answers with what the cluster does about it (Report).
 """
@@ -22,7 +23,15 @@ from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
 from elastic.cluster.nodes.demand import Demand, DemandReport, SeenNode
-from elastic.cluster.nodes.node_types import Monitor, NodeType, ResourceBundle, bundle_of, monitor_here, read_types, type_of
+from elastic.cluster.nodes.node_types import (
+    Monitor,
+    NodeType,
+    ResourceBundle,
+    bundle_of,
+    monitor_here,
+    read_types,
+    type_of,
+)
 from elastic.cluster.nodes.providers import RayNode, living, pool_of
 from elastic.cluster.ray import _ray_private
 from elastic.cluster.ray.thread_boundary import ThreadBoundary
@@ -42,10 +51,12 @@ LOG_MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class AutoscalerReport:
-    """`given`: Ray id -> pool of the nodes that are the run's. By pool: `coming` instances that have not joined yet, how many
-    launches `failed` so far and `why` the last one did, why a pool is `refused`. `impossible`: the cluster cannot have all that
-    is asked of it together, and starts nothing. `replaced`: a newer driver has the run. `looked_s`: seconds since its last look
-    at the cluster ended, well or not: one that hangs in a look still answers orders, and asks for nothing more."""
+    """`given`: Ray id -> pool of the nodes that are the run's. By pool: `coming` instances that
+    have not joined yet, how many launches `failed` so far and `why` the last one did, why a pool is
+    `refused`. `impossible`: the cluster cannot have all that is asked of it together, and starts
+    nothing. `replaced`: a newer driver has the run. `looked_s`: seconds since its last look at the
+    cluster ended, well or not: one that hangs in a look still answers orders, and asks for nothing
+    more."""
 
     given: Mapping[str, str] = field(default_factory=dict)
     coming: Mapping[str, int] = field(default_factory=dict)
@@ -58,17 +69,21 @@ class AutoscalerReport:
 
 
 class AutoscalerAgent:
-    """`quiet_s`: after a start without any driver's word (its process was replaced) it leaves the request alone for so long."""
+    """`quiet_s`: after a start without any driver's word (its process was replaced) it leaves the
+    request alone for so long."""
 
     def __init__(self, quiet_s: float) -> None:
         self._monitor = monitor_here()
         self._types = _types(self._monitor)
         self._demand, self._pools = Demand(), dict[str, Pool]()
-        self._reasons = Reasons(self._monitor.log if self._monitor else Path("/tmp/ray/session_latest/logs/monitor.log"))
+        self._reasons = Reasons(
+            self._monitor.log if self._monitor else Path("/tmp/ray/session_latest/logs/monitor.log")
+        )
         self._scaling = _ray_private.Scaling(Counter(), Counter(), Counter(), Counter())
         self._asked: Counter[ResourceBundle] | None = None  # None = not known
         self._asked_s = 0.0
-        self._heard = self._asked_for = 0  # how often an order changed, and up to which change it was asked
+        # how often an order changed, and up to which change it was asked
+        self._heard = self._asked_for = 0
         self._quiet_until_s = time.monotonic() + quiet_s
         self._busy_s = self._looked_s = time.monotonic()
         self._drains = Drains()
@@ -78,8 +93,13 @@ class AutoscalerAgent:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def serves(self) -> bool:
-        """Is there an autoscaler that starts nodes? On Kubernetes it runs in a container of its own."""
-        return bool(self._monitor.config) if self._monitor is not None else "KUBERNETES_SERVICE_HOST" in os.environ
+        """Is there an autoscaler that starts nodes? On Kubernetes it runs in a container of its
+        own."""
+        return (
+            bool(self._monitor.config)
+            if self._monitor is not None
+            else "KUBERNETES_SERVICE_HOST" in os.environ
+        )
 
     def order(self, order: DemandReport) -> AutoscalerReport:
         with self._lock:
@@ -104,7 +124,8 @@ class AutoscalerAgent:
         ray.actor.exit_actor()
 
     def pending(self) -> dict[str, Any]:
-        """What stands, for a person or a test: what is asked of the cluster, whose nodes, which are to go."""
+        """What stands, for a person or a test: what is asked of the cluster, whose nodes, which are
+        to go."""
         with self._lock:
             return {
                 "asked": sum((self._asked or Counter()).values()),
@@ -122,7 +143,9 @@ class AutoscalerAgent:
             {name: scaling.failed[kind] for name, kind in types.items()},
             {name: reasons[kind] for name, kind in types.items() if kind in reasons},
             {name: bundle for name, bundle in bundles.items() if isinstance(bundle, str)},
-            self._asked_for == self._heard and bool(self._asked) and scaling.infeasible == _as_ray_says(self._asked or {}),
+            self._asked_for == self._heard
+            and bool(self._asked)
+            and scaling.infeasible == _as_ray_says(self._asked or {}),
             looked_s=time.monotonic() - self._looked_s,
         )
 
@@ -130,7 +153,8 @@ class AutoscalerAgent:
         kind = type_of(pool, self._types) if self._types is not None else None
         return kind.name if kind else pool.name
 
-    # ------------------------------------------------------------------------------------------ what it does by itself
+    # ------------------------------------------------------------------------------------------
+    # what it does by itself
 
     def _run(self) -> None:
         boundary = ThreadBoundary(log, "watching the cluster's nodes")
@@ -164,8 +188,14 @@ class AutoscalerAgent:
         self._maybe_leave(now_s)
 
     def _seen(self, nodes: list[RayNode], draining: Mapping[str, float]) -> dict[str, SeenNode]:
-        found = {node.ray_id: pool_of(node, self._pools.values()) for node in nodes if not node.head}
-        return {ray_id: SeenNode(pool.name, ray_id in draining) for ray_id, pool in found.items() if pool is not None}
+        found = {
+            node.ray_id: pool_of(node, self._pools.values()) for node in nodes if not node.head
+        }
+        return {
+            ray_id: SeenNode(pool.name, ray_id in draining)
+            for ray_id, pool in found.items()
+            if pool is not None
+        }
 
     def _least(self) -> dict[str, int]:
         kinds = {pool.name: type_of(pool, self._types or {}) for pool in self._pools.values()}
@@ -195,16 +225,21 @@ class AutoscalerAgent:
 
 
 class Drains:
-    """Each in a thread of its own: that of a machine which nobody reaches takes minutes, and the others cost money."""
+    """Each in a thread of its own: that of a machine which nobody reaches takes minutes, and the
+    others cost money."""
 
     def __init__(self) -> None:
         self._running: dict[str, threading.Thread] = {}
 
     def end(self, ray_id: str) -> None:
         """Returns at once; again and again until the node is gone."""
-        self._running = {known: thread for known, thread in self._running.items() if thread.is_alive()}
+        self._running = {
+            known: thread for known, thread in self._running.items() if thread.is_alive()
+        }
         if ray_id not in self._running:
-            self._running[ray_id] = threading.Thread(target=self._end, args=(ray_id,), name="drain", daemon=True)
+            self._running[ray_id] = threading.Thread(
+                target=self._end, args=(ray_id,), name="drain", daemon=True
+            )
             self._running[ray_id].start()
 
     def _end(self, ray_id: str) -> None:
@@ -226,7 +261,8 @@ class Reasons:
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
-                begin = self._read_bytes if self._read_bytes <= size else 0  # a new file after rotation
+                # a new file after rotation
+                begin = self._read_bytes if self._read_bytes <= size else 0
                 file.seek(max(begin, size - LOG_MOST_BYTES))
                 text = file.read()
         except OSError:

@@ -1,6 +1,8 @@
-"""Which run waits for how many nodes of an autoscaled cluster, which it has, and which are to go. No Ray, no clock.
+"""Which run waits for how many nodes of an autoscaled cluster, which it has, and which are to go.
+No Ray, no clock.
 
-Ray knows one request for the whole cluster, which the last caller sets: the sum over all runs stands here.
+Ray knows one request for the whole cluster, which the last caller sets: the sum over all runs
+stands here.
 """
 
 from __future__ import annotations
@@ -12,28 +14,34 @@ from dataclasses import dataclass, field
 from elastic.types import Node, Pool
 
 UNASKED_S = 10.0  # a node that nobody of us asked for may be somebody else's, who uses it by then
-LEAVE_MOST_S = 150.0  # workers of a run whose driver is gone save and leave by themselves for so long
+# workers of a run whose driver is gone save and leave by themselves for so long
+LEAVE_MOST_S = 150.0
 
 
 def left_paid(nodes: Iterable[Node], pools: Iterable[Pool], lease_s: float) -> str:
-    """What the nodes of a run without a driver cost at most until they end by themselves; '' = nothing."""
+    """What the nodes of a run without a driver cost at most until they end by themselves; '' =
+    nothing."""
     kinds, names = {pool.name: pool for pool in pools}, sorted(nodes, key=lambda node: node.node_id)
     paid = [node for node in names if node.pool in kinds and kinds[node.pool].paid]
     if not paid:
         return ""
-    usd_per_h, most_s = sum(kinds[node.pool].usd_per_node_h for node in paid), lease_s + LEAVE_MOST_S
+    usd_per_h, most_s = (
+        sum(kinds[node.pool].usd_per_node_h for node in paid),
+        lease_s + LEAVE_MOST_S,
+    )
     listed = ", ".join(node.node_id for node in paid)
     return (
-        f"{len(paid)} paid node(s) stay for the run's next driver ({listed}; ${usd_per_h:.2f}/h): without one they leave after "
+        f"{len(paid)} paid node(s) stay for the run's next driver ({listed}; ${usd_per_h:.2f}/h): "
+        "without one they leave after "
         f"{most_s / 60:.0f} min at the most, ${usd_per_h * most_s / 3600:.2f} more"
     )
 
 
 @dataclass(frozen=True)
 class DemandReport:
-    """What a driver says every second. `namespace`: Ray's, which stands for the run. `waits`: nodes of each pool that are still
-    to come. `held`: Ray ids of those it has, `dropped`: of those it wants no more. `fresh`: the first of a driver that takes
-    nothing over."""
+    """What a driver says every second. `namespace`: Ray's, which stands for the run. `waits`: nodes
+    of each pool that are still to come. `held`: Ray ids of those it has, `dropped`: of those it
+    wants no more. `fresh`: the first of a driver that takes nothing over."""
 
     namespace: str
     epoch: int
@@ -47,7 +55,8 @@ class DemandReport:
 
 @dataclass(frozen=True)
 class SeenNode:
-    """A living worker node: the pool that it counts to, and whether the cluster has been told to give it up."""
+    """A living worker node: the pool that it counts to, and whether the cluster has been told to
+    give it up."""
 
     pool: str
     draining: bool = False
@@ -63,7 +72,8 @@ class _Run:
 
 @dataclass
 class Demand:
-    """`leaving`: nodes that nobody wants any more, since when. `_new`: nodes that came meanwhile, since when."""
+    """`leaving`: nodes that nobody wants any more, since when. `_new`: nodes that came meanwhile,
+    since when."""
 
     runs: dict[str, _Run] = field(default_factory=dict)
     leaving: dict[str, float] = field(default_factory=dict)
@@ -79,7 +89,9 @@ class Demand:
             run = self.runs[order.namespace] = _Run(order, now_s)
         gone = set(run.given) if order.fresh else set(order.dropped)
         if run.silent:  # it is back: what has not gone yet is its own again
-            self.leaving = {node: since for node, since in self.leaving.items() if node not in run.given}
+            self.leaving = {
+                node: since for node, since in self.leaving.items() if node not in run.given
+            }
         run.order, run.heard_s, run.silent = order, now_s, False
         self._leave((node for node in gone if node in run.given or node in order.dropped), now_s)
         run.given = {node: pool for node, pool in run.given.items() if node not in gone}
@@ -93,13 +105,18 @@ class Demand:
             self._leave((node for node in (*run.given, *run.order.held, *run.order.dropped)), now_s)
 
     def look(self, nodes: Mapping[str, SeenNode], now_s: float) -> None:
-        """Deals living nodes out to those that wait, and finds drivers that are silent and nodes that nobody asked for."""
+        """Deals living nodes out to those that wait, and finds drivers that are silent and nodes
+        that nobody asked for."""
         if self._known is not None:
             self._new |= dict.fromkeys(set(nodes) - self._known, now_s)
         self._known = (self._known or set()) | set(nodes)
         self.leaving = {node: since for node, since in self.leaving.items() if node in nodes}
         for run in self.runs.values():
-            run.given |= {node: nodes[node].pool for node in run.order.held if node in nodes and node not in self.leaving}
+            run.given |= {
+                node: nodes[node].pool
+                for node in run.order.held
+                if node in nodes and node not in self.leaving
+            }
             run.given = {node: pool for node, pool in run.given.items() if node in nodes}
             if now_s - run.heard_s > run.order.lease_s and not run.silent:
                 run.silent = True
@@ -108,13 +125,19 @@ class Demand:
         free = [node for node, seen in nodes.items() if node not in taken and not seen.draining]
         for run in self.runs.values():
             for pool in [] if run.silent else run.order.waits:
-                for node in [node for node in free if nodes[node].pool == pool][: self._missing(run, pool)]:
+                for node in [node for node in free if nodes[node].pool == pool][
+                    : self._missing(run, pool)
+                ]:
                     run.given[node] = pool
                     free.remove(node)
-        self._leave((node for node in free if now_s - self._new.get(node, now_s) >= UNASKED_S), now_s)
+        self._leave(
+            (node for node in free if now_s - self._new.get(node, now_s) >= UNASKED_S), now_s
+        )
 
     def _missing(self, run: _Run, pool: str) -> int:
-        told = sum(1 for node, name in run.given.items() if name == pool and node not in run.order.held)
+        told = sum(
+            1 for node, name in run.given.items() if name == pool and node not in run.order.held
+        )
         return max(0, run.order.waits.get(pool, 0) - told)
 
     def _leave(self, nodes: Iterable[str], now_s: float) -> None:
@@ -122,22 +145,33 @@ class Demand:
             self.leaving.setdefault(node, now_s)
 
     def wanted(self, nodes: Mapping[str, SeenNode]) -> Counter[str]:
-        """How many nodes of each pool the cluster is to have for us; those that it gives up do not count."""
+        """How many nodes of each pool the cluster is to have for us; those that it gives up do not
+        count."""
         total: Counter[str] = Counter()
         for run in self.runs.values():
             if not run.silent:
                 total.update({pool: n for pool, n in run.order.waits.items() if n > 0})
-                total.update(nodes[n].pool for n in run.order.held if n in nodes and not nodes[n].draining and n in run.given)
+                total.update(
+                    nodes[n].pool
+                    for n in run.order.held
+                    if n in nodes and not nodes[n].draining and n in run.given
+                )
         return total
 
     def overdue(self, now_s: float) -> list[_Run]:
         """Runs without a driver whose workers should have left by now."""
-        return [run for run in self.runs.values() if run.silent and now_s - run.heard_s > run.order.lease_s + LEAVE_MOST_S]
+        return [
+            run
+            for run in self.runs.values()
+            if run.silent and now_s - run.heard_s > run.order.lease_s + LEAVE_MOST_S
+        ]
 
     def forget_gone(self) -> None:
         """Silent runs of which no node is left."""
         self.runs = {
-            name: run for name, run in self.runs.items() if not run.silent or any(n in self.leaving for n in run.given)
+            name: run
+            for name, run in self.runs.items()
+            if not run.silent or any(n in self.leaving for n in run.given)
         }
 
     def given(self, name: str) -> dict[str, str]:
@@ -146,9 +180,13 @@ class Demand:
         return {} if run is None else dict(run.given)
 
     def to_drain(self, nodes: Mapping[str, SeenNode], least: Mapping[str, int]) -> list[str]:
-        """Nodes that are to go now. One that the autoscaler would replace at once (`least` nodes of a pool) stays, for whoever
-        asks next."""
-        stay = Counter(seen.pool for node, seen in nodes.items() if not seen.draining and node not in self.leaving)
+        """Nodes that are to go now. One that the autoscaler would replace at once (`least` nodes of
+        a pool) stays, for whoever asks next."""
+        stay = Counter(
+            seen.pool
+            for node, seen in nodes.items()
+            if not seen.draining and node not in self.leaving
+        )
         for node in sorted(self.leaving.keys() & nodes.keys()):
             pool = nodes[node].pool
             if stay[pool] < least.get(pool, 0) and not nodes[node].draining:

@@ -1,4 +1,5 @@
-"""Machines of a dead cluster: found on EC2 by the tag that Ray gives each of its instances, and ended."""
+"""Machines of a dead cluster: found on EC2 by the tag that Ray gives each of its instances, and
+ended."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
 
-from elastic.cluster.prices.aws_errors import EXPIRED, NO_CREDENTIALS, NO_LOGIN, REFUSED, THROTTLED, UNKNOWN, code_of
+from elastic.cluster.prices.aws_errors import (
+    EXPIRED,
+    NO_CREDENTIALS,
+    NO_LOGIN,
+    REFUSED,
+    THROTTLED,
+    UNKNOWN,
+    code_of,
+)
 from elastic.errors import CloudFailed, SpecError
 
 T = TypeVar("T")
@@ -21,7 +30,9 @@ STATES = ("pending", "running", "stopping", "stopped")
 ENDED = ("shutting-down", "terminated")
 AT_ONCE = 100  # ids in one call
 ATTEMPTS = 4
-PATIENCE = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "total_max_attempts": ATTEMPTS})
+PATIENCE = Config(
+    connect_timeout=5, read_timeout=20, retries={"mode": "standard", "total_max_attempts": ATTEMPTS}
+)
 
 
 @dataclass(frozen=True)
@@ -46,16 +57,28 @@ class Reaper:
 
     def __init__(self, region: str) -> None:
         self._region = region
-        self._client = _told(lambda: boto3.session.Session().client("ec2", region_name=region, config=PATIENCE), region)
+        self._client = _told(
+            lambda: boto3.session.Session().client("ec2", region_name=region, config=PATIENCE),
+            region,
+        )
 
     def instances(self, cluster: str) -> list[Instance]:
         """All that are not ended, the head first."""
-        filters = [{"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster]}, {"Name": "instance-state-name", "Values": list(STATES)}]
+        filters = [
+            {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster]},
+            {"Name": "instance-state-name", "Values": list(STATES)},
+        ]
         pages = self._client.get_paginator("describe_instances")
         found = _told(lambda: list(pages.paginate(Filters=filters)), self._region)
-        entries = [entry for page in found for group in page["Reservations"] for entry in group["Instances"]]
+        entries = [
+            entry
+            for page in found
+            for group in page["Reservations"]
+            for entry in group["Instances"]
+        ]
         return sorted(
-            map(_instance, entries), key=lambda instance: (instance.kind != "head", instance.node_type, instance.since)
+            map(_instance, entries),
+            key=lambda instance: (instance.kind != "head", instance.node_type, instance.since),
         )
 
     def end(self, instance_ids: Iterable[str]) -> list[str]:
@@ -64,9 +87,13 @@ class Reaper:
         left = set(ids)
         for i in range(0, len(ids), AT_ONCE):
             some = ids[i : i + AT_ONCE]
-            answer = _told(lambda some=some: self._client.terminate_instances(InstanceIds=some), self._region)  # type: ignore[misc]
+            answer = _told(
+                lambda some=some: self._client.terminate_instances(InstanceIds=some), self._region
+            )  # type: ignore[misc]
             ending = answer["TerminatingInstances"]
-            left -= {entry["InstanceId"] for entry in ending if entry["CurrentState"]["Name"] in ENDED}
+            left -= {
+                entry["InstanceId"] for entry in ending if entry["CurrentState"]["Name"] in ENDED
+            }
         return sorted(left)
 
 
@@ -74,7 +101,8 @@ def _instance(entry: Mapping[str, Any]) -> Instance:
     tags = {tag["Key"]: tag["Value"] for tag in entry.get("Tags", ())}
     launched: datetime | None = entry.get("LaunchTime")
     return Instance(
-        entry["InstanceId"], tags.get(KIND_TAG, ""), tags.get(TYPE_TAG, ""), entry.get("InstanceType", ""),
+        entry["InstanceId"], tags.get(KIND_TAG, ""), tags.get(TYPE_TAG, ""),
+        entry.get("InstanceType", ""),
         "spot" if entry.get("InstanceLifecycle") == "spot" else "on-demand", entry["State"]["Name"],
         entry.get("Placement", {}).get("AvailabilityZone", ""),
         launched.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S") if launched else "",
@@ -86,13 +114,19 @@ def _told(call: Callable[[], T], region: str) -> T:
     try:
         return call()
     except NO_CREDENTIALS as error:
-        raise SpecError(f"EC2 needs credentials ({error}); set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret") from error
+        raise SpecError(
+            f"EC2 needs credentials ({error}); set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret"
+        ) from error
     except NO_LOGIN as error:
         raise SpecError(f"EC2: the login has ended ({error}); renew it (aws sso login)") from error
     except (aws.NoRegionError, aws.InvalidRegionError) as error:
-        raise SpecError(f"EC2: '{region}' is no region ({error}); correct provider.region in the cluster file") from error
+        raise SpecError(
+            f"EC2: '{region}' is no region ({error}); correct provider.region in the cluster file"
+        ) from error
     except (aws.HTTPClientError, aws.EndpointConnectionError) as error:
-        raise CloudFailed(f"EC2 in {region} does not answer: {error}; look at the network and at AWS_ENDPOINT_URL") from error
+        raise CloudFailed(
+            f"EC2 in {region} does not answer: {error}; look at the network and at AWS_ENDPOINT_URL"
+        ) from error
     except aws.ClientError as error:
         raise _refused(error, region) from error
 
@@ -100,11 +134,22 @@ def _told(call: Callable[[], T], region: str) -> T:
 def _refused(error: aws.ClientError, region: str) -> SpecError | CloudFailed:
     code, text = code_of(error), error.response["Error"].get("Message", "")
     if code in EXPIRED:
-        return SpecError(f"EC2: the credentials have expired ({code}); renew them (aws sso login, or new keys)")
+        return SpecError(
+            f"EC2: the credentials have expired ({code}); renew them (aws sso login, or new keys)"
+        )
     if code in UNKNOWN:
-        return SpecError(f"EC2 in {region} does not accept the credentials ({code}); set AWS_PROFILE or the access key right")
+        return SpecError(
+            f"EC2 in {region} does not accept the credentials ({code}); set AWS_PROFILE or the "
+            "access key right"
+        )
     if code in REFUSED:
-        return SpecError(f"EC2: the credentials may not call ec2:{error.operation_name} in {region}; allow it to this role")
+        return SpecError(
+            f"EC2: the credentials may not call ec2:{error.operation_name} in {region}; allow it "
+            "to this role"
+        )
     if code in THROTTLED:
-        return CloudFailed(f"EC2 in {region} asks to slow down ({code}), also after {ATTEMPTS} tries; try again in a minute")
+        return CloudFailed(
+            f"EC2 in {region} asks to slow down ({code}), also after {ATTEMPTS} tries; try again "
+            "in a minute"
+        )
     return CloudFailed(f"EC2 in {region}, {error.operation_name}: {code}: {text}")

@@ -1,4 +1,5 @@
-"""Where nodes come from: the embedded cluster starts them, an existing Ray cluster has them; and which of them still live."""
+"""Where nodes come from: the embedded cluster starts them, an existing Ray cluster has them; and
+which of them still live."""
 
 from __future__ import annotations
 
@@ -30,18 +31,22 @@ PROBE_WAIT_S, SUSPECT_MOST_S = 0.3, 5.0
 MUTE_MOST_S = 3.0  # a suspect whose raylet cannot be reached for so long is gone
 REFUSES = "raylet unreachable"
 ASKED_MOST_S = 1.0  # a longer pause between two looks at the head was this process's own
-RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray ends every process whose GCS is away for so long:
-AWAY_MOST_S = 0.5 * float(os.environ.get(RECONNECT) or 60.0)  # this one is to end before, in some 10 s
+# Ray ends every process whose GCS is away for so long:
+RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+# this one is to end before, in some 10 s
+AWAY_MOST_S = 0.5 * float(os.environ.get(RECONNECT) or 60.0)
 
 
 class NodeProvider(Protocol):
-    """Gives and takes nodes; returns at once, what comes of it is in `news`. `autoscaled`: Ray ends what is released."""
+    """Gives and takes nodes; returns at once, what comes of it is in `news`. `autoscaled`: Ray ends
+    what is released."""
 
     autoscaled: bool
 
     def request(self, pool: str, count: int, request_id: str) -> None: ...
     def release(self, node_id: str, taken_in_s: float | None = None) -> None:
-        """Give the node back; its workers have been ended. `taken_in_s`: until somebody takes it, where that is announced."""
+        """Give the node back; its workers have been ended. `taken_in_s`: until somebody takes it,
+        where that is announced."""
 
     def lost(self, node_id: str) -> None:
         """The node is gone; it is not ours any more."""
@@ -55,7 +60,8 @@ class NodeProvider(Protocol):
 
     def ray_id(self, node_id: str) -> str | None: ...
     def close(self, end: bool) -> None:
-        """No more news. `end`: the run is over, what it has is released; else another driver has it."""
+        """No more news. `end`: the run is over, what it has is released; else another driver has
+        it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ class RayNode:
 
 @dataclass
 class EmbeddedNodes:
-    """Nodes of a LocalCluster: they exist only when asked for, at most `max_nodes` of a pool at a time."""
+    """Nodes of a LocalCluster: they exist only when asked for, at most `max_nodes` of a pool at a
+    time."""
 
     cluster: LocalCluster
     pools: Sequence[Pool]
@@ -110,14 +117,21 @@ class EmbeddedNodes:
         used = sum(1 for p in self._names.values() if p == name)
         if used >= self._capacity[name]:
             taken = pool.max_nodes - self._capacity[name]
-            by_drills = f"{taken} of its {pool.max_nodes} nodes were preempted by drills, " if taken > 0 else ""
+            by_drills = (
+                f"{taken} of its {pool.max_nodes} nodes were preempted by drills, "
+                if taken > 0
+                else ""
+            )
             return f"no capacity: {by_drills}{used} of {self._capacity[name]} in use"
         gpus: tuple[str, ...] = ()
         if pool.accelerator_type != "CPU":
             held = {gpu for gpus in self._gpus.values() for gpu in gpus}
             free = [gpu for gpu in visible_gpus() if gpu not in held]
             if len(free) < pool.gpus_per_node:
-                return f"no capacity: a node of '{name}' has {pool.gpus_per_node} GPUs and {len(free)} are free on this machine"
+                return (
+                    f"no capacity: a node of '{name}' has {pool.gpus_per_node} GPUs and "
+                    f"{len(free)} are free on this machine"
+                )
             gpus = tuple(free[: pool.gpus_per_node])
         self._count[name] = self._count.get(name, 0) + 1
         node_id = f"{name}-{self._count[name]}"
@@ -141,7 +155,11 @@ class EmbeddedNodes:
             self._ray_ids[node_id] = answer.result()["ray_id"]
             gpus = next(p.gpus_per_node for p in self.pools if p.name == pool)
             most = sum(self._capacity.values())  # nodes that share this machine
-            events.append(NodeReady(Node(node_id, pool, gpus, host_memory_bytes=machine_bytes() // max(1, most))))
+            events.append(
+                NodeReady(
+                    Node(node_id, pool, gpus, host_memory_bytes=machine_bytes() // max(1, most))
+                )
+            )
         return events
 
     def release(self, node_id: str, taken_in_s: float | None = None) -> None:
@@ -168,12 +186,13 @@ class EmbeddedNodes:
 
 @dataclass
 class ClusterNodes:
-    """Nodes of an existing Ray cluster: each suitable living one is ours, also one that joins later, up to `max_nodes`.
+    """Nodes of an existing Ray cluster: each suitable living one is ours, also one that joins
+    later, up to `max_nodes`.
 
-    A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to the first pool of its
-    market type and accelerator type. Released nodes stay in the cluster and come back when they are requested again, unless
-    they are about to be taken.
-    `spared`: a drill takes the workers of a node and leaves the node itself alone.
+    A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to
+    the first pool of its market type and accelerator type. Released nodes stay in the cluster and
+    come back when they are requested again, unless they are about to be taken. `spared`: a drill
+    takes the workers of a node and leaves the node itself alone.
     """
 
     pools: Sequence[Pool]
@@ -182,8 +201,10 @@ class ClusterNodes:
     _capacity: dict[str, int] = field(init=False)
     _ours: dict[str, tuple[str, str]] = field(default_factory=dict)  # node id -> pool, Ray id
     _released: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
-    _not_before_s: dict[str, float] = field(default_factory=dict)  # Ray id -> when a released one may be had again
-    _asked: list[list[Any]] = field(default_factory=list)  # pool, how many are still missing, request id
+    # Ray id -> when a released one may be had again
+    _not_before_s: dict[str, float] = field(default_factory=dict)
+    # pool, how many are still missing, request id
+    _asked: list[list[Any]] = field(default_factory=list)
     _requests: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -218,7 +239,9 @@ class ClusterNodes:
         self._released.pop(found.ray_id, None)
         node_id = found.labels.get(NODE_LABEL) or f"{pool.name}-{found.ray_id[-8:]}"
         self._ours[node_id] = (pool.name, found.ray_id)
-        return NodeReady(Node(node_id, pool.name, workers_of(found, pool), host_memory_bytes=found.memory_bytes))
+        return NodeReady(
+            Node(node_id, pool.name, workers_of(found, pool), host_memory_bytes=found.memory_bytes)
+        )
 
     def _leaving(self, found: RayNode) -> bool:
         """It was released since it is to be taken, or Ray starts nothing there any more."""
@@ -272,17 +295,18 @@ def workers_of(found: RayNode, pool: Pool) -> int:
     return min(found.cpus, pool.gpus_per_node)
 
 
-# ------------------------------------------------------------------------------------------ which nodes live
+# ------------------------------------------------------------------------------------------ which
+# nodes live
 
 
 class Survey:
-    """Looks at the cluster in threads of its own: one takes what Ray says, which may take long, one asks ports. `alive`,
-    `draining` and `gone` are whole and new at every look.
+    """Looks at the cluster in threads of its own: one takes what Ray says, which may take long, one
+    asks ports. `alive`, `draining` and `gone` are whole and new at every look.
 
-    `suspect`: the nodes on which something broke. Their raylets are asked at once: a port that refuses is a node that is
-    gone, long before Ray says so.
-    `head_lost`: why nothing more can come of this cluster; '' = it stands. That is where this process's own raylet is gone, or
-    the head's GCS refuses for `refused_most_s` or is mute for AWAY_MOST_S.
+    `suspect`: the nodes on which something broke. Their raylets are asked at once: a port that
+    refuses is a node that is gone, long before Ray says so. `head_lost`: why nothing more can come
+    of this cluster; '' = it stands. That is where this process's own raylet is gone, or the head's
+    GCS refuses for `refused_most_s` or is mute for AWAY_MOST_S.
     """
 
     def __init__(self, refused_most_s: float = AWAY_MOST_S) -> None:
@@ -290,7 +314,8 @@ class Survey:
         self.draining: Mapping[str, float] = {}
         self.gone: Mapping[str, str] = {}  # Ray id -> why
         self.head_lost = ""
-        self._suspects: dict[str, tuple[float, float]] = {}  # Ray id -> suspected until, reached last
+        # Ray id -> suspected until, reached last
+        self._suspects: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         place = ray.get_runtime_context()
@@ -298,7 +323,10 @@ class Survey:
         self._own = place.get_node_id()
         self._looked = threading.Event()  # since the head was asked last
         self._look()
-        self._threads = [threading.Thread(target=run, name="survey", daemon=True) for run in (self._run, self._ask)]
+        self._threads = [
+            threading.Thread(target=run, name="survey", daemon=True)
+            for run in (self._run, self._ask)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -306,7 +334,10 @@ class Survey:
         now_s = time.monotonic()
         with self._lock:
             for ray_id in ray_ids:
-                self._suspects[ray_id] = (now_s + SUSPECT_MOST_S, self._suspects.get(ray_id, (0.0, now_s))[1])
+                self._suspects[ray_id] = (
+                    now_s + SUSPECT_MOST_S,
+                    self._suspects.get(ray_id, (0.0, now_s))[1],
+                )
 
     @property
     def suspects(self) -> bool:
@@ -323,7 +354,8 @@ class Survey:
     def close(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(0.0 if self.head_lost else 5.0)  # a call to a head that is gone may take a minute
+            # a call to a head that is gone may take a minute
+            thread.join(0.0 if self.head_lost else 5.0)
 
     def _run(self) -> None:
         looking = ThreadBoundary(log, "asking the head for its nodes")
@@ -332,7 +364,10 @@ class Survey:
 
     def _ask(self) -> None:
         asked_s = time.monotonic()
-        probing, of_the_head = ThreadBoundary(log, "asking nodes"), ThreadBoundary(log, "asking the head")
+        probing, of_the_head = (
+            ThreadBoundary(log, "asking nodes"),
+            ThreadBoundary(log, "asking the head"),
+        )
         while not self._stop.wait(PROBE_S):
             probing.holds(self._probe)
             if time.monotonic() - asked_s >= SURVEY_S:
@@ -342,7 +377,9 @@ class Survey:
     def _ask_head(self) -> None:
         looked = self._looked.is_set()
         self._looked.clear()
-        self.head_lost = self.head_lost or self._own_lost() or self._head.ask(looked, time.monotonic())
+        self.head_lost = (
+            self.head_lost or self._own_lost() or self._head.ask(looked, time.monotonic())
+        )
 
     def _own_lost(self) -> str:
         why = self.check(self._own)
@@ -351,7 +388,11 @@ class Survey:
     def _probe(self) -> None:
         now_s = time.monotonic()
         with self._lock:
-            self._suspects = {r: times for r, times in self._suspects.items() if times[0] > now_s and r not in self.gone}
+            self._suspects = {
+                r: times
+                for r, times in self._suspects.items()
+                if times[0] > now_s and r not in self.gone
+            }
             suspects = dict(self._suspects)
         for ray_id, (until_s, reached_s) in suspects.items():
             found = self.alive.get(ray_id)
@@ -382,8 +423,9 @@ class Survey:
 
 @dataclass
 class HeadService:
-    """The head's GCS as it is seen from here. Where it keeps its memory elsewhere it may come back: `refused_most_s` is how
-    long that is waited for. What this process itself stalled does not count."""
+    """The head's GCS as it is seen from here. Where it keeps its memory elsewhere it may come back:
+    `refused_most_s` is how long that is waited for. What this process itself stalled does not
+    count."""
 
     address: str
     refused_most_s: float
@@ -392,7 +434,8 @@ class HeadService:
     _asked_s: float | None = None
 
     def ask(self, looked: bool, now_s: float) -> str:
-        """Why it is gone for good; '' = it is not. `looked`: it has answered a call since the last time."""
+        """Why it is gone for good; '' = it is not. `looked`: it has answered a call since the last
+        time."""
         host, _, port = self.address.rpartition(":")
         answer = reaches(host.strip("[]"), int(port))
         back = self._refused and answer is True
@@ -402,7 +445,11 @@ class HeadService:
         self._away_s = 0.0 if looked or back else self._away_s + gap_s
         how = "has refused connections" if self._refused else "has not answered"
         most_s = self.refused_most_s if self._refused else AWAY_MOST_S
-        return f"the head's GCS at {self.address} {how} for {self._away_s:.0f} s" if self._away_s > most_s else ""
+        return (
+            f"the head's GCS at {self.address} {how} for {self._away_s:.0f} s"
+            if self._away_s > most_s
+            else ""
+        )
 
 
 def living() -> list[RayNode]:
@@ -413,13 +460,15 @@ def living() -> list[RayNode]:
 def _ray_node(entry: Mapping[str, Any]) -> RayNode:
     resources = entry["Resources"]
     return RayNode(
-        entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerPort"], entry["Labels"], int(resources.get("CPU", 0)),
-        int(resources.get("GPU", 0)), "node:__internal_head__" in resources, _host_bytes(resources),
+        entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerPort"], entry["Labels"],
+        int(resources.get("CPU", 0)), int(resources.get("GPU", 0)),
+        "node:__internal_head__" in resources, _host_bytes(resources),
     )  # fmt: skip
 
 
 def _host_bytes(resources: Mapping[str, float]) -> int:
-    """Ray gives tasks what is left of the host's memory beside its object store: the sum is the host's, or a little less."""
+    """Ray gives tasks what is left of the host's memory beside its object store: the sum is the
+    host's, or a little less."""
     memory = resources.get("memory", 0.0)
     return int(memory + resources.get("object_store_memory", 0.0)) if memory else 0
 
@@ -441,10 +490,13 @@ def reaches(address: str, port: int) -> bool | None:
 
 
 def signal_there(ray_id: str, pids: Sequence[int], number: int, raylet: bool = False) -> Any:
-    """Sends a signal to processes of another node (and to its raylet), through a task that runs there."""
+    """Sends a signal to processes of another node (and to its raylet), through a task that runs
+    there."""
     where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
     task: Any = ray.remote(_signal)
-    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(list(pids), int(number), raylet)
+    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(
+        list(pids), int(number), raylet
+    )
 
 
 def _signal(pids: Sequence[int], number: int, raylet: bool) -> None:

@@ -1,1 +1,2 @@
-"""Notices of preemption: who watches each node for them, and how those of several sources become one per node."""
+"""Notices of preemption: who watches each node for them, and how those of several sources become
+one per node."""

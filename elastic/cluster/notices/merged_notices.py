@@ -1,6 +1,8 @@
-"""Notices from all who give them, as one per node: the node's own sources, Ray's drain, the end of a reservation.
+"""Notices from all who give them, as one per node: the node's own sources, Ray's drain, the end of
+a reservation.
 
-The earliest deadline counts, and its teller is the origin. A notice is withdrawn when nobody gives it any more.
+The earliest deadline counts, and its teller is the origin. A notice is withdrawn when nobody gives
+it any more.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from elastic.cluster.notices.sources.watch import NoticeReport
 from elastic.types import Event, Node, NodeWarned, Notice, NoticeWithdrawn, Pool
 
 SAME_S = 1.0  # deadlines that differ by less are the same
-RESERVED_S = 600.0  # before its end a reservation is told as a notice; the policy knows it from the pool all the time
+# before its end a reservation is told as a notice; the policy knows it from the pool all the time
+RESERVED_S = 600.0
 RAY, RESERVATION, DRILL = "Ray drains the node", "its reservation ends", "drill"
 
 
@@ -21,18 +24,26 @@ class Notices:
     """`usual_s`: until the deadline, where Ray names none. All times are of the backend's clock."""
 
     usual_s: float = 120.0
-    _given: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # node -> teller -> what -> deadline
+    # node -> teller -> what -> deadline
+    _given: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     _told: dict[str, float] = field(default_factory=dict)
     _warned: set[tuple[str, str]] = field(default_factory=set)
     _ours: set[str] = field(default_factory=set)  # nodes that this run drains in Ray itself
 
     def heard(self, node_id: str, report: NoticeReport, now_s: float) -> list[Event]:
-        """What the node itself knows. A source that has not answered yet changes nothing. Returns new warnings."""
+        """What the node itself knows. A source that has not answered yet changes nothing. Returns
+        new warnings."""
         events: list[Event] = []
         for source, findings in report.said.items():
-            self._give(node_id, source, {f.what: now_s + f.in_s for f in findings if f.in_s is not None})
+            self._give(
+                node_id, source, {f.what: now_s + f.in_s for f in findings if f.in_s is not None}
+            )
             warnings = {f.what: f for f in findings if f.in_s is None}
-            events += [NodeWarned(node_id, w.what, w.risk) for w in warnings.values() if (node_id, w.what) not in self._warned]
+            events += [
+                NodeWarned(node_id, w.what, w.risk)
+                for w in warnings.values()
+                if (node_id, w.what) not in self._warned
+            ]
             self._warned |= {(node_id, what) for what in warnings}
         return events
 
@@ -43,8 +54,8 @@ class Notices:
         self._told[event.node_id] = event.deadline_s
 
     def left(self, node_id: str) -> None:
-        """The policy leaves the node, and Ray is told to drain it. That Ray does is no news then, and it cannot be taken back:
-        the node's notice is not withdrawn any more."""
+        """The policy leaves the node, and Ray is told to drain it. That Ray does is no news then,
+        and it cannot be taken back: the node's notice is not withdrawn any more."""
         self._ours.add(node_id)
 
     def drains(self, draining: Mapping[str, float], now_s: float) -> None:
@@ -61,7 +72,11 @@ class Notices:
         ending = {pool.name: pool for pool in pools if pool.ends_at_s is not None}
         for node in nodes:
             pool = ending.get(node.pool)
-            if pool is not None and pool.ends_at_s is not None and now_s >= pool.ends_at_s - max(RESERVED_S, pool.notice_s):
+            if (
+                pool is not None
+                and pool.ends_at_s is not None
+                and now_s >= pool.ends_at_s - max(RESERVED_S, pool.notice_s)
+            ):
                 self._give(node.node_id, RESERVATION, {RESERVATION: pool.ends_at_s})
 
     def news(self) -> list[Event]:
@@ -85,7 +100,10 @@ class Notices:
     def announced_s(self, node_id: str) -> float | None:
         """The deadline that somebody gives who can take the node; a drill only plays one."""
         said = self._given.get(node_id, {})
-        return min((at_s for teller, what in said.items() if teller != DRILL for at_s in what.values()), default=None)
+        return min(
+            (at_s for teller, what in said.items() if teller != DRILL for at_s in what.values()),
+            default=None,
+        )
 
     def forget(self, node_id: str) -> None:
         """The node is gone: no news of it."""
@@ -95,10 +113,15 @@ class Notices:
         self._warned = {(name, what) for name, what in self._warned if name != node_id}
 
     def _give(self, node_id: str, teller: str, said: Mapping[str, float]) -> None:
-        """Replaces what the teller has said of the node; what it continues saying keeps its deadline, whatever clocks do."""
+        """Replaces what the teller has said of the node; what it continues saying keeps its
+        deadline, whatever clocks do."""
         before = self._given.get(node_id, {}).get(teller, {})
         if said or before:
-            self._given.setdefault(node_id, {})[teller] = {what: before.get(what, at_s) for what, at_s in said.items()}
+            self._given.setdefault(node_id, {})[teller] = {
+                what: before.get(what, at_s) for what, at_s in said.items()
+            }
 
     def _all(self, node_id: str) -> list[tuple[float, str]]:
-        return [(at_s, what) for said in self._given[node_id].values() for what, at_s in said.items()]
+        return [
+            (at_s, what) for said in self._given[node_id].values() for what, at_s in said.items()
+        ]

@@ -1,5 +1,5 @@
-"""Who watches for notices: a light actor on each node of a cluster (no CPU, no GPU, no credentials); this process itself where
-all nodes are on this machine.
+"""Who watches for notices: a light actor on each node of a cluster (no CPU, no GPU, no
+credentials); this process itself where all nodes are on this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class NodeWatcher:
 
 
 class NoticeWatchers:
-    """One for each node that is kept, started and asked in a thread of its own: nobody waits for them."""
+    """One for each node that is kept, started and asked in a thread of its own: nobody waits for
+    them."""
 
     def __init__(self) -> None:
         self._wanted: Mapping[str, str] = {}
@@ -95,7 +96,9 @@ class NoticeWatchers:
                 continue
             where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
             actor_class: Any = ray.remote(NodeWatcher)
-            actor = actor_class.options(num_cpus=0, max_restarts=0, max_concurrency=2, scheduling_strategy=where).remote()
+            actor = actor_class.options(
+                num_cpus=0, max_restarts=0, max_concurrency=2, scheduling_strategy=where
+            ).remote()
             self._actors[node_id] = (ray_id, actor)
             self._ask(node_id, 0)
 
@@ -129,8 +132,8 @@ class NoticeWatchers:
 
 
 class LocalNoticeWatcher:
-    """For nodes on this machine: they all end with it. Metadata addresses are asked only where this machine is known to be of a
-    cloud."""
+    """For nodes on this machine: they all end with it. Metadata addresses are asked only where this
+    machine is known to be of a cloud."""
 
     def __init__(self) -> None:
         self._watch = Watch(partial(sources_of, ProbedMachine(dict(os.environ), named_only=True)))
@@ -140,7 +143,9 @@ class LocalNoticeWatcher:
 
     def keep(self, nodes: Mapping[str, str]) -> None:
         self._nodes = dict(nodes)
-        self._told = {node_id: version for node_id, version in self._told.items() if node_id in nodes}
+        self._told = {
+            node_id: version for node_id, version in self._told.items() if node_id in nodes
+        }
 
     def take(self) -> list[tuple[str, NoticeReport]]:
         report = self._watch.news(0, 0.0)

@@ -1,7 +1,7 @@
 """What AWS says of prices: three calls that read and change nothing, bounded in time.
 
-They need ec2:DescribeSpotPriceHistory, ec2:GetSpotPlacementScores and pricing:GetProducts. botocore's own retries are off: what
-may pass is retried here, and never for longer than PATIENCE_S.
+They need ec2:DescribeSpotPriceHistory, ec2:GetSpotPlacementScores and pricing:GetProducts.
+botocore's own retries are off: what may pass is retried here, and never for longer than PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -17,9 +17,24 @@ from typing import Any, TypeVar
 import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
-from elastic.cluster.prices.aws_errors import EXPIRED, NO_CREDENTIALS, NO_LOGIN, PASSING, REFUSED, THROTTLED, UNKNOWN, code_of
+from elastic.cluster.prices.aws_errors import (
+    EXPIRED,
+    NO_CREDENTIALS,
+    NO_LOGIN,
+    PASSING,
+    REFUSED,
+    THROTTLED,
+    UNKNOWN,
+    code_of,
+)
 
 T = TypeVar("T")
 
@@ -27,10 +42,15 @@ PATIENCE_S, ATTEMPTS = 20.0, 4
 CONNECT_S, READ_S = 3.0, 8.0
 PRICING_REGION = "us-east-1"  # the price list service is in few regions and knows the prices of all
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
-SPOT_LOOK = timedelta(hours=1)  # history begins with the price that was in force then; clocks may differ
+# history begins with the price that was in force then; clocks may differ
+SPOT_LOOK = timedelta(hours=1)
 ADVICE = {
-    **dict.fromkeys(EXPIRED, "the credentials have expired: renew them (aws sso login, or new keys)"),
-    **dict.fromkeys(UNKNOWN, "AWS does not know these credentials: set AWS_PROFILE or AWS_ACCESS_KEY_ID"),
+    **dict.fromkeys(
+        EXPIRED, "the credentials have expired: renew them (aws sso login, or new keys)"
+    ),
+    **dict.fromkeys(
+        UNKNOWN, "AWS does not know these credentials: set AWS_PROFILE or AWS_ACCESS_KEY_ID"
+    ),
     **dict.fromkeys(REFUSED, "these credentials may not ask that"),
     **dict.fromkeys(THROTTLED, f"AWS asks to slow down, also after {ATTEMPTS} tries"),
 }
@@ -72,24 +92,35 @@ class AwsPrices:
         return tuple(newest[zone][1] for zone in sorted(newest))
 
     def scores(self, instance_type: str, region: str, nodes: int) -> dict[str, int]:
-        """Zone id -> how likely it is, 1 to 10, that so many spot nodes are to be had there at once."""
+        """Zone id -> how likely it is, 1 to 10, that so many spot nodes are to be had there at
+        once."""
         request = {
-            "InstanceTypes": [instance_type], "TargetCapacity": max(1, nodes), "RegionNames": [region],
-            "SingleAvailabilityZone": True,
+            "InstanceTypes": [instance_type], "TargetCapacity": max(1, nodes),
+            "RegionNames": [region], "SingleAvailabilityZone": True,
         }  # fmt: skip
-        answer = self._ask("ec2", region, lambda ec2: ec2.get_spot_placement_scores(**request), f"placement scores in {region}")
-        return {str(row.get("AvailabilityZoneId", region)): int(row["Score"]) for row in answer["SpotPlacementScores"]}
+        answer = self._ask(
+            "ec2",
+            region,
+            lambda ec2: ec2.get_spot_placement_scores(**request),
+            f"placement scores in {region}",
+        )
+        return {
+            str(row.get("AvailabilityZoneId", region)): int(row["Score"])
+            for row in answer["SpotPlacementScores"]
+        }
 
     def on_demand(self, instance_type: str, region: str) -> float | None:
         """Dollars per hour, Linux, shared tenancy; None = the price list has no such thing."""
         wanted = {
-            "instanceType": instance_type, "regionCode": region, "operatingSystem": "Linux", "tenancy": "Shared",
-            "preInstalledSw": "NA", "capacitystatus": "Used",
+            "instanceType": instance_type, "regionCode": region, "operatingSystem": "Linux",
+            "tenancy": "Shared", "preInstalledSw": "NA", "capacitystatus": "Used",
         }  # fmt: skip
-        filters = [{"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()]
+        filters = [
+            {"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()
+        ]
         answer = self._ask(
-            "pricing", PRICING_REGION, lambda c: c.get_products(ServiceCode="AmazonEC2", Filters=filters, MaxResults=100),
-            f"the price of {instance_type} in {region}",
+            "pricing", PRICING_REGION, lambda c: c.get_products(ServiceCode="AmazonEC2",
+            Filters=filters, MaxResults=100), f"the price of {instance_type} in {region}",
         )  # fmt: skip
         found = [usd for text in answer["PriceList"] for usd in _hourly(json.loads(text))]
         return min(found, default=None)
@@ -116,17 +147,25 @@ class AwsPrices:
         except aws.BotoCoreError as error:
             raise NoAnswer(f"{what}: AWS does not answer ({type(error).__name__})") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise NoAnswer(f"{what}: an answer that cannot be read ({type(error).__name__})") from error
+            raise NoAnswer(
+                f"{what}: an answer that cannot be read ({type(error).__name__})"
+            ) from error
 
 
 def _client(service: str, region: str) -> Any:
-    config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries={"total_max_attempts": 1})
+    config = Config(
+        connect_timeout=CONNECT_S, read_timeout=READ_S, retries={"total_max_attempts": 1}
+    )
     return boto3.session.Session().client(service, region_name=region, config=config)
 
 
 def _history(ec2: Any, instance_type: str, since: datetime) -> list[dict[str, Any]]:
     """All pages of it; few, since it goes back an hour."""
-    request: dict[str, Any] = {"InstanceTypes": [instance_type], "ProductDescriptions": list(LINUX), "StartTime": since}
+    request: dict[str, Any] = {
+        "InstanceTypes": [instance_type],
+        "ProductDescriptions": list(LINUX),
+        "StartTime": since,
+    }
     rows: list[dict[str, Any]] = []
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
@@ -139,13 +178,18 @@ def _history(ec2: Any, instance_type: str, since: datetime) -> list[dict[str, An
 
 
 def _hourly(product: dict[str, Any]) -> list[float]:
-    """Of an entry of the price list; nothing where it is of reserved blocks of capacity, or free."""
+    """Of an entry of the price list; nothing where it is of reserved blocks of capacity, or
+    free."""
     if product["product"]["attributes"].get("marketoption", "OnDemand") != "OnDemand":
         return []
     dimensions: Sequence[dict[str, Any]] = [
-        row for term in product["terms"].get("OnDemand", {}).values() for row in term["priceDimensions"].values()
+        row
+        for term in product["terms"].get("OnDemand", {}).values()
+        for row in term["priceDimensions"].values()
     ]
-    prices = [float(row["pricePerUnit"].get("USD", 0)) for row in dimensions if row["unit"] == "Hrs"]
+    prices = [
+        float(row["pricePerUnit"].get("USD", 0)) for row in dimensions if row["unit"] == "Hrs"
+    ]
     return [usd for usd in prices if usd > 0]
 
 

@@ -1,4 +1,5 @@
-"""node_config against the service model of EC2 that botocore ships: misspelled keys, wrong kinds, bad values. Offline."""
+"""node_config against the service model of EC2 that botocore ships: misspelled keys, wrong kinds,
+bad values. Offline."""
 
 from __future__ import annotations
 
@@ -35,11 +36,17 @@ WORDS = {
 def node_config_problems(spec: ClusterSpec) -> list[Problem]:
     found: list[Problem] = []
     for node_type in spec.node_types:
-        config = {key: value for key, value in node_type.node_config.items() if key not in RAYS_KEYS}
+        config = {
+            key: value for key, value in node_type.node_config.items() if key not in RAYS_KEYS
+        }
         place = (*node_type.place, "node_config")
         for key in FILLED_IN:
             if key in config:
-                right = "SubnetIds: [...]" if key == "SubnetId" else "min_workers and max_workers of the node type"
+                right = (
+                    "SubnetIds: [...]"
+                    if key == "SubnetId"
+                    else "min_workers and max_workers of the node type"
+                )
                 found.append(Problem((*place, key), "Ray sets it itself", right))
         found += _wrong(config, _run_instances(), place)
     return found
@@ -56,14 +63,18 @@ def _run_instances() -> Any:
 def _wrong(value: Any, shape: Any, place: tuple[str | int, ...]) -> Iterator[Problem]:
     kind = shape.type_name
     wanted = KINDS.get(kind)
-    if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and kind != "boolean")):
+    if wanted and (
+        not isinstance(value, wanted) or (isinstance(value, bool) and kind != "boolean")
+    ):
         yield Problem(place, f"it is {value!r}", f"it must be {WORDS.get(kind, 'a number')}")
     elif kind == "structure":
         yield from _keys(value, shape, place)
     elif kind == "list":
         for n, item in enumerate(value):
             yield from _wrong(item, shape.member, (*place, n))
-    elif kind == "string" and shape.enum and value not in shape.enum and place[-1] != "InstanceType":
+    elif (
+        kind == "string" and shape.enum and value not in shape.enum and place[-1] != "InstanceType"
+    ):
         yield Problem(place, f"it is '{value}'", f"it must be one of {', '.join(shape.enum)}")
 
 

@@ -1,7 +1,8 @@
-"""What a run's pools cost now: asked in the background, told as PriceSeen. Without an answer the catalog's dated table counts.
+"""What a run's pools cost now: asked in the background, told as PriceSeen. Without an answer the
+catalog's dated table counts.
 
-Spot: the newest price of the pool's zone, or the median of its region's zones. On demand: the price list. Only AWS is asked;
-what a user has stated as a price is never looked up.
+Spot: the newest price of the pool's zone, or the median of its region's zones. On demand: the price
+list. Only AWS is asked; what a user has stated as a price is never looked up.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ TABLE = f"table of {catalog.PRICES_AT}"
 
 @dataclass(frozen=True)
 class Price:
-    """Of a pool. `source`: where it is from, in words; `zones`: spot price by zone; `scores`: placement score by zone id;
-    `score`: that of the pool's own zone, of the best one where it has none; 0 = not known."""
+    """Of a pool. `source`: where it is from, in words; `zones`: spot price by zone; `scores`:
+    placement score by zone id; `score`: that of the pool's own zone, of the best one where it has
+    none; 0 = not known."""
 
     pool: Pool
     usd_per_node_h: float | None
@@ -44,18 +46,26 @@ class Price:
     def plain(self) -> dict[str, Any]:
         pool = self.pool
         return {
-            "pool": pool.name, "instance_type": pool.instance_type, "market_type": pool.market_type, "region": pool.region,
-            "zone": pool.zone, "usd_per_node_h": self.usd_per_node_h, "source": self.source, "zones": dict(self.zones),
-            "scores": dict(self.scores), "score": self.score,
+            "pool": pool.name, "instance_type": pool.instance_type, "market_type": pool.market_type,
+            "region": pool.region, "zone": pool.zone, "usd_per_node_h": self.usd_per_node_h,
+            "source": self.source, "zones": dict(self.zones), "scores": dict(self.scores),
+            "score": self.score,
         }  # fmt: skip
 
 
 def is_looked_up(pool: Pool) -> bool:
     """A price that is not the table's was stated by the user, who may have a contract."""
-    if pool.cloud != "aws" or not pool.instance_type or not pool.region or pool.market_type not in ("spot", "on-demand"):
+    if (
+        pool.cloud != "aws"
+        or not pool.instance_type
+        or not pool.region
+        or pool.market_type not in ("spot", "on-demand")
+    ):
         return False
     found = from_table(pool)
-    return pool.usd_per_node_h == 0.0 or (found.source.startswith(TABLE) and pool.usd_per_node_h == found.usd_per_node_h)
+    return pool.usd_per_node_h == 0.0 or (
+        found.source.startswith(TABLE) and pool.usd_per_node_h == found.usd_per_node_h
+    )
 
 
 @dataclass
@@ -68,7 +78,8 @@ class Market:
     _mute: bool = False
 
     def look(self, pools: Sequence[Pool]) -> list[Price]:
-        """Of each pool. Never raises for what AWS does; takes as long as it takes, at most about a minute per pool."""
+        """Of each pool. Never raises for what AWS does; takes as long as it takes, at most about a
+        minute per pool."""
         self.problems, self._mute = [], False
         return [self._price(pool) if is_looked_up(pool) else given(pool) for pool in pools]
 
@@ -77,7 +88,12 @@ class Market:
             return from_table(pool)
         try:
             if pool.market_type == "on-demand":
-                usd = self._keep(("on-demand", pool.instance_type, pool.region), ON_DEMAND_S, self._on_demand, pool)
+                usd = self._keep(
+                    ("on-demand", pool.instance_type, pool.region),
+                    ON_DEMAND_S,
+                    self._on_demand,
+                    pool,
+                )
                 return from_table(pool) if usd is None else Price(pool, usd, "price list of AWS")
             found = self.prices.spot(pool.instance_type, pool.region)
         except NoAnswer as error:
@@ -87,12 +103,16 @@ class Market:
         zones = {spot.zone: spot.usd_per_h for spot in found}
         scores = self._scores(pool)
         ids = {spot.zone: spot.zone_id for spot in found}
-        score = scores.get(ids.get(pool.zone, ""), 0) if pool.zone else max(scores.values(), default=0)
+        score = (
+            scores.get(ids.get(pool.zone, ""), 0) if pool.zone else max(scores.values(), default=0)
+        )
         if not zones:
             self._note(f"AWS has no spot price of {pool.instance_type} in {pool.region}")
             return Price(pool, from_table(pool).usd_per_node_h, TABLE, scores=scores, score=score)
         usd = zones[pool.zone] if pool.zone in zones else median(zones.values())
-        where = pool.zone if pool.zone in zones else f"median of {len(zones)} zones of {pool.region}"
+        where = (
+            pool.zone if pool.zone in zones else f"median of {len(zones)} zones of {pool.region}"
+        )
         return Price(pool, usd, f"spot price of AWS, {where}", zones, scores, score)
 
     def _on_demand(self, pool: Pool) -> float | None:
@@ -104,7 +124,8 @@ class Market:
             return dict(self._keep(key, SCORES_S, self._ask_scores, pool))
         except NoAnswer as error:
             self._note(str(error))
-            self._kept[key] = (time.monotonic(), {})  # nor is what was refused asked for at every look
+            # nor is what was refused asked for at every look
+            self._kept[key] = (time.monotonic(), {})
             return {}
 
     def _ask_scores(self, pool: Pool) -> dict[str, int]:
@@ -125,7 +146,11 @@ class Market:
 def given(pool: Pool) -> Price:
     """Of a pool that is not looked up."""
     found = from_table(pool)
-    return found if pool.usd_per_node_h in (0.0, found.usd_per_node_h) else Price(pool, pool.usd_per_node_h, "as stated")
+    return (
+        found
+        if pool.usd_per_node_h in (0.0, found.usd_per_node_h)
+        else Price(pool, pool.usd_per_node_h, "as stated")
+    )
 
 
 def from_table(pool: Pool) -> Price:
@@ -135,15 +160,19 @@ def from_table(pool: Pool) -> Price:
         return Price(pool, pool.usd_per_node_h, "as stated")
     usd, region = known.usd_per_h_or_elsewhere(pool.region, pool.market_type == "spot")
     if usd is None:
-        return Price(pool, pool.usd_per_node_h or None, "as stated" if pool.usd_per_node_h else "not known")
+        return Price(
+            pool, pool.usd_per_node_h or None, "as stated" if pool.usd_per_node_h else "not known"
+        )
     return Price(pool, usd, TABLE if region == pool.region else f"{TABLE} of {region}")
 
 
 class Ticker:
-    """Looks at the market in a thread, and tells what has changed since the pools were read. Does nothing where there is
-    nothing to look up."""
+    """Looks at the market in a thread, and tells what has changed since the pools were read. Does
+    nothing where there is nothing to look up."""
 
-    def __init__(self, pools: Sequence[Pool], market: Market | None = None, refresh_s: float = REFRESH_S) -> None:
+    def __init__(
+        self, pools: Sequence[Pool], market: Market | None = None, refresh_s: float = REFRESH_S
+    ) -> None:
         self._pools = [pool for pool in pools if is_looked_up(pool)]
         self._market, self._refresh_s = market or Market(), refresh_s
         self._told = {pool.name: (pool.usd_per_node_h, 0) for pool in self._pools}
@@ -182,7 +211,9 @@ class Ticker:
         if usd is None or price.source.startswith(TABLE):
             usd = known_usd  # the pool was read from the table, or has a newer price than that
         score = price.score or known_score
-        if not self._ended.is_set() and (abs(usd - known_usd) > NEWS * known_usd or score != known_score):
+        if not self._ended.is_set() and (
+            abs(usd - known_usd) > NEWS * known_usd or score != known_score
+        ):
             self._told[name] = usd, score
             self._news.put(PriceSeen(name, usd, score))
 

@@ -1,4 +1,5 @@
-"""Every private Ray name that this package uses, each with a compatibility test (tests/cluster/ray/test_ray_private.py)."""
+"""Every private Ray name that this package uses, each with a compatibility test
+(tests/cluster/ray/test_ray_private.py)."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from typing import Any
 
 import ray
 
-# Ray has no switch for its agents. Six nodes on two busy cores: 6 to 8 s, 2.4 s of CPU; with agents 17 s, 35 s or, in four
-# of six starts, not within Ray's 30 s; 12 to 15 s of CPU, 900 MB. A worker that is no fork: 3 s of CPU and 155 MB more.
+# Ray has no switch for its agents. Six nodes on two busy cores: 6 to 8 s, 2.4 s of CPU; with agents
+# 17 s, 35 s or, in four of six starts, not within Ray's 30 s; 12 to 15 s of CPU, 900 MB. A worker
+# that is no fork: 3 s of CPU and 155 MB more.
 _LEAN_PYTHON = """#!/bin/sh
 for word in "$@"; do case "$word" in
 --node-id=*) node=${word#*=} ;;
 --session-dir=*) session=${word#*=} ;;
 */ray/dashboard/dashboard.py) exit 1 ;;
-*/ray/dashboard/agent.py) names="metrics_agent_port metrics_export_port dashboard_agent_listen_port" ;;
+*/ray/dashboard/agent.py)
+    names="metrics_agent_port metrics_export_port dashboard_agent_listen_port" ;;
 */ray/_private/runtime_env/agent/main.py) names=@RUNTIME_ENV@ ;;
 esac; done
 case "$1" in */ray/_private/workers/default_worker.py) exec @WORKER@ "$@" ;; esac
@@ -38,7 +41,8 @@ exec sleep infinity
 
 
 def draining_nodes() -> dict[str, float]:
-    """Ray node id -> deadline in epoch seconds (0 = none) of nodes that the cluster is told to give up."""
+    """Ray node id -> deadline in epoch seconds (0 = none) of nodes that the cluster is told to give
+    up."""
     import ray._private.state
 
     deadlines = ray._private.state.state.get_draining_nodes()
@@ -46,7 +50,8 @@ def draining_nodes() -> dict[str, float]:
 
 
 def drain(ray_id: str, deadline_s: float, why: str) -> bool:
-    """Tells the cluster that the node will be preempted at `deadline_s` (epoch seconds); True = accepted."""
+    """Tells the cluster that the node will be preempted at `deadline_s` (epoch seconds); True =
+    accepted."""
     return _drain(ray_id, "PREEMPTION", why, deadline_s)
 
 
@@ -61,7 +66,8 @@ def _drain(ray_id: str, reason: str, why: str, deadline_s: float) -> bool:
 
 
 def launcher_problem(data: Mapping[str, Any]) -> tuple[tuple[str | int, ...], str] | None:
-    """What `ray up` itself finds wrong in a cluster file: place and text; None = nothing. It tells only the first."""
+    """What `ray up` itself finds wrong in a cluster file: place and text; None = nothing. It tells
+    only the first."""
     import click
     import jsonschema
     from ray.autoscaler._private.util import prepare_config, validate_config
@@ -84,7 +90,8 @@ def launcher_problem(data: Mapping[str, Any]) -> tuple[tuple[str | int, ...], st
 
 
 def mute_errors() -> None:
-    """Ends the thread of ray.init that prints what went wrong in workers: the run's journal has it in words of its own."""
+    """Ends the thread of ray.init that prints what went wrong in workers: the run's journal has it
+    in words of its own."""
     from ray._private.worker import global_worker
 
     global_worker.threads_stopped.set()
@@ -92,49 +99,68 @@ def mute_errors() -> None:
 
 
 def lean_python(folder: str, environments: bool = False, worker: Sequence[str] = ()) -> str:
-    """A Python for a cluster on one machine that needs no dashboard and no metrics, and no runtime environments unless asked.
-    `worker`: words to start one of Ray's worker processes by, in the place of Python itself.
+    """A Python for a cluster on one machine that needs no dashboard and no metrics, and no runtime
+    environments unless asked. `worker`: words to start one of Ray's worker processes by, in the
+    place of Python itself.
 
-    It naps where Ray starts its agents (two processes, 3 s of CPU and 200 MB per node; a raylet ends itself when they are not
-    up within 15 s), after saying as they would that they offer nothing (port -1). Where Ray names them otherwise they just run.
+    It naps where Ray starts its agents (two processes, 3 s of CPU and 200 MB per node; a raylet
+    ends itself when they are not up within 15 s), after saying as they would that they offer
+    nothing (port -1). Where Ray names them otherwise they just run.
     """
     script = Path(folder, "python")
-    text = _LEAN_PYTHON.replace("@WORKER@", shlex.join(worker) or "@PYTHON@").replace("@PYTHON@", shlex.quote(sys.executable))
-    script.write_text(text.replace("@RUNTIME_ENV@", "" if environments else "runtime_env_agent_port"))
+    text = _LEAN_PYTHON.replace("@WORKER@", shlex.join(worker) or "@PYTHON@").replace(
+        "@PYTHON@", shlex.quote(sys.executable)
+    )
+    script.write_text(
+        text.replace("@RUNTIME_ENV@", "" if environments else "runtime_env_agent_port")
+    )
     script.chmod(0o755)
     return str(script) if os.access(script, os.X_OK) else sys.executable
 
 
 def connect(address: str, namespace: str, host: str) -> None:
-    """ray.init to the node on `host`, an address of this machine that is not its outer one (`_node_ip_address`)."""
-    ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, _node_ip_address=host)
+    """ray.init to the node on `host`, an address of this machine that is not its outer one
+    (`_node_ip_address`)."""
+    ray.init(
+        address,
+        namespace=namespace,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _node_ip_address=host,
+    )
 
 
 def read_environment_again() -> None:
-    """Ray keeps what the environment first said of authentication, and whether there are other machines (where there are none,
-    127.0.0.1 is not replaced by the machine's outer address). To be called while no cluster is connected. The mode comes before
-    the token: a thread of Ray that still ends must not look for a token that is gone."""
+    """Ray keeps what the environment first said of authentication, and whether there are other
+    machines (where there are none, 127.0.0.1 is not replaced by the machine's outer address). To be
+    called while no cluster is connected. The mode comes before the token: a thread of Ray that
+    still ends must not look for a token that is gone."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     constants: Any = ray_constants
-    others = constants.env_bool(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not constants.IS_WINDOWS_OR_OSX)
+    others = constants.env_bool(
+        constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not constants.IS_WINDOWS_OR_OSX
+    )
     constants.ENABLE_RAY_CLUSTER = others
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def count_nodes_again() -> None:
-    """Makes Ray Train's view of the nodes fresh, which it renews only every 20 s by itself. Does not wait."""
-    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+    """Makes Ray Train's view of the nodes fresh, which it renews only every 20 s by itself. Does
+    not wait."""
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        get_or_create_autoscaling_coordinator,
+    )
 
     coordinator: Any = get_or_create_autoscaling_coordinator()
     coordinator.get_reserved_resources.remote("elastic", recompute=True)
 
 
 def answer_preemption_info(ask: Callable[[], dict[str, Any] | None]) -> None:
-    """From now on `ray.train.get_preemption_info()` answers in this process, which is none of Ray Train's, what `ask` says:
-    None, or {"deadline_ms", "ranks": {node id: ranks}}."""
+    """From now on `ray.train.get_preemption_info()` answers in this process, which is none of Ray
+    Train's, what `ask` says: None, or {"deadline_ms", "ranks": {node id: ranks}}."""
     from ray.train import PreemptionInfo
     from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
 
@@ -144,19 +170,23 @@ def answer_preemption_info(ask: Callable[[], dict[str, Any] | None]) -> None:
             return None if found is None else PreemptionInfo(found["deadline_ms"], found["ranks"])
 
         def __getattr__(self, name: str) -> Any:
-            raise RuntimeError(f"ray.train: '{name}' is not there for a script; only get_preemption_info() is")
+            raise RuntimeError(
+                f"ray.train: '{name}' is not there for a script; only get_preemption_info() is"
+            )
 
     set_train_fn_utils(Answers())
 
 
-# ------------------------------------------------------------------------------------------ the autoscaler
+# ------------------------------------------------------------------------------------------ the
+# autoscaler
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What the autoscaler (v2) told the head last, by node type. `coming`: instances that exist and have not joined.
-    `asked`: launches without an instance yet. `failed`: launches that failed, since the autoscaler started. `infeasible`: the
-    sum of what was requested cannot be had, and then nothing of it is; bundles by their (resources, labels)."""
+    """What the autoscaler (v2) told the head last, by node type. `coming`: instances that exist and
+    have not joined. `asked`: launches without an instance yet. `failed`: launches that failed,
+    since the autoscaler started. `infeasible`: the sum of what was requested cannot be had, and
+    then nothing of it is; bundles by their (resources, labels)."""
 
     coming: Counter[str]
     asked: Counter[str]
@@ -165,7 +195,8 @@ class Scaling:
 
 
 def autoscaler_v2() -> bool:
-    """Does the cluster that this process is connected to have version 2 of the autoscaler, even one that only looks on?"""
+    """Does the cluster that this process is connected to have version 2 of the autoscaler, even one
+    that only looks on?"""
     from ray.autoscaler.v2.utils import is_autoscaler_v2
 
     return bool(is_autoscaler_v2(fetch_from_server=True))
@@ -177,12 +208,18 @@ def scaling() -> Scaling:
     from ray.core.generated import autoscaler_pb2
 
     reply = autoscaler_pb2.GetClusterStatusReply()  # type: ignore[attr-defined]
-    reply.ParseFromString(GcsClient(address=ray.get_runtime_context().gcs_address).get_cluster_status())
+    reply.ParseFromString(
+        GcsClient(address=ray.get_runtime_context().gcs_address).get_cluster_status()
+    )
     state = reply.autoscaling_state
     infeasible: Counter[Any] = Counter()
     for constraint in state.infeasible_cluster_resource_constraints:
         for entry in constraint.resource_requests:
-            labels = {c.label_key: c.label_values[0] for s in entry.request.label_selectors for c in s.label_constraints}
+            labels = {
+                c.label_key: c.label_values[0]
+                for s in entry.request.label_selectors
+                for c in s.label_constraints
+            }
             key = (frozenset(entry.request.resources_bundle.items()), frozenset(labels.items()))
             infeasible[key] += entry.count
     asked, failed = Counter[str](), Counter[str]()
@@ -190,10 +227,12 @@ def scaling() -> Scaling:
         asked[request.ray_node_type_name] += request.count
     for failure in state.failed_instance_requests:
         failed[failure.ray_node_type_name] += failure.count
-    return Scaling(Counter(i.ray_node_type_name for i in state.pending_instances), asked, failed, infeasible)
+    return Scaling(
+        Counter(i.ray_node_type_name for i in state.pending_instances), asked, failed, infeasible
+    )
 
 
 def end_when_idle(ray_id: str, why: str) -> bool:
-    """Ends a node that nobody uses, as the autoscaler does with one that was idle for long; it then ends the machine. False: it
-    is in use still."""
+    """Ends a node that nobody uses, as the autoscaler does with one that was idle for long; it then
+    ends the machine. False: it is in use still."""
     return _drain(ray_id, "IDLE_TERMINATION", why, 0.0)

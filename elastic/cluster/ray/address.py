@@ -11,11 +11,15 @@ REACHED_MOST_S = 5.0
 
 def unreachable(address: str, error: Exception) -> SpecError:
     why = " ".join(str(error).split())[:300]
-    return SpecError(f"the Ray cluster at {address} cannot be reached ({why}); set RAY_ADDRESS right, or unset it")
+    return SpecError(
+        f"the Ray cluster at {address} cannot be reached ({why}); set RAY_ADDRESS right, or unset "
+        "it"
+    )
 
 
 def check_reachable(address: str) -> None:
-    """Of an address as HOST:PORT; others (`auto`, `ray://...`) are left to Ray. Raises SpecError."""
+    """Of an address as HOST:PORT; others (`auto`, `ray://...`) are left to Ray. Raises
+    SpecError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "//" in host:
         return

@@ -1,4 +1,5 @@
-"""Processes of this machine, read from /proc: who descends from whom, who lives, and how to end a whole tree."""
+"""Processes of this machine, read from /proc: who descends from whom, who lives, and how to end a
+whole tree."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def send(pids: Iterable[int], number: int = signal.SIGKILL) -> list[int]:
 
 
 def end_tree(root: int, with_root: bool = True) -> list[int]:
-    """SIGKILL for everything below `root` (whose children start nothing any more); returns the pids. Does not wait for them."""
+    """SIGKILL for everything below `root` (whose children start nothing any more); returns the
+    pids. Does not wait for them."""
     ended: list[int] = []
     if with_root:
         send([root], signal.SIGSTOP)  # so that it starts nothing between the look and its end
@@ -84,7 +86,8 @@ def reap() -> list[int]:
 
 
 def adopt_orphans() -> None:
-    """Processes below this one whose parent ends become this one's children (and not those of process 1)."""
+    """Processes below this one whose parent ends become this one's children (and not those of
+    process 1)."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -94,14 +97,18 @@ def die_with_parent() -> None:
 
 
 def raylet() -> int:
-    """The raylet of the node that this Ray worker belongs to: by Ray's own word, since its parent may be a fork server."""
+    """The raylet of the node that this Ray worker belongs to: by Ray's own word, since its parent
+    may be a fork server."""
     return int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
 
 
 def end_with(pid: int, look_s: float = 1.0) -> None:
-    """Ends this process when that one is gone: Ray may leave an actor behind whose raylet alone was killed. (Not
-    PR_SET_PDEATHSIG: that fires when the thread that started this process ends, and knows only the parent.)"""
-    threading.Thread(target=_watch, args=(pid, started(pid), look_s), name="end-with", daemon=True).start()
+    """Ends this process when that one is gone: Ray may leave an actor behind whose raylet alone was
+    killed. (Not PR_SET_PDEATHSIG: that fires when the thread that started this process ends, and
+    knows only the parent.)"""
+    threading.Thread(
+        target=_watch, args=(pid, started(pid), look_s), name="end-with", daemon=True
+    ).start()
 
 
 def _watch(pid: int, since: int | None, look_s: float) -> None:
@@ -111,8 +118,10 @@ def _watch(pid: int, since: int | None, look_s: float) -> None:
 
 
 def stand_back() -> bool:
-    """Lets others on this machine go first, until `step_forward`. False: it could not be undone, so nothing is changed."""
-    allowed = 20 - resource.getrlimit(resource.RLIMIT_NICE)[0]  # the lowest nice value that an ordinary user may ask for
+    """Lets others on this machine go first, until `step_forward`. False: it could not be undone, so
+    nothing is changed."""
+    # the lowest nice value that an ordinary user may ask for
+    allowed = 20 - resource.getrlimit(resource.RLIMIT_NICE)[0]
     if os.geteuid() != 0 and allowed > os.getpriority(os.PRIO_PROCESS, 0):
         return False
     _set_nice(STAND_BACK)
@@ -125,7 +134,8 @@ def step_forward() -> None:
 
 
 def _set_nice(value: int) -> None:
-    """For every thread of this process: each has its own, which the threads that it starts inherit."""
+    """For every thread of this process: each has its own, which the threads that it starts
+    inherit."""
     for name in os.listdir("/proc/self/task"):
         try:
             os.setpriority(os.PRIO_PROCESS, int(name), value)

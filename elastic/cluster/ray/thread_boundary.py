@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 class ThreadBoundary:
-    """Whatever one look raises is logged, once as long as it stays the same, and the thread continues with the next look."""
+    """Whatever one look raises is logged, once as long as it stays the same, and the thread
+    continues with the next look."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:
         self._log, self._what, self._said = log, what, ""

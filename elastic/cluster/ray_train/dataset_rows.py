@@ -1,4 +1,5 @@
-"""A `ray.data.Dataset` as the data of a run: written once as indexed rows into its storage, so that a sample has an id."""
+"""A `ray.data.Dataset` as the data of a run: written once as indexed rows into its storage, so that
+a sample has an id."""
 
 from __future__ import annotations
 
@@ -10,13 +11,24 @@ from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
 
 SPLITS = ("train", "validation")
-NO_NUMBERS = ("string", "large_string", "binary", "large_binary", "struct", "map", "timestamp", "date", "<class 'obj")
+NO_NUMBERS = (
+    "string",
+    "large_string",
+    "binary",
+    "large_binary",
+    "struct",
+    "map",
+    "timestamp",
+    "date",
+    "<class 'obj",
+)
 BATCH_ROWS = 1024
 FREE_SHARE = 0.9  # of the free space that a dataset may take
 
 
 def materialise(datasets: Mapping[str, Any], run: Storage) -> dict[str, str]:
-    """Split -> URI of its rows. What is there already is used as it is: a run keeps its data. Raises SpecError."""
+    """Split -> URI of its rows. What is there already is used as it is: a run keeps its data.
+    Raises SpecError."""
     for split, dataset in datasets.items():
         _check(split, dataset)
     out = {}
@@ -33,26 +45,38 @@ def _check(split: str, dataset: Any) -> None:
     import ray.data
 
     if split not in SPLITS:
-        raise SpecError(f"datasets['{split}']: a run reads 'train' and 'validation'; name it one of these, or leave it out")
+        raise SpecError(
+            f"datasets['{split}']: a run reads 'train' and 'validation'; name it one of these, or "
+            "leave it out"
+        )
     if not isinstance(dataset, ray.data.Dataset):
         more = ""
-        if isinstance(dataset, ray.data.DataIterator) or callable(dataset) or hasattr(dataset, "__next__"):
+        if (
+            isinstance(dataset, ray.data.DataIterator)
+            or callable(dataset)
+            or hasattr(dataset, "__next__")
+        ):
             more = (
-                ": a stream has no sample ids, so each sample exactly once in an order that no resize changes could not be kept"
+                ": a stream has no sample ids, so each sample exactly once in an order that no "
+                "resize changes could not be kept"
             )
-        raise SpecError(f"datasets['{split}']: it is a {type(dataset).__name__}, not a ray.data.Dataset{more}")
+        raise SpecError(
+            f"datasets['{split}']: it is a {type(dataset).__name__}, not a ray.data.Dataset{more}"
+        )
     schema = dataset.schema()
     for name, kind in zip(schema.names, schema.types) if schema is not None else ():
         text = str(kind)
         if text.startswith(NO_NUMBERS):
             raise SpecError(
-                f"datasets['{split}']: column '{name}' holds {text}; a sample is made of numbers and tensors of one shape: "
+                f"datasets['{split}']: column '{name}' holds {text}; a sample is made of numbers "
+                "and tensors of one shape: "
                 "map it (tokenize, say) or drop it before"
             )
 
 
 def _batches(dataset: Any, split: str, storage: Storage) -> Iterator[Mapping[str, Any]]:
-    """In the dataset's own order. Raises SpecError before the storage is full: an endless dataset never ends otherwise."""
+    """In the dataset's own order. Raises SpecError before the storage is full: an endless dataset
+    never ends otherwise."""
     free, n_bytes = storage.free_bytes(), 0
     options = dataset.context.execution_options
     options.preserve_order = True
@@ -60,7 +84,9 @@ def _batches(dataset: Any, split: str, storage: Storage) -> Iterator[Mapping[str
         n_bytes += sum(int(getattr(values, "nbytes", 0)) for values in batch.values())
         if free is not None and n_bytes > FREE_SHARE * free:
             raise SpecError(
-                f"datasets['{split}']: {n_bytes / 1e9:.1f} GB so far and no end, {storage.uri} had {free / 1e9:.1f} GB free; a "
-                "run keeps its rows, so that samples have ids: limit it (dataset.limit(n)), or give a larger storage_path"
+                f"datasets['{split}']: {n_bytes / 1e9:.1f} GB so far and no end, {storage.uri} "
+                f"had {free / 1e9:.1f} GB free; a "
+                "run keeps its rows, so that samples have ids: limit it (dataset.limit(n)), or "
+                "give a larger storage_path"
             )
         yield batch

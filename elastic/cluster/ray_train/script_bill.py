@@ -1,4 +1,5 @@
-"""What a script's nodes cost over all of its drivers, and when budget or deadline end it: the policy's own account of them."""
+"""What a script's nodes cost over all of its drivers, and when budget or deadline end it: the
+policy's own account of them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from elastic.policy.state.event_handlers import billed
 from elastic.policy.state.fold import State, fold
 from elastic.types import DriverStarted, Event, InstancesSeen, NodeLost, NodeReady, PriceSeen
 
-ORPHAN_LEASE_S = 120.0  # the groups end with their driver: this is only for what it asked of an autoscaler
+# the groups end with their driver: this is only for what it asked of an autoscaler
+ORPHAN_LEASE_S = 120.0
 COUNTED = (DriverStarted, InstancesSeen, NodeReady, NodeLost, PriceSeen)
 
 

@@ -1,7 +1,8 @@
-"""`python -m elastic.cluster.ray_train.script_child SCRIPT ARGS`: becomes the user's script, and ends when its supervisor ends.
+"""`python -m elastic.cluster.ray_train.script_child SCRIPT ARGS`: becomes the user's script, and
+ends when its supervisor ends.
 
-A script that asks `ray.train.get_preemption_info()` is run in this process, where that question goes to its supervisor, a
-worker of Ray Train; any other one replaces this process (exec).
+A script that asks `ray.train.get_preemption_info()` is run in this process, where that question
+goes to its supervisor, a worker of Ray Train; any other one replaces this process (exec).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def main() -> None:
 
 
 def asker(supervisor: socket.socket) -> Callable[[], dict[str, Any] | None]:
-    """A function that asks the supervisor; it waits, as Ray Train's own does, until every rank has asked."""
+    """A function that asks the supervisor; it waits, as Ray Train's own does, until every rank has
+    asked."""
     lock, answers = threading.Lock(), supervisor.makefile("r")
 
     def ask() -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
-"""Ray Train's `fit`, which blocks until the training ends, in an actor of its own beside the driver: it can be ended at any
-time, with all that it has started, where a thread of the driver that waits in Ray could not."""
+"""Ray Train's `fit`, which blocks until the training ends, in an actor of its own beside the
+driver: it can be ended at any time, with all that it has started, where a thread of the driver that
+waits in Ray could not."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from elastic.cluster.ray_train.script_job import ScriptJob
 RESIZE_S = 60.0  # Ray Train's own look for more nodes; the driver restarts the group much earlier
 SETTINGS = {  # of Ray Train, unless the user has set them
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # default 2: until a failure is seen
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "3",  # default 60: how long it insists on a node that is not there
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",  # default 5: until get_preemption_info() tells a notice
+    # default 60: how long it insists on a node that is not there
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "3",
+    # default 5: until get_preemption_info() tells a notice
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # the script runs in the folder that elastic was called in
     "RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION": "0",
@@ -43,7 +46,11 @@ class Fit:
     """The driver's side. `where`: the scheduling strategy of the actor."""
 
     def __init__(self, where: Any) -> None:
-        own = {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_") or name in SETTINGS}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("RAY_TRAIN_") or name in SETTINGS
+        }
         actor: Any = ray.remote(Trainer)
         self._actor = actor.options(num_cpus=0, scheduling_strategy=where).remote(SETTINGS | own)
         self._end: Any = None

@@ -12,7 +12,8 @@ from elastic.cluster.ray_train.script_state import Needs
 
 @dataclass(frozen=True)
 class ScriptJob:
-    """What to run. `uri`: the run's folder. `logs`: where each rank's output goes. `ray_storage`: Ray Train's own folder."""
+    """What to run. `uri`: the run's folder. `logs`: where each rank's output goes. `ray_storage`:
+    Ray Train's own folder."""
 
     name: str
     file: str

@@ -1,4 +1,5 @@
-"""What the driver and the supervisors of a script's ranks say to each other, and the board where they leave it."""
+"""What the driver and the supervisors of a script's ranks say to each other, and the board where
+they leave it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ OrderKind = Literal["end", "go", "leave"]
 
 @dataclass(frozen=True)
 class ScriptMessage:
-    """Said by the supervisor of `rank` of `group`; a group is one start of the script, named by when its rank 0 began (ns)."""
+    """Said by the supervisor of `rank` of `group`; a group is one start of the script, named by
+    when its rank 0 began (ns)."""
 
     group: int
     rank: int
@@ -43,7 +45,8 @@ class ScriptOutput(ScriptMessage):
 
 @dataclass(frozen=True)
 class Ended(ScriptMessage):
-    """`code`: exit code, negative = signal. `asked`: it had been told to end. `tail`: the last lines of its standard error."""
+    """`code`: exit code, negative = signal. `asked`: it had been told to end. `tail`: the last
+    lines of its standard error."""
 
     code: int
     asked: bool
@@ -52,8 +55,9 @@ class Ended(ScriptMessage):
 
 @dataclass(frozen=True)
 class ScriptOrder:
-    """end: SIGTERM, after `grace_s` SIGKILL; `listeners`: only processes that have a handler for SIGTERM. go: leave with an
-    error, so that Ray Train starts the next group. leave: go without one, the run is over."""
+    """end: SIGTERM, after `grace_s` SIGKILL; `listeners`: only processes that have a handler for
+    SIGTERM. go: leave with an error, so that Ray Train starts the next group. leave: go without
+    one, the run is over."""
 
     group: int
     kind: OrderKind
@@ -63,20 +67,26 @@ class ScriptOrder:
 
 @dataclass
 class Board:
-    """A Ray actor beside the driver. Supervisors exchange words for orders, the driver the other way round."""
+    """A Ray actor beside the driver. Supervisors exchange words for orders, the driver the other
+    way round."""
 
     words: list[ScriptMessage] = field(default_factory=list)
     orders: dict[int, list[ScriptOrder]] = field(default_factory=dict)
     heard_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def exchange(self, group: int, rank: int, words: Sequence[ScriptMessage], n_seen: int) -> list[ScriptOrder]:
+    def exchange(
+        self, group: int, rank: int, words: Sequence[ScriptMessage], n_seen: int
+    ) -> list[ScriptOrder]:
         """From a supervisor that has obeyed `n_seen` orders; returns the later ones."""
         self.heard_s[group, rank] = time.monotonic()
         self.words += words
         return self.orders.get(group, [])[n_seen:]
 
-    def take(self, orders: Sequence[ScriptOrder]) -> tuple[list[ScriptMessage], dict[tuple[int, int], float]]:
-        """From the driver; returns the words since the last call, and how long (s) each supervisor has been silent."""
+    def take(
+        self, orders: Sequence[ScriptOrder]
+    ) -> tuple[list[ScriptMessage], dict[tuple[int, int], float]]:
+        """From the driver; returns the words since the last call, and how long (s) each supervisor
+        has been silent."""
         for order in orders:
             self.orders.setdefault(order.group, []).append(order)
         words, self.words = self.words, []

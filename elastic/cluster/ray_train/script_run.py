@@ -1,7 +1,9 @@
-"""The driver of a script that is restarted: nodes, Ray Train's elastic TorchTrainer, drills, and the journal of it all.
+"""The driver of a script that is restarted: nodes, Ray Train's elastic TorchTrainer, drills, and
+the journal of it all.
 
-Ray Train starts the groups. This driver tells it when: it gives noticed nodes back, has the nodes counted anew, and only then
-lets the supervisors of the old group go, so that the next group has the right size at the first try.
+Ray Train starts the groups. This driver tells it when: it gives noticed nodes back, has the nodes
+counted anew, and only then lets the supervisors of the old group go, so that the next group has the
+right size at the first try.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
 from elastic.cluster.nodes.demand import DemandReport
-from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey, signal_there
+from elastic.cluster.nodes.providers import (
+    AWAY_MOST_S,
+    EmbeddedNodes,
+    NodeProvider,
+    Survey,
+    signal_there,
+)
 from elastic.cluster.ray import _ray_private
 from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, counted
 from elastic.cluster.ray_train.script_fit import Fit
@@ -89,8 +97,8 @@ class ScriptWorkers:
 
 @dataclass
 class ScriptRun:
-    """`cluster`: the embedded one; None = the cluster at `job.address`. `show`: takes lines for a person. `before`: what
-    earlier drivers of the run have paid; None = there was none."""
+    """`cluster`: the embedded one; None = the cluster at `job.address`. `show`: takes lines for a
+    person. `before`: what earlier drivers of the run have paid; None = there was none."""
 
     job: ScriptJob
     cluster: LocalCluster | None
@@ -101,8 +109,10 @@ class ScriptRun:
     script: ScriptState = field(init=False)
     provider: NodeProvider = field(init=False)
     fit: Fit = field(init=False)
-    _requests: dict[str, tuple[str, float]] = field(init=False, default_factory=dict)  # id -> pool, since when
-    _backoff: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)  # pool -> until, wait
+    # id -> pool, since when
+    _requests: dict[str, tuple[str, float]] = field(init=False, default_factory=dict)
+    # pool -> until, wait
+    _backoff: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
     _line_s: float = field(init=False, default=0.0)
     _counted_s: float = field(init=False, default=0.0)
     _restart_s: float | None = field(init=False, default=None)
@@ -110,8 +120,11 @@ class ScriptRun:
     _n_requests: int = field(init=False, default=0)
 
     def to_the_end(self, start: DriverStarted) -> ScriptState:
-        """Runs the script to its end; returns what is known then. Takes Ray down, not the embedded cluster."""
-        self.script = ScriptState(self.job.needs, resumed=self.before is not None, bill=self.before or State())
+        """Runs the script to its end; returns what is known then. Takes Ray down, not the embedded
+        cluster."""
+        self.script = ScriptState(
+            self.job.needs, resumed=self.before is not None, bill=self.before or State()
+        )
         self._connect()
         try:
             self._begin(start)
@@ -125,14 +138,20 @@ class ScriptRun:
                 self._close()
         return self.script
 
-    # ------------------------------------------------------------------------------------------ begin and end
+    # ------------------------------------------------------------------------------------------
+    # begin and end
 
     def _connect(self) -> None:
         self._anchor_s = time.time() - time.monotonic()
         if self.cluster is not None:
             self.cluster.connect(self.job.namespace)
         else:
-            ray.init(self.job.address, namespace=self.job.namespace, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                self.job.address,
+                namespace=self.job.namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         _ray_private.mute_errors()
 
     def _begin(self, start: DriverStarted) -> None:
@@ -141,21 +160,31 @@ class ScriptRun:
         self.script.bill = counted(self.script.bill, start, self._began_s)
         self.storage = open_storage(self.job.uri)
         pools = self.job.needs.pools
-        self.inbox, self.survey = drills.Inbox(self.storage), Survey(AWAY_MOST_S if self.cluster is None else 0.0)
+        self.inbox, self.survey = (
+            drills.Inbox(self.storage),
+            Survey(AWAY_MOST_S if self.cluster is None else 0.0),
+        )
         self.cloud_feed = CloudFeed.of(pools, embedded=self.cluster is not None)
         order = DemandReport(self.job.namespace, start.epoch, tuple(pools), ORPHAN_LEASE_S)
-        self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
+        self.provider = (
+            EmbeddedNodes(self.cluster, pools)
+            if self.cluster is not None
+            else provider_for(order, take_over=False)
+        )
         schedule = drills.Schedule(self.job.drill, self.storage.hasty(drills.MARK_MOST_S))
         hands = ScriptWorkers(self.script, self.provider.ray_id)
         self.drilling = DrillRunner(schedule, self.provider, hands, self.script.nodes, pools)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         board: Any = ray.remote(Board)
         self._board_name = f"board-{start.epoch}"
-        self.board = board.options(name=self._board_name, num_cpus=0, scheduling_strategy=here).remote()
+        self.board = board.options(
+            name=self._board_name, num_cpus=0, scheduling_strategy=here
+        ).remote()
         self.fit = Fit(here)
 
     def _finish(self) -> None:
-        """Ray Train ends by itself once the supervisors have gone; what waits for nodes that never come is ended."""
+        """Ray Train ends by itself once the supervisors have gone; what waits for nodes that never
+        come is ended."""
         self._exchange()
         self.fit.error(END_S if self.script.outcome == "succeeded" else LEAVE_S)
         self.fit.close()
@@ -177,7 +206,8 @@ class ScriptRun:
         """Epoch seconds that never go back."""
         return self._anchor_s + time.monotonic()
 
-    # ------------------------------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------------------------------ the
+    # loop
 
     def _loop(self, asked: list[str]) -> None:
         script = self.script
@@ -193,7 +223,8 @@ class ScriptRun:
             if len(asked) > 1:
                 script.end("stopped", "asked twice to stop: ended at once")
             script.pay(now_s)
-            if sure:  # while storage is away no node is asked for or released, and no group is begun
+            # while storage is away no node is asked for or released, and no group is begun
+            if sure:
                 self._capacity(now_s)
                 self._first_group(now_s)
             script.look(now_s, silent_s)
@@ -205,14 +236,19 @@ class ScriptRun:
 
     def _hold(self) -> None:
         if self.lease.lost:
-            raise LostContact(f"run '{self.job.name}': this driver ends, another one drives the run")
+            raise LostContact(
+                f"run '{self.job.name}': this driver ends, another one drives the run"
+            )
         if self.cluster is not None and self.cluster.ended:
             self._lost("the process that keeps it was killed")
         if self.survey.head_lost:
             self._lost(self.survey.head_lost)
 
     def _lost(self, why: str) -> NoReturn:
-        raise LostContact(f"run '{self.job.name}': its Ray cluster is lost: {why}; run it again with this --run-name to resume")
+        raise LostContact(
+            f"run '{self.job.name}': its Ray cluster is lost: {why}; run it again with this "
+            "--run-name to resume"
+        )
 
     def _exchange(self) -> dict[tuple[int, int], float]:
         orders, self.script.orders = self.script.orders, []
@@ -221,7 +257,10 @@ class ScriptRun:
         try:
             words, silent_s = ray.get(self.board.take.remote(orders), timeout=AWAY_MOST_S)
         except ray.exceptions.RayError as error:  # it stands beside this process
-            self._lost(self.survey.head_lost or f"the board of its ranks has ended: {' '.join(str(error).split())[:200]}")
+            self._lost(
+                self.survey.head_lost
+                or f"the board of its ranks has ended: {' '.join(str(error).split())[:200]}"
+            )
         for word in words:
             if isinstance(word, ScriptOutput):
                 for line in word.lines:
@@ -229,25 +268,32 @@ class ScriptRun:
             before = self.script.last_step
             self.script.heard(word, self._node_id(word.ray_id) if isinstance(word, Hello) else "")
             if self.script.last_step > before:
-                for event in self.drilling.at_step(self.script.last_step, self.script.plan, self.now_s()):
+                for event in self.drilling.at_step(
+                    self.script.last_step, self.script.plan, self.now_s()
+                ):
                     self._happened(event, self.now_s())
         return silent_s
 
     def _node_id(self, ray_id: str) -> str:
-        return next((node_id for node_id in self.script.nodes if self.provider.ray_id(node_id) == ray_id), ray_id[:12])
+        return next(
+            (node_id for node_id in self.script.nodes if self.provider.ray_id(node_id) == ray_id),
+            ray_id[:12],
+        )
 
     def _write(self, now_s: float) -> None:
         log, self.script.log = self.script.log, []
         lines = lines_of(log)
         if not lines and self.script.bill.usd_per_h and now_s - self._line_s >= LINE_EVERY_S:
-            lines = [([], Decision((), self.script.reason))]  # a driver that follows knows how long nodes were paid for
+            # a driver that follows knows how long nodes were paid for
+            lines = [([], Decision((), self.script.reason))]
         for events, decision in lines:
             self.journal.append(now_s, events, decision)
             self._line_s = now_s
         if self.journal.due_at_s is not None and now_s >= self.journal.due_at_s:
             self.journal.flush()
 
-    # ------------------------------------------------------------------------------------------ nodes
+    # ------------------------------------------------------------------------------------------
+    # nodes
 
     def _nodes(self, now_s: float) -> None:
         for event in self.provider.news(self.survey.alive):
@@ -256,18 +302,26 @@ class ScriptRun:
                 self._backoff.pop(event.node.pool, None)
             if isinstance(event, RequestFailed):
                 self._requests.pop(event.request_id, None)
-                wait_s = min(BACKOFF_MOST_S, 2 * self._backoff.get(event.pool, (0.0, BACKOFF_S / 2))[1])
+                wait_s = min(
+                    BACKOFF_MOST_S, 2 * self._backoff.get(event.pool, (0.0, BACKOFF_S / 2))[1]
+                )
                 self._backoff[event.pool] = (now_s + wait_s, wait_s)
             self.script.node(event, now_s)
         group = self.script.group
         if group is not None and group.failing_s is not None and not group.over:
-            self.survey.suspect(ray_id for node in self.script.nodes if (ray_id := self.provider.ray_id(node)))
+            self.survey.suspect(
+                ray_id for node in self.script.nodes if (ray_id := self.provider.ray_id(node))
+            )
         for node_id in list(self.script.nodes):
             why = self.survey.gone.get(self.provider.ray_id(node_id) or "")
             if why:
                 self._lose(node_id, why, now_s)
         self.drilling.pass_deadlines(now_s)
-        ray_ids = {node_id: ray_id for node_id in self.script.nodes if (ray_id := self.provider.ray_id(node_id))}
+        ray_ids = {
+            node_id: ray_id
+            for node_id in self.script.nodes
+            if (ray_id := self.provider.ray_id(node_id))
+        }
         for event in self.cloud_feed.news(self.script.nodes, ray_ids, self.survey.draining, now_s):
             if not (isinstance(event, Notice) and event.node_id in self.script.leaving):
                 self.script.node(event, now_s)
@@ -308,7 +362,8 @@ class ScriptRun:
                 _ray_private.drain(ray_id, event.deadline_s, "drill")
 
     def _capacity(self, now_s: float) -> None:
-        """Asks for nodes up to max_workers, the cheapest pools first; for none once the run is to stop."""
+        """Asks for nodes up to max_workers, the cheapest pools first; for none once the run is to
+        stop."""
         script, needs = self.script, self.job.needs
         if script.stop_reason or script.outcome is not None:
             return
@@ -317,7 +372,9 @@ class ScriptRun:
         have = sum(node.gpus for node in script.staying) + sum(sizes[pool] for pool in coming)
         n_nodes = len(script.nodes) + len(coming)
         for pool in sorted(script.bill.pools, key=lambda pool: pool.usd_per_gpu_h):
-            used = sum(node.pool == pool.name for node in script.nodes.values()) + coming.count(pool.name)
+            used = sum(node.pool == pool.name for node in script.nodes.values()) + coming.count(
+                pool.name
+            )
             n = min(pool.max_nodes - used, -(-(needs.max_workers - have) // pool.gpus_per_node))
             n = min(n, self.job.max_nodes - n_nodes) if self.job.max_nodes is not None else n
             if n <= 0 or self._backoff.get(pool.name, (0.0, 0.0))[0] > now_s:
@@ -327,7 +384,10 @@ class ScriptRun:
             n_nodes += n
 
     def _ask(self, pool: Pool, n: int, now_s: float) -> None:
-        text = f"{some(n, 'node')} of pool {pool.name}: the script may use {some(self.job.needs.max_workers, 'worker')}"
+        text = (
+            f"{some(n, 'node')} of pool {pool.name}: the script may use "
+            f"{some(self.job.needs.max_workers, 'worker')}"
+        )
         actions = []
         for _ in range(n):
             self._n_requests += 1
@@ -337,7 +397,8 @@ class ScriptRun:
             self.provider.request(pool.name, 1, request_id)
         self.script.log.append(Decision(tuple(actions), text))
 
-    # ------------------------------------------------------------------------------------------ Ray Train
+    # ------------------------------------------------------------------------------------------ Ray
+    # Train
 
     def _first_group(self, now_s: float) -> None:
         if self.fit.started or (self._requests and now_s - self._began_s < FIRST_NODES_S):
@@ -350,12 +411,14 @@ class ScriptRun:
         self.script.expected_s = now_s
         job = self.job
         orders = ScriptTask(
-            job.file, job.args, job.cwd, job.name, self._board_name, job.namespace, job.logs, job.asks_ray
+            job.file, job.args, job.cwd, job.name, self._board_name, job.namespace, job.logs,
+            job.asks_ray
         )  # fmt: skip
         self.fit.start(job, {"orders": orders})
 
     def _restarting(self, now_s: float) -> None:
-        """Before the next group: noticed nodes are released, and Ray and Ray Train know which are gone."""
+        """Before the next group: noticed nodes are released, and Ray and Ray Train know which are
+        gone."""
         script = self.script
         if not self.fit.started or script.outcome is not None:
             return
@@ -393,7 +456,9 @@ def _alive() -> set[str]:
     return {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
 
 
-def _without_one(requests: Mapping[str, tuple[str, float]], pool: str) -> dict[str, tuple[str, float]]:
+def _without_one(
+    requests: Mapping[str, tuple[str, float]], pool: str
+) -> dict[str, tuple[str, float]]:
     """The requests without the oldest one to the pool: a node has come."""
     first = next((request_id for request_id, (name, _) in requests.items() if name == pool), None)
     return {request_id: value for request_id, value in requests.items() if request_id != first}

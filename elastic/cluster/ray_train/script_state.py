@@ -1,7 +1,8 @@
-"""What is known of a script that Ray Train starts over at each change of capacity, and what follows.
+"""What is known of a script that Ray Train starts over at each change of capacity, and what
+follows.
 
-The groups of the script are the run's generations. `log` holds what is to be written to the journal, `orders` what supervisors
-are to be told, both in order; the driver takes them out.
+The groups of the script are the run's generations. `log` holds what is to be written to the
+journal, `orders` what supervisors are to be told, both in order; the driver takes them out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastic.cluster.ray_train.script_bill import counted
-from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, ScriptMessage, ScriptOrder, ScriptOutput
+from elastic.cluster.ray_train.script_messages import (
+    Ended,
+    Formed,
+    Hello,
+    ScriptMessage,
+    ScriptOrder,
+    ScriptOutput,
+)
 from elastic.policy.state.event_handlers import billed
 from elastic.policy.state.fold import State
 from elastic.types import (
@@ -57,7 +65,8 @@ LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IG
 
 
 def step_in(line: str) -> tuple[int, float] | None:
-    """The step and the loss that a line of output names, as in `step 40: loss 2.31`; None where one of them is missing."""
+    """The step and the loss that a line of output names, as in `step 40: loss 2.31`; None where one
+    of them is missing."""
     step, loss = STEP.search(line), LOSS.search(line)
     return (int(step[1]), float(loss[1])) if step and loss else None
 
@@ -115,7 +124,9 @@ class ScriptStart:
 
     @property
     def ended_well(self) -> bool:
-        return self.all_ended and all(seat.code == 0 and not seat.asked for seat in self.seats.values())
+        return self.all_ended and all(
+            seat.code == 0 and not seat.asked for seat in self.seats.values()
+        )
 
     def on(self, node_id: str) -> bool:
         return any(seat.worker.node_id == node_id for seat in self.seats.values())
@@ -128,7 +139,8 @@ class ScriptState:
     leaving: dict[str, float] = field(default_factory=dict)  # node id -> deadline
     generation: int = 0
     resumed: bool = False  # an earlier driver ran it already
-    bill: State = field(default_factory=State)  # of all drivers: nodes, prices, dollars, budget and deadline
+    # of all drivers: nodes, prices, dollars, budget and deadline
+    bill: State = field(default_factory=State)
     plan: Plan | None = None
     group: ScriptStart | None = None
     restart: bool = False  # the group has ended: nodes are to be released, then `go`
@@ -145,7 +157,8 @@ class ScriptState:
     log: list[tuple[float, Event] | Decision] = field(default_factory=list)
     orders: list[ScriptOrder] = field(default_factory=list)
 
-    # ------------------------------------------------------------------------------------------ nodes
+    # ------------------------------------------------------------------------------------------
+    # nodes
 
     def node(self, event: Event, at_s: float) -> None:
         """Something about a node was found out."""
@@ -154,7 +167,8 @@ class ScriptState:
         match event:
             case NodeReady(node):
                 self.nodes[node.node_id] = node
-                self.log.append((at_s, NodePrepared(node.node_id)))  # there is nothing to prepare: each group starts processes
+                # there is nothing to prepare: each group starts processes
+                self.log.append((at_s, NodePrepared(node.node_id)))
                 self.grown_s = at_s
             case Notice(node_id, deadline_s):
                 self.leaving[node_id] = deadline_s
@@ -169,7 +183,8 @@ class ScriptState:
                 pass
 
     def pay(self, now_s: float) -> None:
-        """The bill continues; the script is stopped where it has reached the budget, or the deadline is over."""
+        """The bill continues; the script is stopped where it has reached the budget, or the
+        deadline is over."""
         self.bill = billed(self.bill, now_s)
         if self.bill.stop is not None:
             self.ask_stop(self.bill.stop.reason, now_s)
@@ -186,10 +201,14 @@ class ScriptState:
             return
         group.ending = "notice"
         text = (
-            f"node {node_id} goes in {max(0.0, deadline_s - at_s):.0f} s: every rank that has a handler for SIGTERM gets it, "
-            "then Ray Train starts the script on the nodes that stay; one without a handler runs until the node goes"
+            f"node {node_id} goes in {max(0.0, deadline_s - at_s):.0f} s: every rank that has a "
+            "handler for SIGTERM gets it, "
+            "then Ray Train starts the script on the nodes that stay; one without a handler runs "
+            "until the node goes"
         )
-        self.orders.append(ScriptOrder(group.name, "end", max(1.0, deadline_s - at_s - 1.0), listeners=True))
+        self.orders.append(
+            ScriptOrder(group.name, "end", max(1.0, deadline_s - at_s - 1.0), listeners=True)
+        )
         self.log.append(Decision((Quiesce(self.generation),), text))
 
     @property
@@ -201,7 +220,8 @@ class ScriptState:
         places = [WorkerId(node.node_id, k) for node in self.staying for k in range(node.gpus)]
         return places[: self.needs.max_workers]
 
-    # ------------------------------------------------------------------------------------------ words
+    # ------------------------------------------------------------------------------------------
+    # words
 
     def heard(self, word: ScriptMessage, node_id: str = "") -> None:
         """From a supervisor; `node_id`: that of a Hello. Words of an older group do not count."""
@@ -220,7 +240,12 @@ class ScriptState:
                 self._said(line, word.at_s)
         elif isinstance(word, Ended) and word.rank in group.seats:
             seat = group.seats[word.rank]
-            seat.code, seat.asked, seat.tail, seat.at_s = word.code, word.asked, word.tail, word.at_s
+            seat.code, seat.asked, seat.tail, seat.at_s = (
+                word.code,
+                word.asked,
+                word.tail,
+                word.at_s,
+            )
             if word.code and not word.asked and group.failing_s is None:
                 group.failing_s = word.at_s
 
@@ -241,7 +266,11 @@ class ScriptState:
             return
         if self.plan is None:
             self.generation += 1
-        cause: Cause = self.plan.cause if self.plan is not None else ("loss" if self.generation > 1 else "start")
+        cause: Cause = (
+            self.plan.cause
+            if self.plan is not None
+            else ("loss" if self.generation > 1 else "start")
+        )
         self._plan(ranks, cause, f"Ray Train has placed the script on {some(len(ranks), 'worker')}")
 
     def _said(self, line: str, at_s: float) -> None:
@@ -265,7 +294,8 @@ class ScriptState:
         self.group.entered_s = self.group.told_s = at_s
         self.log.append((at_s, PlanEntered(self.generation, step)))
 
-    # ------------------------------------------------------------------------------------------ what follows
+    # ------------------------------------------------------------------------------------------
+    # what follows
 
     def look(self, now_s: float, silent_s: Mapping[tuple[int, int], float]) -> None:
         """`silent_s`: how long each (group, rank) has not spoken."""
@@ -278,7 +308,9 @@ class ScriptState:
         self.expected_s = now_s
         self._progress(group, now_s)
         if self.stop_reason and now_s > self.stop_by_s:
-            self.end("stopped", f"{self.stop_reason}; some ranks had not ended after {GRACE_S:.0f} s")
+            self.end(
+                "stopped", f"{self.stop_reason}; some ranks had not ended after {GRACE_S:.0f} s"
+            )
         elif group.ended_well and not self.stop_reason:
             self.log.append((now_s, GroupRan(self.generation)))
             self.end("succeeded", f"the script has ended on all {group.world} ranks")
@@ -292,7 +324,11 @@ class ScriptState:
             self._grow(group)
 
     def _progress(self, group: ScriptStart, now_s: float) -> None:
-        if group.formed_s is not None and group.entered_s is None and now_s - group.formed_s > FIRST_STEP_S:
+        if (
+            group.formed_s is not None
+            and group.entered_s is None
+            and now_s - group.formed_s > FIRST_STEP_S
+        ):
             self._entered(self.last_step, now_s)
         if now_s - group.told_s >= RAN_EVERY_S and group.failing_s is None:
             self._ran(group, now_s)
@@ -300,7 +336,8 @@ class ScriptState:
             self.killed = 0
 
     def _ran(self, group: ScriptStart, now_s: float) -> None:
-        """Of a script that prints no steps; while it saves because it was asked to end, it does not train."""
+        """Of a script that prints no steps; while it saves because it was asked to end, it does not
+        train."""
         saves = group.ending and any(seat.asked for seat in group.seats.values())
         if group.entered_s is None or group.steps or saves:
             return
@@ -315,8 +352,13 @@ class ScriptState:
             if self.group is not None:
                 self.expect("loss")
         elif now_s - self.expected_s > (most_s := max(START_S, self.needs.start_s)):
-            text = f"Ray Train has not started the script on {len(self.plan.ranks)} workers for {most_s:.0f} s"
-            self.end("failed", f"{text}; see its logs, or give it more time by max_silence_s in job.yaml")
+            text = (
+                f"Ray Train has not started the script on {len(self.plan.ranks)} workers for "
+                f"{most_s:.0f} s"
+            )
+            self.end(
+                "failed", f"{text}; see its logs, or give it more time by max_silence_s in job.yaml"
+            )
 
     def _end_orderly(self, group: ScriptStart) -> None:
         if not group.all_ended:
@@ -334,27 +376,48 @@ class ScriptState:
         here = [rank for rank, seat in group.seats.items() if seat.code is None]
         return [rank for rank in here if silent_s.get((group.name, rank), 0.0) > SILENT_S]
 
-    def _failing(self, group: ScriptStart, now_s: float, silent_s: Mapping[tuple[int, int], float]) -> None:
-        """A rank has failed, or a supervisor is silent. The loss of a node is told by `node`; till then one waits a little."""
+    def _failing(
+        self, group: ScriptStart, now_s: float, silent_s: Mapping[tuple[int, int], float]
+    ) -> None:
+        """A rank has failed, or a supervisor is silent. The loss of a node is told by `node`; till
+        then one waits a little."""
         since_s = group.failing_s = now_s if group.failing_s is None else group.failing_s
         if now_s - since_s < VERDICT_S:
             return
         silent = self._silent(group, silent_s)
-        failed = sorted((seat for seat in group.seats.values() if seat.code), key=lambda seat: seat.at_s)
+        failed = sorted(
+            (seat for seat in group.seats.values() if seat.code), key=lambda seat: seat.at_s
+        )
         if silent:
-            self._broken(f"the Ray Train workers of ranks {', '.join(map(str, silent))} are gone", since_s)
+            self._broken(
+                f"the Ray Train workers of ranks {', '.join(map(str, silent))} are gone", since_s
+            )
         elif failed and failed[0].code == -signal.SIGKILL and self.killed < MOST_KILLED:
             self.killed += 1
-            self._broken(f"the script's process on {failed[0].worker} was killed from outside", since_s)
+            self._broken(
+                f"the script's process on {failed[0].worker} was killed from outside", since_s
+            )
         elif failed:
             rank = next(rank for rank, seat in group.seats.items() if seat is failed[0])
             code = failed[0].code or 0
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            last = failed[0].tail.strip().splitlines()[-1:] or ["it wrote nothing to its standard error"]
+            last = failed[0].tail.strip().splitlines()[-1:] or [
+                "it wrote nothing to its standard error"
+            ]
             kind: FailureKind = "process" if code == -signal.SIGKILL else "program"
             why = last[0].strip()
-            self.log.append((now_s, WorkerFailed(failed[0].worker, self.generation, kind, f"rank {rank} ({how}): {why}")))
-            self.end("failed", f"the script itself failed on rank {rank} ({how}), no node was lost: {why}")
+            self.log.append(
+                (
+                    now_s,
+                    WorkerFailed(
+                        failed[0].worker, self.generation, kind, f"rank {rank} ({how}): {why}"
+                    ),
+                )
+            )
+            self.end(
+                "failed",
+                f"the script itself failed on rank {rank} ({how}), no node was lost: {why}",
+            )
         else:
             group.failing_s = None  # it speaks again
 
@@ -362,8 +425,10 @@ class ScriptState:
         self.bad_input = True
         self.end(
             "failed",
-            f"the script did not start its process group on {group.world} ranks within {self.needs.start_s:.0f} s: it must "
-            "call torch.distributed.init_process_group() with the environment that torchrun sets (RANK, MASTER_ADDR ...); "
+            f"the script did not start its process group on {group.world} ranks within "
+            f"{self.needs.start_s:.0f} s: it must "
+            "call torch.distributed.init_process_group() with the environment that torchrun sets "
+            "(RANK, MASTER_ADDR ...); "
             "a slow start needs a larger max_silence_s in job.yaml",
         )
 
@@ -375,7 +440,10 @@ class ScriptState:
         if after <= group.world:
             return
         group.ending = "growth"
-        text = f"{after} workers instead of {group.world}: each gets SIGTERM, then Ray Train starts the script on all"
+        text = (
+            f"{after} workers instead of {group.world}: each gets SIGTERM, then Ray Train starts "
+            "the script on all"
+        )
         self.orders.append(ScriptOrder(group.name, "end", GRACE_S))
         self.log.append(Decision((Quiesce(self.generation),), text))
 
@@ -404,21 +472,32 @@ class ScriptState:
             return
         self.generation += 1
         self.reason = ""
-        again = "" if cause == "start" and not self.resumed else " anew; it resumes from its own checkpoint"
-        self._plan(tuple(workers), cause, f"Ray Train starts the script on {some(len(workers), 'worker')}{again}")
+        again = (
+            ""
+            if cause == "start" and not self.resumed
+            else " anew; it resumes from its own checkpoint"
+        )
+        self._plan(
+            tuple(workers),
+            cause,
+            f"Ray Train starts the script on {some(len(workers), 'worker')}{again}",
+        )
 
     def _plan(self, ranks: Sequence[WorkerId], cause: Cause, text: str) -> None:
         fresh = self.generation == 1 and not self.resumed
         nodes = {worker.node_id for worker in ranks}
         prices = {pool.name: pool.usd_per_node_h for pool in self.bill.pools}
-        usd_per_h = sum(prices.get(node.pool, 0.0) for node in self.nodes.values() if node.node_id in nodes)
+        usd_per_h = sum(
+            prices.get(node.pool, 0.0) for node in self.nodes.values() if node.node_id in nodes
+        )
         self.plan = Plan(
             self.generation, Layout(dp_replicate=len(ranks)), tuple(ranks), (), (),
             resume=Resume("fresh" if fresh else "durable"), cause=cause, usd_per_h=usd_per_h,
         )  # fmt: skip
         self.log.append(Decision((EnterPlan(self.plan),), text))
 
-    # ------------------------------------------------------------------------------------------ orders from outside
+    # ------------------------------------------------------------------------------------------
+    # orders from outside
 
     def go(self) -> None:
         """Nodes are released and counted again: Ray Train may start the next group."""
@@ -435,7 +514,12 @@ class ScriptState:
         if group is not None and not group.over:
             group.ending = "stop"
             self.orders.append(ScriptOrder(group.name, "end", GRACE_S))
-            self.log.append(Decision((Quiesce(self.generation),), f"asked to stop ({reason}): every rank gets SIGTERM"))
+            self.log.append(
+                Decision(
+                    (Quiesce(self.generation),),
+                    f"asked to stop ({reason}): every rank gets SIGTERM",
+                )
+            )
 
     def end(self, outcome: Outcome, reason: str) -> None:
         self.outcome, self.reason = outcome, reason
@@ -446,11 +530,15 @@ class ScriptState:
     def first_error(self) -> str:
         """The end of what the rank that failed first wrote to its standard error."""
         seats = self.group.seats.values() if self.group is not None else ()
-        failed = sorted((seat for seat in seats if seat.code and not seat.asked), key=lambda seat: seat.at_s)
+        failed = sorted(
+            (seat for seat in seats if seat.code and not seat.asked), key=lambda seat: seat.at_s
+        )
         return failed[0].tail if failed else ""
 
 
-def lines_of(log: Iterable[tuple[float, Event] | Decision]) -> list[tuple[list[tuple[float, Event]], Decision | None]]:
+def lines_of(
+    log: Iterable[tuple[float, Event] | Decision],
+) -> list[tuple[list[tuple[float, Event]], Decision | None]]:
     """What `ScriptState.log` holds as journal lines: the events up to each decision, and it."""
     lines: list[tuple[list[tuple[float, Event]], Decision | None]] = []
     events: list[tuple[float, Event]] = []

@@ -1,4 +1,5 @@
-"""Ray Train's elastic TorchTrainer for a script: no process group of its own, since the script makes it in its own process."""
+"""Ray Train's elastic TorchTrainer for a script: no process group of its own, since the script
+makes it in its own process."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from elastic.cluster.ray_train.script_job import ScriptJob
 
 
 class ScriptBackend(Backend):
-    """Every rank of a node sees all GPUs of the group there, as under torchrun; LOCAL_RANK chooses."""
+    """Every rank of a node sees all GPUs of the group there, as under torchrun; LOCAL_RANK
+    chooses."""
 
     share_cuda_visible_devices = True
 
@@ -24,7 +26,8 @@ class ScriptConfig(BackendConfig):
 
 
 def trainer(job: ScriptJob, settings: dict[str, Any], resize_s: float) -> Any:
-    """A TorchTrainer whose workers supervise the script. Errors are retried without end: the driver knows which must not be."""
+    """A TorchTrainer whose workers supervise the script. Errors are retried without end: the driver
+    knows which must not be."""
     import ray.train
     from ray.train.torch import TorchTrainer
 
@@ -41,6 +44,7 @@ def trainer(job: ScriptJob, settings: dict[str, Any], resize_s: float) -> Any:
         torch_config=config,
         scaling_config=ray.train.ScalingConfig(**scaling),
         run_config=ray.train.RunConfig(
-            name=settings["orders"].board, storage_path=job.ray_storage, failure_config=ray.train.FailureConfig(max_failures=-1)
+            name=settings["orders"].board, storage_path=job.ray_storage,
+            failure_config=ray.train.FailureConfig(max_failures=-1)
         ),
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""On each Ray Train worker: starts the user's script in a process of its own, with torchrun's environment, and watches it.
+"""On each Ray Train worker: starts the user's script in a process of its own, with torchrun's
+environment, and watches it.
 
-`supervise` is what Ray Train runs. It ends without an error when the script ended well, and with `Restart` when the driver says
-that the group is to be started over.
+`supervise` is what Ray Train runs. It ends without an error when the script ended well, and with
+`Restart` when the driver says that the group is to be started over.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
 from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
-from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, ScriptMessage, ScriptOrder, ScriptOutput
+from elastic.cluster.ray_train.script_messages import (
+    Ended,
+    Formed,
+    Hello,
+    ScriptMessage,
+    ScriptOrder,
+    ScriptOutput,
+)
 from elastic.cluster.workers.output import FILE_BYTES, make_folder, open_log, prune
 
 BOARD_MOST_S = 120.0  # without an answer of the driver's board
@@ -33,7 +41,11 @@ LOG_AGAIN_S = 10.0  # after a log could not be opened
 LOOK_S, WORLD_PER_LOOK = 0.2, 32  # each supervisor speaks so often; more slowly in larger groups
 TAIL_LINES, MOST_LINES = 40, 2000  # of standard error that are kept; of output that wait to be told
 ESTABLISHED = "01"
-TORCHELASTIC = {"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+TORCHELASTIC = {
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
 
 
 class Restart(Exception):
@@ -42,7 +54,8 @@ class Restart(Exception):
 
 @dataclass(frozen=True)
 class ScriptTask:
-    """What to run, and where to say how it goes. `logs`: a folder for the whole output of each rank."""
+    """What to run, and where to say how it goes. `logs`: a folder for the whole output of each
+    rank."""
 
     file: str
     args: tuple[str, ...]
@@ -71,11 +84,12 @@ class RankPlace:
         """What torchrun sets."""
         n_nodes = max(1, self.world // max(1, self.local_world))
         return {
-            "RANK": str(self.rank), "WORLD_SIZE": str(self.world), "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world), "GROUP_RANK": str(self.node_rank), "NODE_RANK": str(self.node_rank),
-            "GROUP_WORLD_SIZE": str(n_nodes), "ROLE_RANK": str(self.rank), "ROLE_WORLD_SIZE": str(self.world),
-            "ROLE_NAME": "default", "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_RUN_ID": run, **TORCHELASTIC,
+            "RANK": str(self.rank), "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local_rank), "LOCAL_WORLD_SIZE": str(self.local_world),
+            "GROUP_RANK": str(self.node_rank), "NODE_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(n_nodes), "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world), "ROLE_NAME": "default", "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port), "TORCHELASTIC_RUN_ID": run, **TORCHELASTIC,
         }  # fmt: skip
 
 
@@ -85,7 +99,13 @@ def supervise(settings: dict[str, Any]) -> None:
     me = ray.train.get_context()
     rank = me.get_world_rank()
     group, address, port = broadcast_from_rank_zero(_meeting_place() if rank == 0 else None)
-    sizes = (rank, me.get_world_size(), me.get_local_rank(), me.get_local_world_size(), me.get_node_rank())
+    sizes = (
+        rank,
+        me.get_world_size(),
+        me.get_local_rank(),
+        me.get_local_world_size(),
+        me.get_node_rank(),
+    )
     board = ray.get_actor(orders.board, namespace=orders.namespace)
     Supervisor(orders, RankPlace(group, address, port, *sizes), board).to_the_end()
 
@@ -116,7 +136,15 @@ class Supervisor:
         child = self._start()
         place = self.place
         me = (place.group, place.rank, time.time())
-        self._words.append(Hello(*me, place.world, place.local_rank, ray.get_runtime_context().get_node_id(), os.getpid()))
+        self._words.append(
+            Hello(
+                *me,
+                place.world,
+                place.local_rank,
+                ray.get_runtime_context().get_node_id(),
+                os.getpid(),
+            )
+        )
         try:
             while not self._over(child):
                 time.sleep(LOOK_S * max(1.0, place.world / WORLD_PER_LOOK))
@@ -124,8 +152,11 @@ class Supervisor:
             child.kill()
 
     def _start(self) -> subprocess.Popen[str]:
-        environment = os.environ | self.place.environment(self.orders.run) | {PARENT: str(os.getpid())}
-        environment.setdefault("PYTHONUNBUFFERED", "1")  # into a pipe it would print by blocks, and its steps came late
+        environment = (
+            os.environ | self.place.environment(self.orders.run) | {PARENT: str(os.getpid())}
+        )
+        # into a pipe it would print by blocks, and its steps came late
+        environment.setdefault("PYTHONUNBUFFERED", "1")
         theirs: list[int] = []
         if self.orders.asks_ray:
             mine, other = socket.socketpair()
@@ -134,16 +165,20 @@ class Supervisor:
             threading.Thread(target=answer, args=(mine,), name="questions", daemon=True).start()
         file, cwd = here(self.orders.file, self.orders.cwd)
         child = subprocess.Popen(
-            [sys.executable, "-m", "elastic.cluster.ray_train.script_child", file, *self.orders.args],
-            cwd=cwd, env=environment, pass_fds=theirs,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            [sys.executable, "-m", "elastic.cluster.ray_train.script_child", file,
+            *self.orders.args], cwd=cwd, env=environment, pass_fds=theirs, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         )  # fmt: skip
         if theirs:
             other.close()
-        log = ScriptLog(Path(self.orders.logs, f"{self.place.group // 10**6}-rank{self.place.rank}.log"))
+        log = ScriptLog(
+            Path(self.orders.logs, f"{self.place.group // 10**6}-rank{self.place.rank}.log")
+        )
         for stream, keeps in ((child.stdout, False), (child.stderr, True)):
             assert stream is not None
-            self._readers.append(threading.Thread(target=self._read, args=(stream, keeps, log), daemon=True))
+            self._readers.append(
+                threading.Thread(target=self._read, args=(stream, keeps, log), daemon=True)
+            )
             self._readers[-1].start()
         return child
 
@@ -185,8 +220,11 @@ class Supervisor:
 
     def _exchange(self) -> list[ScriptOrder]:
         words = list(self._words)
-        answer = self.board.exchange.remote(self.place.group, self.place.rank, words, self._n_orders)
-        orders: list[ScriptOrder] = ray.get(answer, timeout=BOARD_MOST_S)  # without a driver this rank ends
+        answer = self.board.exchange.remote(
+            self.place.group, self.place.rank, words, self._n_orders
+        )
+        # without a driver this rank ends
+        orders: list[ScriptOrder] = ray.get(answer, timeout=BOARD_MOST_S)
         self._words.clear()
         self._n_orders += len(orders)
         return orders
@@ -210,8 +248,8 @@ class Supervisor:
 
 
 class ScriptLog:
-    """What a rank prints, up to FILE_BYTES and the file before it (`.1`). What cannot be written is left out: nobody waits for
-    a full disk, least of all the script, whose pipe is read here."""
+    """What a rank prints, up to FILE_BYTES and the file before it (`.1`). What cannot be written is
+    left out: nobody waits for a full disk, least of all the script, whose pipe is read here."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._again_s = path, -1, 0.0
@@ -237,8 +275,9 @@ class ScriptLog:
 
 
 def here(file: str, cwd: str) -> tuple[str, str]:
-    """The script and the folder to run it in, on this node: as on the driver's, or else in a submitted job's working directory,
-    which lies elsewhere on each node and is where a Ray worker runs."""
+    """The script and the folder to run it in, on this node: as on the driver's, or else in a
+    submitted job's working directory, which lies elsewhere on each node and is where a Ray worker
+    runs."""
     if os.path.isfile(file):
         return file, cwd if os.path.isdir(cwd) else os.getcwd()
     return os.path.join(os.getcwd(), os.path.relpath(file, cwd)), os.getcwd()
@@ -249,7 +288,11 @@ def answer(script: socket.socket) -> None:
     with script, script.makefile("r") as questions:
         for _ in questions:
             info = ray.train.get_preemption_info()
-            plain = None if info is None else {"deadline_ms": info.deadline_ms, "ranks": info.preempted_node_to_ranks}
+            plain = (
+                None
+                if info is None
+                else {"deadline_ms": info.deadline_ms, "ranks": info.preempted_node_to_ranks}
+            )
             try:
                 script.sendall(json.dumps(plain).encode() + b"\n")
             except OSError:  # it has ended meanwhile
@@ -263,7 +306,9 @@ def n_guests(port: int) -> int:
         path = Path("/proc/net", name)
         rows = path.read_text().splitlines()[1:] if path.is_file() else []
         cells = [row.split() for row in rows]
-        found += sum(row[3] == ESTABLISHED and int(row[1].rpartition(":")[2], 16) == port for row in cells)
+        found += sum(
+            row[3] == ESTABLISHED and int(row[1].rpartition(":")[2], 16) == port for row in cells
+        )
     return found
 
 

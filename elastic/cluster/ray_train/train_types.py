@@ -1,7 +1,8 @@
-"""ray.train's own types in and out: configurations become keys of a job, a run becomes a `ray.train.Result`.
+"""ray.train's own types in and out: configurations become keys of a job, a run becomes a
+`ray.train.Result`.
 
-Public names of `ray.train` only. Each field is mapped or refused by name; a field that a later Ray adds is refused unless it
-has its default.
+Public names of `ray.train` only. Each field is mapped or refused by name; a field that a later Ray
+adds is refused unless it has its default.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SHOWN_AT = ("DEBUG", "INFO", "NOTSET")
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What the configurations ask for. `job`: keys of a job; `pool`: what they say of nodes; `show`: progress."""
+    """What the configurations ask for. `job`: keys of a job; `pool`: what they say of nodes;
+    `show`: progress."""
 
     job: dict[str, Any]
     pool: dict[str, Any]
@@ -36,7 +38,9 @@ class TrainRequest:
     show: bool = True
 
 
-def wanted(scaling: ray.train.ScalingConfig | None, run: ray.train.RunConfig | None) -> TrainRequest:
+def wanted(
+    scaling: ray.train.ScalingConfig | None, run: ray.train.RunConfig | None
+) -> TrainRequest:
     """Raises SpecError that names the field that has no meaning here."""
     scaling = scaling if scaling is not None else ray.train.ScalingConfig()
     run = run if run is not None else ray.train.RunConfig()
@@ -62,13 +66,16 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _refuse_others(config: Any, known: Mapping[str, Any], why: Mapping[str, str]) -> None:
-    """Every field that is not in `known` must have its default; `why` says what would be right instead."""
+    """Every field that is not in `known` must have its default; `why` says what would be right
+    instead."""
     name = type(config).__name__
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name in known or value == _default(field) or value in (None, {}, [], DEPRECATED):
             continue
-        reason = why.get(field.name, "this version of elastic does not know what it should mean; leave it out")
+        reason = why.get(
+            field.name, "this version of elastic does not know what it should mean; leave it out"
+        )
         raise SpecError(f"{name}({field.name}={_short(value)}): {reason}")
 
 
@@ -77,13 +84,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ------------------------------------------------------------------------------------------------ ScalingConfig
+# ------------------------------------------------------------------------------------------------
+# ScalingConfig
 
 _SCALING_WHY = {
     "use_tpu": "elastic trains on CPUs and NVIDIA GPUs; leave it out",
     "topology": "it is that of TPUs; leave it out",
     "trainer_resources": "the driver is this process and reserves nothing; leave it out",
-    "elastic_resize_monitor_interval_s": "nodes that come or go are heard of at once, nothing is polled; leave it out",
+    "elastic_resize_monitor_interval_s": "nodes that come or go are heard of at once, nothing is "
+    "polled; leave it out",
 }
 
 
@@ -92,7 +101,8 @@ def _workers(scaling: Any) -> tuple[int, int]:
     low, high = given if isinstance(given, tuple) else (given, given)
     if low < 1:
         raise SpecError(
-            f"ScalingConfig(num_workers={given}): 0 is Ray Train's local mode; for one process without Ray run "
+            f"ScalingConfig(num_workers={given}): 0 is Ray Train's local mode; for one process "
+            "without Ray run "
             "python -m elastic.worker JOB, else give at least 1"
         )
     return int(low), int(high)
@@ -100,19 +110,30 @@ def _workers(scaling: Any) -> tuple[int, int]:
 
 def _nodes(scaling: Any) -> tuple[dict[str, Any], bool]:
     """What is said of the pool, and whether its workers are GPUs."""
-    known = ("num_workers", "use_gpu", "resources_per_worker", "placement_strategy", "accelerator_type", "label_selector")
+    known = (
+        "num_workers",
+        "use_gpu",
+        "resources_per_worker",
+        "placement_strategy",
+        "accelerator_type",
+        "label_selector",
+    )
     _refuse_others(scaling, dict.fromkeys(known), _SCALING_WHY)
     gpu = bool(scaling.use_gpu)
     _check_resources(scaling.resources_per_worker or {}, gpu)
     if scaling.placement_strategy != "PACK":
         raise SpecError(
-            f"ScalingConfig(placement_strategy='{scaling.placement_strategy}'): the planner places ranks by the layout (tp and "
+            f"ScalingConfig(placement_strategy='{scaling.placement_strategy}'): the planner "
+            "places ranks by the layout (tp and "
             "cp inside a node), and no placement group is made; leave it out"
         )
     pool: dict[str, Any] = {}
     if scaling.accelerator_type:
         if not gpu:
-            raise SpecError(f"ScalingConfig(accelerator_type='{scaling.accelerator_type}'): it needs use_gpu=True")
+            raise SpecError(
+                f"ScalingConfig(accelerator_type='{scaling.accelerator_type}'): it needs "
+                "use_gpu=True"
+            )
         pool["accelerator_type"] = scaling.accelerator_type
     return pool | _by_labels(getattr(scaling, "label_selector", None), gpu), gpu
 
@@ -123,8 +144,10 @@ def _check_resources(given: Mapping[str, float], gpu: bool) -> None:
         if own.get(name) != value:
             one = "one GPU" if gpu else "one process (use_gpu=False)"
             raise SpecError(
-                f"ScalingConfig(resources_per_worker={{'{name}': {value}}}): nodes are taken whole, a worker is {one} of "
-                "them and reserves nothing else; leave it out, or describe the nodes in job['pools']"
+                f"ScalingConfig(resources_per_worker={{'{name}': {value}}}): nodes are taken "
+                f"whole, a worker is {one} of "
+                "them and reserves nothing else; leave it out, or describe the nodes in "
+                "job['pools']"
             )
 
 
@@ -132,7 +155,10 @@ def _by_labels(selector: Any, gpu: bool) -> dict[str, Any]:
     if not selector:
         return {}
     if not isinstance(selector, Mapping):
-        raise SpecError("ScalingConfig(label_selector=[...]): workers are all alike; give one selector, not one for each")
+        raise SpecError(
+            "ScalingConfig(label_selector=[...]): workers are all alike; give one selector, not "
+            "one for each"
+        )
     found: dict[str, Any] = {}
     for label, value in selector.items():
         if label in POOL_LABELS:
@@ -144,14 +170,16 @@ def _by_labels(selector: Any, gpu: bool) -> dict[str, Any]:
         else:
             there = ", ".join(sorted({*POOL_LABELS, MARKET_LABEL, ACCELERATOR_LABEL}))
             raise SpecError(
-                f"ScalingConfig(label_selector={{'{label}': '{value}'}}): nodes are told apart by {there} (market types spot "
+                f"ScalingConfig(label_selector={{'{label}': '{value}'}}): nodes are told apart by "
+                f"{there} (market types spot "
                 "and on-demand, accelerators with use_gpu=True); use one of these"
             )
     return found
 
 
 def pools(asked: TrainRequest, on_cluster: bool) -> list[dict[str, Any]]:
-    """The pool that the configurations describe: nodes of this machine, or those of the cluster that this process is in."""
+    """The pool that the configurations describe: nodes of this machine, or those of the cluster
+    that this process is in."""
     low, high = asked.job["min_workers"], asked.job["max_workers"]
     if on_cluster:
         kind = "GPU" if asked.gpu else "CPU"
@@ -161,23 +189,35 @@ def pools(asked: TrainRequest, on_cluster: bool) -> list[dict[str, Any]]:
     else:
         each = 2 if high >= 4 and not (low % 2 or high % 2) else 1
         n_nodes = -(-high // each)
-    pool = {"name": POOL, "accelerator_type": "GPU" if asked.gpu else "CPU", "market_type": "owned"} | asked.pool
+    pool = {
+        "name": POOL,
+        "accelerator_type": "GPU" if asked.gpu else "CPU",
+        "market_type": "owned",
+    } | asked.pool
     return [pool | {"gpus_per_node": each, "max_nodes": n_nodes}]
 
 
 def check_pools(asked: TrainRequest, kinds: Sequence[str]) -> None:
-    """The job's own pools, of these accelerator types, and what the configurations say of nodes. Raises SpecError."""
+    """The job's own pools, of these accelerator types, and what the configurations say of nodes.
+    Raises SpecError."""
     if asked.pool:
         name = next(iter(asked.pool))
-        raise SpecError(f"job['pools'] and ScalingConfig both say what the nodes are ({name}): two ways at once; give one")
+        raise SpecError(
+            f"job['pools'] and ScalingConfig both say what the nodes are ({name}): two ways at "
+            "once; give one"
+        )
     other = [kind for kind in kinds if (kind == "CPU") == asked.gpu]
     if other:
-        raise SpecError(f"ScalingConfig(use_gpu={asked.gpu}), but a pool of the job is of {other[0]}s; make them agree")
+        raise SpecError(
+            f"ScalingConfig(use_gpu={asked.gpu}), but a pool of the job is of {other[0]}s; make "
+            "them agree"
+        )
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[str | None]:
-    """Address of the cluster that this process is connected to, else connected to `address` meanwhile; None = neither."""
+    """Address of the cluster that this process is connected to, else connected to `address`
+    meanwhile; None = neither."""
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
@@ -190,16 +230,23 @@ def connected(address: str | None) -> Iterator[str | None]:
             ray.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------ RunConfig
+# ------------------------------------------------------------------------------------------------
+# RunConfig
 
 _RUN_WHY = {
-    "storage_filesystem": "give storage_path as a folder or an s3:// URI; credentials and endpoint come from the environment",
-    "callbacks": "nothing calls back into a run; read its journal (elastic status RUN, elastic.observe)",
-    "worker_runtime_env": "workers import what stands beside program.py; set variables where the nodes are started",
+    "storage_filesystem": "give storage_path as a folder or an s3:// URI; "
+    "credentials and endpoint come from the "
+    "environment",
+    "callbacks": "nothing calls back into a run; read its journal (elastic "
+    "status RUN, elastic.observe)",
+    "worker_runtime_env": "workers import what stands beside program.py; set "
+    "variables where the nodes are started",
 }
 _FAILURE_WHY = {
-    "max_preemption_failures": "a notice or a loss never ends a run; a budget or a deadline of the job can",
-    "controller_failure_limit": "the driver is this process; start it again with the same RunConfig(name) and the run "
+    "max_preemption_failures": "a notice or a loss never ends a run; a budget or a "
+    "deadline of the job can",
+    "controller_failure_limit": "the driver is this process; start it again with the same "
+    "RunConfig(name) and the run "
     "continues",
     "relax_collectives_on_preemption": "no collective waits for a rank that is gone; leave it out",
     "preemption_grace_s": "survivors are not torn down at a deadline; leave it out",
@@ -216,7 +263,8 @@ def _check_failures(failures: Any) -> None:
     _refuse_others(failures, {"max_failures": None}, _FAILURE_WHY)
     if failures.max_failures not in (0, -1):
         raise SpecError(
-            f"FailureConfig(max_failures={failures.max_failures}): losses are not counted and never end a run, errors of the "
+            f"FailureConfig(max_failures={failures.max_failures}): losses are not counted and "
+            "never end a run, errors of the "
             "program are never retried; give 0 or -1, both mean that"
         )
 
@@ -224,28 +272,39 @@ def _check_failures(failures: Any) -> None:
 def _kept(checkpoints: Any) -> dict[str, Any]:
     """Which checkpoints stay."""
     known = ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order")
-    why = {"checkpoint_frequency": "give job['durable_every']", "checkpoint_at_end": "the last step is always stored"}
+    why = {
+        "checkpoint_frequency": "give job['durable_every']",
+        "checkpoint_at_end": "the last step is always stored",
+    }
     _refuse_others(checkpoints, dict.fromkeys(known), why)
-    n, score, order = checkpoints.num_to_keep, checkpoints.checkpoint_score_attribute, checkpoints.checkpoint_score_order
+    n, score, order = (
+        checkpoints.num_to_keep,
+        checkpoints.checkpoint_score_attribute,
+        checkpoints.checkpoint_score_order,
+    )
     if score is None:
         return {"keep_every": 1} if n is None else {"keep_last": n}
     if score != "validation_loss" or order != "min":
         raise SpecError(
-            f"CheckpointConfig(checkpoint_score_attribute='{score}', checkpoint_score_order='{order}'): copies are kept by "
+            f"CheckpointConfig(checkpoint_score_attribute='{score}', "
+            f"checkpoint_score_order='{order}'): copies are kept by "
             "validation_loss, lowest first; give 'validation_loss' and 'min'"
         )
     return {"keep_every": 1} if n is None else {"keep_best": n, "keep_last": 1}
 
 
-# ------------------------------------------------------------------------------------------------ inside a TorchTrainer
+# ------------------------------------------------------------------------------------------------
+# inside a TorchTrainer
 
 
 def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `train_loop_per_worker` for an ordinary TorchTrainer: runs a JOB at the fixed layout of its workers.
+    """A `train_loop_per_worker` for an ordinary TorchTrainer: runs a JOB at the fixed layout of its
+    workers.
 
-    train_loop_config: job (a folder that every worker sees), layout, set (keys over job.yaml), storage (shared; the run's own
-    copies, of which each worker group continues), run_name. Every checkpoint is reported, with the metrics of its step; the
-    summary of the run is returned. Raises SpecError, ProgramError; anything else that ends a rank is a RuntimeError.
+    train_loop_config: job (a folder that every worker sees), layout, set (keys over job.yaml),
+    storage (shared; the run's own copies, of which each worker group continues), run_name. Every
+    checkpoint is reported, with the metrics of its step; the summary of the run is returned. Raises
+    SpecError, ProgramError; anything else that ends a rank is a RuntimeError.
     """
     from elastic.config.job import load_job
     from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
@@ -255,13 +314,22 @@ def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
     if unknown or "job" not in given:
         what = f"unknown key '{unknown[0]}'" if unknown else "key 'job' is missing"
         raise SpecError(f"train_loop_config: {what}; keys are job, layout, set, storage, run_name")
-    overrides = [f"{key}={json.dumps(value)}" for key, value in dict(given.get("set") or {}).items()]
+    overrides = [
+        f"{key}={json.dumps(value)}" for key, value in dict(given.get("set") or {}).items()
+    ]
     spec = load_job(given["job"], overrides)
     if not (given.get("storage") or spec.storage or os.environ.get("ELASTIC_STORAGE")):
-        raise SpecError("train_loop_config: key 'storage' is missing; give a folder or s3:// URI that every worker reaches")
+        raise SpecError(
+            "train_loop_config: key 'storage' is missing; give a folder or s3:// URI that every "
+            "worker reaches"
+        )
     said = logging.getLogger("elastic").info
     wishes = StandaloneOptions(
-        given.get("layout"), given.get("run_name"), given.get("storage"), hear=lambda event: said("%s", event), on_copy=_report
+        given.get("layout"),
+        given.get("run_name"),
+        given.get("storage"),
+        hear=lambda event: said("%s", event),
+        on_copy=_report,
     )
     ended = StandaloneRun(spec, wishes).to_the_end()
     if ended.outcome != "succeeded":
@@ -272,15 +340,19 @@ def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
 def _report(copy: Any) -> None:
     """On every worker, in the same order; rank 0 gives the folder."""
     leads = ray.train.get_context().get_world_rank() == 0
-    ray.train.report(dict(copy.metrics), checkpoint=ray.train.Checkpoint(copy.uri) if leads else None)
+    ray.train.report(
+        dict(copy.metrics), checkpoint=ray.train.Checkpoint(copy.uri) if leads else None
+    )
 
 
-# ------------------------------------------------------------------------------------------------ Result
+# ------------------------------------------------------------------------------------------------
+# Result
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run as plain data. `rows`: one per step; `copies`: durable ones (uri, step), newest first."""
+    """A finished run as plain data. `rows`: one per step; `copies`: durable ones (uri, step),
+    newest first."""
 
     folder: str
     summary: dict[str, Any]
@@ -295,8 +367,14 @@ def result_of(told: FinishedRun) -> ray.train.Result:
 
     by_step = {row["step"]: row for row in told.rows}
     last = by_step[max(by_step)] if by_step else {}
-    plain = {key: value for key, value in told.summary.items() if isinstance(value, str | int | float) or value is None}
-    best = [(ray.train.Checkpoint(uri), by_step.get(step, {"step": step})) for uri, step in told.copies]
+    plain = {
+        key: value
+        for key, value in told.summary.items()
+        if isinstance(value, str | int | float) or value is None
+    }
+    best = [
+        (ray.train.Checkpoint(uri), by_step.get(step, {"step": step})) for uri, step in told.copies
+    ]
     return ray.train.Result(
         metrics={**plain, **last},
         checkpoint=best[0][0] if best else None,
@@ -313,9 +391,13 @@ def failure(reason: str) -> Exception:
 
 
 def read_checkpoint(checkpoint: ray.train.Checkpoint, use: Callable[[str], Any]) -> Any:
-    """Calls `use` with a folder, or an s3:// URI, that holds the checkpoint. Raises SpecError when it is no DCP folder."""
+    """Calls `use` with a folder, or an s3:// URI, that holds the checkpoint. Raises SpecError when
+    it is no DCP folder."""
     if not isinstance(checkpoint, ray.train.Checkpoint):
-        raise SpecError(f"resume_from_checkpoint: it is a {type(checkpoint).__name__}; give a ray.train.Checkpoint")
+        raise SpecError(
+            f"resume_from_checkpoint: it is a {type(checkpoint).__name__}; give a "
+            "ray.train.Checkpoint"
+        )
     kind = checkpoint.filesystem.type_name if checkpoint.filesystem is not None else "local"
     if kind == "local":
         return _used(checkpoint.path, checkpoint.path, use)
@@ -333,7 +415,8 @@ def _used(folder: str, shown: str, use: Callable[[str], Any]) -> Any:
         found = sorted(entry.name for entry in path.iterdir())[:4] if path.is_dir() else []
         there = f"it holds {', '.join(found)}" if found else "nothing is there"
         raise SpecError(
-            f"resume_from_checkpoint {shown}: no folder of torch.distributed.checkpoint ({there}, no .metadata); save it by "
+            f"resume_from_checkpoint {shown}: no folder of torch.distributed.checkpoint ({there}, "
+            "no .metadata); save it by "
             "dcp.save({'model': ..., 'optimizer': ...}), the states by get_state_dict"
         )
     return use(folder)

@@ -1,1 +1,2 @@
-"""The worker group: one Ray actor per GPU process, who is admitted, what they print, which of them is silent."""
+"""The worker group: one Ray actor per GPU process, who is admitted, what they print, which of them
+is silent."""

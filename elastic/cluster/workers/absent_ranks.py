@@ -1,10 +1,13 @@
-"""Which rank the others wait for, by how many collectives each has begun in its groups. Pure: numbers in, names out.
+"""Which rank the others wait for, by how many collectives each has begun in its groups. Pure:
+numbers in, names out.
 
-Ranks do the same collectives of a group in the same order. One that does not come any more has begun fewer than the others in
-some group, and nowhere more: the others come as far as they can without it. Whoever waits for one of those has begun more than
-another in that group. Only stages of a pipeline, which send messages to each other, may be behind in one group while they
-wait in another whose numbers say nothing (see Groups.arrived): they are told apart by what they do. Where all have come to all
-collectives, a GPU may hang: it stands in work of its own, and those that wait for it in what they do with others.
+Ranks do the same collectives of a group in the same order. One that does not come any more has
+begun fewer than the others in some group, and nowhere more: the others come as far as they can
+without it. Whoever waits for one of those has begun more than another in that group. Only stages of
+a pipeline, which send messages to each other, may be behind in one group while they wait in another
+whose numbers say nothing (see Groups.arrived): they are told apart by what they do. Where all have
+come to all collectives, a GPU may hang: it stands in work of its own, and those that wait for it in
+what they do with others.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class RankSite:
 
 
 def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[WorkerId, str]:
-    """The ranks that all others wait for, each with why; {} = that cannot be told. `staged`: they are stages of a pipeline."""
+    """The ranks that all others wait for, each with why; {} = that cannot be told. `staged`: they
+    are stages of a pipeline."""
     groups: dict[tuple[str, int], dict[WorkerId, int]] = {}
     for worker, at in ranks.items():
         for axis, first, n in at.arrived:
@@ -49,22 +53,37 @@ def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[Worke
         found = {worker: why for worker, why in found.items() if ranks[worker].doing != "others"}
         if not found and all(at.doing for at in ranks.values()):
             others = [worker for worker, at in ranks.items() if at.doing in ("others", "device")]
-            wait = f"{len(others)} other rank{'s wait' if len(others) > 1 else ' waits'} for a message or a collective"
-            found = {worker: f"is in no collective; {wait}" for worker in ranks if worker not in others} if others else {}
+            wait = (
+                f"{len(others)} other rank{'s wait' if len(others) > 1 else ' waits'} for a "
+                "message or a collective"
+            )
+            found = (
+                {worker: f"is in no collective; {wait}" for worker in ranks if worker not in others}
+                if others
+                else {}
+            )
     found = found or _hangs(ranks)
-    many = 2 * len(found) > len(ranks) or (len(found) > 1 and all(ranks[worker].doing in PATIENT for worker in found))
+    many = 2 * len(found) > len(ranks) or (
+        len(found) > 1 and all(ranks[worker].doing in PATIENT for worker in found)
+    )
     return {} if many else {worker: why + _at(ranks[worker]) for worker, why in found.items()}
 
 
 def _hangs(ranks: Mapping[WorkerId, RankSite]) -> dict[WorkerId, str]:
-    """The one whose GPU stands in work of its own, where those of all others wait. Of two nobody knows; with tp or cp a block's
-    own work has collectives too, so there it must also have done less than those that compute the same samples with it."""
+    """The one whose GPU stands in work of its own, where those of all others wait. Of two nobody
+    knows; with tp or cp a block's own work has collectives too, so there it must also have done
+    less than those that compute the same samples with it."""
     parts = {
-        worker: (axis, first, n) for worker, at in ranks.items() for axis, first, n in at.arrived if axis.startswith(DEVICE)
+        worker: (axis, first, n)
+        for worker, at in ranks.items()
+        for axis, first, n in at.arrived
+        if axis.startswith(DEVICE)
     }
     own = [worker for worker, (axis, _, _) in parts.items() if axis == DEVICE + "own"]
     waiting = [
-        worker for worker, at in ranks.items() if worker not in own and _waits(at, parts[worker][0] if worker in parts else "")
+        worker
+        for worker, at in ranks.items()
+        if worker not in own and _waits(at, parts[worker][0] if worker in parts else "")
     ]
     if not own or len(waiting) + 1 < len(ranks):
         return {}
@@ -72,18 +91,27 @@ def _hangs(ranks: Mapping[WorkerId, RankSite]) -> dict[WorkerId, str]:
     _, first, n = parts[worker]
     if any(of == first and done <= n for other, (_, of, done) in parts.items() if other != worker):
         return {}
-    others = "that of the other rank waits" if len(waiting) == 1 else f"those of the {len(waiting)} other ranks wait"
-    return {worker: f"has a GPU that stands in part {n + 1} of its work, which is its own; {others}"}
+    others = (
+        "that of the other rank waits"
+        if len(waiting) == 1
+        else f"those of the {len(waiting)} other ranks wait"
+    )
+    return {
+        worker: f"has a GPU that stands in part {n + 1} of its work, which is its own; {others}"
+    }
 
 
 def _waits(at: RankSite, axis: str) -> bool:
-    """Does its GPU, which stands at `axis` ('' = nowhere), wait for others, or has done all that its host has given it, while
-    that waits for other hosts?"""
+    """Does its GPU, which stands at `axis` ('' = nowhere), wait for others, or has done all that
+    its host has given it, while that waits for other hosts?"""
     return axis == DEVICE + "others" or (axis == DEVICE + "done" and at.doing == "others")
 
 
 def _absent(number: int, axis: str, n: int) -> str:
-    return f"has not come to collective {number} of {axis}; {n} other rank{'s wait' if n > 1 else ' waits'} there"
+    return (
+        f"has not come to collective {number} of {axis}; {n} other "
+        f"rank{'s wait' if n > 1 else ' waits'} there"
+    )
 
 
 def _at(at: RankSite) -> str:

@@ -1,5 +1,5 @@
-"""Nodes are admitted: who may be asked as a neighbor, and what the run's versions are. The checks are the workers' own
-(elastic.worker.profile.node_checks); here is what needs Ray.
+"""Nodes are admitted: who may be asked as a neighbor, and what the run's versions are. The checks
+are the workers' own (elastic.worker.profile.node_checks); here is what needs Ray.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ DOUBT_S = 5.0  # within which a node that is gone is seen to be
 
 @dataclass
 class Entrance:
-    """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know as the first one told it.
-    `folder`: storage that may be this host's own; None = it is known to be the same everywhere. `attached`: to workers that
-    another driver has admitted."""
+    """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know
+    as the first one told it. `folder`: storage that may be this host's own; None = it is known to
+    be the same everywhere. `attached`: to workers that another driver has admitted."""
 
     worker_group: WorkerGroup
     known: dict[str, str] = field(default_factory=versions)
@@ -54,12 +54,15 @@ class Entrance:
     _mark: str = ""
     _inside: dict[str, None] = field(default_factory=dict)  # nodes that were admitted, in order
     _asked: dict[str, Prepare] = field(default_factory=dict)  # the last of each node
-    _doubted: dict[str, tuple[NodeRefused, float]] = field(default_factory=dict)  # refusals that wait, until when
+    # refusals that wait, until when
+    _doubted: dict[str, tuple[NodeRefused, float]] = field(default_factory=dict)
 
     def preparation(self, action: Prepare, plan: Plan | None) -> WorkerOrder:
         """What the workers of a node are told."""
         self._asked[action.node_id] = action
-        terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes, self._mark_for(action.node_id))
+        terms = Terms(
+            dict(self.known), action.gpu_bytes, action.host_bytes, self._mark_for(action.node_id)
+        )
         neighbors = tuple(self._neighbors(action.node_id, plan))
         return WorkerOrder(action, entry=Entry(terms, partial(doors, neighbors)))
 
@@ -69,13 +72,20 @@ class Entrance:
             *(plan.ranks if plan is not None else ()),
             *(w for name in self._inside for w in self.worker_group.workers(name)),
         ]
-        first = {worker.node_id: worker for worker in reversed(workers) if worker.node_id not in (node_id, "")}
-        names = [name for name in dict.fromkeys(worker.node_id for worker in workers) if name in first]
+        first = {
+            worker.node_id: worker
+            for worker in reversed(workers)
+            if worker.node_id not in (node_id, "")
+        }
+        names = [
+            name for name in dict.fromkeys(worker.node_id for worker in workers) if name in first
+        ]
         actors = (self.worker_group.actor(first[name]) for name in names)
         return [actor for actor in actors if actor is not None][:NEIGHBORS]
 
     def _mark_for(self, node_id: str) -> Mark | None:
-        """What a worker of the node shall find in storage and answer. A failure to write it says nothing of the node."""
+        """What a worker of the node shall find in storage and answer. A failure to write it says
+        nothing of the node."""
         if self.folder is None or node_id in self._inside:
             return None
         try:
@@ -85,13 +95,24 @@ class Entrance:
                 self.folder.put(f"{PLACE}/{text}", text.encode())
                 self._mark = text
         except OSError as error:
-            log.warning("%s cannot be written, so that no node is asked whether it sees it: %s", self.folder.uri, error)
+            log.warning(
+                "%s cannot be written, so that no node is asked whether it sees it: %s",
+                self.folder.uri,
+                error,
+            )
             return None
-        return Mark(self.folder.uri, f"{PLACE}/{self._mark}", f"{PLACE}/{self._mark}.{node_id}", self._mark)
+        return Mark(
+            self.folder.uri, f"{PLACE}/{self._mark}", f"{PLACE}/{self._mark}.{node_id}", self._mark
+        )
 
     def _unanswered(self, node_id: str, admission: Admission | None) -> str:
         """Why the node's storage is not this driver's; '' = it is, or the node was not asked."""
-        if self.folder is None or admission is None or not self._mark or admission.mark != self._mark:
+        if (
+            self.folder is None
+            or admission is None
+            or not self._mark
+            or admission.mark != self._mark
+        ):
             return ""
         key = f"{PLACE}/{self._mark}.{node_id}"
         try:
@@ -100,15 +121,31 @@ class Entrance:
         except FileNotFoundError:
             found = False
         except OSError as error:
-            log.warning("%s cannot be read, so that it is not known whether %s writes there: %s", key, node_id, error)
+            log.warning(
+                "%s cannot be read, so that it is not known whether %s writes there: %s",
+                key,
+                node_id,
+                error,
+            )
             return ""
-        return "" if found else apart(self.folder.uri, "a file that the node has written is not there on the driver's host, in")
+        return (
+            ""
+            if found
+            else apart(
+                self.folder.uri,
+                "a file that the node has written is not there on the driver's host, in",
+            )
+        )
 
     def passed(self, event: Event, nodes: dict[str, Node]) -> Event:
-        """The event as the policy is to hear it: nodes that came together are held against each other here. Raises SpecError
-        where not even the first node has the driver's storage."""
+        """The event as the policy is to hear it: nodes that came together are held against each
+        other here. Raises SpecError where not even the first node has the driver's storage."""
         node = nodes.get(getattr(event, "node_id", ""))
-        if isinstance(event, NodePrepared) and node is not None and (why := self._unanswered(node.node_id, event.admission)):
+        if (
+            isinstance(event, NodePrepared)
+            and node is not None
+            and (why := self._unanswered(node.node_id, event.admission))
+        ):
             event = NodeRefused(node.node_id, why)
         if isinstance(event, NodeRefused) and node is not None:
             if event.reason.startswith(APART) and not self._inside and not self.attached:
@@ -124,20 +161,28 @@ class Entrance:
         return event
 
     def doubts(self, event: Event, now_s: float) -> tuple[str, ...]:
-        """The neighbors that a refused node did not reach. They may be the ones that are gone: the refusal waits."""
+        """The neighbors that a refused node did not reach. They may be the ones that are gone: the
+        refusal waits."""
         if not isinstance(event, NodeRefused) or not event.neighbors:
             return ()
         self._doubted[event.node_id] = (event, now_s + DOUBT_S)
         return event.neighbors
 
     def settled(self, nodes: Mapping[str, Node], now_s: float) -> tuple[list[Prepare], list[Event]]:
-        """Nodes to be prepared again, since a neighbor that they did not reach is gone or has lost a worker; refusals that
-        hold."""
+        """Nodes to be prepared again, since a neighbor that they did not reach is gone or has lost
+        a worker; refusals that hold."""
         again: list[Prepare] = []
         refused: list[Event] = []
         for node_id, (event, until_s) in list(self._doubted.items()):
-            if not all(name in nodes and len(self.worker_group.workers(name)) >= nodes[name].gpus for name in event.neighbors):
-                log.info("%s is looked at once more: %s, and a node that it did not reach is gone", node_id, event.reason)
+            if not all(
+                name in nodes and len(self.worker_group.workers(name)) >= nodes[name].gpus
+                for name in event.neighbors
+            ):
+                log.info(
+                    "%s is looked at once more: %s, and a node that it did not reach is gone",
+                    node_id,
+                    event.reason,
+                )
                 again.append(self._asked[node_id])
             elif now_s >= until_s:
                 refused.append(event)

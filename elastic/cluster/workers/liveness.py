@@ -1,4 +1,5 @@
-"""Which worker does not answer any more. Fed with the calls that were made and the answers that came; no Ray, no clock."""
+"""Which worker does not answer any more. Fed with the calls that were made and the answers that
+came; no Ray, no clock."""
 
 from __future__ import annotations
 
@@ -12,20 +13,24 @@ from elastic.types import Job, Plan, Silent, WorkerId
 from elastic.worker.process.doing import PATIENT, Doing
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
-LATE_TIMES, LATE_HALF_S = 4.0, 15.0  # of the machine's lateness, half of which is forgotten in this time
+# of the machine's lateness, half of which is forgotten in this time
+LATE_TIMES, LATE_HALF_S = 4.0, 15.0
 LATE_S = 0.25
 SLOW_KEPT = 0.9  # of the slowest step's time, with each step that follows
 STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none makes progress
-MISSING_LEAST_S = 10.0  # all answer, and all but some wait for those; programs do stall for some seconds at times
+# all answer, and all but some wait for those; programs do stall for some seconds at times
+MISSING_LEAST_S = 10.0
 PATIENT_LEAST_S = 60.0  # the same where those wait for their batch, compile, or store a copy
 COMPILING_S = 300.0  # the same where blocks are compiled, anew for shares of another size
-EVALUATING_STUCK_S = 600.0  # the same within one batch of a validation set: the program may make whole texts of it
+# the same within one batch of a validation set: the program may make whole texts of it
+EVALUATING_STUCK_S = 600.0
 TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
 BOUNDS_S = {"idle": 10.0, "starting": 120.0}
 OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
 GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own,
 OWN_LATE_MOST_S = 2.0  # and what is more, up to this, tells how late this machine is
-PROMPT = ("idle", "stepping")  # in other phases a worker's own work, such as an import, may hold up its answer
+# in other phases a worker's own work, such as an import, may hold up its answer
+PROMPT = ("idle", "stepping")
 
 
 class BeatLike(Protocol):
@@ -63,27 +68,30 @@ def _still_s(seen: _Seen) -> float:
 
 
 def patience_s(job: Job) -> float:
-    """How long ranks wait at least for one that does not come: a script that has the loop may do on one rank what takes its
-    time, and compiled code is made anew for other shares."""
+    """How long ranks wait at least for one that does not come: a script that has the loop may do on
+    one rank what takes its time, and compiled code is made anew for other shares."""
     return COMPILING_S if job.compile else PATIENT_LEAST_S if job.script else 0.0
 
 
 @dataclass
 class Liveness:
-    """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound (None = none); where
-    it is given, ranks wait just so long for one that does not come. `patience_s`: what they wait at least, where
-    a rank may do by itself what takes its time.
+    """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound
+    (None = none); where it is given, ranks wait just so long for one that does not come.
+    `patience_s`: what they wait at least, where a rank may do by itself what takes its time.
 
-    A machine under load is late without any worker being silent. Its lateness is the worst lately of the answers of workers
-    that should answer at once and of the driver's own looks, so that the bound is wider before a worker passes it.
+    A machine under load is late without any worker being silent. Its lateness is the worst lately
+    of the answers of workers that should answer at once and of the driver's own looks, so that the
+    bound is wider before a worker passes it.
     """
 
     wait_s: float
     most_s: float | None = None
     patience_s: float = 0.0
     step_time_s: dict[int, float] = field(default_factory=dict)  # generation -> newest
-    _slow_step_s: dict[int, float] = field(default_factory=dict)  # generation -> of the slowest lately
-    _named: set[tuple[int, WorkerId]] = field(default_factory=set)  # that others waited for, in that generation
+    # generation -> of the slowest lately
+    _slow_step_s: dict[int, float] = field(default_factory=dict)
+    # that others waited for, in that generation
+    _named: set[tuple[int, WorkerId]] = field(default_factory=set)
     _workers: dict[WorkerId, _Seen] = field(default_factory=dict)
     _looked_at_s: float | None = None
     _late_s: float = 0.0  # the machine's lateness
@@ -98,7 +106,11 @@ class Liveness:
         seen = self._workers.setdefault(worker, _Seen())
         if seen.open and not seen.told and seen.phase in PROMPT and beat.phase in PROMPT:
             self._late_s = max(self._late_s, seen.waited_s - self.wait_s)
-        moved = (beat.generation, beat.phase, beat.progress) != (seen.generation, seen.phase, seen.progress)
+        moved = (beat.generation, beat.phase, beat.progress) != (
+            seen.generation,
+            seen.phase,
+            seen.progress,
+        )
         if moved or beat.phase == "idle":
             seen.still_s = 0.0
         if moved or beat.phase == "idle" or beat.arrived != seen.at.arrived:
@@ -110,11 +122,18 @@ class Liveness:
     def stepped(self, generation: int, step_time_s: float) -> None:
         """A step of the generation is done."""
         self.step_time_s[generation] = step_time_s
-        self._slow_step_s[generation] = max(step_time_s, SLOW_KEPT * self._slow_step_s.get(generation, 0.0))
+        self._slow_step_s[generation] = max(
+            step_time_s, SLOW_KEPT * self._slow_step_s.get(generation, 0.0)
+        )
 
     def late(self) -> list[WorkerId]:
-        """Workers whose answer should have come by now: no silence yet, but reason to look at their nodes."""
-        return [worker for worker, seen in self._workers.items() if seen.open and seen.waited_s > self.wait_s + LATE_S]
+        """Workers whose answer should have come by now: no silence yet, but reason to look at their
+        nodes."""
+        return [
+            worker
+            for worker, seen in self._workers.items()
+            if seen.open and seen.waited_s > self.wait_s + LATE_S
+        ]
 
     def is_silent(self, worker: WorkerId) -> bool:
         """It was reported and has not answered since."""
@@ -133,7 +152,8 @@ class Liveness:
         return min(bound_s, self.most_s) if self.most_s is not None else bound_s
 
     def look(self, now_s: float) -> list[Silent]:
-        """Workers whose bound is passed while no peer of their generation makes progress; each once per silence."""
+        """Workers whose bound is passed while no peer of their generation makes progress; each once
+        per silence."""
         gap_s = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s)
         passed_s = min(GAP_MOST_S, gap_s)
         self._looked_at_s = now_s
@@ -155,12 +175,16 @@ class Liveness:
         return seen.open and seen.waited_s > self.wait_s + self.bound_s(seen.phase, seen.generation)
 
     def _moved_last(self) -> dict[int, list[_Seen]]:
-        """Of each generation the two that got on last: one of them is a peer of whoever is asked about."""
+        """Of each generation the two that got on last: one of them is a peer of whoever is asked
+        about."""
         by_generation: dict[int, list[_Seen]] = {}
         for seen in self._workers.values():
             if seen.generation and seen.phase != "idle":
                 by_generation.setdefault(seen.generation, []).append(seen)
-        return {generation: nsmallest(2, found, key=_still_s) for generation, found in by_generation.items()}
+        return {
+            generation: nsmallest(2, found, key=_still_s)
+            for generation, found in by_generation.items()
+        }
 
     def _peer_moves(self, seen: _Seen, moved_last: Iterable[_Seen]) -> bool:
         bound_s = self.bound_s(seen.phase, seen.generation)
@@ -171,9 +195,12 @@ class Liveness:
         return first
 
     def stuck_s(self, generation: int) -> float:
-        """How long no worker of a stepping or evaluating generation got on although all answer, if that is too long; else 0."""
+        """How long no worker of a stepping or evaluating generation got on although all answer, if
+        that is too long; else 0."""
         members = [seen for seen in self._workers.values() if seen.generation == generation]
-        if not members or any(seen.phase not in ("stepping", "evaluating") or self._overdue(seen) for seen in members):
+        if not members or any(
+            seen.phase not in ("stepping", "evaluating") or self._overdue(seen) for seen in members
+        ):
             return 0.0
         most_s = max(STUCK_LEAST_S, STUCK_TIMES * self.bound_s("stepping", generation))
         if any(seen.phase == "evaluating" or seen.at.doing in PATIENT for seen in members):
@@ -184,11 +211,15 @@ class Liveness:
         return still_s if still_s > most_s else 0.0
 
     def absent_ranks(self, plan: Plan) -> list[Silent]:
-        """Ranks that all others wait for in a collective: all answer, none makes progress, for too long; each once. Not before
-        the generation's first step is done: until then nobody knows how long one takes."""
+        """Ranks that all others wait for in a collective: all answer, none makes progress, for too
+        long; each once. Not before the generation's first step is done: until then nobody knows how
+        long one takes."""
         generation = plan.generation
         seen = {worker: self._workers[worker] for worker in plan.ranks if worker in self._workers}
-        steps = all(one.generation == generation and one.phase == "stepping" and self._fresh(one) for one in seen.values())
+        steps = all(
+            one.generation == generation and one.phase == "stepping" and self._fresh(one)
+            for one in seen.values()
+        )
         if len(seen) < len(plan.ranks) or not steps or generation not in self.step_time_s:
             return []
         quiet_s = min(one.quiet_s for one in seen.values())
@@ -200,20 +231,27 @@ class Liveness:
             return []
         new = [worker for worker in found if (generation, worker) not in self._named]
         self._named.update((generation, worker) for worker in new)
-        return [Silent(worker, generation, seen[worker].phase, round(quiet_s, 2), found[worker]) for worker in new]
+        return [
+            Silent(worker, generation, seen[worker].phase, round(quiet_s, 2), found[worker])
+            for worker in new
+        ]
 
     def missing_bound_s(self, generation: int, patient: bool) -> float:
-        """How long all may stall before the ones that they wait for are named: many times what a step takes, so that one
-        that has become slow is not taken for one that does not come."""
+        """How long all may stall before the ones that they wait for are named: many times what a
+        step takes, so that one that has become slow is not taken for one that does not come."""
         slow_s = self._slow_step_s.get(generation, 0.0)
         if self.most_s is not None:
             return self.most_s
-        bound_s = max(MISSING_LEAST_S, STUCK_TIMES * max(STEP_TIMES * slow_s, self.bound_s("stepping", generation)))
+        bound_s = max(
+            MISSING_LEAST_S,
+            STUCK_TIMES * max(STEP_TIMES * slow_s, self.bound_s("stepping", generation)),
+        )
         return max(bound_s, self.patience_s, PATIENT_LEAST_S if patient else 0.0)
 
     def timeout_s(self, step_s: float) -> float:
-        """How long gloo lets a rank wait in a collective. It ends the generation for all without saying who was missing, so it
-        comes behind what ranks may wait here: a new rank may compile for minutes while the others stand in the first commit."""
+        """How long gloo lets a rank wait in a collective. It ends the generation for all without
+        saying who was missing, so it comes behind what ranks may wait here: a new rank may compile
+        for minutes while the others stand in the first commit."""
         allowed_s = self.most_s if self.most_s is not None else self.patience_s
         return max(allowed_s + TIMEOUT_LEAST_S, TIMEOUT_STEPS * step_s)
 

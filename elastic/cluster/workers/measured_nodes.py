@@ -1,4 +1,5 @@
-"""`elastic profile` on a Ray cluster: one node of each kind of accelerator measures itself, in a task that has all its GPUs."""
+"""`elastic profile` on a Ray cluster: one node of each kind of accelerator measures itself, in a
+task that has all its GPUs."""
 
 from __future__ import annotations
 
@@ -16,19 +17,24 @@ from elastic.errors import CloudFailed, ElasticError, NoCapacity
 from elastic.types.node_labels import ACCELERATOR_LABEL
 from elastic.worker.profile.measure import MeasureRequest, accelerator_here, measure
 
-WAIT_S = 120.0  # beyond the time that measuring takes: for GPUs that others use, and for Ray's worker to start
+# beyond the time that measuring takes: for GPUs that others use, and for Ray's worker to start
+WAIT_S = 120.0
 
 
-def measured(address: str, wanted: MeasureRequest, kinds: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Kind of accelerator -> what was found there, with `host`. `kinds`: only these, where the cluster has them. Raises
-    SpecError where the cluster cannot be reached, NoCapacity where a node's GPUs do not come free."""
+def measured(
+    address: str, wanted: MeasureRequest, kinds: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Kind of accelerator -> what was found there, with `host`. `kinds`: only these, where the
+    cluster has them. Raises SpecError where the cluster cannot be reached, NoCapacity where a
+    node's GPUs do not come free."""
     try:
         chosen = _chosen(remote_processes.connect(address), kinds)
         tasks = {kind: _task(node, wanted) for kind, node in chosen.items()}
         end = time.monotonic() + wanted.seconds + WAIT_S
         return dict(_result(*item, chosen[item[0]], end) for item in tasks.items())
     finally:
-        remote_processes.disconnect()  # ends the tasks of this driver, and with them their processes
+        # ends the tasks of this driver, and with them their processes
+        remote_processes.disconnect()
 
 
 def _chosen(nodes: Sequence[RayNode], kinds: Sequence[str]) -> dict[str, RayNode]:
@@ -47,7 +53,9 @@ def _chosen(nodes: Sequence[RayNode], kinds: Sequence[str]) -> dict[str, RayNode
 def _task(node: RayNode, wanted: MeasureRequest) -> Any:
     where = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
     task: Any = ray.remote(_measure)
-    return task.options(num_cpus=0, num_gpus=node.gpus, max_retries=0, scheduling_strategy=where).remote(wanted)
+    return task.options(
+        num_cpus=0, num_gpus=node.gpus, max_retries=0, scheduling_strategy=where
+    ).remote(wanted)
 
 
 def _measure(wanted: MeasureRequest) -> tuple[str, dict[str, Any]]:
@@ -58,14 +66,17 @@ def _result(kind: str, task: Any, node: RayNode, end: float) -> tuple[str, dict[
     ready, _ = ray.wait([task], timeout=max(0.0, end - time.monotonic()))
     if not ready:
         raise NoCapacity(
-            f"{node.address} has not measured its {node.gpus or 'CPU'} {kind} in time: are they in use? Try again when free"
+            f"{node.address} has not measured its {node.gpus or 'CPU'} {kind} in time: are they "
+            "in use? Try again when free"
         )
     try:
         here, found = ray.get(task)
     except RayTaskError as error:
         cause = error.cause
         raise (
-            cause if isinstance(cause, ElasticError) else CloudFailed(f"{node.address}: measuring raised {cause!r}")
+            cause
+            if isinstance(cause, ElasticError)
+            else CloudFailed(f"{node.address}: measuring raised {cause!r}")
         ) from error
     except RayError as error:
         raise CloudFailed(f"{node.address}: {' '.join(str(error).split())[:200]}") from error

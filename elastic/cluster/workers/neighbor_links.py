@@ -1,4 +1,5 @@
-"""A worker's half of admission: the neighbors that it measures its link to, and where it listens for others."""
+"""A worker's half of admission: the neighbors that it measures its link to, and where it listens
+for others."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ HEAR_MOST_S = 5.0  # of a neighbor, which trains meanwhile
 
 
 def doors(neighbors: Iterable[Any]) -> list[Door]:
-    """Where these actors listen; one that does not answer is left out: it may be ending, and says nothing of this node."""
+    """Where these actors listen; one that does not answer is left out: it may be ending, and says
+    nothing of this node."""
     found = []
     for ref in [actor.hear.remote() for actor in neighbors]:
         try:

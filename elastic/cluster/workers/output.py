@@ -1,6 +1,8 @@
-"""What a worker process prints, Python or not: into a file of its own, of bounded size; the lines of rank 0 to the driver too.
+"""What a worker process prints, Python or not: into a file of its own, of bounded size; the lines
+of rank 0 to the driver too.
 
-The file stands at file descriptors 1 and 2 themselves, so that the last words of a process that crashes are in it.
+The file stands at file descriptors 1 and 2 themselves, so that the last words of a process that
+crashes are in it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pathlib import Path
 from elastic.ledger.run_folder import OF_NODE
 
 FILE_BYTES = 16 << 20  # then the file becomes FILE.1, in place of an older one
-FILES_KEPT, LOGS_BYTES = 256, 2 << 30  # in a run's folder, and those that are written: nodes join and leave for months
+# in a run's folder, and those that are written: nodes join and leave for months
+FILES_KEPT, LOGS_BYTES = 256, 2 << 30
 PRUNED, PRUNE_EVERY_S = ".pruned", 3600.0
 TELL_BYTES = 64 << 10  # told at once; of more only the newest part
 WORDS_BYTES = 4000  # of which the last words are taken
@@ -28,8 +31,9 @@ MARK = "--- elastic: "  # what the file itself says; not told
 
 
 class Output:
-    """Takes standard output and standard error of this process, from here on. Raises OSError where the file cannot be made at
-    first; later troubles with it (a full disk, a folder that somebody clears) cost output and nothing else."""
+    """Takes standard output and standard error of this process, from here on. Raises OSError where
+    the file cannot be made at first; later troubles with it (a full disk, a folder that somebody
+    clears) cost output and nothing else."""
 
     def __init__(self, folder: str, worker: str) -> None:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", worker)
@@ -44,7 +48,8 @@ class Output:
         self._begin_file(f"the output continues in {self.path}")
 
     def begin(self, text: str, tells: bool) -> None:
-        """A generation begins: said in the file; `tells`: from here on `take` gives what is printed."""
+        """A generation begins: said in the file; `tells`: from here on `take` gives what is
+        printed."""
         with self._lock:
             self._left += self._lines()
             self._told_bytes, self._tells = os.fstat(self._file).st_size, tells
@@ -94,10 +99,17 @@ class Output:
         found = os.pread(self._file, n_bytes - begin, begin)
         if len(found) < TELL_BYTES:  # else a line without an end, which is told in parts
             found = found[: found.rfind(b"\n") + 1]
-        missed = [f"... {begin - self._told_bytes:,} bytes are in {self.path} only"] if begin > self._told_bytes else []
+        missed = (
+            [f"... {begin - self._told_bytes:,} bytes are in {self.path} only"]
+            if begin > self._told_bytes
+            else []
+        )
         self._told_bytes = begin + len(found)
         texts = found.decode(errors="replace").split("\n")
-        lines = (text.rstrip("\r").rpartition("\r")[2] for text in (texts if texts[-1] else texts[:-1]))  # a bar's last state
+        # a bar's last state
+        lines = (
+            text.rstrip("\r").rpartition("\r")[2] for text in (texts if texts[-1] else texts[:-1])
+        )
         return (*missed, *(line for line in lines if not line.startswith(MARK)))
 
 
@@ -117,7 +129,8 @@ def _say(text: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """For logs. Raises OSError; so it does where it stands in a folder that everybody may write and is not this user's own."""
+    """For logs. Raises OSError; so it does where it stands in a folder that everybody may write and
+    is not this user's own."""
     base = folder.parent
     if base.name.startswith(OF_NODE):
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,7 +141,8 @@ def make_folder(folder: Path) -> None:
 
 
 def open_log(path: Path) -> int:
-    """To append to; no symbolic link is followed. As long as a process writes it, it is not pruned. Raises OSError."""
+    """To append to; no symbolic link is followed. As long as a process writes it, it is not pruned.
+    Raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -136,10 +150,13 @@ def open_log(path: Path) -> int:
 
 
 def prune(folder: Path) -> None:
-    """Removes the oldest files that nobody writes any more, where they are too many or too large. One does so for all, once in
-    PRUNE_EVERY_S: a look at many thousands of files by as many workers would take hours."""
+    """Removes the oldest files that nobody writes any more, where they are too many or too large.
+    One does so for all, once in PRUNE_EVERY_S: a look at many thousands of files by as many workers
+    would take hours."""
     with suppress(OSError):
-        mark = os.open(folder / PRUNED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        mark = os.open(
+            folder / PRUNED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = os.fstat(mark)
@@ -165,7 +182,8 @@ def _prune_all(folder: Path) -> None:
         with suppress(OSError):
             handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is written still
+                # raises where it is written still
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink()
             finally:
                 os.close(handle)

@@ -1,11 +1,13 @@
-"""How long a poll waits for workers' answers before it looks at what no worker reports: inbox, notices, deadlines, silence."""
+"""How long a poll waits for workers' answers before it looks at what no worker reports: inbox,
+notices, deadlines, silence."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 SLICE_S = 0.05  # where other news may come; a round costs about as much as the report of a step
-LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence; while it trains, for answers too
+# between looks at the inbox, deadlines, notices and silence; while it trains, for answers too
+LOOK_S = 0.25
 LEAST_S = 0.001
 
 

@@ -1,5 +1,6 @@
-"""Processes on the nodes of an existing Ray cluster, for checks: an object in each, called in order, whose messages come back
-through a pipe; and commands that run there. Nodes and raylets are left alone."""
+"""Processes on the nodes of an existing Ray cluster, for checks: an object in each, called in
+order, whose messages come back through a pipe; and commands that run there. Nodes and raylets are
+left alone."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ GONE_MOST_S = 10.0
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one process stands: a node as Ray knows it, its name and address; `on_gpu`: it takes a GPU, else a CPU."""
+    """Where one process stands: a node as Ray knows it, its name and address; `on_gpu`: it takes a
+    GPU, else a CPU."""
 
     ray_id: str
     node: str
@@ -44,7 +46,8 @@ class Seat:
 
 @dataclass(frozen=True)
 class ProcessOrder:
-    """What a process hosts: `made_by` (module:name) is called with a function that takes messages, then `arguments`."""
+    """What a process hosts: `made_by` (module:name) is called with a function that takes messages,
+    then `arguments`."""
 
     made_by: str
     arguments: tuple[Any, ...] = ()
@@ -74,7 +77,11 @@ def own_address() -> str:
 
 def actors_left(namespace: str) -> list[str]:
     """Names of the living actors of a namespace."""
-    return [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == namespace]
+    return [
+        a["name"]
+        for a in ray.util.list_named_actors(all_namespaces=True)
+        if a["namespace"] == namespace
+    ]
 
 
 def end_actors(namespace: str) -> None:
@@ -137,11 +144,14 @@ class _NodeSignals:
         return bool(processes.send([pid], number))
 
 
-def _command(words: Sequence[str], environment: Mapping[str, str], most_s: float) -> tuple[int, str]:
+def _command(
+    words: Sequence[str], environment: Mapping[str, str], most_s: float
+) -> tuple[int, str]:
     """Exit code and output of `python WORDS`; -9 where it was ended after `most_s`."""
     process = subprocess.Popen(
-        [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, **environment}, start_new_session=True, preexec_fn=processes.die_with_parent,
+        [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment},
+        start_new_session=True, preexec_fn=processes.die_with_parent,
     )  # fmt: skip
     try:
         out, _ = process.communicate(timeout=most_s)
@@ -165,7 +175,11 @@ def _free_port() -> int:
 def _on(seat: Seat, takes_place: bool = True) -> dict[str, Any]:
     """Ray's options for something that runs at a seat."""
     where = NodeAffinitySchedulingStrategy(seat.ray_id, soft=False)
-    need = {"num_gpus": 1} if seat.on_gpu and takes_place else {"num_cpus": 1 if takes_place and not seat.on_gpu else 0}
+    need = (
+        {"num_gpus": 1}
+        if seat.on_gpu and takes_place
+        else {"num_cpus": 1 if takes_place and not seat.on_gpu else 0}
+    )
     return {"num_cpus": 0, **need, "scheduling_strategy": where}
 
 
@@ -175,7 +189,9 @@ class ProcessSignals:
     def __init__(self, seats: Sequence[Seat]) -> None:
         hand: Any = ray.remote(_NodeSignals)
         nodes = {seat.ray_id: seat for seat in seats}
-        self._hands = {ray_id: hand.options(**_on(seat, False)).remote() for ray_id, seat in nodes.items()}
+        self._hands = {
+            ray_id: hand.options(**_on(seat, False)).remote() for ray_id, seat in nodes.items()
+        }
 
     def signal(self, seat: Seat, pid: int, number: int) -> None:
         """Returns when it is sent."""
@@ -213,7 +229,10 @@ class RemoteProcess:
         if self._known.wait(timeout_s):
             return self._why
         kind = "GPU" if self.seat.on_gpu else "CPU"
-        return f"node {self.seat.node} gave no process with a free {kind} within {timeout_s:.0f} s: is the cluster in use?"
+        return (
+            f"node {self.seat.node} gave no process with a free {kind} within {timeout_s:.0f} s: "
+            "is the cluster in use?"
+        )
 
     def send(self, word: Any) -> None:
         self._actor.call.remote(word)
@@ -243,7 +262,9 @@ class RemoteProcess:
                     self._into.send(message)
         except (RayError, OSError) as error:  # the process is gone, or nobody reads any more
             if not self._known.is_set():
-                self._why = f"node {self.seat.node}: no process: {' '.join(str(error).split())[:300]}"
+                self._why = (
+                    f"node {self.seat.node}: no process: {' '.join(str(error).split())[:300]}"
+                )
         self._gone.set()
         self._known.set()
         self._into.close()
@@ -264,9 +285,11 @@ def free_port(seat: Seat) -> int:
     return int(ray.get(task.options(**_on(seat, False)).remote()))
 
 
-def run(seats: Sequence[Seat], remote_command: RemoteCommand, look: Callable[[], None]) -> list[tuple[int, str]]:
-    """Exit code and output of each; `look` is called while it waits and may raise, which ends them. Where one
-    has failed, those that wait for it are ended and left out. Raises TimeoutError."""
+def run(
+    seats: Sequence[Seat], remote_command: RemoteCommand, look: Callable[[], None]
+) -> list[tuple[int, str]]:
+    """Exit code and output of each; `look` is called while it waits and may raise, which ends them.
+    Where one has failed, those that wait for it are ended and left out. Raises TimeoutError."""
     task: Any = ray.remote(_command)
     refs = [
         task.options(**_on(seat, seat.on_gpu), max_retries=0).remote(
@@ -284,7 +307,10 @@ def run(seats: Sequence[Seat], remote_command: RemoteCommand, look: Callable[[],
                 break
             look()
             if time.monotonic() > end_s:
-                raise TimeoutError(f"{' '.join(remote_command.words)} did not end within {remote_command.most_s:.0f} s")
+                raise TimeoutError(
+                    f"{' '.join(remote_command.words)} did not end within "
+                    f"{remote_command.most_s:.0f} s"
+                )
         return list(done.values())
     finally:
         for ref in refs:

@@ -1,6 +1,8 @@
-"""The Ray actor around one worker session: passes orders on, fences them by the driver's epoch, and ends itself when orphaned.
+"""The Ray actor around one worker session: passes orders on, fences them by the driver's epoch, and
+ends itself when orphaned.
 
-Nothing here imports torch: the environment that NCCL needs is set first, then the session's module is imported.
+Nothing here imports torch: the environment that NCCL needs is set first, then the session's module
+is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from typing import Any
 from elastic.cluster.ray import processes
 from elastic.cluster.workers.output import Output
 from elastic.errors import ElasticError, SpecError
-from elastic.types import EnterPlan, Event, FormGroups, NodePrepared, Plan, Quiesce, Quiesced, StepDone, WorkerId
+from elastic.types import (
+    EnterPlan,
+    Event,
+    FormGroups,
+    NodePrepared,
+    Plan,
+    Quiesce,
+    Quiesced,
+    StepDone,
+    WorkerId,
+)
 from elastic.types.orders import WorkerOrder
 from elastic.version import versions
 from elastic.worker.process.environment import settle
@@ -35,8 +47,8 @@ ORPHAN_LEAVE_S = 120.0  # an orphan that has not stopped by then exits as it is
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What an actor needs to build its session. `outlives`: the actor is detached and ends itself when orphaned. `logs`: a
-    folder for what it prints; None = where Ray puts it."""
+    """What an actor needs to build its session. `outlives`: the actor is detached and ends itself
+    when orphaned. `logs`: a folder for what it prints; None = where Ray puts it."""
 
     me: WorkerId
     incarnation: int
@@ -61,7 +73,8 @@ class WorkerInfo:
     pid: int
     prepared: bool
     generation: int
-    versions: tuple[tuple[str, str], ...] = ()  # of what must be the same in all processes of a run; () = an older one's
+    # of what must be the same in all processes of a run; () = an older one's
+    versions: tuple[tuple[str, str], ...] = ()
 
 
 class Worker:
@@ -74,7 +87,8 @@ class Worker:
                 sys.path.insert(0, folder)
         processes.end_with(processes.raylet())
         self.output = _output(setup)
-        self.stands_back = not setup.outlives and processes.stand_back()  # embedded: the others train on the same cores
+        # embedded: the others train on the same cores
+        self.stands_back = not setup.outlives and processes.stand_back()
         self.setup, self.epoch = setup, setup.epoch
         self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri, None)
         self.lock = threading.Lock()
@@ -91,15 +105,25 @@ class Worker:
     def worker_info(self, epoch: int) -> WorkerInfo:
         self._fence(epoch)
         setup = self.setup
-        return WorkerInfo(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered, self.versions)
+        return WorkerInfo(
+            setup.me,
+            setup.incarnation,
+            setup.pool,
+            os.getpid(),
+            self.prepared,
+            self.ordered,
+            self.versions,
+        )
 
     def newest_plans(self, epoch: int) -> tuple[Plan, ...]:
-        """That it was given, the newest last: a driver may have given one while storage did not take its line."""
+        """That it was given, the newest last: a driver may have given one while storage did not
+        take its line."""
         self._fence(epoch)
         return tuple(self.plans)
 
     def order(self, epoch: int, order: WorkerOrder) -> None:
-        """To the session. Of those to enter a generation, or to make its groups, only the first counts."""
+        """To the session. Of those to enter a generation, or to make its groups, only the first
+        counts."""
         self._fence(epoch)
         action = order.action
         if isinstance(action, EnterPlan | FormGroups) and action.plan.generation <= self.ordered:
@@ -109,13 +133,15 @@ class Worker:
         self.session.order(order)
 
     def hear(self) -> Any:
-        """A neighbor that is being admitted measures its link to here: a Door. That is no word of the driver."""
+        """A neighbor that is being admitted measures its link to here: a Door. That is no word of
+        the driver."""
         from elastic.cluster.workers.neighbor_links import open_door
 
         return open_door(self.setup.me.node_id)
 
     def poll(self, epoch: int, ack: int, wait_s: float) -> Any:
-        """The session's Beat. A driver writes steps down up to a second late: its successor hears the newest ones again."""
+        """The session's Beat. A driver writes steps down up to a second late: its successor hears
+        the newest ones again."""
         self._fence(epoch)
         beat = self.session.poll(ack, wait_s)
         self.polled_at = time.monotonic()
@@ -128,9 +154,16 @@ class Worker:
         with self.lock:
             if epoch > self.told_epoch:
                 self.told_epoch = epoch
-                beat = replace(beat, messages=tuple(sorted({**dict(self.steps), **dict(beat.messages)}.items())))
+                beat = replace(
+                    beat,
+                    messages=tuple(sorted({**dict(self.steps), **dict(beat.messages)}.items())),
+                )
             known = self.steps[-1][0] if self.steps else 0
-            self.steps += [(n, event) for n, event in beat.messages if n > known and isinstance(event, StepDone)]
+            self.steps += [
+                (n, event)
+                for n, event in beat.messages
+                if n > known and isinstance(event, StepDone)
+            ]
         return beat
 
     def _begin(self, plan: Plan) -> None:
@@ -144,27 +177,35 @@ class Worker:
 
     def _fence(self, epoch: int) -> None:
         if epoch < self.epoch:
-            raise SpecError(f"the driver of epoch {epoch} has been replaced by that of epoch {self.epoch}; it must end")
+            raise SpecError(
+                f"the driver of epoch {epoch} has been replaced by that of epoch {self.epoch}; it "
+                "must end"
+            )
         self.epoch = epoch
         self.polled_at = max(self.polled_at, time.monotonic())
 
-    # ------------------------------------------------------------------------------------------ without a driver
+    # ------------------------------------------------------------------------------------------
+    # without a driver
 
     def _watch_driver(self) -> None:
-        """A time in which this process itself did not run does not count: the driver may have called all the while."""
+        """A time in which this process itself did not run does not count: the driver may have
+        called all the while."""
         lease_s = self.setup.orphan_lease_s
         look_s = min(1.0, lease_s / 4)
         alone_s, looked_at, polled_at = 0.0, time.monotonic(), self.polled_at
         while True:
             time.sleep(look_s)
             now = time.monotonic()
-            alone_s = 0.0 if self.polled_at != polled_at else alone_s + min(2 * look_s, now - looked_at)
+            alone_s = (
+                0.0 if self.polled_at != polled_at else alone_s + min(2 * look_s, now - looked_at)
+            )
             looked_at, polled_at = now, self.polled_at
             if alone_s > lease_s and self._left_as_orphan():
                 os._exit(0)
 
     def _left_as_orphan(self) -> bool:
-        """Stops at the next boundary, saves, and waits for that. False: a driver came back meanwhile."""
+        """Stops at the next boundary, saves, and waits for that. False: a driver came back
+        meanwhile."""
         since = self.polled_at
         generation = self.ordered
         if generation > self.left:
@@ -174,25 +215,31 @@ class Worker:
             if self.polled_at != since:
                 return False
             beat = self.session.poll(0, 0.0)
-            if beat.phase == "idle" or any(isinstance(e, Quiesced) and e.generation >= generation for _, e in beat.messages):
+            if beat.phase == "idle" or any(
+                isinstance(e, Quiesced) and e.generation >= generation for _, e in beat.messages
+            ):
                 break
             time.sleep(0.2)
         self._store_alone(max(1.0, deadline - time.monotonic()))
         return self.polled_at == since
 
     def _store_alone(self, wait_s: float) -> None:
-        """The checkpoint is committed by the lowest rank; where it cannot be, the worker still leaves."""
+        """The checkpoint is committed by the lowest rank; where it cannot be, the worker still
+        leaves."""
         try:
             uri = self.session.store_alone(self.epoch, wait_s)
         except (ElasticError, OSError, TimeoutError) as error:
             log.warning("the last checkpoint was not committed: %s", error)
             return
         if uri:
-            log.warning("no driver for %.0f s: the state was stored as %s", self.setup.orphan_lease_s, uri)
+            log.warning(
+                "no driver for %.0f s: the state was stored as %s", self.setup.orphan_lease_s, uri
+            )
 
 
 def _imported(path: str) -> Any:
-    """What `module:name` is. No garbage is looked for meanwhile: an import leaves none, and the looking took a tenth of it."""
+    """What `module:name` is. No garbage is looked for meanwhile: an import leaves none, and the
+    looking took a tenth of it."""
     module, _, name = path.partition(":")
     gc.disable()
     try:
@@ -202,13 +249,18 @@ def _imported(path: str) -> Any:
 
 
 def _output(setup: WorkerSetup) -> Output | None:
-    """None: it stays where Ray puts it, since that was asked for, or since the folder cannot be written from here."""
+    """None: it stays where Ray puts it, since that was asked for, or since the folder cannot be
+    written from here."""
     if setup.logs is None:
         return None
     try:
         return Output(setup.logs, str(setup.me))
     except OSError as error:
-        log.warning("%s cannot be written (%s): what this worker prints stays in Ray's own log", setup.logs, error)
+        log.warning(
+            "%s cannot be written (%s): what this worker prints stays in Ray's own log",
+            setup.logs,
+            error,
+        )
         return None
 
 

@@ -1,4 +1,5 @@
-"""The actors of a run: starts them, keeps one long poll open with each, and says who answered and who broke."""
+"""The actors of a run: starts them, keeps one long poll open with each, and says who answered and
+who broke."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from functools import partial
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.nodes.providers import signal_there
@@ -46,7 +53,8 @@ class PollAnswer:
 
 @dataclass(frozen=True)
 class BrokenWorker:
-    """process: the worker is gone. infrastructure: a call to it failed. replaced: it obeys a newer driver."""
+    """process: the worker is gone. infrastructure: a call to it failed. replaced: it obeys a newer
+    driver."""
 
     worker: WorkerId
     kind: Literal["process", "infrastructure", "replaced"]
@@ -76,25 +84,32 @@ class _Member:
 
 @dataclass
 class WorkerGroup:
-    """`setup` is that of every worker but for its name and node. `namespace` is Ray's. `local`: all on this machine."""
+    """`setup` is that of every worker but for its name and node. `namespace` is Ray's. `local`: all
+    on this machine."""
 
     setup: WorkerSetup
     namespace: str
     local: bool
     _members: dict[WorkerId, _Member] = field(default_factory=dict)
-    _on: dict[str, set[WorkerId]] = field(default_factory=dict)  # node -> those of its workers that are there
-    outdated: dict[WorkerId, str] = field(init=False, default_factory=dict)  # not adopted -> which versions they ran
+    # node -> those of its workers that are there
+    _on: dict[str, set[WorkerId]] = field(default_factory=dict)
+    # not adopted -> which versions they ran
+    outdated: dict[WorkerId, str] = field(init=False, default_factory=dict)
     _incarnations: dict[WorkerId, int] = field(default_factory=dict)
     _calls: dict[Any, WorkerId] = field(default_factory=dict)
     _news: queue.SimpleQueue[BrokenWorker] = field(default_factory=queue.SimpleQueue)
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _starting: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)  # as `_start` takes it
+    # as `_start` takes it
+    _starting: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     _starters: list[threading.Thread] = field(default_factory=list)
-    _cut: dict[str, float] = field(default_factory=dict)  # node -> until when it is not reached: a drill
-    _held: dict[str, list[Callable[[], Any]]] = field(default_factory=dict)  # node -> what is done then, in order
+    # node -> until when it is not reached: a drill
+    _cut: dict[str, float] = field(default_factory=dict)
+    # node -> what is done then, in order
+    _held: dict[str, list[Callable[[], Any]]] = field(default_factory=dict)
     _closed: bool = False
 
-    # ------------------------------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------------------------------ who
+    # is there
 
     def workers(self, node_id: str | None = None) -> list[WorkerId]:
         with self._lock:
@@ -126,8 +141,11 @@ class WorkerGroup:
         with self._lock:
             self._incarnations[me] = self._incarnations.get(me, 0) + 1
             incarnation = self._incarnations[me]
-        if len(self._starters) < STARTERS:  # daemons: making an actor waits for the head, and may do so for a minute
-            self._starters.append(threading.Thread(target=self._run, name="start-workers", daemon=True))
+        # daemons: making an actor waits for the head, and may do so for a minute
+        if len(self._starters) < STARTERS:
+            self._starters.append(
+                threading.Thread(target=self._run, name="start-workers", daemon=True)
+            )
             self._starters[-1].start()
         self._starting.put((me, placement, incarnation, first))
 
@@ -135,18 +153,26 @@ class WorkerGroup:
         while (order := self._starting.get()) is not None and not self._closed:
             self._start(*order)
 
-    def _start(self, me: WorkerId, placement: Placement, incarnation: int, first: WorkerOrder) -> None:
+    def _start(
+        self, me: WorkerId, placement: Placement, incarnation: int, first: WorkerOrder
+    ) -> None:
         setup = replace(self.setup, me=me, incarnation=incarnation, pool=placement.pool)
-        need: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1} if placement.on_gpu else {"num_cpus": 1}
+        need: dict[str, Any] = (
+            {"num_cpus": 0, "num_gpus": 1} if placement.on_gpu else {"num_cpus": 1}
+        )
         actor_class: Any = ray.remote(Worker)
         try:
             actor = actor_class.options(
-                name=f"{me}.{incarnation}", namespace=self.namespace, lifetime="detached" if setup.outlives else None,
-                max_restarts=0, max_concurrency=MAX_CONCURRENCY,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False), **need,
+                name=f"{me}.{incarnation}", namespace=self.namespace,
+                lifetime="detached" if setup.outlives else None, max_restarts=0,
+                max_concurrency=MAX_CONCURRENCY,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False),
+                **need,
             ).remote(setup)  # fmt: skip
         except (RayError, ValueError, OSError) as error:
-            self._news.put(BrokenWorker(me, "process", f"its actor could not be made: {_short(error)}"))
+            self._news.put(
+                BrokenWorker(me, "process", f"its actor could not be made: {_short(error)}")
+            )
             return
         with self._lock:
             if self._incarnations.get(me) != incarnation:
@@ -156,14 +182,25 @@ class WorkerGroup:
         self.order(me, first)
 
     def adopt(self, keep: bool) -> list[WorkerInfo]:
-        """Finds the run's living actors, of each worker the newest; the others end, and so does one of other versions than this
-        driver's (`outdated` says which). Not `keep`: all of them end."""
-        found = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == self.namespace]
-        actors = {name: actor for name in found if (actor := _actor(name, self.namespace)) is not None}
+        """Finds the run's living actors, of each worker the newest; the others end, and so does one
+        of other versions than this driver's (`outdated` says which). Not `keep`: all of them
+        end."""
+        found = [
+            a["name"]
+            for a in ray.util.list_named_actors(all_namespaces=True)
+            if a["namespace"] == self.namespace
+        ]
+        actors = {
+            name: actor for name in found if (actor := _actor(name, self.namespace)) is not None
+        }
         asked: dict[Any, Any] = {}
         if keep:
             asked = {actor.worker_info.remote(self.setup.epoch): actor for actor in actors.values()}
-        ready: list[Any] = ray.wait(list(asked), num_returns=len(asked), timeout=PASSPORT_MOST_S)[0] if asked else []
+        ready: list[Any] = (
+            ray.wait(list(asked), num_returns=len(asked), timeout=PASSPORT_MOST_S)[0]
+            if asked
+            else []
+        )
         newest: dict[WorkerId, tuple[WorkerInfo, Any]] = {}
         for ref in ready:
             try:
@@ -173,7 +210,10 @@ class WorkerGroup:
             if different := _outdated(worker_info):
                 self.outdated[worker_info.me] = different
                 log.warning("worker %s is replaced: it runs %s", worker_info.me, different)
-            elif worker_info.me not in newest or newest[worker_info.me][0].incarnation < worker_info.incarnation:
+            elif (
+                worker_info.me not in newest
+                or newest[worker_info.me][0].incarnation < worker_info.incarnation
+            ):
                 newest[worker_info.me] = (worker_info, asked[ref])
         kept = {id(actor) for _, actor in newest.values()}
         for actor in actors.values():
@@ -181,7 +221,16 @@ class WorkerGroup:
                 _kill(actor)
         for me, (worker_info, actor) in newest.items():
             self._incarnations[me] = worker_info.incarnation
-            self._join(me, _Member(actor, "", worker_info.incarnation, pid=worker_info.pid, generation=worker_info.generation))
+            self._join(
+                me,
+                _Member(
+                    actor,
+                    "",
+                    worker_info.incarnation,
+                    pid=worker_info.pid,
+                    generation=worker_info.generation,
+                ),
+            )
         return [worker_info for worker_info, _ in newest.values()]
 
     def plans_after(self, generation: int) -> tuple[Plan, ...]:
@@ -196,7 +245,8 @@ class WorkerGroup:
         return tuple(found[number] for number in sorted(found))
 
     def replaced(self) -> str:
-        """Whether a newer driver has attached to the workers, as some of them say; '' = not to any that answer."""
+        """Whether a newer driver has attached to the workers, as some of them say; '' = not to any
+        that answer."""
         try:
             self._asked(self.workers()[:ASKED_MOST], "worker_info")
         except SpecError as error:
@@ -204,7 +254,8 @@ class WorkerGroup:
         return ""
 
     def _asked(self, workers: Sequence[WorkerId], method: str) -> list[Any]:
-        """What those of them answer that do within FENCE_MOST_S. Raises SpecError where they obey a newer driver."""
+        """What those of them answer that do within FENCE_MOST_S. Raises SpecError where they obey a
+        newer driver."""
         actors = [actor for worker in workers if (actor := self.actor(worker)) is not None]
         refs = [getattr(actor, method).remote(self.setup.epoch) for actor in actors]
         found = []
@@ -221,12 +272,13 @@ class WorkerGroup:
         for worker in self.workers(node_id):
             self._members[worker].ray_id = ray_id
 
-    # ------------------------------------------------------------------------------------------ partitions
+    # ------------------------------------------------------------------------------------------
+    # partitions
 
     def cut(self, node_id: str, for_s: float) -> bool:
-        """A drill: this driver does not reach that node for so long. Its workers are not heard, and what is ordered there,
-        their end too, is carried out afterwards, in order; who was ended meanwhile is never heard again. False = it has
-        no workers there."""
+        """A drill: this driver does not reach that node for so long. Its workers are not heard, and
+        what is ordered there, their end too, is carried out afterwards, in order; who was ended
+        meanwhile is never heard again. False = it has no workers there."""
         with self._lock:
             self._cut[node_id] = max(self._cut.get(node_id, 0.0), time.monotonic() + for_s)
         return bool(self.workers(node_id))
@@ -245,10 +297,12 @@ class WorkerGroup:
             for order in self._held.pop(node_id, []):
                 order()
 
-    # ------------------------------------------------------------------------------------------ orders and answers
+    # ------------------------------------------------------------------------------------------
+    # orders and answers
 
     def order(self, worker: WorkerId, order: Any) -> bool:
-        """Gives a worker a WorkerOrder, or what Ray keeps one under; False = there is no such worker."""
+        """Gives a worker a WorkerOrder, or what Ray keeps one under; False = there is no such
+        worker."""
         with self._lock:
             member = self._members.get(worker)
             if member is None:
@@ -264,7 +318,8 @@ class WorkerGroup:
             self.order(worker, WorkerOrder(action))
 
     def open_polls(self) -> list[WorkerId]:
-        """A long poll with each worker that has none; acknowledges what it has said. Returns all that a poll is open with."""
+        """A long poll with each worker that has none; acknowledges what it has said. Returns all
+        that a poll is open with."""
         with self._lock:
             self._reach(time.monotonic())
             for worker, member in self._members.items():
@@ -275,8 +330,16 @@ class WorkerGroup:
     def collect(self, wait_s: float) -> list[PollAnswer | BrokenWorker]:
         """What has come, at the latest after `wait_s`."""
         with self._lock:
-            polls = {member.poll: worker for worker, member in self._members.items() if member.poll is not None}
-            refs = [ref for ref, worker in (*polls.items(), *self._calls.items()) if worker.node_id not in self._cut]
+            polls = {
+                member.poll: worker
+                for worker, member in self._members.items()
+                if member.poll is not None
+            }
+            refs = [
+                ref
+                for ref, worker in (*polls.items(), *self._calls.items())
+                if worker.node_id not in self._cut
+            ]
         if refs:
             ready, _ = ray.wait(refs, num_returns=1, timeout=wait_s)
             if ready:
@@ -305,12 +368,20 @@ class WorkerGroup:
         except ActorUnavailableError:
             return None  # the connection broke; it may come back, and silence is measured on
         except RayTaskError as error:
-            return BrokenWorker(worker, "replaced" if isinstance(error, SpecError) else "infrastructure", _short(error))
-        except RayError as error:  # ActorDiedError, OutOfMemoryError of the memory monitor, NodeDiedError ...
+            return BrokenWorker(
+                worker,
+                "replaced" if isinstance(error, SpecError) else "infrastructure",
+                _short(error),
+            )
+        except (
+            RayError
+        ) as error:  # ActorDiedError, OutOfMemoryError of the memory monitor, NodeDiedError ...
             if member is None:
                 return None
             self.forget(worker)
-            return BrokenWorker(worker, "process", f"its process is gone: {_why_gone(error)}", member.pid)
+            return BrokenWorker(
+                worker, "process", f"its process is gone: {_why_gone(error)}", member.pid
+            )
         if not is_poll or member is None:
             return None
         messages = tuple(event for number, event in beat.messages if number > member.seen)
@@ -318,7 +389,8 @@ class WorkerGroup:
         member.pid, member.generation = beat.pid, beat.generation or member.generation
         return PollAnswer(worker, beat, messages)
 
-    # ------------------------------------------------------------------------------------------ ends
+    # ------------------------------------------------------------------------------------------
+    # ends
 
     def forget(self, worker: WorkerId) -> None:
         with self._lock:
@@ -327,7 +399,8 @@ class WorkerGroup:
                 there.discard(worker)
                 if not there:
                     del self._on[worker.node_id]
-            self._incarnations[worker] = self._incarnations.get(worker, 0) + 1  # one that is being started ends
+            # one that is being started ends
+            self._incarnations[worker] = self._incarnations.get(worker, 0) + 1
 
     def signal(self, workers: Iterable[WorkerId], number: int) -> None:
         """To the processes, wherever they are."""
@@ -347,7 +420,9 @@ class WorkerGroup:
 
     def end(self, workers: Sequence[WorkerId]) -> None:
         """Kills the processes, also stopped ones, and forgets them."""
-        self.signal([worker for worker in workers if worker.node_id not in self._cut], signal.SIGKILL)
+        self.signal(
+            [worker for worker in workers if worker.node_id not in self._cut], signal.SIGKILL
+        )
         for worker in workers:
             member = self._members.get(worker)
             self.forget(worker)
@@ -359,8 +434,9 @@ class WorkerGroup:
         _kill(member.actor)
 
     def close(self, end: bool, wait: bool = True, own: bool = True) -> None:
-        """`wait`: for actors that are being made, which may take a minute where the head is gone. `own`: the workers are still
-        this driver's; else what was ordered for nodes that are cut off is not carried out any more."""
+        """`wait`: for actors that are being made, which may take a minute where the head is gone.
+        `own`: the workers are still this driver's; else what was ordered for nodes that are cut off
+        is not carried out any more."""
         self._closed = True
         if own:
             self._reach(float("inf"))
@@ -382,7 +458,9 @@ def _actor(name: str, namespace: str) -> Any:
 def _outdated(worker_info: WorkerInfo) -> str:
     """How its versions differ from this driver's; '' = they do not."""
     return (
-        version_differences(versions(), dict(worker_info.versions)) if worker_info.versions else "an older version of elastic"
+        version_differences(versions(), dict(worker_info.versions))
+        if worker_info.versions
+        else "an older version of elastic"
     )
 
 
@@ -394,7 +472,8 @@ def _kill(actor: Any) -> None:
 
 
 def _why_gone(error: RayError) -> str:
-    if isinstance(error, OutOfMemoryError):  # its own text is a report of many lines, a listing of processes among them
+    # its own text is a report of many lines, a listing of processes among them
+    if isinstance(error, OutOfMemoryError):
         return "Ray's memory monitor killed it, since the host's memory was nearly used up"
     return _short(error)
 

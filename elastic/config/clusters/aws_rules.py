@@ -1,4 +1,5 @@
-"""What a cluster file for AWS should say. node_config is that of EC2's RunInstances, and `SubnetIds`, which is Ray's."""
+"""What a cluster file for AWS should say. node_config is that of EC2's RunInstances, and
+`SubnetIds`, which is Ray's."""
 
 from __future__ import annotations
 
@@ -21,15 +22,27 @@ def profile(spec: ClusterSpec) -> Iterator[Problem]:
     own = head.node_config.get("IamInstanceProfile")
     if own is None:
         right = "IamInstanceProfile: {Name: ...} with deploy/iam/aws-head.json"
-        yield Problem(place, "Ray gives the head its default profile: all rights on EC2 and S3", right, True)
+        yield Problem(
+            place, "Ray gives the head its default profile: all rights on EC2 and S3", right, True
+        )
     for worker in spec.workers:
         given = worker.node_config.get("IamInstanceProfile")
         if given is not None and given == own:
             right = "another profile for workers, with deploy/iam/aws-worker.json: no EC2 rights"
-            yield Problem((*worker.place, "node_config"), "it has the head's profile: it may start instances", right, True)
+            yield Problem(
+                (*worker.place, "node_config"),
+                "it has the head's profile: it may start instances",
+                right,
+                True,
+            )
         if given is None:
             right = "IamInstanceProfile: {Name: ...} with deploy/iam/aws-worker.json"
-            yield Problem((*worker.place, "node_config"), "it has no profile: no access to checkpoints in S3", right, True)
+            yield Problem(
+                (*worker.place, "node_config"),
+                "it has no profile: no access to checkpoints in S3",
+                right,
+                True,
+            )
 
 
 def metadata_service(spec: ClusterSpec) -> Iterator[Problem]:
@@ -37,7 +50,8 @@ def metadata_service(spec: ClusterSpec) -> Iterator[Problem]:
         options = _mapping(node_type.node_config.get("MetadataOptions"))
         if options.get("HttpTokens") != "required":
             what = (
-                "its metadata service answers without a token (IMDSv1): one forwarded request gives the node's credentials away"
+                "its metadata service answers without a token (IMDSv1): one forwarded request "
+                "gives the node's credentials away"
             )
             place = (*node_type.place, "node_config", "MetadataOptions")
             yield Problem(place, what, "MetadataOptions: {HttpTokens: required}")
@@ -74,24 +88,39 @@ def subnets(spec: ClusterSpec) -> Iterator[Problem]:
             for subnet in named:
                 zones_of[subnet].add(node_type.zone)
         if not named.isdisjoint({""}):
-            yield Problem((*place, "NetworkInterfaces"), "an interface has no SubnetId", "SubnetId and Groups in each")
+            yield Problem(
+                (*place, "NetworkInterfaces"),
+                "an interface has no SubnetId",
+                "SubnetId and Groups in each",
+            )
     for subnet, zones in zones_of.items():
         if subnet and len(zones) > 1:
-            what = f"{subnet} is named for {' and '.join(sorted(zones))}, but a subnet lies in one zone"
+            what = (
+                f"{subnet} is named for {' and '.join(sorted(zones))}, but a subnet lies in one "
+                "zone"
+            )
             yield Problem(("available_node_types",), what, "a subnet of its own for each zone")
 
 
-def _zone_without_subnet(spec: ClusterSpec, worker: ClusterNodeType, named: set[str]) -> Iterator[Problem]:
+def _zone_without_subnet(
+    spec: ClusterSpec, worker: ClusterNodeType, named: set[str]
+) -> Iterator[Problem]:
     place = (*worker.place, "node_config", "SubnetIds")
     if not named:
         of = worker.zone or "each zone"
         right = f"SubnetIds: [the subnet in {of}]"
         yield Problem(
-            place, f"the cluster has {len(spec.zones)} zones and this type no subnet: Ray takes them in its order", right
+            place,
+            f"the cluster has {len(spec.zones)} zones and this type no subnet: Ray takes them "
+            "in its order",
+            right,
         )
     elif worker.zone and len(named) > 1:
         right = f"SubnetIds: [the one in {worker.zone}]"
-        what = f"{len(named)} subnets, but all nodes are labeled {worker.zone}: some would be elsewhere"
+        what = (
+            f"{len(named)} subnets, but all nodes are labeled {worker.zone}: some would be "
+            "elsewhere"
+        )
         yield Problem(place, what, right)
 
 
@@ -112,32 +141,52 @@ def fabric(spec: ClusterSpec) -> Iterator[Problem]:
             continue
         config, place = worker.node_config, (*worker.place, "node_config", "NetworkInterfaces")
         interfaces = config.get("NetworkInterfaces") or []
-        n_efa = sum(_mapping(interface).get("InterfaceType") in EFA_KINDS for interface in interfaces)
+        n_efa = sum(
+            _mapping(interface).get("InterfaceType") in EFA_KINDS for interface in interfaces
+        )
         chip = catalog.chip(known.chip)
         if n_efa == 0 and chip is not None and chip.nvlink_bytes_per_s:
             right = f"InterfaceType: efa-only on {known.efa_interfaces} of its NetworkInterfaces"
             yield Problem(place, f"a {known.name} has EFA, which is not used", right, True)
         if n_efa > known.efa_interfaces:
-            yield Problem(place, f"{n_efa} EFA interfaces, a {known.name} has {known.efa_interfaces}", "leave out the others")
+            yield Problem(
+                place,
+                f"{n_efa} EFA interfaces, a {known.name} has {known.efa_interfaces}",
+                "leave out the others",
+            )
         if n_efa and len(spec.zones) < 2 and not _mapping(config.get("Placement")).get("GroupName"):
             right = "Placement: {GroupName: ...} of a cluster placement group"
-            yield Problem((*worker.place, "node_config", "Placement"), "EFA without a placement group", right, True)
+            yield Problem(
+                (*worker.place, "node_config", "Placement"),
+                "EFA without a placement group",
+                right,
+                True,
+            )
 
 
 def reservation(spec: ClusterSpec) -> Iterator[Problem]:
     for worker in spec.workers:
         market = _mapping(worker.node_config.get("InstanceMarketOptions")).get("MarketType")
-        target = _mapping(worker.node_config.get("CapacityReservationSpecification")).get("CapacityReservationTarget")
+        target = _mapping(worker.node_config.get("CapacityReservationSpecification")).get(
+            "CapacityReservationTarget"
+        )
         if market == "capacity-block" and not target:
-            right = "CapacityReservationSpecification: {CapacityReservationTarget: {CapacityReservationId: cr-...}}"
-            yield Problem((*worker.place, "node_config"), "a capacity block that is not named", right)
+            right = (
+                "CapacityReservationSpecification: {CapacityReservationTarget: "
+                "{CapacityReservationId: cr-...}}"
+            )
+            yield Problem(
+                (*worker.place, "node_config"), "a capacity block that is not named", right
+            )
 
 
 def subnets_of(node_type: ClusterNodeType) -> set[str]:
     """The subnets that it names; '' among them: an interface names none."""
     interfaces = node_type.node_config.get("NetworkInterfaces") or []
     listed = node_type.node_config.get("SubnetIds") or []
-    return {str(subnet) for subnet in listed} | {str(_mapping(interface).get("SubnetId", "")) for interface in interfaces}
+    return {str(subnet) for subnet in listed} | {
+        str(_mapping(interface).get("SubnetId", "")) for interface in interfaces
+    }
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -1,4 +1,5 @@
-"""ClusterSpec: a cluster file as everybody else sees it: its pools, their node types, and the problems found."""
+"""ClusterSpec: a cluster file as everybody else sees it: its pools, their node types, and the
+problems found."""
 
 from __future__ import annotations
 
@@ -24,8 +25,16 @@ class Problem:
     warning: bool = False
 
     def line_number(self, lines: Mapping[Place, int]) -> int:
-        """Where it stands, or what it would stand in; the file's first line where neither is there."""
-        return next((lines[self.place[:n]] for n in range(len(self.place), 0, -1) if self.place[:n] in lines), 1)
+        """Where it stands, or what it would stand in; the file's first line where neither is
+        there."""
+        return next(
+            (
+                lines[self.place[:n]]
+                for n in range(len(self.place), 0, -1)
+                if self.place[:n] in lines
+            ),
+            1,
+        )
 
     def line(self, file: str, lines: Mapping[Place, int]) -> str:
         """`FILE:LINE: error: PLACE: what; what would be right`."""
@@ -37,7 +46,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class ClusterNodeType:
-    """One entry of `available_node_types`, or a worker group of KubeRay. `market_type`: as labeled, else as it is bought."""
+    """One entry of `available_node_types`, or a worker group of KubeRay. `market_type`: as labeled,
+    else as it is bought."""
 
     name: str
     place: Place
@@ -56,8 +66,9 @@ class ClusterNodeType:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """A cluster file. `name`: the cluster's, in the tags of its machines; `data`: the file as it was read; `on_demand_floor`:
-    nodes that its section for this package wants kept where no one can reclaim them; `lines`: where things stand in it."""
+    """A cluster file. `name`: the cluster's, in the tags of its machines; `data`: the file as it
+    was read; `on_demand_floor`: nodes that its section for this package wants kept where no one can
+    reclaim them; `lines`: where things stand in it."""
 
     file: str
     name: str
@@ -68,7 +79,8 @@ class ClusterSpec:
     pools: tuple[Pool, ...]
     data: Mapping[str, Any]
     on_demand_floor: int = 0
-    prices_of: Mapping[str, str] = field(default_factory=dict)  # pool -> where its price comes from, in words
+    # pool -> where its price comes from, in words
+    prices_of: Mapping[str, str] = field(default_factory=dict)
     lines: Mapping[Place, int] = field(default_factory=dict)
     head_usd_per_h: float = 0.0  # 0 = not known, or nothing
 

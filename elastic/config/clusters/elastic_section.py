@@ -1,4 +1,5 @@
-"""The section of a cluster file that is for this package: `metadata: {elastic: ...}`. Ray carries it along unread."""
+"""The section of a cluster file that is for this package: `metadata: {elastic: ...}`. Ray carries
+it along unread."""
 
 from __future__ import annotations
 
@@ -29,9 +30,14 @@ class OwnPool(Strict):
     @classmethod
     def _a_quoted_time(cls, value: Any) -> Any:
         if isinstance(value, datetime):
-            raise ValueError('must be quoted, as in "2026-12-01T11:30:00Z": Ray writes this file as JSON, which has no times')
+            raise ValueError(
+                'must be quoted, as in "2026-12-01T11:30:00Z": Ray writes this file as JSON, '
+                "which has no times"
+            )
         if value is not None and (not isinstance(value, str) or _time(value) is None):
-            raise ValueError(f'must be a time with its zone, as in "2026-12-01T11:30:00Z", not {value!r}')
+            raise ValueError(
+                f'must be a time with its zone, as in "2026-12-01T11:30:00Z", not {value!r}'
+            )
         return value
 
     @property
@@ -53,7 +59,11 @@ def own_section(data: dict[str, Any]) -> tuple[Own, list[Problem]]:
     if given is None:
         return Own(), []
     if not isinstance(given, dict):
-        return Own(), [Problem(PLACE, f"it is {given!r}", "it must hold keys and values: on_demand_floor, pools")]
+        return Own(), [
+            Problem(
+                PLACE, f"it is {given!r}", "it must hold keys and values: on_demand_floor, pools"
+            )
+        ]
     try:
         return Own.model_validate(given), []
     except ValidationError as error:

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.catalog.bounded_yaml import yaml_of
-from elastic.config.clusters.cluster_file import MARKETS, ClusterNodeType, ClusterSpec, Place, Problem
+from elastic.config.clusters.cluster_file import (
+    MARKETS,
+    ClusterNodeType,
+    ClusterSpec,
+    Place,
+    Problem,
+)
 from elastic.config.clusters.elastic_section import Own, OwnPool
 from elastic.config.clusters.pools import pools_of
 from elastic.config.strict import USD_MOST, finite
@@ -28,8 +34,13 @@ INSTANCE_SELECTOR, ZONE_SELECTOR = "node.kubernetes.io/instance-type", "topology
 
 
 def documents(text: str, shown: str) -> list[Mapping[str, Any]]:
-    """The RayCluster and RayJob manifests in a file's text. Raises SpecError where it is not YAML."""
-    return [entry for entry in yaml_of(text, shown, several=True) if isinstance(entry, dict) and entry.get("kind") in KINDS]
+    """The RayCluster and RayJob manifests in a file's text. Raises SpecError where it is not
+    YAML."""
+    return [
+        entry
+        for entry in yaml_of(text, shown, several=True)
+        if isinstance(entry, dict) and entry.get("kind") in KINDS
+    ]
 
 
 def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec, list[Problem]]:
@@ -40,16 +51,35 @@ def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec,
         cluster = _mapping(cluster).get(str(key))
     groups = _mapping(cluster).get("workerGroupSpecs")
     entries = groups if isinstance(groups, list) else []
-    workers = [_group(_mapping(entry), (*place, "workerGroupSpecs", n)) for n, entry in enumerate(entries)]
+    workers = [
+        _group(_mapping(entry), (*place, "workerGroupSpecs", n)) for n, entry in enumerate(entries)
+    ]
     head = ClusterNodeType(
-        "head", (*place, "headGroupSpec"), node_config=_mapping(_mapping(cluster).get("headGroupSpec")), head=True
+        "head",
+        (*place, "headGroupSpec"),
+        node_config=_mapping(_mapping(cluster).get("headGroupSpec")),
+        head=True,
     )
-    prices = {w.name: OwnPool(usd_per_node_h=p) for w in workers if (p := _price(w.node_config)) is not None}
+    prices = {
+        w.name: OwnPool(usd_per_node_h=p)
+        for w in workers
+        if (p := _price(w.node_config)) is not None
+    }
     pools, sources, problems = pools_of("kubernetes", (head, *workers), Own(pools=prices))
     name = str(_mapping(manifest.get("metadata")).get("name", ""))
     usd_per_h = _price(head.node_config) or 0.0
     made = ClusterSpec(
-        file, name, "kubernetes", "", (), (head, *workers), pools, dict(manifest), 0, sources, head_usd_per_h=usd_per_h
+        file,
+        name,
+        "kubernetes",
+        "",
+        (),
+        (head, *workers),
+        pools,
+        dict(manifest),
+        0,
+        sources,
+        head_usd_per_h=usd_per_h,
     )
     return made, problems
 
@@ -77,13 +107,19 @@ def _group(entry: Mapping[str, Any], place: Place) -> ClusterNodeType:
 
 
 def _market(selector: Mapping[str, str]) -> MarketType:
-    return "spot" if any(selector.get(key) == value for key, value in SPOT_SELECTORS.items()) else "on-demand"
+    return (
+        "spot"
+        if any(selector.get(key) == value for key, value in SPOT_SELECTORS.items())
+        else "on-demand"
+    )
 
 
 def _resources(pod: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, float]:
     """GPUs that the containers may use; where there are none: whole CPUs."""
     containers = pod.get("containers")
-    limits = [_mapping(_mapping(_mapping(c).get("resources")).get("limits")) for c in (containers or [])]
+    limits = [
+        _mapping(_mapping(_mapping(c).get("resources")).get("limits")) for c in (containers or [])
+    ]
     gpus = sum(_quantity(limit.get(key)) for limit in limits for key in GPU_KEYS)
     if gpus or labels.get(ACCELERATOR_LABEL):
         return {"GPU": gpus}

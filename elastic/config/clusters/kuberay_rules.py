@@ -29,9 +29,17 @@ def autoscaler(spec: ClusterSpec) -> Iterator[Problem]:
     place, cluster = cluster_of(spec)
     if not cluster.get("enableInTreeAutoscaling"):
         right = "enableInTreeAutoscaling: true"
-        yield Problem((*place, "enableInTreeAutoscaling"), "no autoscaler: replicas stay as they are", right, True)
+        yield Problem(
+            (*place, "enableInTreeAutoscaling"),
+            "no autoscaler: replicas stay as they are",
+            right,
+            True,
+        )
     elif _mapping(cluster.get("autoscalerOptions")).get("version") != "v2":
-        what = "the first autoscaler does not know label selectors: it would start nodes of the wrong pool"
+        what = (
+            "the first autoscaler does not know label selectors: it would start nodes of the "
+            "wrong pool"
+        )
         yield Problem((*place, "autoscalerOptions"), what, "autoscalerOptions: {version: v2}")
 
 
@@ -42,13 +50,22 @@ def pods(spec: ClusterSpec) -> Iterator[Problem]:
         grace = pod.get("terminationGracePeriodSeconds", 30)
         if not node_type.head and isinstance(grace, int) and grace < NOTICE_S:
             what = f"a pod that is told to leave has {grace} s"
-            yield Problem((*place, "terminationGracePeriodSeconds"), what, f"at least {NOTICE_S} s, as the clouds give")
+            yield Problem(
+                (*place, "terminationGracePeriodSeconds"),
+                what,
+                f"at least {NOTICE_S} s, as the clouds give",
+            )
         containers = pod.get("containers") if isinstance(pod.get("containers"), list) else []
         for n, container in enumerate(containers or []):
             image = str(_mapping(container).get("image", ""))
             if image.endswith(":latest") or ":" not in image.rsplit("/", 1)[-1]:
                 right = "a tag or digest, the same for head and workers"
-                yield Problem((*place, "containers", n, "image"), f"'{image}' may be another one tomorrow", right, True)
+                yield Problem(
+                    (*place, "containers", n, "image"),
+                    f"'{image}' may be another one tomorrow",
+                    right,
+                    True,
+                )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

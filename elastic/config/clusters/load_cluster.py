@@ -19,21 +19,28 @@ KIND = re.compile(rf"^kind: *['\"]?({'|'.join(kuberay.KINDS)})", re.MULTILINE)
 
 
 def load_cluster(file: str | Path) -> ClusterSpec:
-    """Raises SpecError with the first thing that keeps its pools from being known; `problems_of` finds what else is wrong."""
+    """Raises SpecError with the first thing that keeps its pools from being known; `problems_of`
+    finds what else is wrong."""
     spec, problems = read_cluster(file)
     for problem in problems:
         if not problem.warning:
             raise SpecError(problem.line(spec.file, spec.lines))
     if not spec.pools:
-        raise SpecError(f"{spec.file}: it has no pool: no worker node type with max_workers of at least 1")
+        raise SpecError(
+            f"{spec.file}: it has no pool: no worker node type with max_workers of at least 1"
+        )
     return spec
 
 
 def read_cluster(file: str | Path) -> tuple[ClusterSpec, list[Problem]]:
-    """What can be read of it, and what keeps the rest from being read. Raises SpecError where it is no cluster file at all."""
+    """What can be read of it, and what keeps the rest from being read. Raises SpecError where it is
+    no cluster file at all."""
     path = Path(file)
     if not path.is_file():
-        raise SpecError(f"{file}: no such file; a cluster file is what `ray up` takes (cluster_configs/ has some)")
+        raise SpecError(
+            f"{file}: no such file; a cluster file is what `ray up` takes (cluster_configs/ has "
+            "some)"
+        )
     text = text_of(path, str(file))
     documents = kuberay.documents(text, str(file)) if KIND.search(text) else []
     if documents:
@@ -42,7 +49,8 @@ def read_cluster(file: str | Path) -> tuple[ClusterSpec, list[Problem]]:
         data = read_yaml(path, str(file))
         if not isinstance(data, dict) or "provider" not in data:
             raise SpecError(
-                f"{file}: no cluster file: it has no key 'provider', as those that `ray up` takes, and no RayCluster"
+                f"{file}: no cluster file: it has no key 'provider', as those that `ray up` "
+                "takes, and no RayCluster"
             )
         spec, problems = ray_launcher.spec_of(str(file), data)
     return dataclasses.replace(spec, lines=lines_of(text)), problems

@@ -1,4 +1,5 @@
-"""Node types -> pools: hardware and prices from the catalog, and what the file's own section says over that."""
+"""Node types -> pools: hardware and prices from the catalog, and what the file's own section says
+over that."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from elastic.config.clusters.elastic_section import PLACE, Own, OwnPool
 from elastic.types import Pool
 from elastic.types.node_labels import ACCELERATOR_LABEL
 
-# Seconds between a spot notice and the end: AWS 2 minutes, Google Cloud and Azure 30 s, as their documents say.
+# Seconds between a spot notice and the end: AWS 2 minutes, Google Cloud and Azure 30 s, as their
+# documents say.
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0, "kubernetes": 30.0}
 
 
@@ -21,7 +23,11 @@ def pools_of(
     """The pools, where the price of each comes from, and what is wrong."""
     workers = [found for found in node_types if not found.head and found.max_nodes > 0]
     problems = [
-        Problem((*PLACE, "pools", name), "there is no such pool", f"pools are {', '.join(w.name for w in workers) or 'none'}")
+        Problem(
+            (*PLACE, "pools", name),
+            "there is no such pool",
+            f"pools are {', '.join(w.name for w in workers) or 'none'}",
+        )
         for name in own.pools
         if name not in [worker.name for worker in workers]
     ]
@@ -36,16 +42,26 @@ def pools_of(
     return tuple(pools), sources, problems
 
 
-def _pool(provider: str, worker: ClusterNodeType, said: OwnPool) -> tuple[Pool | None, str, list[Problem]]:
+def _pool(
+    provider: str, worker: ClusterNodeType, said: OwnPool
+) -> tuple[Pool | None, str, list[Problem]]:
     known = catalog.instance_type(worker.instance_type)
     gpus = said.gpus_per_node or int(worker.resources.get("GPU", 0)) or (known.gpus if known else 0)
-    kind = said.accelerator_type or worker.labels.get(ACCELERATOR_LABEL) or (known.gpu if known else "")
+    kind = (
+        said.accelerator_type
+        or worker.labels.get(ACCELERATOR_LABEL)
+        or (known.gpu if known else "")
+    )
     problems = _unknown(provider, worker, gpus)
     if not gpus and kind in ("", "CPU"):
         kind, gpus = "CPU", int(worker.resources.get("CPU", 0)) or (known.vcpus if known else 0)
     if not gpus:
         right = "say resources: {GPU: n}, or gpus_per_node in metadata.elastic.pools"
-        return None, "", problems or [Problem(worker.place, "nothing says how many GPUs its nodes have", right)]
+        return (
+            None,
+            "",
+            problems or [Problem(worker.place, "nothing says how many GPUs its nodes have", right)],
+        )
     price, source = _price(worker, said)
     pool = Pool(
         worker.name,
@@ -81,7 +97,11 @@ def _price(worker: ClusterNodeType, said: OwnPool) -> tuple[float | None, str]:
     if worker.market_type == "owned":
         return 0.0, "owned: no price"
     known = catalog.instance_type(worker.instance_type)
-    price, region = (None, "") if known is None else known.usd_per_h_or_elsewhere(worker.region, worker.market_type == "spot")
+    price, region = (
+        (None, "")
+        if known is None
+        else known.usd_per_h_or_elsewhere(worker.region, worker.market_type == "spot")
+    )
     if price is None:
         return None, "not known"
     of_elsewhere = f" of {region}" if region != worker.region else ""
@@ -96,8 +116,18 @@ def _unknown(provider: str, worker: ClusterNodeType, gpus: int) -> list[Problem]
     key = {"aws": "InstanceType", "gcp": "machineType"}[provider]
     place = (*worker.place, "node_config", key)
     if not worker.instance_type:
-        return [Problem(place[:-1], f"{key} is missing", "name a type, as in p5.48xlarge or a3-highgpu-8g")]
+        return [
+            Problem(
+                place[:-1], f"{key} is missing", "name a type, as in p5.48xlarge or a3-highgpu-8g"
+            )
+        ]
     near = catalog.nearest(worker.instance_type, provider)
-    right = f"did you mean {near}?" if near else "the catalog (elastic/catalog) knows the types with NVIDIA GPUs"
+    right = (
+        f"did you mean {near}?"
+        if near
+        else "the catalog (elastic/catalog) knows the types with NVIDIA GPUs"
+    )
     cpu_only = provider == "aws" and not gpus and not re.match(r"[pg]\d", worker.instance_type)
-    return [Problem(place, f"unknown instance type '{worker.instance_type}'", right, warning=cpu_only)]
+    return [
+        Problem(place, f"unknown instance type '{worker.instance_type}'", right, warning=cpu_only)
+    ]

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.config.clusters.cluster_file import MARKETS, ClusterNodeType, ClusterSpec, Place, Problem
+from elastic.config.clusters.cluster_file import (
+    MARKETS,
+    ClusterNodeType,
+    ClusterSpec,
+    Place,
+    Problem,
+)
 from elastic.config.clusters.elastic_section import Own, own_section
 from elastic.config.clusters.pools import head_usd_per_h, pools_of
 from elastic.config.strict import finite
@@ -21,18 +27,28 @@ def spec_of(file: str, data: dict[str, Any]) -> tuple[ClusterSpec, list[Problem]
     own, problems = own_section(data)
     provider = _mapping(data.get("provider"))
     kind, region = str(provider.get("type", "")), str(provider.get("region", ""))
-    zones = tuple(zone.strip() for zone in str(provider.get("availability_zone") or "").split(",") if zone.strip())
-    node_types = _local_types(data, own) if kind == "local" else _node_types(data, kind, region, zones)
+    zones = tuple(
+        zone.strip()
+        for zone in str(provider.get("availability_zone") or "").split(",")
+        if zone.strip()
+    )
+    node_types = (
+        _local_types(data, own) if kind == "local" else _node_types(data, kind, region, zones)
+    )
     problems += _kinds(data) + _wrong_markets(node_types)
     pools, sources, more = pools_of(kind, node_types, own)
     spec = ClusterSpec(
-        file, str(data.get("cluster_name", "")), kind, region, zones, node_types, pools, data, own.on_demand_floor, sources,
-        head_usd_per_h=head_usd_per_h(next((found for found in node_types if found.head), None), own.head_usd_per_h),
+        file, str(data.get("cluster_name", "")), kind, region, zones, node_types, pools, data,
+        own.on_demand_floor, sources,
+        head_usd_per_h=head_usd_per_h(next((found for found in node_types if found.head), None),
+        own.head_usd_per_h),
     )  # fmt: skip
     return spec, problems + more
 
 
-def _node_types(data: Mapping[str, Any], provider: str, region: str, zones: Sequence[str]) -> tuple[ClusterNodeType, ...]:
+def _node_types(
+    data: Mapping[str, Any], provider: str, region: str, zones: Sequence[str]
+) -> tuple[ClusterNodeType, ...]:
     most = _whole(data.get("max_workers"), DEFAULT_MAX_WORKERS)
     head = str(data.get("head_node_type", ""))
     found = []
@@ -52,7 +68,11 @@ def _node_types(data: Mapping[str, Any], provider: str, region: str, zones: Sequ
                 labels.get(REGION_LABEL, region),
                 labels.get(ZONE_LABEL) or _zone_of(config) or (zones[0] if len(zones) == 1 else ""),
                 labels,
-                {str(k): float(v) for k, v in _mapping(entry.get("resources")).items() if _is_number(v)},
+                {
+                    str(k): float(v)
+                    for k, v in _mapping(entry.get("resources")).items()
+                    if _is_number(v)
+                },
                 config,
                 _whole(entry.get("min_workers"), 0),
                 min(most, _whole(entry.get("max_workers"), 0 if is_head else most)),
@@ -63,8 +83,8 @@ def _node_types(data: Mapping[str, Any], provider: str, region: str, zones: Sequ
 
 
 def _local_types(data: Mapping[str, Any], own: Own) -> tuple[ClusterNodeType, ...]:
-    """Provider `local` has hosts instead of node types: all of one kind, named by the section for this package. In a cluster of
-    one host it is head and worker at once."""
+    """Provider `local` has hosts instead of node types: all of one kind, named by the section for
+    this package. In a cluster of one host it is head and worker at once."""
     provider = _mapping(data.get("provider"))
     hosts = provider.get("worker_ips")
     n_hosts = len(hosts) if isinstance(hosts, list) else 0
@@ -73,7 +93,9 @@ def _local_types(data: Mapping[str, Any], own: Own) -> tuple[ClusterNodeType, ..
     bought = own.pools[name].market_type if name in own.pools else None
     return (
         ClusterNodeType(LOCAL_TYPE + " (head)", ("provider", "head_ip"), head=True),
-        ClusterNodeType(name, ("provider", "worker_ips"), market_type=bought or "owned", max_nodes=most),
+        ClusterNodeType(
+            name, ("provider", "worker_ips"), market_type=bought or "owned", max_nodes=most
+        ),
     )
 
 
@@ -89,22 +111,31 @@ def market_of(provider: str, config: Mapping[str, Any]) -> MarketType | None:
         market = str(_mapping(config.get("InstanceMarketOptions")).get("MarketType", ""))
         if market == "spot":
             return "spot"
-        reserved = _mapping(config.get("CapacityReservationSpecification")).get("CapacityReservationTarget")
+        reserved = _mapping(config.get("CapacityReservationSpecification")).get(
+            "CapacityReservationTarget"
+        )
         return "reserved" if market == "capacity-block" or reserved else "on-demand"
     if provider == "gcp":
         scheduling = config.get("scheduling")
         parts = scheduling if isinstance(scheduling, list) else [scheduling]
-        if any(_mapping(part).get("preemptible") or _mapping(part).get("provisioningModel") == "SPOT" for part in parts):
+        if any(
+            _mapping(part).get("preemptible") or _mapping(part).get("provisioningModel") == "SPOT"
+            for part in parts
+        ):
             return "spot"
         return "reserved" if config.get("reservationAffinity") else "on-demand"
     if provider == "azure":
-        spot = str(_mapping(config.get("azure_arm_parameters")).get("priority", "")).lower() == "spot"
+        spot = (
+            str(_mapping(config.get("azure_arm_parameters")).get("priority", "")).lower() == "spot"
+        )
         return "spot" if spot else "on-demand"
     return None
 
 
 def _zone_of(config: Mapping[str, Any]) -> str:
-    return str(_mapping(config.get("Placement")).get("AvailabilityZone") or config.get("zone") or "")
+    return str(
+        _mapping(config.get("Placement")).get("AvailabilityZone") or config.get("zone") or ""
+    )
 
 
 def _wrong_markets(node_types: Sequence[ClusterNodeType]) -> list[Problem]:
@@ -113,19 +144,29 @@ def _wrong_markets(node_types: Sequence[ClusterNodeType]) -> list[Problem]:
         market = node_type.labels.get(MARKET_LABEL)
         if market is not None and market not in MARKETS:
             place = (*node_type.place, "labels", MARKET_LABEL)
-            found.append(Problem(place, f"no market type '{market}'", f"it is one of {', '.join(MARKETS)}"))
+            found.append(
+                Problem(place, f"no market type '{market}'", f"it is one of {', '.join(MARKETS)}")
+            )
     return found
 
 
 def _kinds(data: Mapping[str, Any]) -> list[Problem]:
     """What has to be keys and values, and is not."""
-    places: list[tuple[Place, Any]] = [((key,), data.get(key)) for key in ("provider", "available_node_types", "metadata")]
+    places: list[tuple[Place, Any]] = [
+        ((key,), data.get(key)) for key in ("provider", "available_node_types", "metadata")
+    ]
     for name, entry in _mapping(data.get("available_node_types")).items():
         places.append(((*TYPES, str(name)), entry if entry is not None else ""))
         for key in ("labels", "resources", "node_config"):
             places.append(((*TYPES, str(name), key), _mapping(entry).get(key)))
-    wrong = [(place, value) for place, value in places if value is not None and not isinstance(value, dict)]
-    return [Problem(place, f"it is {value!r}", "it must hold keys and values") for place, value in wrong]
+    wrong = [
+        (place, value)
+        for place, value in places
+        if value is not None and not isinstance(value, dict)
+    ]
+    return [
+        Problem(place, f"it is {value!r}", "it must hold keys and values") for place, value in wrong
+    ]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

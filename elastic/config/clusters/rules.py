@@ -1,6 +1,8 @@
-"""What a cluster file should be, beyond what Ray itself asks: each rule gives Problems. Pure: no network, no credentials.
+"""What a cluster file should be, beyond what Ray itself asks: each rule gives Problems. Pure: no
+network, no credentials.
 
-A problem that costs money or safety without anyone seeing it is an error; what may be meant so is a warning.
+A problem that costs money or safety without anyone seeing it is an error; what may be meant so is a
+warning.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ from typing import Any
 
 from elastic import catalog
 from elastic.config.clusters import aws_rules, gcp_rules, kuberay_rules
-from elastic.config.clusters.cluster_file import CLOUDS, MARKETS, ClusterNodeType, ClusterSpec, Place, Problem
+from elastic.config.clusters.cluster_file import (
+    CLOUDS,
+    MARKETS,
+    ClusterNodeType,
+    ClusterSpec,
+    Place,
+    Problem,
+)
 from elastic.config.clusters.elastic_section import PLACE
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
@@ -41,15 +50,26 @@ def _head(spec: ClusterSpec) -> Iterator[Problem]:
     if head is None:
         return
     if head.market_type == "spot":
-        yield Problem(head.place, "the head is a spot node: its reclaim ends the whole cluster", "make it on-demand")
-    known = catalog.instance_type(head.instance_type)
-    if spec.provider in ("aws", "gcp", "azure") and (head.resources.get("GPU") or (known and known.gpus)):
         yield Problem(
-            head.place, "the head has GPUs, which are paid also while no one trains", "take a type without GPUs", True
+            head.place,
+            "the head is a spot node: its reclaim ends the whole cluster",
+            "make it on-demand",
+        )
+    known = catalog.instance_type(head.instance_type)
+    if spec.provider in ("aws", "gcp", "azure") and (
+        head.resources.get("GPU") or (known and known.gpus)
+    ):
+        yield Problem(
+            head.place,
+            "the head has GPUs, which are paid also while no one trains",
+            "take a type without GPUs",
+            True,
         )
     if head.max_nodes:
         right = "say max_workers: 0 in its node type"
-        yield Problem(head.place, f"the head's node type may have {head.max_nodes} workers", right, True)
+        yield Problem(
+            head.place, f"the head's node type may have {head.max_nodes} workers", right, True
+        )
 
 
 def _labels(spec: ClusterSpec) -> Iterator[Problem]:
@@ -59,26 +79,45 @@ def _labels(spec: ClusterSpec) -> Iterator[Problem]:
     for node_type in spec.node_types:
         for key, value in node_type.labels.items():
             place = (*node_type.place, "labels", key)
-            right = "letters, digits, '-', '_' and '.', at most 63, a letter or digit first and last"
+            right = (
+                "letters, digits, '-', '_' and '.', at most 63, a letter or digit first and last"
+            )
             if not _LABEL_KEY.fullmatch(key):
                 yield Problem(
-                    place, f"'{key}' is no label: Ray refuses the node", f"the name after an optional prefix/: {right}"
+                    place,
+                    f"'{key}' is no label: Ray refuses the node",
+                    f"the name after an optional prefix/: {right}",
                 )
             if not _LABEL_VALUE.fullmatch(value):
-                yield Problem(place, f"'{value}' is no value of a label: Ray refuses the node", right)
+                yield Problem(
+                    place, f"'{value}' is no value of a label: Ray refuses the node", right
+                )
     for worker in spec.workers:
-        yield from (_missing(worker, key, right) for key, right in _wanted(spec, worker) if key not in worker.labels)
+        yield from (
+            _missing(worker, key, right)
+            for key, right in _wanted(spec, worker)
+            if key not in worker.labels
+        )
 
 
 def _wanted(spec: ClusterSpec, worker: ClusterNodeType) -> Iterator[tuple[str, str]]:
     """Labels that a worker type needs, with what would be right."""
-    yield MARKET_LABEL, f"one of {', '.join(MARKETS)}" + (f"; here {worker.bought_as}" if worker.bought_as else "")
+    yield (
+        MARKET_LABEL,
+        f"one of {', '.join(MARKETS)}" + (f"; here {worker.bought_as}" if worker.bought_as else ""),
+    )
     known = catalog.instance_type(worker.instance_type)
     if worker.resources.get("GPU") or (known and known.gpus):
-        yield ACCELERATOR_LABEL, f"here {known.gpu}" if known else "as Ray names the GPU: A100, H100 ..."
+        yield (
+            ACCELERATOR_LABEL,
+            f"here {known.gpu}" if known else "as Ray names the GPU: A100, H100 ...",
+        )
     if spec.provider in ("aws", "gcp", "azure"):
         yield REGION_LABEL, f"here {spec.region}"
-        yield ZONE_LABEL, "the zone in which all nodes of this type are; one node type for each zone"
+        yield (
+            ZONE_LABEL,
+            "the zone in which all nodes of this type are; one node type for each zone",
+        )
 
 
 def _missing(worker: ClusterNodeType, key: str, right: str) -> Problem:
@@ -86,7 +125,10 @@ def _missing(worker: ClusterNodeType, key: str, right: str) -> Problem:
 
 
 def _local_labels(spec: ClusterSpec) -> Iterator[Problem]:
-    text = " ".join(_command_list(spec.data, "worker_start_ray_commands") + _command_list(spec.data, "head_start_ray_commands"))
+    text = " ".join(
+        _command_list(spec.data, "worker_start_ray_commands")
+        + _command_list(spec.data, "head_start_ray_commands")
+    )
     for key in ("elastic-pool", MARKET_LABEL):
         if f"{key}=" not in text:
             name = next((pool.name for pool in spec.pools), "NAME")
@@ -103,11 +145,21 @@ def _hardware(spec: ClusterSpec) -> Iterator[Problem]:
         place, name = (*node_type.place, "resources"), node_type.instance_type
         gpus = node_type.resources.get("GPU")
         if gpus is not None and int(gpus) != known.gpus:
-            yield Problem((*place, "GPU"), f"GPU: {gpus:g}, but a {name} has {known.gpus}", f"GPU: {known.gpus}")
+            yield Problem(
+                (*place, "GPU"),
+                f"GPU: {gpus:g}, but a {name} has {known.gpus}",
+                f"GPU: {known.gpus}",
+            )
         if gpus is None and known.gpus and spec.provider == "gcp":
-            yield Problem(place, f"the {known.gpus} GPUs of a {name} are not named, Ray cannot know them", f"GPU: {known.gpus}")
+            yield Problem(
+                place,
+                f"the {known.gpus} GPUs of a {name} are not named, Ray cannot know them",
+                f"GPU: {known.gpus}",
+            )
         if node_type.resources.get("CPU", 0) > known.vcpus:
-            yield Problem((*place, "CPU"), f"a {name} has {known.vcpus} vCPUs", f"CPU: {known.vcpus} or less")
+            yield Problem(
+                (*place, "CPU"), f"a {name} has {known.vcpus} vCPUs", f"CPU: {known.vcpus} or less"
+            )
         kind = node_type.labels.get(ACCELERATOR_LABEL)
         if kind is not None and known.gpu and kind != known.gpu:
             label = (*node_type.place, "labels", ACCELERATOR_LABEL)
@@ -121,11 +173,17 @@ def _markets(spec: ClusterSpec) -> Iterator[Problem]:
         market = worker.labels.get(MARKET_LABEL)
         if worker.bought_as is not None and market in MARKETS and market != worker.bought_as:
             right = f"label it {worker.bought_as}, or ask for {market} nodes in node_config"
-            yield Problem(place, f"labeled {market}, but its node_config asks for {worker.bought_as} nodes", right)
+            yield Problem(
+                place,
+                f"labeled {market}, but its node_config asks for {worker.bought_as} nodes",
+                right,
+            )
         region = worker.labels.get(REGION_LABEL)
         if region and spec.region and region != spec.region:
             label = (*worker.place, "labels", REGION_LABEL)
-            yield Problem(label, f"labeled {region}, but the cluster is in {spec.region}", spec.region)
+            yield Problem(
+                label, f"labeled {region}, but the cluster is in {spec.region}", spec.region
+            )
         if worker.market_type == "reserved" and worker.name in ends and ends[worker.name] is None:
             right = f'say metadata.elastic.pools.{worker.name}.ends_at: "2026-12-01T11:30:00Z"'
             yield Problem(worker.place, "the end of the reservation is not known", right, True)
@@ -135,9 +193,20 @@ def _floor(spec: ClusterSpec) -> Iterator[Problem]:
     steady = [pool for pool in spec.pools if pool.market_type != "spot"]
     most = sum(pool.max_nodes for pool in steady)
     if spec.on_demand_floor > most:
-        have = f"{' + '.join(pool.name for pool in steady)} give {most}" if steady else "there is no on-demand pool"
-        right = "add a node type that is labeled on-demand (max_workers at least the floor), or lower the floor"
-        yield Problem((*PLACE, "on_demand_floor"), f"a floor of {spec.on_demand_floor} is asked, but {have}", right)
+        have = (
+            f"{' + '.join(pool.name for pool in steady)} give {most}"
+            if steady
+            else "there is no on-demand pool"
+        )
+        right = (
+            "add a node type that is labeled on-demand (max_workers at least the floor), or lower "
+            "the floor"
+        )
+        yield Problem(
+            (*PLACE, "on_demand_floor"),
+            f"a floor of {spec.on_demand_floor} is asked, but {have}",
+            right,
+        )
 
 
 def _prices(spec: ClusterSpec) -> Iterator[Problem]:
@@ -148,7 +217,12 @@ def _prices(spec: ClusterSpec) -> Iterator[Problem]:
             else:
                 right = f"say metadata.elastic.pools.{pool.name}.usd_per_node_h"
             place = next(worker.place for worker in spec.workers if worker.name == pool.name)
-            yield Problem(place, "the catalog has no price of its nodes: budgets would count them as free", right, True)
+            yield Problem(
+                place,
+                "the catalog has no price of its nodes: budgets would count them as free",
+                right,
+                True,
+            )
 
 
 def _placeholders(spec: ClusterSpec) -> Iterator[Problem]:
@@ -178,24 +252,49 @@ def _commands(spec: ClusterSpec) -> Iterator[Problem]:
         if not starts:
             if spec.provider in CLOUDS or spec.data.get(key):
                 yield Problem(
-                    (key,), "no command starts Ray as this package needs it", "ray start ... with RAY_AUTH_MODE=token"
+                    (key,),
+                    "no command starts Ray as this package needs it",
+                    "ray start ... with RAY_AUTH_MODE=token",
                 )
             continue
         text = " ".join(starts)
         if shared and "RAY_AUTH_MODE=token" not in text:
-            right = "RAY_AUTH_MODE=token ray start ..., and ~/.ray/auth_token in file_mounts (`ray get-auth-token --generate`)"
-            yield Problem((key,), "Ray runs the code of whoever reaches its ports: no token is asked for", right)
+            right = (
+                "RAY_AUTH_MODE=token ray start ..., and ~/.ray/auth_token in file_mounts (`ray "
+                "get-auth-token --generate`)"
+            )
+            yield Problem(
+                (key,),
+                "Ray runs the code of whoever reaches its ports: no token is asked for",
+                right,
+            )
         if "RAY_USAGE_STATS_ENABLED=0" not in text:
-            yield Problem((key,), "Ray reports usage statistics", "RAY_USAGE_STATS_ENABLED=0 ray start ...", True)
+            yield Problem(
+                (key,),
+                "Ray reports usage statistics",
+                "RAY_USAGE_STATS_ENABLED=0 ray start ...",
+                True,
+            )
         if "0.0.0.0" in text:
-            right = "--dashboard-host=127.0.0.1; `ray dashboard FILE` and `ray attach` forward its port"
+            right = (
+                "--dashboard-host=127.0.0.1; `ray dashboard FILE` and `ray attach` forward its port"
+            )
             yield Problem((key,), "a port is bound to all interfaces (0.0.0.0)", right, True)
     head = " ".join(_command_list(spec.data, "head_start_ray_commands"))
     if head and spec.provider in CLOUDS and "--autoscaling-config" not in head:
         right = "--autoscaling-config=~/ray_bootstrap_config.yaml"
-        yield Problem(("head_start_ray_commands",), "the head starts no autoscaler: no worker would ever come", right)
+        yield Problem(
+            ("head_start_ray_commands",),
+            "the head starts no autoscaler: no worker would ever come",
+            right,
+        )
     mounts = spec.data.get("file_mounts")
-    if shared and "RAY_AUTH_MODE=token" in head and "auth_token" not in str(mounts) and len(spec.pools) > 0:
+    if (
+        shared
+        and "RAY_AUTH_MODE=token" in head
+        and "auth_token" not in str(mounts)
+        and len(spec.pools) > 0
+    ):
         right = 'file_mounts: {"~/.ray/auth_token": "~/.ray/auth_token"}'
         yield Problem(("file_mounts",), "nothing brings the token to the nodes", right, True)
 
@@ -205,7 +304,10 @@ def _object_store(spec: ClusterSpec) -> Iterator[Problem]:
     sizes = [pool.host_memory_bytes for pool in spec.pools if pool.host_memory_bytes]
     found = _OBJECT_STORE.findall(" ".join(_command_list(spec.data, "worker_start_ray_commands")))
     if sizes and found and int(found[0]) > min(sizes) / 2:
-        what = f"an object store of {int(found[0]) / 1e9:.0f} GB is more than half of the smallest node's memory"
+        what = (
+            f"an object store of {int(found[0]) / 1e9:.0f} GB is more than half of the smallest "
+            "node's memory"
+        )
         right = f"at most {min(sizes) / 2e9:.0f} GB; this package itself needs 1 GB of it"
         yield Problem(("worker_start_ray_commands",), what, right)
 
@@ -216,11 +318,22 @@ def _orphans(spec: ClusterSpec) -> Iterator[Problem]:
         return
     if END_SCRIPT not in " ".join(_command_list(spec.data, "worker_start_ray_commands")):
         right = f"start deploy/{END_SCRIPT}.sh in worker_start_ray_commands, as cluster_configs/ do"
-        yield Problem(("worker_start_ray_commands",), "workers outlive a head that is gone, and are paid", right, True)
+        yield Problem(
+            ("worker_start_ray_commands",),
+            "workers outlive a head that is gone, and are paid",
+            right,
+            True,
+        )
     provider = spec.data.get("provider")
-    if isinstance(provider, Mapping) and provider.get("cache_stopped_nodes", True) and spec.provider != "azure":
+    if (
+        isinstance(provider, Mapping)
+        and provider.get("cache_stopped_nodes", True)
+        and spec.provider != "azure"
+    ):
         right = "cache_stopped_nodes: false"
-        yield Problem(("provider",), "released nodes are only stopped: their disks are paid", right, True)
+        yield Problem(
+            ("provider",), "released nodes are only stopped: their disks are paid", right, True
+        )
 
 
 def _command_list(data: Mapping[str, Any], key: str) -> list[str]:

@@ -1,12 +1,16 @@
-"""A cache on the node's own disk: remote files in blocks, read once per node, and what is built from data once.
+"""A cache on the node's own disk: remote files in blocks, read once per node, and what is built
+from data once.
 
 <folder>/blocks/ab/<digest of the file>-<number>   bytes of a block, then their 8-byte xxh3 sum
-<folder>/built/<name>/                             an index or tokenized text; not counted, removed by hand
-<folder>/built/.<name>-<8 digits>/                 being built; swept once its builder is gone (nobody holds its lock)
-<folder>/locks/                                    between the node's processes; a builder that makes progress touches its own
+<folder>/built/<name>/                             an index or tokenized text; not counted, removed
+                                                   by hand
+<folder>/built/.<name>-<8 digits>/                 being built; swept once its builder is gone
+                                                   (nobody holds its lock)
+<folder>/locks/                                    between the node's processes; a builder that
+                                                   makes progress touches its own
 
-A block is checked when a process first reads it; one that is cut off or altered is fetched again. Where the blocks exceed
-`limit_bytes`, those that were not used for the longest time go.
+A block is checked when a process first reads it; one that is cut off or altered is fetched again.
+Where the blocks exceed `limit_bytes`, those that were not used for the longest time go.
 """
 
 from __future__ import annotations
@@ -55,29 +59,40 @@ class Remote:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(f"{self.storage.uri_of(self.key)}|{self.n_bytes}|{self.modified_s}".encode()).hexdigest()[:32]
+        return hashlib.sha256(
+            f"{self.storage.uri_of(self.key)}|{self.n_bytes}|{self.modified_s}".encode()
+        ).hexdigest()[:32]
 
 
 class BlockCache:
-    """See the module. Any number of threads and processes of a node may use one folder. Raises SpecError where it cannot be."""
+    """See the module. Any number of threads and processes of a node may use one folder. Raises
+    SpecError where it cannot be."""
 
     def __init__(self, folder: str | Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = Path(folder or default_folder()).expanduser().absolute()
         self.limit_bytes = limit_bytes
         if limit_bytes < BLOCK_BYTES:
-            raise SpecError(f"cache {self.folder}: a limit of {limit_bytes} bytes holds no block of {BLOCK_BYTES}")
+            raise SpecError(
+                f"cache {self.folder}: a limit of {limit_bytes} bytes holds no block of "
+                f"{BLOCK_BYTES}"
+            )
         self._checked: dict[Path, int] = {}  # block -> inode that was found right
         self._counted = False
         try:
             for name in ("blocks", "built", "locks"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SpecError(f"cache {self.folder}: {error.strerror}; name a folder on the node's disk ({FOLDER})") from error
+            raise SpecError(
+                f"cache {self.folder}: {error.strerror}; name a folder on the node's disk "
+                f"({FOLDER})"
+            ) from error
 
-    # ------------------------------------------------------------------------------------------ blocks
+    # ------------------------------------------------------------------------------------------
+    # blocks
 
     def read(self, file: Remote, offset: int, length: int) -> bytes:
-        """Bytes offset .. offset+length of a file; fewer when it ends before. Raises what its storage raises."""
+        """Bytes offset .. offset+length of a file; fewer when it ends before. Raises what its
+        storage raises."""
         end = min(offset + length, file.n_bytes)
         parts = []
         while offset < end:
@@ -93,7 +108,8 @@ class BlockCache:
         if found is not None:
             return found
         with self._lock(f"block-{(int(path.name[:8], 16) ^ number) % N_LOCKS}"):
-            found = self._from_disk(path, _block_bytes(file, number), skip, n)  # another process was quicker
+            # another process was quicker
+            found = self._from_disk(path, _block_bytes(file, number), skip, n)
             if found is None:
                 data = self._fetched(file, number)
                 self._keep(path, data)
@@ -112,7 +128,9 @@ class BlockCache:
         try:
             at = os.fstat(handle)
             if at.st_size != n_block + SUM_BYTES:
-                LOG.warning("%s: %d bytes, should be %d; read again", path, at.st_size, n_block + SUM_BYTES)
+                LOG.warning(
+                    "%s: %d bytes, should be %d; read again", path, at.st_size, n_block + SUM_BYTES
+                )
                 return None
             if self._checked.get(path) != at.st_ino:
                 whole = os.pread(handle, n_block + SUM_BYTES, 0)
@@ -136,7 +154,8 @@ class BlockCache:
         gets_on()
         if len(data) != wanted:
             raise SpecError(
-                f"{file.storage.uri_of(file.key)}: it is shorter than the {file.n_bytes} bytes that it had when the run began; "
+                f"{file.storage.uri_of(file.key)}: it is shorter than the {file.n_bytes} bytes "
+                "that it had when the run began; "
                 "data must not change under a run"
             )
         return data
@@ -151,15 +170,22 @@ class BlockCache:
             temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            LOG.warning("%s: %s; what does not fit is read again each time", self.folder, error.strerror)
+            LOG.warning(
+                "%s: %s; what does not fit is read again each time", self.folder, error.strerror
+            )
             return
         self._make_room(len(data) + SUM_BYTES)
 
-    # ------------------------------------------------------------------------------------------ the limit
+    # ------------------------------------------------------------------------------------------ the
+    # limit
 
     def _make_room(self, n_bytes: int) -> None:
         with self._lock("bytes"):
-            total = self._total() + n_bytes if self._counted else sum(size for _, size, _ in self._blocks())
+            total = (
+                self._total() + n_bytes
+                if self._counted
+                else sum(size for _, size, _ in self._blocks())
+            )
             self._counted = True
             if total > self.limit_bytes:
                 total = self._evict()
@@ -186,17 +212,20 @@ class BlockCache:
         total = sum(size for _, size, _ in blocks)
         for used_s, size, path in blocks:
             unfinished = path.name.startswith(".")
-            if (total > ROOM * self.limit_bytes and not unfinished) or (unfinished and now_s - used_s > OLD_S):
+            if (total > ROOM * self.limit_bytes and not unfinished) or (
+                unfinished and now_s - used_s > OLD_S
+            ):
                 path.unlink(missing_ok=True)
                 self._checked.pop(path, None)
                 total -= size
         return total
 
-    # ------------------------------------------------------------------------------------------ what is built once
+    # ------------------------------------------------------------------------------------------
+    # what is built once
 
     def once(self, name: str, build: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
-        """The folder built/<name>; where `whole` does not say that it is whole, `build` fills it, in one of the node's
-        processes while the others wait."""
+        """The folder built/<name>; where `whole` does not say that it is whole, `build` fills it,
+        in one of the node's processes while the others wait."""
         folder = self.folder / "built" / name
         with self._turn(name) as lock:
             if not whole(folder):
@@ -213,7 +242,8 @@ class BlockCache:
         return folder
 
     def _sweep(self, mine: str) -> None:
-        """What processes left half-built that were killed: nobody holds the lock of its name. `mine` is held by the caller."""
+        """What processes left half-built that were killed: nobody holds the lock of its name.
+        `mine` is held by the caller."""
         for path in (self.folder / "built").iterdir():
             found = UNFINISHED.fullmatch(path.name)
             if found is None:
@@ -224,7 +254,8 @@ class BlockCache:
 
     @contextmanager
     def _turn(self, name: str) -> Iterator[int]:
-        """The lock of what is built by that name. While another process builds it and makes progress, so does this one."""
+        """The lock of what is built by that name. While another process builds it and makes
+        progress, so does this one."""
         with self._opened(f"built-{name}") as handle:
             touched = os.fstat(handle).st_mtime_ns
             while not _locked(handle):
@@ -236,13 +267,18 @@ class BlockCache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Who holds it longer than storage is asked for is stopped, or hangs: the others continue without it, which costs what
-        is read twice, and no more."""
+        """Who holds it longer than storage is asked for is stopped, or hangs: the others continue
+        without it, which costs what is read twice, and no more."""
         with self._opened(name) as handle:
             until_s = time.monotonic() + LOCK_MOST_S
             while not _locked(handle):
                 if time.monotonic() > until_s:
-                    LOG.warning("%s/locks/%s has been held for %.0f s: not waited for", self.folder, name, LOCK_MOST_S)
+                    LOG.warning(
+                        "%s/locks/%s has been held for %.0f s: not waited for",
+                        self.folder,
+                        name,
+                        LOCK_MOST_S,
+                    )
                     break
                 time.sleep(LOCK_LOOK_S)
             yield

@@ -1,4 +1,5 @@
-"""Text as one long row of tokens, with the places where documents end. Nothing of it is kept in memory but those places."""
+"""Text as one long row of tokens, with the places where documents end. Nothing of it is kept in
+memory but those places."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ AT_ONCE = 1000  # documents that are tokenized in one call
 
 
 class Corpus(Protocol):
-    """`ends`: int64 [documents], where each document ends (exclusive), rising; the last one is the number of tokens. `name`:
-    equal ones have equal tokens."""
+    """`ends`: int64 [documents], where each document ends (exclusive), rising; the last one is the
+    number of tokens. `name`: equal ones have equal tokens."""
 
     name: str
 
@@ -62,7 +63,8 @@ class _Parts:
 
 
 class FileBytes:
-    """The bytes of files, a byte 0 behind each; at most `max_bytes` of them. Every file is a document."""
+    """The bytes of files, a byte 0 behind each; at most `max_bytes` of them. Every file is a
+    document."""
 
     def __init__(self, files: Files, max_bytes: int | None = None) -> None:
         self.files, self._parts = files, _Parts([size + 1 for size in files.sizes])
@@ -83,30 +85,48 @@ class FileBytes:
 
 
 class TokenFiles:
-    """Files of token ids: raw (`dtype`) or .npy. Documents end behind each `end_token`, else with the files.
+    """Files of token ids: raw (`dtype`) or .npy. Documents end behind each `end_token`, else with
+    the files.
 
     Raises SpecError for a file that is none of the two.
     """
 
     def __init__(
-        self, files: Files, dtype: str | None = None, end_token: int | None = None, cache: BlockCache | None = None
+        self,
+        files: Files,
+        dtype: str | None = None,
+        end_token: int | None = None,
+        cache: BlockCache | None = None,
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise SpecError(f"dtype '{dtype}' of {files.uri(0)}: it must be one of {', '.join(DTYPES)}")
+            raise SpecError(
+                f"dtype '{dtype}' of {files.uri(0)}: it must be one of {', '.join(DTYPES)}"
+            )
         self.files = files
         self.name = f"ids-{files.digest}-{dtype or 'npy'}-{end_token}"
         self._heads = [_head(files, n, dtype) for n in range(len(files))]
-        lengths = [(files.sizes[n] - start) // kind.itemsize for n, (start, kind) in enumerate(self._heads)]
+        lengths = [
+            (files.sizes[n] - start) // kind.itemsize for n, (start, kind) in enumerate(self._heads)
+        ]
         self._parts = _Parts(lengths)
         self.ends: NDArray[np.int64] = self._parts.starts[1:]
         if end_token is not None:
-            build, whole = (lambda into: self._scan(into, end_token)), (lambda at: (at / ENDS).is_file())
+            build, whole = (
+                (lambda into: self._scan(into, end_token)),
+                (lambda at: (at / ENDS).is_file()),
+            )
             folder = (cache or BlockCache()).once(f"ends-{self.name}", build, whole)
             self.ends = np.load(folder / ENDS, mmap_mode="r")
 
     def read(self, start: int, stop: int) -> Tokens:
         parts = [self._piece(*piece) for piece in self._parts.pieces(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return (
+            parts[0]
+            if len(parts) == 1
+            else np.concatenate(parts)
+            if parts
+            else np.zeros(0, dtype=np.int64)
+        )
 
     def _piece(self, n: int, first: int, until: int) -> Tokens:
         at, kind = self._heads[n]
@@ -128,15 +148,24 @@ def _head(files: Files, n: int, dtype: str | None) -> tuple[int, np.dtype[Any]]:
     if files.names[n].endswith(".npy"):
         start, kind = _npy_head(files, n)
         if dtype is not None and kind != np.dtype(dtype):
-            raise SpecError(f"{uri}: its tokens are {kind}, dtype says {dtype}; leave dtype out for .npy files")
+            raise SpecError(
+                f"{uri}: its tokens are {kind}, dtype says {dtype}; leave dtype out for .npy files"
+            )
         if kind.kind not in "ui":
-            raise SpecError(f"{uri}: it holds {kind}; token ids must be whole numbers ({', '.join(DTYPES)})")
+            raise SpecError(
+                f"{uri}: it holds {kind}; token ids must be whole numbers ({', '.join(DTYPES)})"
+            )
     elif dtype is None:
-        raise SpecError(f"{uri}: a raw token file does not say what it holds; give dtype (often uint16)")
+        raise SpecError(
+            f"{uri}: a raw token file does not say what it holds; give dtype (often uint16)"
+        )
     else:
         start, kind = 0, np.dtype(dtype)
     if (files.sizes[n] - start) % kind.itemsize:
-        raise SpecError(f"{uri}: {files.sizes[n] - start} bytes are no whole number of {kind} tokens of {kind.itemsize}")
+        raise SpecError(
+            f"{uri}: {files.sizes[n] - start} bytes are no whole number of {kind} tokens of "
+            f"{kind.itemsize}"
+        )
     return start, kind
 
 
@@ -144,18 +173,29 @@ def _npy_head(files: Files, n: int) -> tuple[int, np.dtype[Any]]:
     head = io.BytesIO(files.read(n, 0, 4096))
     try:
         version = np.lib.format.read_magic(head)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         shape, by_column, kind = read(head)
     except ValueError as error:
         raise SpecError(f"{files.uri(n)}: no .npy file ({error})") from error
     if by_column and len(shape) > 1:
-        raise SpecError(f"{files.uri(n)}: an array {list(shape)} stored column by column; save it with numpy.ascontiguousarray")
+        raise SpecError(
+            f"{files.uri(n)}: an array {list(shape)} stored column by column; save it with "
+            "numpy.ascontiguousarray"
+        )
     if int(np.prod(shape)) * kind.itemsize != files.sizes[n] - head.tell():
-        raise SpecError(f"{files.uri(n)}: its head says {list(shape)} of {kind}, the file has {files.sizes[n]} bytes: cut off?")
+        raise SpecError(
+            f"{files.uri(n)}: its head says {list(shape)} of {kind}, the file has "
+            f"{files.sizes[n]} bytes: cut off?"
+        )
     return head.tell(), kind
 
 
-# ------------------------------------------------------------------------------------------------ tokenized once
+# ------------------------------------------------------------------------------------------------
+# tokenized once
 
 
 class Tokenizer(Protocol):
@@ -185,17 +225,26 @@ class Texts(Protocol):
 
 
 class Tokenized:
-    """Documents as tokens: written once per node, for these documents and this tokenizer, then read by ranges."""
+    """Documents as tokens: written once per node, for these documents and this tokenizer, then read
+    by ranges."""
 
-    def __init__(self, documents: Texts, field: str, tokenizer: Tokenizer, cache: BlockCache | None = None) -> None:
+    def __init__(
+        self, documents: Texts, field: str, tokenizer: Tokenizer, cache: BlockCache | None = None
+    ) -> None:
         self.documents, self.field, self.tokenizer = documents, field, tokenizer
-        key = hashlib.sha256(f"{documents.digest}|{field}|{tokenizer.digest}|{VERSION}".encode()).hexdigest()
+        key = hashlib.sha256(
+            f"{documents.digest}|{field}|{tokenizer.digest}|{VERSION}".encode()
+        ).hexdigest()
         self.name = f"tokens-{key[:32]}"
         folder = (cache or BlockCache()).once(self.name, self._write, _whole)
         self.meta = json.loads((folder / META).read_text())
         self.ends: NDArray[np.int64] = np.load(folder / ENDS, mmap_mode="r")
         n = int(self.meta["tokens"])
-        self._ids = np.memmap(folder / TOKENS, dtype=self.meta["dtype"], mode="r", shape=(n,)) if n else np.zeros(0, np.uint8)
+        self._ids = (
+            np.memmap(folder / TOKENS, dtype=self.meta["dtype"], mode="r", shape=(n,))
+            if n
+            else np.zeros(0, np.uint8)
+        )
 
     def read(self, start: int, stop: int) -> Tokens:
         return np.asarray(self._ids[start:stop]).astype(np.int64)
@@ -228,7 +277,9 @@ class Tokenized:
         kept = np.unique(np.asarray(ends, dtype=np.int64))
         np.save(into / ENDS, kept[kept > 0])
         sizes = {name: (into / name).stat().st_size for name in (TOKENS, ENDS)}
-        (into / META).write_text(json.dumps({"tokens": at, "dtype": str(kind), "documents": len(ends), "sizes": sizes}))
+        (into / META).write_text(
+            json.dumps({"tokens": at, "dtype": str(kind), "documents": len(ends), "sizes": sizes})
+        )
 
 
 def _whole(folder: Path) -> bool:

@@ -1,4 +1,5 @@
-"""The files of one place in a fixed order, read by ranges: a folder or one file, also under s3:// through the node's cache.
+"""The files of one place in a fixed order, read by ranges: a folder or one file, also under s3://
+through the node's cache.
 
 What is kept in memory is their names and sizes.
 """
@@ -25,7 +26,8 @@ CHUNK_BYTES = 8 << 20  # of reading from the beginning to the end
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """`root`: a local folder; else `storage`, read through `cache`. `unreadable`: what is there and cannot be opened."""
+    """`root`: a local folder; else `storage`, read through `cache`. `unreadable`: what is there and
+    cannot be opened."""
 
     root: Path | None
     storage: Storage | None
@@ -49,7 +51,11 @@ class Files:
         return Ranged(read_into, self.sizes[n])
 
     def uri(self, n: int) -> str:
-        return str(self.root / self.names[n]) if self.root is not None else f"{self._storage.uri_of(self.names[n])}"
+        return (
+            str(self.root / self.names[n])
+            if self.root is not None
+            else f"{self._storage.uri_of(self.names[n])}"
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -60,18 +66,26 @@ class Files:
         return found.hexdigest()[:32]
 
     def read(self, n: int, offset: int, length: int) -> bytes:
-        """Bytes offset .. offset+length of file `n`; fewer when it ends before. Raises SpecError when it has become shorter."""
+        """Bytes offset .. offset+length of file `n`; fewer when it ends before. Raises SpecError
+        when it has become shorter."""
         wanted = max(0, min(length, self.sizes[n] - offset))
         if self.root is None:
             assert self.cache is not None
-            return self.cache.read(Remote(self._storage, self.names[n], self.sizes[n], self.changed_s[n]), offset, wanted)
+            return self.cache.read(
+                Remote(self._storage, self.names[n], self.sizes[n], self.changed_s[n]),
+                offset,
+                wanted,
+            )
         try:
             data = _pread(self.root / self.names[n], offset, wanted)
         except FileNotFoundError as error:
-            raise SpecError(f"{self.uri(n)}: it is gone; data must not change under a run") from error
+            raise SpecError(
+                f"{self.uri(n)}: it is gone; data must not change under a run"
+            ) from error
         if len(data) != wanted:
             raise SpecError(
-                f"{self.uri(n)}: it is shorter than the {self.sizes[n]} bytes that it had when the run began; data must not "
+                f"{self.uri(n)}: it is shorter than the {self.sizes[n]} bytes that it had when "
+                "the run began; data must not "
                 "change under a run"
             )
         return data
@@ -94,8 +108,14 @@ class Files:
         return self.storage
 
 
-def files_at(where: str | Path, pattern: str, cache: BlockCache | None = None, leave_out: tuple[str, ...] = LEFT_OUT) -> Files:
-    """The files under a folder that match `pattern` (see `find_files`), or the one file that `where` is; s3:// likewise.
+def files_at(
+    where: str | Path,
+    pattern: str,
+    cache: BlockCache | None = None,
+    leave_out: tuple[str, ...] = LEFT_OUT,
+) -> Files:
+    """The files under a folder that match `pattern` (see `find_files`), or the one file that
+    `where` is; s3:// likewise.
 
     Raises SpecError when there is none.
     """
@@ -103,11 +123,19 @@ def files_at(where: str | Path, pattern: str, cache: BlockCache | None = None, l
     if "://" in text and not text.startswith("file://"):
         found = _remote(text, pattern, cache or BlockCache(), leave_out)
     else:
-        found = _local(Path(text.removeprefix("file://")).expanduser().absolute(), pattern, leave_out)
+        found = _local(
+            Path(text.removeprefix("file://")).expanduser().absolute(), pattern, leave_out
+        )
     if not found.names and found.unreadable:
-        raise SpecError(f"{where}: none of {len(found.unreadable)} files can be read; first: {found.unreadable[0]}")
+        raise SpecError(
+            f"{where}: none of {len(found.unreadable)} files can be read; first: "
+            f"{found.unreadable[0]}"
+        )
     if not found.names:
-        raise SpecError(f"{where}: no file matches '{pattern}', or the folder cannot be read; nothing to train on")
+        raise SpecError(
+            f"{where}: no file matches '{pattern}', or the folder cannot be read; nothing to "
+            "train on"
+        )
     return found
 
 
@@ -143,7 +171,9 @@ def _remote(uri: str, pattern: str, cache: BlockCache, leave_out: tuple[str, ...
             pass  # a folder, then
     storage, regex = open_storage(uri), as_regex(pattern)
     found = {
-        key: at for key, at in storage.sizes().items() if regex.fullmatch(key) and not set(key.split("/")[:-1]) & set(leave_out)
+        key: at
+        for key, at in storage.sizes().items()
+        if regex.fullmatch(key) and not set(key.split("/")[:-1]) & set(leave_out)
     }
     return _listed(storage, found, cache)
 
@@ -158,7 +188,9 @@ def _pread(path: Path, offset: int, length: int) -> bytes:
     handle = os.open(path, os.O_RDONLY)
     try:
         data = os.pread(handle, length, offset)
-        while len(data) < length and (more := os.pread(handle, length - len(data), offset + len(data))):
+        while len(data) < length and (
+            more := os.pread(handle, length - len(data), offset + len(data))
+        ):
             data += more
         return data
     finally:
@@ -166,7 +198,8 @@ def _pread(path: Path, offset: int, length: int) -> bytes:
 
 
 def as_regex(pattern: str) -> re.Pattern[str]:
-    """A glob over '/'-separated relative paths: `**/` any number of folders, `*` and `?` inside one name, `{a,b}` one of."""
+    """A glob over '/'-separated relative paths: `**/` any number of folders, `*` and `?` inside one
+    name, `{a,b}` one of."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\{[^}]*\})", pattern)
     signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.compile("".join(signs.get(part) or _choice(part) for part in parts))
@@ -178,8 +211,11 @@ def _choice(part: str) -> str:
     return f"(?:{'|'.join(map(re.escape, part[1:-1].split(',')))})"
 
 
-def find_files(folder: Path, pattern: str = "**/*.py", leave_out: tuple[str, ...] = LEFT_OUT) -> list[str]:
-    """Relative paths, with '/', that match `pattern`, sorted; folders named in `leave_out` are not entered."""
+def find_files(
+    folder: Path, pattern: str = "**/*.py", leave_out: tuple[str, ...] = LEFT_OUT
+) -> list[str]:
+    """Relative paths, with '/', that match `pattern`, sorted; folders named in `leave_out` are not
+    entered."""
     regex, found = as_regex(pattern), []
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in leave_out]

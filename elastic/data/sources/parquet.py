@@ -1,6 +1,8 @@
-"""Rows of numbers in Parquet files with an index: written once, then read by sample id, a small row group at a time.
+"""Rows of numbers in Parquet files with an index: written once, then read by sample id, a small row
+group at a time.
 
-<folder>/index.json        version, rows, columns (dtype and shape of a row), files with their rows; written last
+<folder>/index.json        version, rows, columns (dtype and shape of a row), files with their rows;
+                           written last
 <folder>/part-00000.parquet
 
 pyarrow is imported when a file is written or read.
@@ -64,11 +66,13 @@ class Index:
     files: tuple[ParquetPart, ...]
 
 
-# ------------------------------------------------------------------------------------------------ read
+# ------------------------------------------------------------------------------------------------
+# read
 
 
 class Rows:
-    """Map-style: `len()`, and `[i]` -> {column: array of one row}. Raises SpecError where there is no whole index."""
+    """Map-style: `len()`, and `[i]` -> {column: array of one row}. Raises SpecError where there is
+    no whole index."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.index = storage, read_index(storage)
@@ -96,7 +100,10 @@ class Rows:
         known = self._groups.get((n, group))
         if known is None:
             table = self._file(n).read_row_group(group)
-            known = {name: _array(table.column(name), column) for name, column in self.index.columns.items()}
+            known = {
+                name: _array(table.column(name), column)
+                for name, column in self.index.columns.items()
+            }
             self._groups[n, group] = known
             if len(self._groups) > GROUPS_KEPT:
                 self._groups.popitem(last=False)
@@ -122,12 +129,18 @@ def read_index(storage: Storage) -> Index:
         raw = json.loads(storage.get(INDEX))
         if raw["version"] != VERSION:
             raise ValueError(f"version {raw['version']} is not known")
-        columns = {name: ParquetColumn(c["dtype"], tuple(c["shape"])) for name, c in raw["columns"].items()}
+        columns = {
+            name: ParquetColumn(c["dtype"], tuple(c["shape"])) for name, c in raw["columns"].items()
+        }
         return Index(int(raw["rows"]), columns, tuple(ParquetPart(**part) for part in raw["files"]))
     except FileNotFoundError as error:
-        raise SpecError(f"{storage.uri}: no {INDEX} there: these are no rows that were written for a run") from error
+        raise SpecError(
+            f"{storage.uri}: no {INDEX} there: these are no rows that were written for a run"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SpecError(f"{storage.uri_of(INDEX)}: not readable ({type(error).__name__}: {error})") from error
+        raise SpecError(
+            f"{storage.uri_of(INDEX)}: not readable ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _array(values: Any, column: ParquetColumn) -> Array:
@@ -138,20 +151,28 @@ def _array(values: Any, column: ParquetColumn) -> Array:
     return found.reshape(-1, *column.shape)
 
 
-# ------------------------------------------------------------------------------------------------ write
+# ------------------------------------------------------------------------------------------------
+# write
 
 
 def write_rows(storage: Storage, batches: Iterable[Mapping[str, Any]], what: str) -> Index:
-    """Writes batches (column -> array [rows, *shape], equal columns in all) in their order; the index is written last.
+    """Writes batches (column -> array [rows, *shape], equal columns in all) in their order; the
+    index is written last.
 
-    Raises SpecError that begins with `what` and names the column that is no tensor of one dtype and shape.
+    Raises SpecError that begins with `what` and names the column that is no tensor of one dtype and
+    shape.
     """
     columns: dict[str, ParquetColumn] = {}
     parts: list[ParquetPart] = []
     waiting: list[dict[str, Array]] = []
     for batch in batches:
-        arrays = {name: _checked(values, f"{what}: column '{name}'") for name, values in batch.items()}
-        found = {name: ParquetColumn(str(values.dtype), values.shape[1:]) for name, values in arrays.items()}
+        arrays = {
+            name: _checked(values, f"{what}: column '{name}'") for name, values in batch.items()
+        }
+        found = {
+            name: ParquetColumn(str(values.dtype), values.shape[1:])
+            for name, values in arrays.items()
+        }
         columns = columns or found
         _check_equal(columns, found, what)
         waiting.append(arrays)
@@ -174,11 +195,17 @@ def _checked(values: Any, what: str) -> Array:
         rows = [np.asarray(row) for row in found]
         shapes = list(dict.fromkeys(_shape(row) for row in rows))
         if len(shapes) > 1:
-            raise SpecError(f"{what} has rows of different shapes ({shapes[0]} and {shapes[1]}); pad or cut them to one")
+            raise SpecError(
+                f"{what} has rows of different shapes ({shapes[0]} and {shapes[1]}); pad or cut "
+                "them to one"
+            )
         found = np.stack(rows) if rows else found
     if str(found.dtype) not in DTYPES:
         kind = "text" if found.dtype.kind in "OUS" else f"dtype {found.dtype}"
-        raise SpecError(f"{what} holds {kind}; a sample is made of numbers and tensors ({', '.join(DTYPES)}): map or drop it")
+        raise SpecError(
+            f"{what} holds {kind}; a sample is made of numbers and tensors ({', '.join(DTYPES)}): "
+            "map or drop it"
+        )
     return found
 
 
@@ -186,24 +213,38 @@ def _shape(row: Array) -> str:
     return str(list(row.shape))
 
 
-def _check_equal(columns: Mapping[str, ParquetColumn], found: Mapping[str, ParquetColumn], what: str) -> None:
+def _check_equal(
+    columns: Mapping[str, ParquetColumn], found: Mapping[str, ParquetColumn], what: str
+) -> None:
     for name in {**columns, **found}:
         one, two = columns.get(name), found.get(name)
         if one != two:
             shown = [f"{c.dtype} {list(c.shape)}" if c else "nothing" for c in (one, two)]
-            raise SpecError(f"{what}: column '{name}' is {shown[0]} in some rows, {shown[1]} in others (missing values?)")
+            raise SpecError(
+                f"{what}: column '{name}' is {shown[0]} in some rows, {shown[1]} in others "
+                "(missing values?)"
+            )
 
 
-def _write_part(storage: Storage, n: int, columns: Mapping[str, ParquetColumn], batches: list[dict[str, Array]]) -> ParquetPart:
+def _write_part(
+    storage: Storage, n: int, columns: Mapping[str, ParquetColumn], batches: list[dict[str, Array]]
+) -> ParquetPart:
     import pyarrow
     import pyarrow.parquet
 
     row_bytes = max(1, sum(column.row_bytes for column in columns.values()))
     rows_per_group = max(1, GROUP_BYTES // row_bytes)
-    table = pyarrow.table({name: _arrow([rows[name] for rows in batches], column) for name, column in columns.items()})
+    table = pyarrow.table(
+        {name: _arrow([rows[name] for rows in batches], column) for name, column in columns.items()}
+    )
     out = io.BytesIO()
     pyarrow.parquet.write_table(
-        table, out, row_group_size=rows_per_group, use_dictionary=False, write_page_checksum=True, compression="zstd"
+        table,
+        out,
+        row_group_size=rows_per_group,
+        use_dictionary=False,
+        write_page_checksum=True,
+        compression="zstd",
     )
     name = f"part-{n:05d}.parquet"
     storage.put(name, out.getvalue())
@@ -215,7 +256,9 @@ def _arrow(parts: list[Array], column: ParquetColumn) -> Any:
 
     values = np.concatenate(parts)
     flat = pyarrow.array(values.reshape(-1))
-    return pyarrow.FixedSizeListArray.from_arrays(flat, prod(column.shape)) if column.shape else flat
+    return (
+        pyarrow.FixedSizeListArray.from_arrays(flat, prod(column.shape)) if column.shape else flat
+    )
 
 
 def with_rows(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

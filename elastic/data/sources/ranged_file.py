@@ -8,7 +8,8 @@ from typing import Any
 
 
 class Ranged(io.RawIOBase):
-    """`read_into(offset, view)` fills a view from there on and returns how many bytes there were; `size`: of all of it."""
+    """`read_into(offset, view)` fills a view from there on and returns how many bytes there were;
+    `size`: of all of it."""
 
     def __init__(self, read_into: Callable[[int, memoryview], int], size: int) -> None:
         self._read_into, self._size, self._at = read_into, size, 0

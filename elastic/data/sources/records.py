@@ -1,6 +1,8 @@
-"""Records (a name -> value mapping each) by number: JSON lines, Parquet files, datasets saved by Hugging Face `datasets`.
+"""Records (a name -> value mapping each) by number: JSON lines, Parquet files, datasets saved by
+Hugging Face `datasets`.
 
-Read when they are requested; what is kept is where they begin. pyarrow is imported when a Parquet or Arrow file is opened.
+Read when they are requested; what is kept is where they begin. pyarrow is imported when a Parquet
+or Arrow file is opened.
 """
 
 from __future__ import annotations
@@ -63,12 +65,15 @@ class Records:
         def write(into: Path) -> None:
             np.save(into / INDEX, build())
 
-        folder = (self._cache or BlockCache()).once(f"{name}-{self.digest}", write, lambda at: (at / INDEX).is_file())
+        folder = (self._cache or BlockCache()).once(
+            f"{name}-{self.digest}", write, lambda at: (at / INDEX).is_file()
+        )
         found: NDArray[np.int64] = np.load(folder / INDEX, mmap_mode="r")
         return found
 
 
-# ------------------------------------------------------------------------------------------------ JSON lines
+# ------------------------------------------------------------------------------------------------
+# JSON lines
 
 
 class Jsonl(Records):
@@ -76,11 +81,19 @@ class Jsonl(Records):
 
     word = "line"
 
-    def __init__(self, where: str | Path, cache: BlockCache | None = None, pattern: str = "**/*.{jsonl,ndjson,json}") -> None:
+    def __init__(
+        self,
+        where: str | Path,
+        cache: BlockCache | None = None,
+        pattern: str = "**/*.{jsonl,ndjson,json}",
+    ) -> None:
         super().__init__(files_at(where, pattern, cache), cache)
         for n in range(len(self.files)):
             if self.files.names[n].endswith(PACKED):
-                raise SpecError(f"{self.files.uri(n)}: a compressed file has no lines that can be found again; unpack it first")
+                raise SpecError(
+                    f"{self.files.uri(n)}: a compressed file has no lines that can be found "
+                    "again; unpack it first"
+                )
         self._lines: NDArray[np.int64] | None = None
 
     @property
@@ -101,9 +114,14 @@ class Jsonl(Records):
     def texts(self, name: str) -> Iterator[Any]:
         for n in range(len(self.files)):
             for number, line in self._each(n):
-                record = self._parsed(line, lambda n=n, number=number: f"{self.files.uri(n)}, line {number}")
+                record = self._parsed(
+                    line, lambda n=n, number=number: f"{self.files.uri(n)}, line {number}"
+                )
                 if name not in record:
-                    raise SpecError(f"{self.files.uri(n)}, line {number}: no field '{name}'; it has {_listed(record)}")
+                    raise SpecError(
+                        f"{self.files.uri(n)}, line {number}: no field '{name}'; it has "
+                        f"{_listed(record)}"
+                    )
                 yield record[name]
 
     def where(self, index: int) -> str:
@@ -122,7 +140,10 @@ class Jsonl(Records):
         except ValueError as error:
             raise SpecError(f"{where()}: not JSON: {str(error).split(':')[0].lower()}") from error
         if not isinstance(found, dict):
-            raise SpecError(f'{where()}: it must be a JSON object such as {{"text": ...}}, not a {type(found).__name__}')
+            raise SpecError(
+                f'{where()}: it must be a JSON object such as {{"text": ...}}, not a '
+                f"{type(found).__name__}"
+            )
         return found
 
     def _each(self, n: int) -> Iterator[tuple[int, bytes]]:
@@ -144,7 +165,10 @@ class Jsonl(Records):
     def _find_in(self, n: int) -> NDArray[np.int64]:
         at, ends = 0, []
         for chunk in self.files.chunks(n):
-            ends.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")).astype(np.int64) + at)
+            ends.append(
+                np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")).astype(np.int64)
+                + at
+            )
             at += len(chunk)
         stops = np.concatenate([*ends, [at]]).astype(np.int64)
         starts = np.concatenate(([0], stops[:-1] + 1))
@@ -155,13 +179,16 @@ class Jsonl(Records):
         return np.stack([np.full(len(stops), n), starts, stops], axis=1)[keep]
 
 
-# ------------------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------------------------
+# tables
 
 
 class _Tables(Records):
-    """Records in pieces (row groups, batches) of files; `_rows` [pieces] of each, `_piece` decodes one.
+    """Records in pieces (row groups, batches) of files; `_rows` [pieces] of each, `_piece` decodes
+    one.
 
-    Decoded pieces are kept up to KEPT_BYTES; `n_decoded` counts how many were decoded for single records.
+    Decoded pieces are kept up to KEPT_BYTES; `n_decoded` counts how many were decoded for single
+    records.
     """
 
     def __init__(self, files: Files, cache: BlockCache | None = None) -> None:
@@ -201,7 +228,9 @@ class _Tables(Records):
 
     def texts(self, name: str) -> Iterator[Any]:
         if name not in self.columns:
-            raise SpecError(f"{self.files.uri(0)}: no column '{name}'; it has {', '.join(self.columns)}")
+            raise SpecError(
+                f"{self.files.uri(0)}: no column '{name}'; it has {', '.join(self.columns)}"
+            )
         for piece in range(len(self._rows)):
             yield from self._piece(piece, (name,)).column(name).to_pylist()
 
@@ -222,13 +251,18 @@ class _Tables(Records):
 
 
 class Parquet(_Tables):
-    """Rows of Parquet files as they are found; of a row group, the wanted columns are decoded as a whole."""
+    """Rows of Parquet files as they are found; of a row group, the wanted columns are decoded as a
+    whole."""
 
-    def __init__(self, where: str | Path, cache: BlockCache | None = None, pattern: str = "**/*.parquet") -> None:
+    def __init__(
+        self, where: str | Path, cache: BlockCache | None = None, pattern: str = "**/*.parquet"
+    ) -> None:
         super().__init__(files_at(where, pattern, cache), cache)
         self._open: OrderedDict[int, Any] = OrderedDict()
         groups = [self._file(n).metadata for n in range(len(self.files))]
-        self._groups = [(n, group) for n, meta in enumerate(groups) for group in range(meta.num_row_groups)]
+        self._groups = [
+            (n, group) for n, meta in enumerate(groups) for group in range(meta.num_row_groups)
+        ]
         self._counted([groups[n].row_group(group).num_rows for n, group in self._groups])
         self._columns = tuple(self._file(0).schema_arrow.names)
 
@@ -245,7 +279,9 @@ class Parquet(_Tables):
             try:
                 file = pyarrow.parquet.ParquetFile(self.files.opened(n))
             except (pyarrow.ArrowInvalid, OSError) as error:
-                raise SpecError(f"{self.files.uri(n)}: no whole Parquet file ({_line(error)})") from error
+                raise SpecError(
+                    f"{self.files.uri(n)}: no whole Parquet file ({_line(error)})"
+                ) from error
             self._open[n] = file
             if len(self._open) > FILES_KEPT:
                 self._open.popitem(last=False)
@@ -261,17 +297,21 @@ class Parquet(_Tables):
 
 
 class HuggingFace(_Tables):
-    """A folder that `Dataset.save_to_disk` (or DatasetDict's; then `split` says which) has written: Arrow streams.
+    """A folder that `Dataset.save_to_disk` (or DatasetDict's; then `split` says which) has written:
+    Arrow streams.
 
     The library `datasets` is not needed.
     """
 
-    def __init__(self, where: str | Path, split: str | None = None, cache: BlockCache | None = None) -> None:
+    def __init__(
+        self, where: str | Path, split: str | None = None, cache: BlockCache | None = None
+    ) -> None:
         files = _saved_files(str(where), split, cache)
         super().__init__(files, cache)
         self._sources: dict[int, Any] = {}
         self._schemas: dict[int, Any] = {}
-        self.batches = self.built("batches", self._find)  # int64 [batches, 4]: file, its first batch, first byte, rows
+        # int64 [batches, 4]: file, its first batch, first byte, rows
+        self.batches = self.built("batches", self._find)
         self._counted([int(rows) for rows in self.batches[:, 3]])
 
     @property
@@ -283,7 +323,11 @@ class HuggingFace(_Tables):
 
         if n not in self._sources:
             local = self.files.root is not None
-            self._sources[n] = pyarrow.memory_map(self.files.uri(n)) if local else pyarrow.PythonFile(self.files.opened(n))
+            self._sources[n] = (
+                pyarrow.memory_map(self.files.uri(n))
+                if local
+                else pyarrow.PythonFile(self.files.opened(n))
+            )
         return self._sources[n]
 
     def _schema(self, n: int) -> Any:
@@ -310,7 +354,9 @@ class HuggingFace(_Tables):
             except StopIteration:
                 pass
             except (pyarrow.ArrowInvalid, OSError) as error:
-                raise SpecError(f"{self.files.uri(n)}: no whole Arrow stream ({_line(error)})") from error
+                raise SpecError(
+                    f"{self.files.uri(n)}: no whole Arrow stream ({_line(error)})"
+                ) from error
         return np.asarray(found, dtype=np.int64).reshape(-1, 4)
 
     def _piece(self, piece: int, names: Sequence[str]) -> Any:
@@ -337,17 +383,29 @@ def _saved_files(where: str, split: str | None, cache: BlockCache | None) -> Fil
             raise SpecError(f"{where}: {said}; there are {', '.join(splits)}")
         return _saved_files(f"{where}/{split}", None, cache)
     if split is not None:
-        raise SpecError(f"{where}: it has no splits; leave split '{split}' out, or name the folder of dataset_dict.json")
+        raise SpecError(
+            f"{where}: it has no splits; leave split '{split}' out, or name the folder of "
+            "dataset_dict.json"
+        )
     if "state.json" not in found.names:
-        raise SpecError(f"{where}: no state.json there; it must be a folder that Dataset.save_to_disk has written")
+        raise SpecError(
+            f"{where}: no state.json there; it must be a folder that Dataset.save_to_disk has "
+            "written"
+        )
     state = json.loads(_whole(found, "state.json"))
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise SpecError(f"{where}: it was saved with an index of chosen rows; save dataset.flatten_indices() instead")
+        raise SpecError(
+            f"{where}: it was saved with an index of chosen rows; save dataset.flatten_indices() "
+            "instead"
+        )
     wanted = [str(file["filename"]) for file in state["_data_files"]]
     files = files_at(where, "*.arrow", cache)
     missing = [name for name in wanted if name not in files.names]
     if missing:
-        raise SpecError(f"{where}: {missing[0]} is missing ({len(missing)} of {len(wanted)} files of the dataset)")
+        raise SpecError(
+            f"{where}: {missing[0]} is missing ({len(missing)} of {len(wanted)} files of the "
+            "dataset)"
+        )
     return files.only([files.names.index(name) for name in wanted])
 
 
@@ -369,13 +427,16 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:120]
 
 
-# ------------------------------------------------------------------------------------------------ as samples
+# ------------------------------------------------------------------------------------------------
+# as samples
 
 
 class Columns:
-    """Records of numbers as samples: {column: array}. Raises SpecError that names the column that is no tensor.
+    """Records of numbers as samples: {column: array}. Raises SpecError that names the column that
+    is no tensor.
 
-    The length of a sample is that of its first column of lists; all of them are read once per node for it.
+    The length of a sample is that of its first column of lists; all of them are read once per node
+    for it.
     """
 
     def __init__(self, records: Records, columns: Sequence[str] | None = None) -> None:
@@ -415,19 +476,25 @@ class Columns:
     def _measured(self) -> NDArray[np.int64]:
         if not self._along:
             return np.ones(len(self), dtype=np.int64)
-        found = (len(value) if isinstance(value, list) else 0 for value in self.records.texts(self._along))
+        found = (
+            len(value) if isinstance(value, list) else 0
+            for value in self.records.texts(self._along)
+        )
         return np.fromiter(found, dtype=np.int64, count=len(self))
 
     def _array(self, record: Record, name: str, index: int) -> NDArray[Any]:
         if name not in record:
-            raise SpecError(f"{self.records.where(index)}: no field '{name}'; it has {_listed(record)}")
+            raise SpecError(
+                f"{self.records.where(index)}: no field '{name}'; it has {_listed(record)}"
+            )
         try:
             found = np.asarray(record[name])
         except ValueError:  # lists of different lengths
             found = np.asarray(None)
         if found.dtype.kind not in "biuf":
             raise SpecError(
-                f"{self.records.where(index)}: '{name}' is no number or tensor ({str(record[name])[:40]!r}); give `columns` "
+                f"{self.records.where(index)}: '{name}' is no number or tensor "
+                f"({str(record[name])[:40]!r}); give `columns` "
                 "without it, or `text` and a tokenizer"
             )
         return found

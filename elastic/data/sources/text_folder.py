@@ -16,19 +16,29 @@ from elastic.data.sources.corpus import FileBytes, n_tokens
 from elastic.data.sources.files import LEFT_OUT, Files, files_at, find_files
 from elastic.errors import SpecError
 
-__all__ = ["LEFT_OUT", "SPLITS", "TextFolder", "find_files", "in_validation", "python_stdlib_folder", "split_files"]
+__all__ = [
+    "LEFT_OUT",
+    "SPLITS",
+    "TextFolder",
+    "find_files",
+    "in_validation",
+    "python_stdlib_folder",
+    "split_files",
+]
 
 LOG = logging.getLogger(__name__)
 SPLITS = ("all", "train", "validation")
 
 
 def python_stdlib_folder() -> Path:
-    """Folder of the running interpreter's standard library: text that every machine with Python has."""
+    """Folder of the running interpreter's standard library: text that every machine with Python
+    has."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def in_validation(relative_path: str, share: float) -> bool:
-    """Whether a file belongs to the validation split: by the hash of its name, so that other files do not matter."""
+    """Whether a file belongs to the validation split: by the hash of its name, so that other files
+    do not matter."""
     digest = hashlib.sha256(relative_path.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32
 
@@ -37,22 +47,34 @@ def split_files(files: Files, split: str, validation_share: float) -> Files:
     """Those of one split. Raises SpecError where none of its files can be read."""
     if split != "all":
         wanted = split == "validation"
-        files = files.only([n for n, name in enumerate(files.names) if in_validation(name, validation_share) == wanted])
+        files = files.only(
+            [
+                n
+                for n, name in enumerate(files.names)
+                if in_validation(name, validation_share) == wanted
+            ]
+        )
     bad, n_files = len(files.unreadable), len(files) + len(files.unreadable)
     if bad:
-        LOG.warning("%d of %d files cannot be read and are left out; first: %s", bad, n_files, files.unreadable[0])
+        LOG.warning(
+            "%d of %d files cannot be read and are left out; first: %s",
+            bad,
+            n_files,
+            files.unreadable[0],
+        )
     return files
 
 
 @dataclass(eq=False)
 class TextFolder:
-    """Windows over the bytes of the text files of a folder (also under s3://), which are read when they are requested.
+    """Windows over the bytes of the text files of a folder (also under s3://), which are read when
+    they are requested.
 
-    Files are taken in the order of their relative paths, a zero byte behind each, until there are `max_bytes` (None: all).
-    Item i is {"input": int64 [seq], "target": int64 [seq]}: bytes i*seq .. i*seq+seq, the target one byte later.
-    split: "train", "validation" (files whose name hashes into `validation_share`) or "all".
-    Raises SpecError when there is nothing to read; single unreadable files are left out, counted and named in a warning
-    (`unreadable`).
+    Files are taken in the order of their relative paths, a zero byte behind each, until there are
+    `max_bytes` (None: all). Item i is {"input": int64 [seq], "target": int64 [seq]}: bytes i*seq ..
+    i*seq+seq, the target one byte later. split: "train", "validation" (files whose name hashes into
+    `validation_share`) or "all". Raises SpecError when there is nothing to read; single unreadable
+    files are left out, counted and named in a warning (`unreadable`).
     """
 
     folder: str | Path
@@ -66,7 +88,9 @@ class TextFolder:
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
-            raise SpecError(f"TextFolder: split is '{self.split}'; it must be one of {', '.join(SPLITS)}")
+            raise SpecError(
+                f"TextFolder: split is '{self.split}'; it must be one of {', '.join(SPLITS)}"
+            )
         if self.seq < 1:
             raise SpecError(f"TextFolder: seq is {self.seq}; it must be at least 1")
         found = files_at(self.folder, self.pattern, None, self.leave_out)
@@ -75,8 +99,13 @@ class TextFolder:
         self.corpus = FileBytes(files, self.max_bytes)
         self._windows = Windows(self.corpus, self.seq)
         if not len(self):
-            there = f"{len(files)} files matching '{self.pattern}' in split '{self.split}' hold {self.n_bytes} bytes"
-            raise SpecError(f"{self.folder}: {there}; one window of seq={self.seq} needs {self.seq + 1}")
+            there = (
+                f"{len(files)} files matching '{self.pattern}' in split '{self.split}' hold "
+                f"{self.n_bytes} bytes"
+            )
+            raise SpecError(
+                f"{self.folder}: {there}; one window of seq={self.seq} needs {self.seq + 1}"
+            )
 
     @property
     def n_bytes(self) -> int:

@@ -1,5 +1,5 @@
-"""Where the time and the memory of an offer go, as stacked bars: in the terminal (letters tell parts apart, color only helps)
-and as a picture."""
+"""Where the time and the memory of an offer go, as stacked bars: in the terminal (letters tell
+parts apart, color only helps) and as a picture."""
 
 from __future__ import annotations
 
@@ -44,23 +44,32 @@ OTHER = ("?", "#17202a")
 
 
 def explain(data: Mapping[str, Any], n: int, width: int = 80) -> list[Text]:
-    """Of offer `n`: a bar of a step's time and one of a GPU's memory, and a line for each part, the largest first."""
+    """Of offer `n`: a bar of a step's time and one of a GPU's memory, and a line for each part, the
+    largest first."""
     offer = next(offer for offer in data["offers"] if offer["n"] == n)
     unit = data["model"]["unit"]
     mfu = f", MFU {offer['mfu']:.1%}"
     head = f"offer {n}: {offer['layout']}"
     step = f"a step: {seconds(offer['step_s'])}, {offer['tokens_per_s']:,.0f} {unit}/s{mfu}"
-    lines = [Text(head, style="bold"), Text(step), *_bar(offer["seconds"], TIME, offer["step_s"], width)]
+    lines = [
+        Text(head, style="bold"),
+        Text(step),
+        *_bar(offer["seconds"], TIME, offer["step_s"], width),
+    ]
     lines += _parts(offer["seconds"], TIME, seconds, width)
     room, used = offer["room_bytes"], sum(offer["memory"].values())
-    total = f"memory of the GPU that needs most: {size(used)}" + (f" of {size(room)}" if room else "")
+    total = f"memory of the GPU that needs most: {size(used)}" + (
+        f" of {size(room)}" if room else ""
+    )
     lines += [Text(), Text(total), *_bar(offer["memory"], MEMORY, max(room, used), width)]
     lines += _parts(offer["memory"], MEMORY, size, width)
     lines += [Text(), *_shares(offer), *_money(offer, data)]
     return lines
 
 
-def _bar(parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], whole: float, width: int) -> list[Text]:
+def _bar(
+    parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], whole: float, width: int
+) -> list[Text]:
     """`[PPPPAAMMtt....]`, dots = what is left of `whole`."""
     room, text, drawn, reached = width - 2, Text("["), 0, 0.0
     for name in _ordered(parts, known):
@@ -72,7 +81,9 @@ def _bar(parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], 
     return [text.append("." * (room - drawn) + "]")]
 
 
-def _parts(parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], shown: Any, width: int) -> list[Text]:
+def _parts(
+    parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], shown: Any, width: int
+) -> list[Text]:
     """A line for each: letter, share, size, meaning."""
     total, lines = sum(parts.values()), []
     for name in sorted(parts, key=lambda name: -parts[name]):
@@ -88,7 +99,10 @@ def _parts(parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]]
 
 def _ordered(parts: Iterable[str], known: Mapping[str, Any]) -> list[str]:
     there = list(parts)
-    return [*(name for name in known if name in there), *(name for name in there if name not in known)]
+    return [
+        *(name for name in known if name in there),
+        *(name for name in there if name not in known),
+    ]
 
 
 def _shares(offer: Mapping[str, Any]) -> list[Text]:
@@ -96,7 +110,10 @@ def _shares(offer: Mapping[str, Any]) -> list[Text]:
     lines = []
     for part in offer["parts"] if len(offer["parts"]) > 1 else ():
         layers = f", layers {'+'.join(map(str, part['layers']))}" if len(part["layers"]) > 1 else ""
-        text = f"pool {part['pool']}: {part['n_gpus']} GPUs, {part['samples']} samples of a step to each data-parallel rank"
+        text = (
+            f"pool {part['pool']}: {part['n_gpus']} GPUs, {part['samples']} samples of a step to "
+            "each data-parallel rank"
+        )
         lines.append(Text(f"{text}{layers}, busy {part['busy']:.0%} of it"))
     return lines
 
@@ -105,9 +122,18 @@ def _money(offer: Mapping[str, Any], data: Mapping[str, Any]) -> list[Text]:
     if not offer["usd_per_h"]:
         return []
     unit = data["model"]["unit"]
-    lost = f"; {1 - offer['goodput']:.1%} of the time goes to preempted nodes" if offer["goodput"] < 0.999 else ""
+    lost = (
+        f"; {1 - offer['goodput']:.1%} of the time goes to preempted nodes"
+        if offer["goodput"] < 0.999
+        else ""
+    )
     total = f"; {hours(offer['hours'])} and {usd(offer['usd'])} in all" if offer["hours"] else ""
-    return [Text(f"{usd(offer['usd_per_h'])}/h, {usd(offer['usd_per_mtoken'])} per million {unit}{lost}{total}")]
+    return [
+        Text(
+            f"{usd(offer['usd_per_h'])}/h, {usd(offer['usd_per_mtoken'])} per million "
+            f"{unit}{lost}{total}"
+        )
+    ]
 
 
 def save(data: Mapping[str, Any], path: str | Path) -> Path:
@@ -124,13 +150,23 @@ def save(data: Mapping[str, Any], path: str | Path) -> Path:
     room = max(offer["room_bytes"] for offer in offers) / GIB
     if room:
         right.axvline(room, color="#c0392b", linestyle="--", linewidth=1, label="there is")
-    left.set_yticks(range(len(offers)), [f"{offer['n']}  {_lines(offer['layout'])}" for offer in offers], fontsize=8)
+    left.set_yticks(
+        range(len(offers)),
+        [f"{offer['n']}  {_lines(offer['layout'])}" for offer in offers],
+        fontsize=8,
+    )
     left.invert_yaxis()
     left.set_xlabel("seconds of an optimizer step")
     right.set_xlabel("GiB of the GPU that needs most")
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.25)
-        axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.3 / len(offers)), ncols=4)
+        axes.legend(
+            fontsize=7,
+            frameon=False,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.12 - 0.3 / len(offers)),
+            ncols=4,
+        )
     pools = " + ".join(f"{pool['n_gpus']} x {pool['gpu']}" for pool in data["pools"])
     figure.suptitle(f"{data['model']['name']} on {pools}", fontsize=11)
     target = Path(path)
@@ -141,13 +177,24 @@ def save(data: Mapping[str, Any], path: str | Path) -> Path:
 
 def _lines(layout: str) -> str:
     """Its options below its axes."""
-    return layout.replace(",microbatch", "\nmicrobatch").replace("activation_checkpointing", "checkpointing")
+    return layout.replace(",microbatch", "\nmicrobatch").replace(
+        "activation_checkpointing", "checkpointing"
+    )
 
 
-def _stacked(axes: Any, offers: Sequence[Mapping[str, Any]], key: str, known: Mapping[str, Any], unit: float) -> None:
+def _stacked(
+    axes: Any, offers: Sequence[Mapping[str, Any]], key: str, known: Mapping[str, Any], unit: float
+) -> None:
     names = _ordered(list(dict.fromkeys(name for offer in offers for name in offer[key])), known)
     start = [0.0] * len(offers)
     for name in names:
         sizes = [offer[key].get(name, 0.0) / unit for offer in offers]
-        axes.barh(range(len(offers)), sizes, left=start, label=name, color=known.get(name, OTHER)[1], height=0.6)
+        axes.barh(
+            range(len(offers)),
+            sizes,
+            left=start,
+            label=name,
+            color=known.get(name, OTHER)[1],
+            height=0.6,
+        )
         start = [a + b for a, b in zip(start, sizes, strict=True)]

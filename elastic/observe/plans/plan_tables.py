@@ -1,4 +1,5 @@
-"""What `elastic plan` prints: offers with their memory as bars, choices side by side, curves, needs. Reads the plain data."""
+"""What `elastic plan` prints: offers with their memory as bars, choices side by side, curves,
+needs. Reads the plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ Data = Mapping[str, Any]
 def plan(data: Data) -> list[str]:
     """The best offer in words, then the table, what was left out, and warnings."""
     best = data["offers"][0]
-    lines = [*subject(data), *_indent(map(_pool, data["pools"])), "", *_answer(data, best), "", *_offers(data)]
+    lines = [
+        *subject(data),
+        *_indent(map(_pool, data["pools"])),
+        "",
+        *_answer(data, best),
+        "",
+        *_offers(data),
+    ]
     lines += _rejected(data)
     lines += [f"warning: {number}{text}" for number, text in _warnings(data["offers"])]
     return lines + _notes(data)
@@ -28,16 +36,33 @@ def subject(data: Data) -> list[str]:
     if model["sample_tokens"]:
         sample = f", sequences of {model['sample_tokens']}"
         batch = f"{model['global_batch']} sequences = {count(model['step_tokens'])} tokens"
-    return [f"{model['name']}: {count(model['n_params'])} parameters{sample}, {batch} a step, {model['precision']}"]
+    return [
+        f"{model['name']}: {count(model['n_params'])} parameters{sample}, {batch} a step, "
+        f"{model['precision']}"
+    ]
 
 
 def _pool(pool: Data) -> str:
-    each = f"{pool['n_nodes']} x {pool['gpus_per_node']}" if pool["n_nodes"] > 1 else f"1 node of {pool['gpus_per_node']}"
+    each = (
+        f"{pool['n_nodes']} x {pool['gpus_per_node']}"
+        if pool["n_nodes"] > 1
+        else f"1 node of {pool['gpus_per_node']}"
+    )
     where = f", {pool['instance_type']}" if pool["instance_type"] else ""
-    price = f", {usd(pool['usd_per_gpu_h'])} per GPU-hour ({pool['price_from']})" if pool["usd_per_gpu_h"] else ""
-    net = f", {pool['network_bytes_per_s_per_gpu'] * 8e-9:.3g} Gb/s per GPU between nodes" if pool["n_nodes"] > 1 else ""
+    price = (
+        f", {usd(pool['usd_per_gpu_h'])} per GPU-hour ({pool['price_from']})"
+        if pool["usd_per_gpu_h"]
+        else ""
+    )
+    net = (
+        f", {pool['network_bytes_per_s_per_gpu'] * 8e-9:.3g} Gb/s per GPU between nodes"
+        if pool["n_nodes"] > 1
+        else ""
+    )
     kind = "process" if pool["gpu"] == "CPU" else pool["gpu"]
-    numbers = "" if pool["hardware_from"] == "catalog" else f", numbers {_source(pool['hardware_from'])}"
+    numbers = (
+        "" if pool["hardware_from"] == "catalog" else f", numbers {_source(pool['hardware_from'])}"
+    )
     return f"{pool['n_gpus']} x {kind}, {pool['market_type']} ({each}{where}{net}{price}{numbers})"
 
 
@@ -48,28 +73,49 @@ def _source(text: str) -> str:
 def _answer(data: Data, best: Data) -> list[str]:
     """What layout, how long, how many dollars: at one glance."""
     unit = data["model"]["unit"]
-    cost = f", {usd(best['usd_per_h'])}/h, {usd(best['usd_per_mtoken'])} per million {unit}" if best["usd_per_h"] else ""
-    aim = {"fastest": "best", "cheapest": "cheapest", "deadline": "cheapest in time"}[data["purpose"]]
+    cost = (
+        f", {usd(best['usd_per_h'])}/h, {usd(best['usd_per_mtoken'])} per million {unit}"
+        if best["usd_per_h"]
+        else ""
+    )
+    aim = {"fastest": "best", "cheapest": "cheapest", "deadline": "cheapest in time"}[
+        data["purpose"]
+    ]
     head = f"{aim}: " if data["model"]["layout"].startswith("auto") else "asked for: "
-    lines = [f"{head}{best['layout']}", f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}"]
+    lines = [
+        f"{head}{best['layout']}",
+        f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}",
+    ]
     if best["hours"]:
         rate = max((pool["lost_per_node_h"] for pool in data["pools"]), default=0.0)
-        taken = f", {1 - best['goodput']:.1%} of it lost to preempted nodes (up to {rate:g} a node and hour assumed)"
+        taken = (
+            f", {1 - best['goodput']:.1%} of it lost to preempted nodes (up to {rate:g} a node "
+            "and hour assumed)"
+        )
         lost = taken if best["goodput"] < 0.999 else ""
         total = f" and {usd(best['usd'])}" if best["usd"] else ""
         lines.append(f"      {count(data['tokens'])} {unit}: {hours(best['hours'])}{total}{lost}")
-    copy = f"a checkpoint stops the steps for {seconds(best['copy_stall_s'])} and is written in {seconds(best['copy_write_s'])}"
+    copy = (
+        f"a checkpoint stops the steps for {seconds(best['copy_stall_s'])} and is written in "
+        f"{seconds(best['copy_write_s'])}"
+    )
     lines.append(f"      {copy}; a lost node costs about {seconds(best['lost_node_s'])}")
     return lines
 
 
 def _offers(data: Data) -> list[str]:
-    """A head, then of each offer its layout as --layout takes it, its numbers below the head, and why."""
-    table = columns([_head(data), *(_offer(offer, data) for offer in data["offers"])], right=(0, 1, 2, 4, 5, 6, 7, 8))
+    """A head, then of each offer its layout as --layout takes it, its numbers below the head, and
+    why."""
+    table = columns(
+        [_head(data), *(_offer(offer, data) for offer in data["offers"])],
+        right=(0, 1, 2, 4, 5, 6, 7, 8),
+    )
     lines = [f"   {table[0]}"]
     for line, offer in zip(table[1:], data["offers"], strict=True):
         lines += [f"{offer['n']}  {offer['layout']}", f"   {line}"]
-        lines += wrap(_only(offer) + offer["why"], WIDTH, initial_indent="   ", subsequent_indent="   ")
+        lines += wrap(
+            _only(offer) + offer["why"], WIDTH, initial_indent="   ", subsequent_indent="   "
+        )
     return lines
 
 
@@ -81,15 +127,23 @@ def _only(offer: Data) -> str:
 
 def _head(data: Data) -> Sequence[str]:
     unit = data["model"]["unit"].upper()
-    head = ["STEP", f"{unit}/S", "MFU", "MEMORY OF A GPU", "EFFICIENCY", "USD/H", f"USD/M{unit[:-1]}"]
+    head = [
+        "STEP",
+        f"{unit}/S",
+        "MFU",
+        "MEMORY OF A GPU",
+        "EFFICIENCY",
+        "USD/H",
+        f"USD/M{unit[:-1]}",
+    ]
     return [*head, "TIME", "USD"] if data["tokens"] else head
 
 
 def _offer(offer: Data, data: Data) -> Sequence[str]:
     row = [
         seconds(offer["step_s"]), f"{offer['tokens_per_s']:,.0f}", f"{offer['mfu']:.0%}",
-        memory_bar(offer["memory_bytes"], offer["room_bytes"]), f"{offer['efficiency']:.0%}", number(offer["usd_per_h"]),
-        number(offer["usd_per_mtoken"]),
+        memory_bar(offer["memory_bytes"], offer["room_bytes"]), f"{offer['efficiency']:.0%}",
+        number(offer["usd_per_h"]), number(offer["usd_per_mtoken"]),
     ]  # fmt: skip
     return [*row, hours(offer["hours"]), number(offer["usd"])] if data["tokens"] else row
 
@@ -100,24 +154,36 @@ def _warnings(offers: Sequence[Data]) -> list[tuple[str, str]]:
     for offer in offers:
         for text in offer["warnings"]:
             found.setdefault(text, []).append(offer["n"])
-    return [("" if len(of) == len(offers) else f"offer {', '.join(map(str, of))}: ", text) for text, of in found.items()]
+    return [
+        ("" if len(of) == len(offers) else f"offer {', '.join(map(str, of))}: ", text)
+        for text, of in found.items()
+    ]
 
 
 def _rejected(data: Data) -> list[str]:
     if not data["rejected"]:
         return []
     rows = [(family, why) for family, why in data["rejected"].items()]
-    return ["", f"left out (the cost of {data['n_looked_at']:,} layouts was computed):", *_indent(columns(rows)), ""]
+    return [
+        "",
+        f"left out (the cost of {data['n_looked_at']:,} layouts was computed):",
+        *_indent(columns(rows)),
+        "",
+    ]
 
 
 def _notes(data: Data) -> list[str]:
     notes = [f"note: {text}" for text in data["notes"]]
     if any(pool["usd_per_gpu_h"] and "table" in pool["price_from"] for pool in data["pools"]):
-        notes.append(f"note: prices are those of the dated table of {data['prices_at']}; `elastic prices` has their sources")
+        notes.append(
+            f"note: prices are those of the dated table of {data['prices_at']}; `elastic prices` "
+            "has their sources"
+        )
     return notes
 
 
-# ------------------------------------------------------------------------------------------ side by side
+# ------------------------------------------------------------------------------------------ side by
+# side
 
 
 def what_if(data: Data) -> list[str]:
@@ -126,7 +192,14 @@ def what_if(data: Data) -> list[str]:
         marks = ", ".join(mark for mark in ("fastest", "cheapest") if row.get(mark))
         rows.append((row["choice"], *_short(row, data), marks, row["layout"] or _why_not(row)))
     total = [f"{count(data['tokens'])} {data['model']['unit']}:"] if data["tokens"] else []
-    return [*subject(data), *total, "", *columns(rows, right=range(1, len(rows[0]) - 2)), "", *_priced(data)]
+    return [
+        *subject(data),
+        *total,
+        "",
+        *columns(rows, right=range(1, len(rows[0]) - 2)),
+        "",
+        *_priced(data),
+    ]
 
 
 def _short_head(data: Data) -> list[str]:
@@ -139,8 +212,8 @@ def _short(row: Data, data: Data) -> list[str]:
     if row["layout"] is None:
         return ["-"] * len(_short_head(data))
     made = [
-        f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.0%}", f"{int(100 * row['efficiency'])}%", number(row["usd_per_h"]),
-        number(row["usd_per_mtoken"]),
+        f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.0%}", f"{int(100 * row['efficiency'])}%",
+        number(row["usd_per_h"]), number(row["usd_per_mtoken"]),
     ]  # fmt: skip
     return [*made, hours(row["hours"]), number(row["usd"])] if data["tokens"] else made
 
@@ -155,7 +228,11 @@ def _priced(data: Data) -> list[str]:
 
 def _price(pool: Data) -> str:
     where = pool["instance_type"] or "no cloud's"
-    price = f"{usd(pool['usd_per_gpu_h'])} per GPU-hour ({pool['price_from']})" if pool["usd_per_gpu_h"] else "no price"
+    price = (
+        f"{usd(pool['usd_per_gpu_h'])} per GPU-hour ({pool['price_from']})"
+        if pool["usd_per_gpu_h"]
+        else "no price"
+    )
     return (
         f"{pool['gpu']} {pool['market_type']}: {where}, nodes of {pool['gpus_per_node']}, "
         f"{pool['network_bytes_per_s_per_gpu'] * 8e-9:.3g} Gb/s per GPU, {price}"
@@ -167,26 +244,75 @@ def scaling(data: Data) -> list[str]:
     rows: list[Sequence[str]] = [("GPUS", *_short_head(data), "", "LAYOUT")]
     for row in data["curve"]:
         share = row["efficiency"] or 0.0
-        rows.append((f"{row['n_gpus']:,}", *_short(row, data), bar(share, 20), row["layout"] or _why_not(row)))
+        rows.append(
+            (
+                f"{row['n_gpus']:,}",
+                *_short(row, data),
+                bar(share, 20),
+                row["layout"] or _why_not(row),
+            )
+        )
     useful = f"{data['useful_gpus']:,} GPUs" if data["useful_gpus"] else "no number of them"
-    told = f"efficiency stays at {least:.0%} or more up to {useful}, at {data['model']['global_batch']} samples a step"
-    longer = [] if data["useful_gpus"] == data["curve"][-1]["n_gpus"] else ["a larger --batch reaches further"]
+    told = (
+        f"efficiency stays at {least:.0%} or more up to {useful}, at "
+        f"{data['model']['global_batch']} samples a step"
+    )
+    longer = (
+        []
+        if data["useful_gpus"] == data["curve"][-1]["n_gpus"]
+        else ["a larger --batch reaches further"]
+    )
     right = range(len(rows[0]) - 2)
-    return [*subject(data), "", *columns(rows, right=right), "", "; ".join([told, *longer]), *_priced(data)]
+    return [
+        *subject(data),
+        "",
+        *columns(rows, right=right),
+        "",
+        "; ".join([told, *longer]),
+        *_priced(data),
+    ]
 
 
 def capacity(data: Data) -> list[str]:
-    rows: list[Sequence[str]] = [("KIND", "GPUS", "NODES", "TIME", "USD", "USD/H", "USD/MTOKEN", "EFFICIENCY", "", "LAYOUT")]
+    rows: list[Sequence[str]] = [
+        ("KIND", "GPUS", "NODES", "TIME", "USD", "USD/H", "USD/MTOKEN", "EFFICIENCY", "", "LAYOUT")
+    ]
     for row in data["kinds"]:
         cells = ["-"] * 5
         if row["layout"] is not None:
-            cells = [hours(row["hours"]), *(number(row[key]) for key in ("usd", "usd_per_h", "usd_per_mtoken"))]
+            cells = [
+                hours(row["hours"]),
+                *(number(row[key]) for key in ("usd", "usd_per_h", "usd_per_mtoken")),
+            ]
             cells.append(f"{row['efficiency']:.0%}")
-        mark = "<- cheapest" if row["cheapest"] else "" if row["makes_it"] or not row["layout"] else "not in time"
-        rows.append((row["kind"], f"{row['n_gpus']:,}", f"{row['n_nodes']:,}", *cells, mark, row["layout"] or _why_not(row)))
+        mark = (
+            "<- cheapest"
+            if row["cheapest"]
+            else ""
+            if row["makes_it"] or not row["layout"]
+            else "not in time"
+        )
+        rows.append(
+            (
+                row["kind"],
+                f"{row['n_gpus']:,}",
+                f"{row['n_nodes']:,}",
+                *cells,
+                mark,
+                row["layout"] or _why_not(row),
+            )
+        )
     amount = f"{count(data['tokens'])} {data['model']['unit']} within {hours(data['deadline_h'])}"
     aim = f"{amount}: the fewest nodes of each kind that make it"
-    return [*subject(data), aim, *_answered(data), "", *columns(rows, right=range(1, 8)), "", *_priced(data)]
+    return [
+        *subject(data),
+        aim,
+        *_answered(data),
+        "",
+        *columns(rows, right=range(1, 8)),
+        "",
+        *_priced(data),
+    ]
 
 
 def _answered(data: Data) -> list[str]:
@@ -194,11 +320,19 @@ def _answered(data: Data) -> list[str]:
     best = next((row for row in data["kinds"] if row["cheapest"]), None)
     if best is None:
         return []
-    nodes = f"{best['n_nodes']:,} x {best['instance_type']}" if best["instance_type"] else f"{best['n_nodes']:,} nodes"
-    return [f"cheapest: {best['n_gpus']:,} x {best['kind']} ({nodes}): {hours(best['hours'])} and {usd(best['usd'])}"]
+    nodes = (
+        f"{best['n_nodes']:,} x {best['instance_type']}"
+        if best["instance_type"]
+        else f"{best['n_nodes']:,} nodes"
+    )
+    return [
+        f"cheapest: {best['n_gpus']:,} x {best['kind']} ({nodes}): {hours(best['hours'])} and "
+        f"{usd(best['usd'])}"
+    ]
 
 
-# ------------------------------------------------------------------------------------------ predictions, measured
+# ------------------------------------------------------------------------------------------
+# predictions, measured
 
 
 SCORED = ("ROW", "MODEL", "GPUS", "LAYOUT", "MEASURED", "PREDICTED", "ERROR")
@@ -214,18 +348,24 @@ def scored(data: Data, rows: Sequence[Sequence[str]]) -> list[str]:
         f"(one MFU for each GPU kind: {data['constant_mfu_median_abs_err']:.1%})"
     )
     if data["mem_rows"]:
-        lines.append(f"memory: {data['mem_rows']} rows, median error {data['mem_median_abs_err']:.1%}")
+        lines.append(
+            f"memory: {data['mem_rows']} rows, median error {data['mem_median_abs_err']:.1%}"
+        )
     right = fits["fits_said_fits"] + fits["not_said_not"]
-    lines.append(f"fits or not: {right} of {sum(fits.values())} right ({data['fits_accuracy']:.1%})")
+    lines.append(
+        f"fits or not: {right} of {sum(fits.values())} right ({data['fits_accuracy']:.1%})"
+    )
     if choices:
         lines.append(
-            f"choice of a layout: {data['best_choice_within_5pct']:.0%} of {choices} within 5% of the best measured one, "
+            f"choice of a layout: {data['best_choice_within_5pct']:.0%} of {choices} within 5% of "
+            "the best measured one, "
             f"median regret {data['regret_median']:.1%}"
         )
     return lines
 
 
-# ------------------------------------------------------------------------------------------ numbers as words
+# ------------------------------------------------------------------------------------------ numbers
+# as words
 
 
 def memory_bar(n_bytes: float, room_bytes: float) -> str:
@@ -234,7 +374,10 @@ def memory_bar(n_bytes: float, room_bytes: float) -> str:
         return size(n_bytes)
     number, unit = size(n_bytes).split()
     room, room_unit = size(room_bytes).split()
-    return f"{bar(n_bytes / room_bytes, 10)} {number}{'' if unit == room_unit else f' {unit}'} of {room} {room_unit}"
+    return (
+        f"{bar(n_bytes / room_bytes, 10)} {number}{'' if unit == room_unit else f' {unit}'} of "
+        f"{room} {room_unit}"
+    )
 
 
 def size(n_bytes: float) -> str:
@@ -249,7 +392,13 @@ def bar(share: float, width: int) -> str:
 def seconds(value: float) -> str:
     if value >= 600:
         return hours(value / 3600)
-    return f"{value * 1000:.0f} ms" if value < 0.1 else f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+    return (
+        f"{value * 1000:.0f} ms"
+        if value < 0.1
+        else f"{value:.2f} s"
+        if value < 10
+        else f"{value:.1f} s"
+    )
 
 
 def hours(value: float | None) -> str:
@@ -257,7 +406,13 @@ def hours(value: float | None) -> str:
         return "-"
     if value < 1:
         return f"{value * 60:.0f} min" if value * 60 >= 1 else f"{value * 3600:.0f} s"
-    return f"{value:.1f} h" if value < 48 else f"{value / 24:.1f} days" if value < 24 * 730 else f"{value / 24 / 365:.1f} years"
+    return (
+        f"{value:.1f} h"
+        if value < 48
+        else f"{value / 24:.1f} days"
+        if value < 24 * 730
+        else f"{value / 24 / 365:.1f} years"
+    )
 
 
 def count(value: float) -> str:

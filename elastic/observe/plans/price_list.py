@@ -1,4 +1,5 @@
-"""What `elastic prices` prints: instance types with their prices, the pools of a cluster file, GPUs with their peaks."""
+"""What `elastic prices` prints: instance types with their prices, the pools of a cluster file, GPUs
+with their peaks."""
 
 from __future__ import annotations
 
@@ -8,10 +9,23 @@ from typing import Any
 from elastic.observe.run_tables import columns, dollars
 
 INSTANCES = (
-    "TYPE", "CLOUD", "GPUS", "MEMORY", "LINK", "NETWORK", "REGION", "ON DEMAND", "SPOT USD/H", "USD/GPU-H", "SPOT", "AVAILABLE",
-    "AS OF",
+    "TYPE", "CLOUD", "GPUS", "MEMORY", "LINK", "NETWORK", "REGION", "ON DEMAND", "SPOT USD/H",
+    "USD/GPU-H", "SPOT", "AVAILABLE", "AS OF",
 )  # fmt: skip
-POOLS = ("POOL", "TYPE", "MARKET", "GPUS", "LINK", "NETWORK", "WHERE", "USD/NODE-H", "USD/GPU-H", "FROM", "ZONES", "SCORES")
+POOLS = (
+    "POOL",
+    "TYPE",
+    "MARKET",
+    "GPUS",
+    "LINK",
+    "NETWORK",
+    "WHERE",
+    "USD/NODE-H",
+    "USD/GPU-H",
+    "FROM",
+    "ZONES",
+    "SCORES",
+)
 CHIPS = (
     "GPU",
     "ARCH",
@@ -39,7 +53,10 @@ def prices(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["nothing in the catalog is that"]
     if "pool" in rows[0]:
         return columns([POOLS, *map(_pool, rows)], right=(7, 8))
-    return [*columns([INSTANCES, *map(_instance, rows)], right=(3, 5, 7, 8, 9, 10)), *_sources(row["source"] for row in rows)]
+    return [
+        *columns([INSTANCES, *map(_instance, rows)], right=(3, 5, 7, 8, 9, 10)),
+        *_sources(row["source"] for row in rows),
+    ]
 
 
 def chips(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -59,25 +76,56 @@ def _sources(all_of_them: Iterable[str]) -> list[str]:
 
 
 def _instance(row: Mapping[str, Any]) -> tuple[str, ...]:
-    usd = [dollars(row[key]) for key in ("usd_per_h", "spot_usd_per_h", "usd_per_gpu_h", "spot_usd_per_gpu_h")]
+    usd = [
+        dollars(row[key])
+        for key in ("usd_per_h", "spot_usd_per_h", "usd_per_gpu_h", "spot_usd_per_gpu_h")
+    ]
     memory = f"{row['gpu_memory_bytes'] / GIB:.0f} GiB" if row["gpu_memory_bytes"] else "-"
     place = (row["link"] or "-", _network(row), row["region"] or "-")
-    return (row["instance_type"], row["cloud"], row["gpus"], memory, *place, *usd, row["available"] or "-", row["at"] or "-")
+    return (
+        row["instance_type"],
+        row["cloud"],
+        row["gpus"],
+        memory,
+        *place,
+        *usd,
+        row["available"] or "-",
+        row["at"] or "-",
+    )
 
 
 def _pool(row: Mapping[str, Any]) -> tuple[str, ...]:
     zones = ", ".join(f"{zone} {usd:.4f}" for zone, usd in row["zones"].items()) or "-"
     scores = ", ".join(f"{zone} {score}/10" for zone, score in row["scores"].items()) or "-"
     where, usd = row["zone"] or row["region"] or "-", dollars(row["usd_per_node_h"])
-    kind = (row["pool"], row["instance_type"] or "-", row["market_type"], row["gpus"], row["link"] or "-", _network(row))
+    kind = (
+        row["pool"],
+        row["instance_type"] or "-",
+        row["market_type"],
+        row["gpus"],
+        row["link"] or "-",
+        _network(row),
+    )
     return (*kind, where, usd, dollars(row["usd_per_gpu_h"]), row["source"], zones, scores)
 
 
 def _chip(row: Mapping[str, Any]) -> tuple[str, ...]:
     peaks = [_number(row[f"{kind}_flop_per_s"] / 1e12) for kind in PEAKS]
     memory = (_number(row["memory_bytes"] / GIB), _number(row["memory_bytes_per_s"] / 1e9))
-    links = (row["link"] or "-", _number(row["nvlink_bytes_per_s"] / 1e9), _number(row["pcie_bytes_per_s"] / 1e9))
-    return (row["name"], row["arch"] or "-", *peaks, _number(row["sm"]), _number(row["watts"]), *memory, *links)
+    links = (
+        row["link"] or "-",
+        _number(row["nvlink_bytes_per_s"] / 1e9),
+        _number(row["pcie_bytes_per_s"] / 1e9),
+    )
+    return (
+        row["name"],
+        row["arch"] or "-",
+        *peaks,
+        _number(row["sm"]),
+        _number(row["watts"]),
+        *memory,
+        *links,
+    )
 
 
 def _network(row: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Hardware profiles from the catalog: peaks and links of a GPU kind in its usual node, before anything is measured."""
+"""Hardware profiles from the catalog: peaks and links of a GPU kind in its usual node, before
+anything is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from elastic.types import HardwareProfile
 
 __all__ = ["NOMINAL", "among", "profile", "together"]
 
-# Between nodes, one GPU, one direction, where nothing else is said: the reference designs of each architecture.
+# Between nodes, one GPU, one direction, where nothing else is said: the reference designs of each
+# architecture.
 NETWORK_GBPS = {
     "Volta": 12.5,  # p3dn.24xlarge: 100 Gbit/s for 8 GPUs
     "Turing": 12.5,  # g4dn.12xlarge: 50 Gbit/s for 4 GPUs
@@ -20,7 +22,15 @@ NETWORK_GBPS = {
     "Blackwell": 400.0,  # DGX B200
     "CDNA3": 400.0,
 }
-REACHED = {"Volta": 0.8, "Turing": 0.4, "Ampere": 0.87, "Ada": 0.8, "Hopper": 0.8, "Blackwell": 0.78, "CDNA3": 0.51}
+REACHED = {
+    "Volta": 0.8,
+    "Turing": 0.4,
+    "Ampere": 0.87,
+    "Ada": 0.8,
+    "Hopper": 0.8,
+    "Blackwell": 0.78,
+    "CDNA3": 0.51,
+}
 DOMAIN = {"GB200": 72, "GB300": 72}  # GPUs that NVLink joins beyond one node
 PCIE_SHARE = 0.5  # of a GPU's PCIe link, for what goes to another GPU through the host
 
@@ -48,8 +58,13 @@ def profile(chip: catalog.Chip, network_gbps: float = 0.0) -> HardwareProfile:
 
 
 def _with_peaks(chip: catalog.Chip) -> catalog.Chip:
-    """A part whose peaks nobody prints has those of its family's largest, in proportion to the power that it may draw."""
-    family = [other for other in catalog.chips().values() if other.name.split("-")[0] == chip.name.split("-")[0]]
+    """A part whose peaks nobody prints has those of its family's largest, in proportion to the
+    power that it may draw."""
+    family = [
+        other
+        for other in catalog.chips().values()
+        if other.name.split("-")[0] == chip.name.split("-")[0]
+    ]
     like = max(family, key=lambda other: other.bf16_flop_per_s)
     if chip.bf16_flop_per_s or chip.fp16_flop_per_s or chip.fp32_flop_per_s or not like.watts:
         return chip

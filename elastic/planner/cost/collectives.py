@@ -12,33 +12,38 @@ from elastic.types import HardwareProfile
 from elastic.types.grid import ROW, control_tree
 
 COMMIT_BYTES = 64  # of the all-reduce that every step ends with, in host memory over TCP
-# A hop of it takes as many of NCCL's, for it goes through both hosts' kernels and a thread of gloo. Judged, not measured.
+# A hop of it takes as many of NCCL's, for it goes through both hosts' kernels and a thread of gloo.
+# Judged, not measured.
 HOST_HOP_TIMES = 4.0
 
 
 @dataclass(frozen=True)
 class Links:
-    """`inside`, `between`: bytes per second of one GPU, one direction, as collectives reach them; hops in seconds. `per_node`:
-    GPUs that the faster links join."""
+    """`inside`, `between`: bytes per second of one GPU, one direction, as collectives reach them;
+    hops in seconds. `per_node`: GPUs that the faster links join."""
 
     inside: float
     between: float
     per_node: int
     inside_hop_s: float = 4e-6
     between_hop_s: float = 1.2e-5
-    measured: tuple[tuple[str, int, float, float], ...] = ()  # of groups inside a node: HardwareProfile.collectives
+    # of groups inside a node: HardwareProfile.collectives
+    measured: tuple[tuple[str, int, float, float], ...] = ()
 
     @classmethod
     def of(cls, gpu: HardwareProfile, kernels: Kernels, per_node: int) -> Links:
         return cls(
-            max(1.0, gpu.node_bytes_per_s * kernels.node), max(1.0, gpu.link_bytes_per_s * kernels.link), max(1, per_node),
-            gpu.node_hop_s or 4e-6, gpu.link_hop_s or 1.2e-5, gpu.collectives,
+            max(1.0, gpu.node_bytes_per_s * kernels.node), max(1.0,
+            gpu.link_bytes_per_s * kernels.link), max(1, per_node), gpu.node_hop_s or 4e-6,
+            gpu.link_hop_s or 1.2e-5, gpu.collectives,
         )  # fmt: skip
 
     def measured_s(self, name: str, n_bytes: float, group: RankGroup) -> float | None:
-        """Seconds of it as measured, between two measured numbers of ranks interpolated; None = it was not, or the group leaves
-        its node."""
-        known = sorted((n, alpha + beta * n_bytes) for op, n, alpha, beta in self.measured if op == name)
+        """Seconds of it as measured, between two measured numbers of ranks interpolated; None = it
+        was not, or the group leaves its node."""
+        known = sorted(
+            (n, alpha + beta * n_bytes) for op, n, alpha, beta in self.measured if op == name
+        )
         if not known or group.in_node(self.per_node) < group.size:
             return None
         n = group.size
@@ -64,15 +69,19 @@ class RankGroup:
 
 
 def gather_s(links: Links, n_bytes: float, group: RankGroup, name: str = "all_gather") -> float:
-    """All-gather or reduce-scatter of `n_bytes` in all over a ring (Thakur et al. 2005, section 4.1), inside each node and
-    between the nodes at once: between, each node's share of the group sends on as many cards as it has GPUs in it; each step
-    of the ring takes a hop."""
+    """All-gather or reduce-scatter of `n_bytes` in all over a ring (Thakur et al. 2005, section
+    4.1), inside each node and between the nodes at once: between, each node's share of the group
+    sends on as many cards as it has GPUs in it; each step of the ring takes a hop."""
     if group.size <= 1 or not n_bytes:
         return 0.0
     if (known := links.measured_s(name, n_bytes, group)) is not None:
         return known
     inside, nodes = group.in_node(links.per_node), group.nodes(links.per_node)
-    seconds = n_bytes * (inside - 1) / inside / links.inside + (inside - 1) * links.inside_hop_s if inside > 1 else 0.0
+    seconds = (
+        n_bytes * (inside - 1) / inside / links.inside + (inside - 1) * links.inside_hop_s
+        if inside > 1
+        else 0.0
+    )
     if nodes > 1:
         across = n_bytes * (nodes - 1) / nodes / (links.between * inside)
         seconds = max(seconds, across) + (nodes - 1) * links.between_hop_s
@@ -80,8 +89,8 @@ def gather_s(links: Links, n_bytes: float, group: RankGroup, name: str = "all_ga
 
 
 def reduce_s(links: Links, n_bytes: float, group: RankGroup) -> float:
-    """All-reduce: the bytes of a reduce-scatter and an all-gather; between nodes with the latency of a tree (Sanders et al.
-    2009, as NCCL does it)."""
+    """All-reduce: the bytes of a reduce-scatter and an all-gather; between nodes with the latency
+    of a tree (Sanders et al. 2009, as NCCL does it)."""
     if not n_bytes:
         return 0.0
     if group.size > 1 and (known := links.measured_s("all_reduce", n_bytes, group)) is not None:
@@ -103,7 +112,10 @@ def exchange_s(links: Links, n_bytes: float, group: RankGroup) -> float:
 
 def send_s(links: Links, n_bytes: float, stride: int) -> float:
     """From one rank to the one `stride` further."""
-    if stride < links.per_node and (known := links.measured_s("send", n_bytes, RankGroup(2))) is not None:
+    if (
+        stride < links.per_node
+        and (known := links.measured_s("send", n_bytes, RankGroup(2))) is not None
+    ):
         return known
     if stride >= links.per_node:
         return n_bytes / links.between + links.between_hop_s
@@ -112,9 +124,9 @@ def send_s(links: Links, n_bytes: float, stride: int) -> float:
 
 @lru_cache(1024)
 def commit_hops(n: int, per_node: int) -> tuple[int, int]:
-    """Messages of a commit of n ranks that wait for each other, inside nodes and between them: a row of w ranks adds up in a
-    ring, which sends the parts to its first rank (w), and takes the result by a tree (log2 w); in the highest row each rank's
-    part goes around twice (2 (w - 1))."""
+    """Messages of a commit of n ranks that wait for each other, inside nodes and between them: a
+    row of w ranks adds up in a ring, which sends the parts to its first rank (w), and takes the
+    result by a tree (log2 w); in the highest row each rank's part goes around twice (2 (w - 1))."""
     hops, stride = [0, 0], 1
     for rows in control_tree(n):
         width = len(rows[0])
@@ -133,5 +145,6 @@ def commit_s(links: Links, n: int) -> float:
 
 
 def under(busy_s: float, hidden_s: float, crowd: float) -> float:
-    """Two things at once: the longer one, and a share of the shorter, by which each slows the other."""
+    """Two things at once: the longer one, and a share of the shorter, by which each slows the
+    other."""
     return max(busy_s, hidden_s) + crowd * min(busy_s, hidden_s)

@@ -15,7 +15,8 @@ LOW = {"float8": 1.0, "float4": 0.5}  # bytes of an element
 
 @dataclass(frozen=True)
 class ComputeTarget:
-    """What computes: a GPU kind and the software on it. `dtype`: of the products (float8, float4: bfloat16 elsewhere)."""
+    """What computes: a GPU kind and the software on it. `dtype`: of the products (float8, float4:
+    bfloat16 elsewhere)."""
 
     gpu: HardwareProfile
     kernels: Kernels
@@ -49,8 +50,9 @@ class BlockTimes:
 
 @cache
 def matmul_s(chip: ComputeTarget, rows: int, k: int, n: int, dtype: str = "") -> float:
-    """[rows, k] x [k, n]. Tiles fill the multiprocessors in waves, the last of which may be partly empty (NVIDIA, Matrix
-    Multiplication Background, section 4: tile and wave quantization); never faster than its operands can be read."""
+    """[rows, k] x [k, n]. Tiles fill the multiprocessors in waves, the last of which may be partly
+    empty (NVIDIA, Matrix Multiplication Background, section 4: tile and wave quantization); never
+    faster than its operands can be read."""
     gpu, kernels = chip.gpu, chip.kernels
     dtype = dtype or chip.dtype
     flop, size = 2.0 * rows * k * n, LOW.get(dtype) or DTYPE_BYTES[dtype]
@@ -66,9 +68,11 @@ def matmul_s(chip: ComputeTarget, rows: int, k: int, n: int, dtype: str = "") ->
     return max(flop / speed * lost, read_s) + (gpu.launch_s or kernels.launch_s)
 
 
-def product_s(chip: ComputeTarget, product: Matmul, layout: Layout, n_rows: float, dtype: str = "") -> float:
-    """`n_rows` samples of a product under the layout: cp divides its rows, tp what it cuts, ep the experts. The rows of experts
-    are spread evenly."""
+def product_s(
+    chip: ComputeTarget, product: Matmul, layout: Layout, n_rows: float, dtype: str = ""
+) -> float:
+    """`n_rows` samples of a product under the layout: cp divides its rows, tp what it cuts, ep the
+    experts. The rows of experts are spread evenly."""
     rows = max(1.0, product.rows * n_rows / layout.cp)
     k = max(1, product.k // layout.tp) if product.cut == "k" else product.k
     n = max(1, product.n // layout.tp) if product.cut == "n" else product.n
@@ -76,14 +80,17 @@ def product_s(chip: ComputeTarget, product: Matmul, layout: Layout, n_rows: floa
         each = max(1, round(rows / product.experts * layout.ep))
         mine = max(1, product.experts // layout.ep)
         one = matmul_s(chip, each, k, n, dtype)
-        grouped = matmul_s(chip, each * mine, k, n, dtype)  # one launch, tiles of all experts side by side
+        # one launch, tiles of all experts side by side
+        grouped = matmul_s(chip, each * mine, k, n, dtype)
         return product.count * max(grouped, mine * (one - chip.kernels.launch_s) * 0.5)
     return product.count * matmul_s(chip, round(rows), k, n, dtype)
 
 
-def attention_s(chip: ComputeTarget, a: Attention, layout: Layout, n_rows: float, backward: bool) -> float:
-    """Of `n_rows` samples. Fused: 2.5 times the products in the backward pass (Dao 2023, section 2.3). Not fused: products of
-    all scores, masked ones too, and their bytes (counted as moved)."""
+def attention_s(
+    chip: ComputeTarget, a: Attention, layout: Layout, n_rows: float, backward: bool
+) -> float:
+    """Of `n_rows` samples. Fused: 2.5 times the products in the backward pass (Dao 2023, section
+    2.3). Not fused: products of all scores, masked ones too, and their bytes (counted as moved)."""
     kernels, gpu = chip.kernels, chip.gpu
     masked_too = 2 if a.causal and not a.window and not kernels.fused_attention else 1
     flop = a.flop * masked_too * n_rows / (layout.tp * layout.cp)
@@ -100,25 +107,37 @@ def attention_s(chip: ComputeTarget, a: Attention, layout: Layout, n_rows: float
 def moved_s(chip: ComputeTarget, n_bytes: float, n_ops: float = 0.0) -> float:
     gpu, kernels = chip.gpu, chip.kernels
     rate = gpu.memory_bytes_per_s * kernels.bandwidth
-    return (n_bytes * kernels.moved / rate if rate else 0.0) + n_ops * (gpu.launch_s or kernels.launch_s)
+    return (n_bytes * kernels.moved / rate if rate else 0.0) + n_ops * (
+        gpu.launch_s or kernels.launch_s
+    )
 
 
-def block_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int) -> BlockTimes:
-    """One microbatch of `n_rows` samples through a mean block. Where no products are known, the model's FLOPs are spread evenly
-    over its blocks. Whole passes that were measured count as they were: nothing is added for what is no product."""
+def block_s(
+    chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int
+) -> BlockTimes:
+    """One microbatch of `n_rows` samples through a mean block. Where no products are known, the
+    model's FLOPs are spread evenly over its blocks. Whole passes that were measured count as they
+    were: nothing is added for what is no product."""
     if chip.gpu.crowded_passes:
         return _measured_s(chip, sample, layout, n_rows)
     products = sum(product_s(chip, product, layout, n_rows) for product in sample.matmuls)
     if not sample.matmuls:
         flop = sample.flop / 3 / max(1, n_blocks) * n_rows / (layout.tp * layout.cp)
-        products = flop / (chip.gpu.peak(chip.dtype) * (chip.gpu.reached or 1.0) * chip.kernels.matmul)
+        products = flop / (
+            chip.gpu.peak(chip.dtype) * (chip.gpu.reached or 1.0) * chip.kernels.matmul
+        )
     ahead = sum(attention_s(chip, a, layout, n_rows, False) for a in sample.attentions)
     back = sum(attention_s(chip, a, layout, n_rows, True) for a in sample.attentions)
     whole = 0.0 if sample.sequence_parallel else WHOLE_SHARE
     share = (whole + (1 - whole) / layout.tp) / layout.cp
     n_bytes = sample.moved_bytes * n_rows * share
     if chip.dtype in LOW:
-        n_bytes += chip.kernels.casts * sum(p.count * p.rows * (p.k + p.n) for p in sample.matmuls) * n_rows * share
+        n_bytes += (
+            chip.kernels.casts
+            * sum(p.count * p.rows * (p.k + p.n) for p in sample.matmuls)
+            * n_rows
+            * share
+        )
     host = sample.n_ops * chip.kernels.host_s  # what the host takes to launch all of it
     own = moved_s(chip, n_bytes, sample.n_ops)
     moved = max(own, host - products - ahead)
@@ -129,13 +148,19 @@ def block_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: 
     return BlockTimes(products, ahead, moved, forward, backward, again)
 
 
-def _measured_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float) -> BlockTimes:
+def _measured_s(
+    chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float
+) -> BlockTimes:
     rate = chip.gpu.crowded_passes[-1][1]
     flop = sum(p.count * p.flop for p in sample.matmuls)
     scores = sum(a.count * a.flop for a in sample.attentions)
-    products, attention = (some * n_rows / (layout.tp * layout.cp) / rate for some in (flop, scores))
+    products, attention = (
+        some * n_rows / (layout.tp * layout.cp) / rate for some in (flop, scores)
+    )
     forward = products + attention
-    again = {"none": 0.0, "selective": 0.1 * forward, "full": forward}[layout.activation_checkpointing]
+    again = {"none": 0.0, "selective": 0.1 * forward, "full": forward}[
+        layout.activation_checkpointing
+    ]
     return BlockTimes(products, attention, 0.0, forward, 2 * forward, again)
 
 
@@ -144,6 +169,8 @@ def ends_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: f
     if chip.gpu.crowded_passes:
         flop = sum(p.count * p.flop / (layout.tp if p.cut else 1) for p in sample.ends_matmuls)
         return 3 * flop * n_rows / layout.cp / chip.gpu.crowded_passes[-1][1]
-    products = sum(product_s(chip, product, layout, n_rows, chip.around) for product in sample.ends_matmuls)
+    products = sum(
+        product_s(chip, product, layout, n_rows, chip.around) for product in sample.ends_matmuls
+    )
     cut = layout.cp * (layout.tp if sample.loss_parallel else 1)
     return 3 * products + moved_s(chip, 2 * sample.ends_moved_bytes * n_rows / cut)

@@ -1,4 +1,5 @@
-"""Bytes of a GPU: one formula per function. What a sample asks may not be known: activations then count as none."""
+"""Bytes of a GPU: one formula per function. What a sample asks may not be known: activations then
+count as none."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from elastic.reshard.communicators import CONTEXT_BYTES, running_bytes
 from elastic.types import DTYPE_BYTES, Layout, SampleProfile
 
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, NCCL's, and lies between allocations
-WHOLE_SHARE = 10 / 34  # of a block's activations, which tp without sequence parallelism leaves whole
+# of a block's activations, which tp without sequence parallelism leaves whole
+WHOLE_SHARE = 10 / 34
 
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is shared out. `n_gpus`: of the smallest node; `dtype`: in which forward and backward pass are computed."""
+    """How a step is shared out. `n_gpus`: of the smallest node; `dtype`: in which forward and
+    backward pass are computed."""
 
     n_microbatches: int
     largest_share: int  # samples of a step that one data-parallel rank has
@@ -35,27 +38,30 @@ class Step:
 
 
 def usable_bytes(memory_bytes: int, layout: Layout, on_gpus: bool = True) -> float:
-    """Of a GPU, for what torch allocates: less than USABLE of a small one, where NCCL's communicators and CUDA's context need
-    more than the rest."""
+    """Of a GPU, for what torch allocates: less than USABLE of a small one, where NCCL's
+    communicators and CUDA's context need more than the rest."""
     beside = CONTEXT_BYTES + running_bytes(layout, layout.world_size) if on_gpus else 0
     return min(USABLE * memory_bytes, max(0, memory_bytes - beside))
 
 
 def zero_stage(layout: Layout) -> int:
-    """Torch's pipeline schedules keep parameters and gradients whole until the last microbatch, whatever is asked for."""
+    """Torch's pipeline schedules keep parameters and gradients whole until the last microbatch,
+    whatever is asked for."""
     return min(1, layout.zero_stage) if layout.pp > 1 else layout.zero_stage
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Parameter bytes (as stored) of one stage of a rank before dp cuts them: dense ones, and experts, which ep has cut."""
+    """Parameter bytes (as stored) of one stage of a rank before dp cuts them: dense ones, and
+    experts, which ep has cut."""
 
     dense: float
     experts: float
 
 
 def held(work: ModelCost, layout: Layout) -> HeldBytes:
-    """Of the stage that has most: the first or the last one. Experts are not cut by tp where ep cuts them."""
+    """Of the stage that has most: the first or the last one. Experts are not cut by tp where ep
+    cuts them."""
     blocks = ceil(work.n_blocks / layout.pp)
     ends = work.first + work.last - work.tied if layout.pp == 1 else max(work.first, work.last)
     experts = blocks * work.experts / (layout.ep if layout.ep > 1 else layout.tp)
@@ -63,35 +69,55 @@ def held(work: ModelCost, layout: Layout) -> HeldBytes:
 
 
 def state_parts(work: ModelCost, layout: Layout, low: float) -> dict[str, float]:
-    """Bytes of a rank without activations. Its shard of parameters, gradients and optimizer entries (in host memory under
-    `offload`: not counted); where they are sharded, also what is gathered, in the dtype of the computation (`low` of the stored
-    one), as in ZeRO (Rajbhandari et al. 2020, section 3): at stage 3 one block twice (the running one and the prefetched one),
-    at stage 2 all parameters, at stage 1 all gradients too. Stage 0: nothing is sharded."""
+    """Bytes of a rank without activations. Its shard of parameters, gradients and optimizer entries
+    (in host memory under `offload`: not counted); where they are sharded, also what is gathered, in
+    the dtype of the computation (`low` of the stored one), as in ZeRO (Rajbhandari et al. 2020,
+    section 3): at stage 3 one block twice (the running one and the prefetched one), at stage 2 all
+    parameters, at stage 1 all gradients too. Stage 0: nothing is sharded."""
     n, stage, mine = layout.dp_shard * layout.cp, zero_stage(layout), held(work, layout)
     whole, ranks = mine.dense + mine.experts, max(1, n // layout.ep)
     own = mine.dense / n + mine.experts / ranks if stage else whole
-    parts = {"parameters": own, "gradients": own * work.trained, "optimizer": own * work.trained * work.entries}
+    parts = {
+        "parameters": own,
+        "gradients": own * work.trained,
+        "optimizer": own * work.trained * work.entries,
+    }
     if layout.offload:
         parts = dict.fromkeys(parts, 0.0)
     sharded = n > 1 or layout.offload
-    two_blocks = 2 * (work.block / layout.tp + work.experts / (layout.ep if layout.ep > 1 else layout.tp)) * low
-    gathered = {0: 0.0, 1: whole * (low + work.trained), 2: whole * low, 3: two_blocks}[stage] if sharded else 0.0
+    two_blocks = (
+        2
+        * (work.block / layout.tp + work.experts / (layout.ep if layout.ep > 1 else layout.tp))
+        * low
+    )
+    gathered = (
+        {0: 0.0, 1: whole * (low + work.trained), 2: whole * low, 3: two_blocks}[stage]
+        if sharded
+        else 0.0
+    )
     if not sharded and low < 1 and stage < 3:
         gathered = whole * low  # what is computed with, beside the stored ones
     return parts | {"gathered": gathered}
 
 
 def kept_bytes(sample: SampleProfile, layout: Layout, mode: str) -> float:
-    """Of one sample in one block. cp divides all of it (Llama 3: Grattafiori et al. 2024, section 3.3.2); tp with sequence
-    parallelism too, without it 24 parts of 34 (Korthikanti et al. 2022, sections 4.2.1 and 4.2.2), and of `full`, which keeps
-    the block's input, nothing."""
-    whole = 0.0 if sample.sequence_parallel or layout.tp == 1 else 1.0 if mode == "full" else WHOLE_SHARE
+    """Of one sample in one block. cp divides all of it (Llama 3: Grattafiori et al. 2024, section
+    3.3.2); tp with sequence parallelism too, without it 24 parts of 34 (Korthikanti et al. 2022,
+    sections 4.2.1 and 4.2.2), and of `full`, which keeps the block's input, nothing."""
+    whole = (
+        0.0
+        if sample.sequence_parallel or layout.tp == 1
+        else 1.0
+        if mode == "full"
+        else WHOLE_SHARE
+    )
     return dict(sample.kept_bytes)[mode] / layout.cp * (whole + (1 - whole) / layout.tp)
 
 
 def in_flight(layout: Layout, n_microbatches: int) -> float:
-    """Microbatches whose activations the first stage keeps at once, in stages of 1/pp of the blocks: all under GPipe, pp under
-    1F1B (Narayanan et al. 2021, section 2.2.1), pp + (pp - 1)/v under the interleaved one (Korthikanti et al. 2022, 4.2.3)."""
+    """Microbatches whose activations the first stage keeps at once, in stages of 1/pp of the
+    blocks: all under GPipe, pp under 1F1B (Narayanan et al. 2021, section 2.2.1), pp + (pp - 1)/v
+    under the interleaved one (Korthikanti et al. 2022, 4.2.3)."""
     if layout.pp == 1:
         return 1.0
     if layout.schedule == "gpipe" or n_microbatches < layout.pp:
@@ -101,14 +127,15 @@ def in_flight(layout: Layout, n_microbatches: int) -> float:
 
 
 def ends_bytes(sample: SampleProfile, layout: Layout) -> float:
-    """Of one sample outside of the blocks, logits above all: cp divides them; tp does where they stay cut for the loss."""
+    """Of one sample outside of the blocks, logits above all: cp divides them; tp does where they
+    stay cut for the loss."""
     return sample.ends_bytes / layout.cp / (layout.tp if sample.loss_parallel else 1)
 
 
 def activation_parts(work: ModelCost, layout: Layout, step: Step) -> dict[str, float]:
-    """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last has the logits. Where blocks
-    are computed again, one of them has all of its activations for that time (Chen et al. 2016, section 3); by then the logits
-    are gone."""
+    """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last
+    has the logits. Where blocks are computed again, one of them has all of its activations for that
+    time (Chen et al. 2016, section 3); by then the logits are gone."""
     sample, mode = work.sample, layout.activation_checkpointing
     if sample is None:
         return {"activations": 0.0, "logits": 0.0, "again": 0.0}
@@ -118,7 +145,11 @@ def activation_parts(work: ModelCost, layout: Layout, step: Step) -> dict[str, f
     rows, again = step.n_rows, max(0.0, none - kept)
     if layout.pp > 1 and first >= blocks + ends:
         return {"activations": rows * first, "logits": 0.0, "again": rows * again}
-    return {"activations": rows * blocks, "logits": rows * max(0.0, ends - again), "again": rows * again}
+    return {
+        "activations": rows * blocks,
+        "logits": rows * max(0.0, ends - again),
+        "again": rows * again,
+    }
 
 
 def parts(work: ModelCost, layout: Layout, step: Step) -> Mapping[str, float]:
@@ -138,8 +169,11 @@ def activation_bytes(work: ModelCost, layout: Layout, step: Step) -> int:
 
 
 def stage_bytes(work: ModelCost, layout: Layout, step: Step, n_blocks: int) -> int:
-    """Of a rank that has so many blocks, and the larger one of what is before and what is behind them; as many microbatches in
-    flight as at the first stage."""
+    """Of a rank that has so many blocks, and the larger one of what is before and what is behind
+    them; as many microbatches in flight as at the first stage."""
     low = step.compute_bytes / max(1.0, work.element_bytes)
     deep = replace(work, n_blocks=n_blocks * layout.pp)
-    return int(sum(state_parts(deep, layout, low).values()) + sum(activation_parts(deep, layout, step).values()))
+    return int(
+        sum(state_parts(deep, layout, low).values())
+        + sum(activation_parts(deep, layout, step).values())
+    )

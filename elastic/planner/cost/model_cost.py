@@ -1,4 +1,5 @@
-"""What a model is to the cost formulas: sums over its tensors, made once, since a search asks for them thousands of times."""
+"""What a model is to the cost formulas: sums over its tensors, made once, since a search asks for
+them thousands of times."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from elastic.types import DTYPE_BYTES, ModelProfile, SampleProfile, TensorSpec
 
 @dataclass(frozen=True, eq=False)
 class ModelCost:
-    """Bytes as the parameters are stored. `block`, `experts`: of a mean block, without and with experts only; `first`, `last`:
-    before and behind the blocks, a tied matrix in both; `tied`: of `last`, what a single stage has only once. `trained`: the
-    share of the parameters that is trained; `entries`: optimizer entries of the parameter's shape, on average over those."""
+    """Bytes as the parameters are stored. `block`, `experts`: of a mean block, without and with
+    experts only; `first`, `last`: before and behind the blocks, a tied matrix in both; `tied`: of
+    `last`, what a single stage has only once. `trained`: the share of the parameters that is
+    trained; `entries`: optimizer entries of the parameter's shape, on average over those."""
 
     model: ModelProfile
     n_blocks: int
@@ -35,11 +37,19 @@ class ModelCost:
             return cls(model, n_blocks, every / n_blocks, 0.0, 0.0, 0.0, 0.0, 1.0, entries)
         total = sum(map(_bytes, own))
         first = sum(_bytes(spec) for spec in own if spec.block == -1)
-        last = sum(_bytes(spec) for spec in own if spec.block is not None and spec.block >= n_blocks)
+        last = sum(
+            _bytes(spec) for spec in own if spec.block is not None and spec.block >= n_blocks
+        )
         sizes = {spec.fqn: _bytes(spec) for spec in own}
-        tied = sum(sizes.get(spec.tied_to, 0) for spec in specs if spec.tied_to is not None and spec.block != -1)
+        tied = sum(
+            sizes.get(spec.tied_to, 0)
+            for spec in specs
+            if spec.tied_to is not None and spec.block != -1
+        )
         trained = sum(_bytes(spec) for spec in own if spec.trainable)
-        entries = sum(_bytes(spec) * len(model.kept_of(spec).entries) for spec in own if spec.trainable)
+        entries = sum(
+            _bytes(spec) * len(model.kept_of(spec).entries) for spec in own if spec.trainable
+        )
         experts = total * model.n_expert_params / max(1, model.n_params)
         inside = total - first - last - experts
         return cls(

@@ -1,7 +1,7 @@
 """Seconds of an optimizer step, part by part: one formula per function, each with its source.
 
-The parts add up to the step. Collectives that run under computation count where they are longer, and by what the two cost each
-other (Kernels.crowd); what is waited for counts wholly.
+The parts add up to the step. Collectives that run under computation count where they are longer,
+and by what the two cost each other (Kernels.crowd); what is waited for counts wholly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from functools import cached_property
 from math import ceil, log2
 
 from elastic.planner.cost import compute
-from elastic.planner.cost.collectives import Links, RankGroup, commit_s, exchange_s, gather_s, reduce_s, send_s, under
+from elastic.planner.cost.collectives import (
+    Links,
+    RankGroup,
+    commit_s,
+    exchange_s,
+    gather_s,
+    reduce_s,
+    send_s,
+    under,
+)
 from elastic.planner.cost.compute import BlockTimes, ComputeTarget
 from elastic.planner.cost.kernels import Kernels
 from elastic.planner.cost.memory import HeldBytes, Step, held, zero_stage
@@ -21,7 +30,8 @@ from elastic.types import Layout, SampleProfile
 
 GRADIENT_BYTES = 4  # of an element, as gradients are summed
 HOST_LINK_BYTES_PER_S = 2.5e10  # PCIe 4 x16, where nothing else is known
-HOST_BYTES_PER_S = 2e11  # of a host's memory, two sockets with eight channels of DDR4 at half of their peak
+# of a host's memory, two sockets with eight channels of DDR4 at half of their peak
+HOST_BYTES_PER_S = 2e11
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,26 +51,28 @@ class Site:
 
 
 def bubble(layout: Layout, n_microbatches: int) -> float:
-    """Idle part of a pipeline, as a share of the useful time: (pp - 1) / (v m) for v stages per rank (Narayanan et al. 2021,
-    section 2.2)."""
+    """Idle part of a pipeline, as a share of the useful time: (pp - 1) / (v m) for v stages per
+    rank (Narayanan et al. 2021, section 2.2)."""
     return (layout.pp - 1) / max(1, n_microbatches) * layout.pp / layout.n_stages
 
 
 def tp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a microbatch's tp in one block: two all-reduces of the hidden state forward and two backward (Shoeybi et al.
-    2019, section 3; with sequence parallelism as many bytes, Korthikanti et al. 2022, section 4.2.2); two more where the block
-    is computed again."""
+    """Seconds of a microbatch's tp in one block: two all-reduces of the hidden state forward and
+    two backward (Shoeybi et al. 2019, section 3; with sequence parallelism as many bytes,
+    Korthikanti et al. 2022, section 4.2.2); two more where the block is computed again."""
     if layout.tp == 1:
         return 0.0
     times = 6 if layout.activation_checkpointing == "full" else 4
     n_bytes = step.n_rows * sample.hidden_bytes / layout.cp
-    waits = times * reduce_s(site.links, n_bytes, RankGroup(layout.tp)) * (1 - site.kernels.tp_hidden)
+    waits = (
+        times * reduce_s(site.links, n_bytes, RankGroup(layout.tp)) * (1 - site.kernels.tp_hidden)
+    )
     return waits + _dispatch_s(site, sample)
 
 
 def _dispatch_s(site: Site, sample: SampleProfile) -> float:
-    """Of a block's passes under tp: what DTensor's dispatch adds to each operation on the host, where nothing hides it: on a
-    CPU, slowed as computation is by the other processes."""
+    """Of a block's passes under tp: what DTensor's dispatch adds to each operation on the host,
+    where nothing hides it: on a CPU, slowed as computation is by the other processes."""
     crowded = site.chip.gpu.crowded_passes
     if not crowded:
         return 0.0
@@ -69,37 +81,51 @@ def _dispatch_s(site: Site, sample: SampleProfile) -> float:
 
 
 def cp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a microbatch's cp in one block: keys and values are gathered forward and backward, their gradients scattered
-    in float32 (Grattafiori et al. 2024, section 3.3.2; elastic/models/attention.py)."""
+    """Seconds of a microbatch's cp in one block: keys and values are gathered forward and backward,
+    their gradients scattered in float32 (Grattafiori et al. 2024, section 3.3.2;
+    elastic/models/attention.py)."""
     if layout.cp == 1:
         return 0.0
-    n_bytes, group = step.n_rows * sample.key_value_bytes / layout.tp, RankGroup(layout.cp, layout.tp)
-    return 2 * gather_s(site.links, n_bytes, group) + gather_s(site.links, n_bytes * 4 / step.compute_bytes, group)
+    n_bytes, group = (
+        step.n_rows * sample.key_value_bytes / layout.tp,
+        RankGroup(layout.cp, layout.tp),
+    )
+    return 2 * gather_s(site.links, n_bytes, group) + gather_s(
+        site.links, n_bytes * 4 / step.compute_bytes, group
+    )
 
 
 def ep_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a microbatch's experts in one block: tokens go to their experts and back, forward and backward (Lepikhin et
-    al. 2020, section 3.2)."""
+    """Seconds of a microbatch's experts in one block: tokens go to their experts and back, forward
+    and backward (Lepikhin et al. 2020, section 3.2)."""
     routed = [product for product in sample.matmuls if product.experts]
     if layout.ep == 1 or not routed:
         return 0.0
-    n_bytes = routed[0].rows * routed[0].k * step.compute_bytes * step.n_rows / layout.cp / layout.tp
+    n_bytes = (
+        routed[0].rows * routed[0].k * step.compute_bytes * step.n_rows / layout.cp / layout.tp
+    )
     return 4 * exchange_s(site.links, n_bytes, RankGroup(layout.ep, layout.tp))
 
 
 def pp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a microbatch in pp: a hidden state is sent forward and its gradient back at each end of each of a rank's v
-    stages (Narayanan et al. 2021, sections 2.2.2 and 3.2)."""
+    """Seconds of a microbatch in pp: a hidden state is sent forward and its gradient back at each
+    end of each of a rank's v stages (Narayanan et al. 2021, sections 2.2.2 and 3.2)."""
     if layout.pp == 1:
         return 0.0
-    hidden = step.n_rows * sample.hidden_bytes / layout.cp / (layout.tp if sample.sequence_parallel else 1)
+    hidden = (
+        step.n_rows
+        * sample.hidden_bytes
+        / layout.cp
+        / (layout.tp if sample.sequence_parallel else 1)
+    )
     stride = layout.world_size // layout.pp
     return 2 * layout.n_stages / layout.pp * send_s(site.links, hidden, stride)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Seconds of sharded data parallelism: of one block's gather and of its scatter, of the sum over replicas per step."""
+    """Seconds of sharded data parallelism: of one block's gather and of its scatter, of the sum
+    over replicas per step."""
 
     gather: float
     scatter: float
@@ -107,14 +133,17 @@ class Shards:
 
 
 def shards(site: Site, work: ModelCost, layout: Layout, step: Step) -> Shards:
-    """What is gathered (in the computation's dtype) and scattered (in float32) of one block; replicas add up their shards once
-    a step."""
+    """What is gathered (in the computation's dtype) and scattered (in float32) of one block;
+    replicas add up their shards once a step."""
     low, links = step.compute_bytes / max(1.0, work.element_bytes), site.links
     wide = GRADIENT_BYTES / max(1.0, work.element_bytes)
     n, group = layout.dp_shard * layout.cp, RankGroup(layout.dp_shard * layout.cp, layout.tp)
     ranks = max(1, n // layout.ep)
     over = RankGroup(ranks, layout.tp * layout.ep)
-    dense, experts = work.block / layout.tp, work.experts / (layout.ep if layout.ep > 1 else layout.tp)
+    dense, experts = (
+        work.block / layout.tp,
+        work.experts / (layout.ep if layout.ep > 1 else layout.tp),
+    )
     gather = gather_s(links, dense * low, group) + gather_s(links, experts * low, over)
     name = "reduce_scatter"
     scatter = gather_s(links, dense * wide * work.trained, group, name) + gather_s(
@@ -126,8 +155,8 @@ def shards(site: Site, work: ModelCost, layout: Layout, step: Step) -> Shards:
 
 
 def optimizer_s(site: Site, work: ModelCost, layout: Layout) -> float:
-    """Parameters, gradients and entries are read, all but the gradients written, a low-precision copy written (Adam: 30 bytes a
-    parameter)."""
+    """Parameters, gradients and entries are read, all but the gradients written, a low-precision
+    copy written (Adam: 30 bytes a parameter)."""
     mine: HeldBytes = held(work, layout)
     n = layout.dp_shard * layout.cp
     cut = n if zero_stage(layout) else 1
@@ -137,16 +166,20 @@ def optimizer_s(site: Site, work: ModelCost, layout: Layout) -> float:
 
 
 def slowest_stage(n_blocks: int, layout: Layout, ends: float) -> float:
-    """Blocks of the slowest rank of a pipeline, the head counted as `ends` blocks, where the last rank has fewer blocks for it;
-    they are dealt out whole, or in parts of a rank's v stages."""
+    """Blocks of the slowest rank of a pipeline, the head counted as `ends` blocks, where the last
+    rank has fewer blocks for it; they are dealt out whole, or in parts of a rank's v stages."""
     v, pp = layout.n_stages // layout.pp, layout.pp
     fewest, even = max(0, n_blocks // pp - ceil(ends)), n_blocks // pp
-    return min(max(last + ends, ceil((n_blocks - last) / (pp - 1) / v) * v) for last in range(fewest, even + 1))
+    return min(
+        max(last + ends, ceil((n_blocks - last) / (pp - 1) / v) * v)
+        for last in range(fewest, even + 1)
+    )
 
 
 def offload_s(site: Site, work: ModelCost, layout: Layout, m: int) -> float:
-    """FSDP2's CPU offload: a rank's parameters go up for both passes of each microbatch, its gradients down once, and the
-    optimizer runs at the bandwidth of the host's memory, which the node's GPUs share."""
+    """FSDP2's CPU offload: a rank's parameters go up for both passes of each microbatch, its
+    gradients down once, and the optimizer runs at the bandwidth of the host's memory, which the
+    node's GPUs share."""
     if not layout.offload:
         return 0.0
     own, n = held(work, layout), layout.dp_shard * layout.cp
@@ -157,11 +190,17 @@ def offload_s(site: Site, work: ModelCost, layout: Layout, m: int) -> float:
 
 
 def accumulate_s(site: Site, work: ModelCost, layout: Layout, m: int) -> float:
-    """Gradients of each further microbatch are read in the computation's dtype and added to the sum, which stage 2 and 3 have
-    cut already."""
+    """Gradients of each further microbatch are read in the computation's dtype and added to the
+    sum, which stage 2 and 3 have cut already."""
     mine, cut = held(work, layout), 1 if zero_stage(layout) < 2 else layout.dp_shard * layout.cp
     rate = site.chip.gpu.memory_bytes_per_s * site.kernels.bandwidth
-    n_bytes = (mine.dense + mine.experts) * work.trained / cut / max(1.0, work.element_bytes) * (2 + 2 * GRADIENT_BYTES)
+    n_bytes = (
+        (mine.dense + mine.experts)
+        * work.trained
+        / cut
+        / max(1.0, work.element_bytes)
+        * (2 + 2 * GRADIENT_BYTES)
+    )
     return (m - 1) * n_bytes / rate if rate else 0.0
 
 
@@ -177,9 +216,11 @@ class Cost:
         return sum(self.parts.values())
 
 
-def step_cost(site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes | None = None) -> Cost:
-    """Of a model whose sample profile is known. The pipeline runs at the pace of its slowest stage, the last one with the head
-    or one with a block more; the others wait."""
+def step_cost(
+    site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes | None = None
+) -> Cost:
+    """Of a model whose sample profile is known. The pipeline runs at the pace of its slowest stage,
+    the last one with the head or one with a block more; the others wait."""
     sample, m = work.sample, step.n_microbatches
     assert sample is not None
     passes = passes or compute.block_s(site.chip, sample, layout, step.n_rows, work.n_blocks)
@@ -214,8 +255,9 @@ def step_cost(site: Site, work: ModelCost, layout: Layout, step: Step, passes: B
 
 
 def _fsdp_s(site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes) -> float:
-    """What gathering and scattering add to the computation that they run under, block by block (Zhao et al. 2023, section 3.3);
-    as often as the ZeRO stage says (docs/memory.md; Rajbhandari et al. 2020, section 7)."""
+    """What gathering and scattering add to the computation that they run under, block by block
+    (Zhao et al. 2023, section 3.3); as often as the ZeRO stage says (docs/memory.md; Rajbhandari et
+    al. 2020, section 7)."""
     if layout.dp_shard * layout.cp == 1:
         return 0.0
     of, m, crowd = shards(site, work, layout, step), step.n_microbatches, site.kernels.crowd
@@ -235,7 +277,9 @@ def _fsdp_s(site: Site, work: ModelCost, layout: Layout, step: Step, passes: Blo
     return alone - covered + crowd * covered
 
 
-def _replicas_s(site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes) -> float:
+def _replicas_s(
+    site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes
+) -> float:
     """What the sum over replicas adds to the last microbatch's backward pass."""
     if layout.dp_replicate == 1:
         return 0.0

@@ -1,1 +1,2 @@
-"""Layouts over GPUs of several kinds: batch shares and stages of unequal size, and who becomes which rank."""
+"""Layouts over GPUs of several kinds: batch shares and stages of unequal size, and who becomes
+which rank."""

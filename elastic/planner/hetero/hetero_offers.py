@@ -1,8 +1,9 @@
-"""Layouts over GPUs of several kinds: unequal batch shares of a step, or pipeline stages of unequal depth, so that all end at
-once.
+"""Layouts over GPUs of several kinds: unequal batch shares of a step, or pipeline stages of unequal
+depth, so that all end at once.
 
-Every data-parallel rank lies within one kind under unequal batch shares (the same number of microbatches everywhere, of unequal
-size); under unequal stages each stage does. Collectives over all of them run at the pace of the slowest links.
+Every data-parallel rank lies within one kind under unequal batch shares (the same number of
+microbatches everywhere, of unequal size); under unequal stages each stage does. Collectives over
+all of them run at the pace of the slowest links.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ class Kind:
 
     def room(self, layout: Layout) -> float:
         chip = self.site.chip
-        return memory.usable_bytes(chip.gpu.memory_bytes, layout, chip.on_gpu) if chip.gpu.memory_bytes else float("inf")
+        return (
+            memory.usable_bytes(chip.gpu.memory_bytes, layout, chip.on_gpu)
+            if chip.gpu.memory_bytes
+            else float("inf")
+        )
 
 
 def kinds_of(job: Job, pool: Sequence[NodeGroup]) -> tuple[Kind, ...]:
@@ -68,7 +73,12 @@ def kinds_of(job: Job, pool: Sequence[NodeGroup]) -> tuple[Kind, ...]:
     for group in pool:
         found.setdefault(group.hardware, []).append(group)
     made = [
-        Kind(site_of(job, replace(gpu, link_bytes_per_s=slowest), min(g.gpus_per_node for g in groups)), tuple(groups))
+        Kind(
+            site_of(
+                job, replace(gpu, link_bytes_per_s=slowest), min(g.gpus_per_node for g in groups)
+            ),
+            tuple(groups),
+        )
         for gpu, groups in found.items()
     ]
     return tuple(sorted(made, key=lambda kind: -kind.site.chip.gpu.peak(kind.site.chip.dtype)))
@@ -89,7 +99,9 @@ def peak_of(pool: Sequence[NodeGroup], name: str, job: Job) -> float:
     return site_of(job, group.hardware, group.gpus_per_node).chip.gpu.peak(job.precision)
 
 
-def layouts(cache: BlockCostCache, job: Job, pool: Sequence[NodeGroup], worst: Callable[[], float]) -> Iterator[HeteroOffer]:
+def layouts(
+    cache: BlockCostCache, job: Job, pool: Sequence[NodeGroup], worst: Callable[[], float]
+) -> Iterator[HeteroOffer]:
     """`worst`: a step that takes longer than these seconds is of no interest (any more)."""
     kinds = kinds_of(job, pool)
     sizes = tuple(sorted({group.gpus_per_node for group in pool}))
@@ -102,14 +114,21 @@ def layouts(cache: BlockCostCache, job: Job, pool: Sequence[NodeGroup], worst: C
                 shape = Layout(**{**space.pins, "tp": tp, "cp": cp, "pp": pp})
                 yield from _shared(cache, job, kinds, shape, worst)
             if cache.work.model.pipeline and not cache.work.model.no_pp and "pp" not in space.pins:
-                yield from _staged(cache, job, kinds, Layout(**{**space.pins, "tp": tp, "cp": cp}), worst)
+                yield from _staged(
+                    cache, job, kinds, Layout(**{**space.pins, "tp": tp, "cp": cp}), worst
+                )
 
 
-# ------------------------------------------------------------------------------------------ unequal batch shares
+# ------------------------------------------------------------------------------------------ unequal
+# batch shares
 
 
 def _shared(
-    cache: BlockCostCache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
+    cache: BlockCostCache,
+    job: Job,
+    kinds: tuple[Kind, ...],
+    shape: Layout,
+    worst: Callable[[], float],
 ) -> Iterator[HeteroOffer]:
     inner, batch = shape.tp * shape.cp * shape.pp, job.global_batch
     ranks = [kind.n_gpus // inner for kind in kinds]
@@ -120,20 +139,39 @@ def _shared(
         return
     for mode in _modes(job):
         if (
-            _least_s(cache, kinds, [n * shape.pp for n in ranks], replace(shape, activation_checkpointing=mode), batch)
+            _least_s(
+                cache,
+                kinds,
+                [n * shape.pp for n in ranks],
+                replace(shape, activation_checkpointing=mode),
+                batch,
+            )
             > worst()
         ):
             continue
         for m in _numbers(batch, shape):
-            found = _shares(cache, kinds, ranks, replace(shape, activation_checkpointing=mode), (m, batch), worst())
+            found = _shares(
+                cache,
+                kinds,
+                ranks,
+                replace(shape, activation_checkpointing=mode),
+                (m, batch),
+                worst(),
+            )
             if found is not None:
                 yield found
 
 
 def _shares(
-    cache: BlockCostCache, kinds: tuple[Kind, ...], ranks: list[int], layout: Layout, split: tuple[int, int], worst_s: float
+    cache: BlockCostCache,
+    kinds: tuple[Kind, ...],
+    ranks: list[int],
+    layout: Layout,
+    split: tuple[int, int],
+    worst_s: float,
 ) -> HeteroOffer | None:
-    """None where it does not fit, or where the blocks' computation alone takes longer than `worst_s`."""
+    """None where it does not fit, or where the blocks' computation alone takes longer than
+    `worst_s`."""
     m, batch = split
     even = max(1, batch // m // sum(ranks))
     speeds = []
@@ -164,18 +202,26 @@ def _shares(
         for group, n in taken(kind.groups, n_ranks * inner)
     )
     return HeteroOffer(
-        layout, worst[1], worst[0], worst[2], parts, _lone_s(cache, kinds, ranks, inner, worst[1]), worst[3].memory_bytes
+        layout,
+        worst[1],
+        worst[0],
+        worst[2],
+        parts,
+        _lone_s(cache, kinds, ranks, inner, worst[1]),
+        worst[3].memory_bytes,
     )
 
 
 def rows_of(n_rows: int, ranks: Sequence[int], speeds: Sequence[float]) -> list[int]:
-    """The most rows that a rank of each kind has, where `n_rows` are dealt out over all ranks in proportion to their speeds,
-    each further one where it is done first."""
+    """The most rows that a rank of each kind has, where `n_rows` are dealt out over all ranks in
+    proportion to their speeds, each further one where it is done first."""
     total = sum(n * speed for n, speed in zip(ranks, speeds))
     least = [max(1, int(n_rows * speed / total)) for speed in speeds]
     left = n_rows - sum(n * rows for n, rows in zip(ranks, least))
     most = list(least)
-    for _, k in sorted(((rows + 1) / speed, k) for k, (rows, speed) in enumerate(zip(least, speeds))):
+    for _, k in sorted(
+        ((rows + 1) / speed, k) for k, (rows, speed) in enumerate(zip(least, speeds))
+    ):
         if left <= 0:
             break
         most[k] += 1
@@ -183,13 +229,19 @@ def rows_of(n_rows: int, ranks: Sequence[int], speeds: Sequence[float]) -> list[
     return most
 
 
-# ------------------------------------------------------------------------------------------ unequal stages
+# ------------------------------------------------------------------------------------------ unequal
+# stages
 
 
 def _staged(
-    cache: BlockCostCache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
+    cache: BlockCostCache,
+    job: Job,
+    kinds: tuple[Kind, ...],
+    shape: Layout,
+    worst: Callable[[], float],
 ) -> Iterator[HeteroOffer]:
-    """Every pipeline goes through all kinds; the fastest one has the last stages, which also have the head."""
+    """Every pipeline goes through all kinds; the fastest one has the last stages, which also have
+    the head."""
     inner, batch = shape.tp * shape.cp, job.global_batch
     if any(kind.n_gpus % inner for kind in kinds):
         return
@@ -203,13 +255,24 @@ def _staged(
             continue
         for mode in _modes(job):
             ranks = [n * dp for n in reversed(stages)]
-            if _least_s(cache, kinds, ranks, replace(layout, activation_checkpointing=mode), batch) > worst():
+            if (
+                _least_s(cache, kinds, ranks, replace(layout, activation_checkpointing=mode), batch)
+                > worst()
+            ):
                 continue
             for m in _numbers(batch, layout):
                 if m < layout.pp:
                     continue
-                chosen = replace(layout, activation_checkpointing=mode, microbatch_size=-(-batch // m // dp))
-                found = _stages(cache, tuple(reversed(kinds)), stages, chosen, Step(m, -(-batch // m // dp) * m, batch))
+                chosen = replace(
+                    layout, activation_checkpointing=mode, microbatch_size=-(-batch // m // dp)
+                )
+                found = _stages(
+                    cache,
+                    tuple(reversed(kinds)),
+                    stages,
+                    chosen,
+                    Step(m, -(-batch // m // dp) * m, batch),
+                )
                 if found is not None:
                     yield found
 
@@ -231,8 +294,13 @@ def _stages(
     fullest: tuple[float, Mapping[str, float], Kind] = (0.0, {}, kinds[0])
     for kind, n in zip(kinds, stages):
         mine = tuple(layers[at : at + n])
-        virtual = replace(layout, pp=max(1, round(work.n_blocks / max(mine))))  # stages as deep as its deepest
-        needs = memory.parts(work, virtual, step) if work.n_blocks > max(mine) else memory.parts(work, layout, step)
+        # stages as deep as its deepest
+        virtual = replace(layout, pp=max(1, round(work.n_blocks / max(mine))))
+        needs = (
+            memory.parts(work, virtual, step)
+            if work.n_blocks > max(mine)
+            else memory.parts(work, layout, step)
+        )
         room = kind.room(layout)
         if sum(needs.values()) > room:
             return None
@@ -240,18 +308,32 @@ def _stages(
             fullest = share, needs, kind
         share = max(seconds[at : at + n]) / slowest
         n_gpus = n * layout.tp * layout.cp * layout.dp
-        parts += [OfferPart(group.pool, k, step.largest_share, mine, share) for group, k in taken(kind.groups, n_gpus)]
+        parts += [
+            OfferPart(group.pool, k, step.largest_share, mine, share)
+            for group, k in taken(kind.groups, n_gpus)
+        ]
         at += n
-    base = step_cost(kinds[0].site, work, layout, step, cache.block_s(kinds[0].site, layout, step.n_rows))
+    base = step_cost(
+        kinds[0].site, work, layout, step, cache.block_s(kinds[0].site, layout, step.n_rows)
+    )
     mean = sum(seconds) / len(seconds)
     waits = ("pp", "fsdp", "replicas", "optimizer", "offload")
-    busy = {name: s for name, s in base.parts.items() if name not in (*waits, "uneven", "bubble", "jitter")}
-    took = {name: base.parts[name] for name in waits} | {"uneven": m * (slowest - mean), "bubble": sum(seconds) - slowest}
+    busy = {
+        name: s
+        for name, s in base.parts.items()
+        if name not in (*waits, "uneven", "bubble", "jitter")
+    }
+    took = {name: base.parts[name] for name in waits} | {
+        "uneven": m * (slowest - mean),
+        "bubble": sum(seconds) - slowest,
+    }
     took |= {name: s / sum(busy.values()) * m * mean for name, s in busy.items()}
     took["jitter"] = base.parts["jitter"] / base.step_s * sum(took.values())
     ranks = [n * layout.dp for n in stages]
     lone = _lone_s(cache, kinds, ranks, layout.tp * layout.cp, step)
-    return HeteroOffer(layout, step, Cost(took, base.flop), fullest[1], tuple(parts), lone, fullest[2].memory_bytes)
+    return HeteroOffer(
+        layout, step, Cost(took, base.flop), fullest[1], tuple(parts), lone, fullest[2].memory_bytes
+    )
 
 
 def _block_s(cache: BlockCostCache, site: Site, layout: Layout, step: Step) -> float:
@@ -270,22 +352,34 @@ def _modes(job: Job) -> tuple[str, ...]:
 
 def _numbers(batch: int, layout: Layout) -> list[int]:
     """Of microbatches: divisors of the batch that leave every rank a sample, the fewest first."""
-    fitting = [m for m in hetero_shares.divisors(batch) if batch // m >= layout.dp and m >= layout.pp]
+    fitting = [
+        m for m in hetero_shares.divisors(batch) if batch // m >= layout.dp and m >= layout.pp
+    ]
     if layout.microbatch_size:
-        fitting = [m for m in fitting if -(-(batch // m) // layout.dp) <= layout.microbatch_size][:1]
+        fitting = [m for m in fitting if -(-(batch // m) // layout.dp) <= layout.microbatch_size][
+            :1
+        ]
     return fitting[:MOST_MICROBATCHES]
 
 
 def _allowed(cache: BlockCostCache, job: Job, layout: Layout, kinds: tuple[Kind, ...]) -> bool:
     try:
-        step_of(cache.work.model, job, replace(layout, microbatch_size=0), min(kind.site.per_node for kind in kinds))
+        step_of(
+            cache.work.model,
+            job,
+            replace(layout, microbatch_size=0),
+            min(kind.site.per_node for kind in kinds),
+        )
     except InfeasiblePlan:
         return False
     return True
 
 
-def _least_s(cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], layout: Layout, batch: int) -> float:
-    """Of a step, the computation of the blocks alone, perfectly shared out over tp x cp groups, `ranks` of each kind."""
+def _least_s(
+    cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], layout: Layout, batch: int
+) -> float:
+    """Of a step, the computation of the blocks alone, perfectly shared out over tp x cp groups,
+    `ranks` of each kind."""
     rows, rate = max(1, batch // layout.dp), 0.0
     for kind, n in zip(kinds, ranks):
         one = cache.block_s(kind.site, layout, rows)
@@ -293,7 +387,9 @@ def _least_s(cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int],
     return batch * cache.work.n_blocks / rate
 
 
-def _lone_s(cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], inner: int, step: Step) -> float:
+def _lone_s(
+    cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], inner: int, step: Step
+) -> float:
     """Of a step where each GPU alone does as much of it as it can."""
     rates = sum(n * inner / cache.lone_s(kind.site, step, 1) for kind, n in zip(kinds, ranks))
     return 1 / rates if rates else 0.0

@@ -1,4 +1,5 @@
-"""Unequal batch shares for heterogeneous GPUs: samples per data-parallel rank, layers per stage. Integers only."""
+"""Unequal batch shares for heterogeneous GPUs: samples per data-parallel rank, layers per stage.
+Integers only."""
 
 from __future__ import annotations
 
@@ -11,22 +12,33 @@ from elastic.errors import InfeasiblePlan
 from elastic.types import Layout, grid
 
 
-def shares(n_units: int, speeds: Sequence[float], unit: int = 1, most: Sequence[int] = ()) -> tuple[int, ...]:
-    """Divides n_units x unit samples over the ranks: multiples of `unit`, at least one each, in proportion to the speeds.
+def shares(
+    n_units: int, speeds: Sequence[float], unit: int = 1, most: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Divides n_units x unit samples over the ranks: multiples of `unit`, at least one each, in
+    proportion to the speeds.
 
-    Each further unit goes where the rank would finish first; equal speeds get shares that differ by one unit at most. `most`:
-    units that each rank can take.
+    Each further unit goes where the rank would finish first; equal speeds get shares that differ by
+    one unit at most. `most`: units that each rank can take.
     """
     if n_units < len(speeds):
         raise InfeasiblePlan(
-            f"{n_units} shares of {unit} samples for {len(speeds)} data-parallel ranks: each needs at least one"
+            f"{n_units} shares of {unit} samples for {len(speeds)} data-parallel ranks: each "
+            "needs at least one"
         )
     if most and (sum(most) < n_units or min(most) < 1):
-        raise InfeasiblePlan(f"of {n_units * unit} samples the memory of {len(speeds)} ranks holds {sum(most) * unit}")
-    sure = (n_units - len(speeds)) / sum(speeds) * (1 - 1e-9)  # until then nobody is done with what it surely gets
+        raise InfeasiblePlan(
+            f"of {n_units * unit} samples the memory of {len(speeds)} ranks holds "
+            f"{sum(most) * unit}"
+        )
+    # until then nobody is done with what it surely gets
+    sure = (n_units - len(speeds)) / sum(speeds) * (1 - 1e-9)
     limits = most or [n_units] * len(speeds)
-    units = [min(max(1, int(sure * speed)), limit) for speed, limit in zip(speeds, limits, strict=True)]
-    finish = [((units[i] + 1) / speed, i) for i, speed in enumerate(speeds) if units[i] < limits[i]]  # with one more unit
+    units = [
+        min(max(1, int(sure * speed)), limit) for speed, limit in zip(speeds, limits, strict=True)
+    ]
+    # with one more unit
+    finish = [((units[i] + 1) / speed, i) for i, speed in enumerate(speeds) if units[i] < limits[i]]
     heapify(finish)
     for _ in range(n_units - sum(units)):
         _, i = finish[0]
@@ -39,9 +51,12 @@ def shares(n_units: int, speeds: Sequence[float], unit: int = 1, most: Sequence[
 
 
 def stage_layers(n_blocks: int, n_stages: int) -> tuple[int, ...]:
-    """Blocks per stage, as equal as possible; the earlier stages take one more (the last one also has the head)."""
+    """Blocks per stage, as equal as possible; the earlier stages take one more (the last one also
+    has the head)."""
     if not 1 <= n_stages <= max(1, n_blocks):
-        raise InfeasiblePlan(f"{n_stages} pipeline stages need at least {n_stages} blocks, the model has {n_blocks}")
+        raise InfeasiblePlan(
+            f"{n_stages} pipeline stages need at least {n_stages} blocks, the model has {n_blocks}"
+        )
     base, more = divmod(n_blocks, n_stages)
     return tuple(base + (stage < more) for stage in range(n_stages))
 
@@ -51,16 +66,25 @@ def blocks_at(layout: Layout, layers: Sequence[int]) -> list[int]:
     return [sum(layers[stage] for stage in grid.stages_at(layout, p)) for p in range(layout.pp)]
 
 
-def busy_s(layout: Layout, samples: Sequence[int], layers: Sequence[int], n_microbatches: int, rates: Sequence[float]) -> float:
-    """Seconds of a step in which the busiest data-parallel rank computes, waiting for its pipeline's other stages included and
-    collectives left out. `rates`: units of work that each rank gets done per second (the model's samples x blocks); a tp x cp
-    group works as fast as its slowest member allows. Of stages that take t_p per microbatch, m microbatches take
-    (m - 1) max t_p + sum t_p (1F1B, Narayanan et al. 2019, section 3.2)."""
+def busy_s(
+    layout: Layout,
+    samples: Sequence[int],
+    layers: Sequence[int],
+    n_microbatches: int,
+    rates: Sequence[float],
+) -> float:
+    """Seconds of a step in which the busiest data-parallel rank computes, waiting for its
+    pipeline's other stages included and collectives left out. `rates`: units of work that each rank
+    gets done per second (the model's samples x blocks); a tp x cp group works as fast as its
+    slowest member allows. Of stages that take t_p per microbatch, m microbatches take (m - 1) max
+    t_p + sum t_p (1F1B, Narayanan et al. 2019, section 3.2)."""
     inner, stage, m = layout.cp * layout.tp, layout.world_size // layout.pp, max(1, n_microbatches)
     blocks = [n or 1 for n in blocks_at(layout, layers)]
     slowest = 0.0
     for d, n in enumerate(samples):
-        groups = [rates[p * stage + d * inner : p * stage + (d + 1) * inner] for p in range(layout.pp)]
+        groups = [
+            rates[p * stage + d * inner : p * stage + (d + 1) * inner] for p in range(layout.pp)
+        ]
         times = [n / m * blocks[p] / (inner * min(group)) for p, group in enumerate(groups)]
         slowest = max(slowest, (m - 1) * max(times) + sum(times))
     return slowest
@@ -69,17 +93,27 @@ def busy_s(layout: Layout, samples: Sequence[int], layers: Sequence[int], n_micr
 def microbatches(global_batch: int, layout: Layout) -> int:
     """Number of microbatches of a step, the same on every rank; it divides the global batch.
 
-    With a microbatch size: the fewest whose largest share fits into it. Else 1 without pp; with pp the largest divisor that
-    is at most 2 pp (from pp on the pipeline is full) and leaves each data-parallel rank a sample per microbatch.
+    With a microbatch size: the fewest whose largest share fits into it. Else 1 without pp; with pp
+    the largest divisor that is at most 2 pp (from pp on the pipeline is full) and leaves each
+    data-parallel rank a sample per microbatch.
     """
-    found = [d for d in divisors(global_batch) if global_batch // d >= layout.dp and grid.fills_rounds(layout, d)]
+    found = [
+        d
+        for d in divisors(global_batch)
+        if global_batch // d >= layout.dp and grid.fills_rounds(layout, d)
+    ]
     if not found:
-        raise InfeasiblePlan(f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks")
+        raise InfeasiblePlan(
+            f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks"
+        )
     if layout.microbatch_size:
-        fitting = [d for d in found if -(-(global_batch // d) // layout.dp) <= layout.microbatch_size]
+        fitting = [
+            d for d in found if -(-(global_batch // d) // layout.dp) <= layout.microbatch_size
+        ]
         if not fitting:
             raise InfeasiblePlan(
-                f"microbatch_size={layout.microbatch_size}: no number of microbatches divides {global_batch} samples over "
+                f"microbatch_size={layout.microbatch_size}: no number of microbatches divides "
+                f"{global_batch} samples over "
                 f"{layout.dp} data-parallel ranks into pieces of at most that size"
             )
         return fitting[0]

@@ -1,8 +1,9 @@
-"""Samples per data-parallel rank and blocks per pipeline stage together, so that heterogeneous GPUs end a step at the same
-time.
+"""Samples per data-parallel rank and blocks per pipeline stage together, so that heterogeneous GPUs
+end a step at the same time.
 
-Every data-parallel rank of a stage goes through the same blocks, so that stages follow what is common to them, and shares the
-rest. Blocks are moved one by one from stage to stage while that makes the step shorter.
+Every data-parallel rank of a stage goes through the same blocks, so that stages follow what is
+common to them, and shares the rest. Blocks are moved one by one from stage to stage while that
+makes the step shorter.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from elastic.planner.hetero import hetero_shares
 from elastic.types import Layout
 
 WORTH = 0.01  # of a step, that other than even stages must gain
-MANY, FEW_MOVES = 16, 8  # from so many stages on, so many blocks at most are moved, out of the deepest stages only
+# from so many stages on, so many blocks at most are moved, out of the deepest stages only
+MANY, FEW_MOVES = 16, 8
 EXACT = 400  # ways to cut the blocks that are all looked at
 ROUNDS = 3  # of shares for the stages, then stages for the shares
 
-Speeds = tuple[tuple[float, ...], ...]  # [data-parallel rank][place on the pp axis], in blocks per second of a sample
+# [data-parallel rank][place on the pp axis], in blocks per second of a sample
+Speeds = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
 class Split:
-    """`busy_s`: of the busiest data-parallel rank, in which its busiest stage computes for `stage_s`; the rest it waits."""
+    """`busy_s`: of the busiest data-parallel rank, in which its busiest stage computes for
+    `stage_s`; the rest it waits."""
 
     samples: tuple[int, ...]
     layers: tuple[int, ...]
@@ -38,8 +42,9 @@ class Split:
 
 @dataclass(frozen=True)
 class SplitTask:
-    """What is dealt out. `ends`: the head behind the last block, in blocks. `most_blocks`: at each place on the pp axis, and
-    `most_rows`: totals of blocks -> samples that each data-parallel rank can hold at once; None = any number."""
+    """What is dealt out. `ends`: the head behind the last block, in blocks. `most_blocks`: at each
+    place on the pp axis, and `most_rows`: totals of blocks -> samples that each data-parallel rank
+    can hold at once; None = any number."""
 
     layout: Layout
     n_blocks: int
@@ -55,8 +60,9 @@ class SplitTask:
         return self.layout.n_stages // self.layout.pp
 
     def sample_s(self, speeds: Sequence[float], blocks: Sequence[int]) -> tuple[float, float]:
-        """Of a sample of a step on one data-parallel rank: its share of the pipeline's whole time, and of the busiest stage
-        alone. As hetero_shares.busy_s; an interleaved pipeline waits less (Narayanan et al. 2021, section 2.2)."""
+        """Of a sample of a step on one data-parallel rank: its share of the pipeline's whole time,
+        and of the busiest stage alone. As hetero_shares.busy_s; an interleaved pipeline waits less
+        (Narayanan et al. 2021, section 2.2)."""
         times = [n / speed for n, speed in zip(blocks, speeds, strict=True)]
         times[-1] += self.ends / speeds[-1]
         slowest = max(times)
@@ -73,7 +79,8 @@ class SplitTask:
 
 
 def split(task: SplitTask, speeds: Speeds) -> Split:
-    """The best that is found; even stages where other ones gain less than WORTH. Raises InfeasiblePlan."""
+    """The best that is found; even stages where other ones gain less than WORTH. Raises
+    InfeasiblePlan."""
     even = hetero_shares.stage_layers(task.n_blocks, task.layout.n_stages)
     pp = task.layout.pp
     blocks = tuple(sum(even[p::pp]) for p in range(pp))
@@ -90,21 +97,30 @@ def split(task: SplitTask, speeds: Speeds) -> Split:
         return plain
     found = _search(task, speeds, blocks)
     if found is None and plain is None:
-        raise InfeasiblePlan(f"{task.n_blocks} blocks do not fit the memory of these {pp} stages however they are cut")
+        raise InfeasiblePlan(
+            f"{task.n_blocks} blocks do not fit the memory of these {pp} stages however they are "
+            "cut"
+        )
     if found is None or (plain is not None and found.busy_s >= plain.busy_s * (1 - WORTH)):
         assert plain is not None
         return plain
     return found
 
 
-def _assigned(task: SplitTask, speeds: Speeds, blocks: tuple[int, ...], layers: tuple[int, ...] = ()) -> Split:
+def _assigned(
+    task: SplitTask, speeds: Speeds, blocks: tuple[int, ...], layers: tuple[int, ...] = ()
+) -> Split:
     m = task.n_microbatches
     each = {row: task.sample_s(row, blocks) for row in set(speeds)}
     most = task.most_rows(blocks) if task.most_rows else ()
-    samples = hetero_shares.shares(task.global_batch // m, [1 / each[row][0] for row in speeds], m, most)
+    samples = hetero_shares.shares(
+        task.global_batch // m, [1 / each[row][0] for row in speeds], m, most
+    )
     worst = max(range(len(samples)), key=lambda d: samples[d] * each[speeds[d]][0])
     whole, stage = each[speeds[worst]]
-    return Split(samples, layers or task.layers(blocks), samples[worst] * whole, samples[worst] * stage)
+    return Split(
+        samples, layers or task.layers(blocks), samples[worst] * whole, samples[worst] * stage
+    )
 
 
 def _search(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> Split | None:
@@ -128,20 +144,27 @@ def _search(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> Split | N
 
 
 def _starts(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Even stages, stages in proportion to the speeds, and of few ways to cut the blocks the best by shares of any size."""
+    """Even stages, stages in proportion to the speeds, and of few ways to cut the blocks the best
+    by shares of any size."""
     pp, v, caps = task.layout.pp, task.per_rank, task.most_blocks
-    found = [even] if caps is None or all(n <= most for n, most in zip(even, caps, strict=True)) else []
+    found = (
+        [even] if caps is None or all(n <= most for n, most in zip(even, caps, strict=True)) else []
+    )
     columns = list(zip(*speeds, strict=True))
     room = [n - v + 1 for n in caps] if caps is not None else []
     for of in (lambda column: len(column) / sum(1 / speed for speed in column), min):
         try:
-            made = hetero_shares.shares(task.n_blocks - (v - 1) * pp, [of(column) for column in columns], 1, room)
+            made = hetero_shares.shares(
+                task.n_blocks - (v - 1) * pp, [of(column) for column in columns], 1, room
+            )
         except InfeasiblePlan:
             return found
         found.append(tuple(n + v - 1 for n in made))
     if comb(task.n_blocks - 1, pp - 1) <= EXACT:
         rows = Counter(speeds)
-        cuts = ((0, *middle, task.n_blocks) for middle in combinations(range(1, task.n_blocks), pp - 1))
+        cuts = (
+            (0, *middle, task.n_blocks) for middle in combinations(range(1, task.n_blocks), pp - 1)
+        )
         every = [tuple(b - a for a, b in zip(cut, cut[1:])) for cut in cuts]
         allowed = [one for one in every if _allowed(task, one)]
         found += islice(sorted(allowed, key=lambda one: _together(task, rows, one)), 8)
@@ -150,11 +173,14 @@ def _starts(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> list[tupl
 
 def _allowed(task: SplitTask, blocks: Sequence[int]) -> bool:
     return min(blocks) >= task.per_rank and (
-        task.most_blocks is None or all(n <= most for n, most in zip(blocks, task.most_blocks, strict=True))
+        task.most_blocks is None
+        or all(n <= most for n, most in zip(blocks, task.most_blocks, strict=True))
     )
 
 
-def _moved(task: SplitTask, blocks: tuple[int, ...], value: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+def _moved(
+    task: SplitTask, blocks: tuple[int, ...], value: Callable[[tuple[int, ...]], float]
+) -> tuple[int, ...]:
     """Blocks go from stage to stage, one at a time, while the value falls."""
     pp, now = len(blocks), value(blocks)
     for _ in range(task.n_blocks if pp < MANY else FEW_MOVES):

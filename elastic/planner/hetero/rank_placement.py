@@ -1,5 +1,6 @@
-"""Which worker becomes which rank: tp x cp groups of equal GPUs of one node, replicas within one zone, and where GPUs differ
-the orders that are worth comparing. Equal GPUs keep the order that they are given in."""
+"""Which worker becomes which rank: tp x cp groups of equal GPUs of one node, replicas within one
+zone, and where GPUs differ the orders that are worth comparing. Equal GPUs keep the order that they
+are given in."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ class Slot:
         return self.workers[0].node_id
 
 
-def kinds_of(rates: Mapping[WorkerId, float], memory: Mapping[str, int] | None = None) -> dict[WorkerId, int]:
-    """Worker -> 0 for the fastest ones, 1 for those that are clearly slower than these, and so on; of equally fast ones those
-    with more memory first."""
+def kinds_of(
+    rates: Mapping[WorkerId, float], memory: Mapping[str, int] | None = None
+) -> dict[WorkerId, int]:
+    """Worker -> 0 for the fastest ones, 1 for those that are clearly slower than these, and so on;
+    of equally fast ones those with more memory first."""
     found: dict[WorkerId, tuple[int, int]] = {}
     kind, fastest = -1, 0.0
     for worker in sorted(rates, key=lambda worker: -rates[worker]):
@@ -41,14 +44,16 @@ def kinds_of(rates: Mapping[WorkerId, float], memory: Mapping[str, int] | None =
 
 
 def named_zones(nodes: Sequence[Node], zones: Mapping[str, str] | None) -> dict[str, str]:
-    """Node -> zone, where at least two are named; {} = all may be in one place. Nodes of no zone are together."""
+    """Node -> zone, where at least two are named; {} = all may be in one place. Nodes of no zone
+    are together."""
     found = {node.node_id: (zones or {}).get(node.node_id, "") for node in nodes}
     return found if len({zone for zone in found.values() if zone}) > 1 else {}
 
 
 @dataclass(frozen=True, eq=False)
 class PlacementSite:
-    """Where workers stand and how fast they are. `zones` as `named_zones` makes them: a replica must lie within one."""
+    """Where workers stand and how fast they are. `zones` as `named_zones` makes them: a replica
+    must lie within one."""
 
     nodes: Sequence[Node]
     rates: Mapping[WorkerId, float]
@@ -62,9 +67,12 @@ class PlacementSite:
         return any(self.kinds.values())
 
     def slots(self, inner: int) -> list[Slot]:
-        """Of `inner` workers each; where a node's GPUs differ, equal ones are together and the slowest are left over."""
+        """Of `inner` workers each; where a node's GPUs differ, equal ones are together and the
+        slowest are left over."""
         if inner not in self._slots:
-            self._slots[inner] = [slot for node in self.nodes for slot in self._of_node(node, inner)]
+            self._slots[inner] = [
+                slot for node in self.nodes for slot in self._of_node(node, inner)
+            ]
         return self._slots[inner]
 
     def _of_node(self, node: Node, inner: int) -> list[Slot]:
@@ -75,10 +83,14 @@ class PlacementSite:
         if self.uneven:
             groups = sorted(tuple(sorted(group)) for group in groups)
         zone = self.zones.get(node.node_id, "")
-        return [Slot(group, min(self.rates[w] for w in group), max(self.kinds[w] for w in group), zone) for group in groups]
+        return [
+            Slot(group, min(self.rates[w] for w in group), max(self.kinds[w] for w in group), zone)
+            for group in groups
+        ]
 
     def arrangements(self, layout: Layout, max_workers: int = 0) -> Iterator[tuple[Slot, ...]]:
-        """Orders of slots along pp x dp, the given one first. Raises InfeasiblePlan with the numbers where there is none."""
+        """Orders of slots along pp x dp, the given one first. Raises InfeasiblePlan with the
+        numbers where there is none."""
         if max_workers and layout.world_size > max_workers:
             raise InfeasiblePlan(f"needs {layout.world_size} workers, max_workers is {max_workers}")
         inner = layout.tp * layout.cp
@@ -99,7 +111,8 @@ class PlacementSite:
                     yield made
 
     def _orders(self, slots: list[Slot], n: int, pp: int) -> Iterator[list[Slot]]:
-        """The given one; without the slowest; for stages also the slow ones first (the last stage has the head), then last."""
+        """The given one; without the slowest; for stages also the slow ones first (the last stage
+        has the head), then last."""
         yield slots
         if not self.uneven:
             return
@@ -121,13 +134,25 @@ class PlacementSite:
         size, by_zone = n // layout.dp_replicate, dict[str, list[Slot]]()
         for slot in order:
             by_zone.setdefault(slot.zone, []).append(slot)
-        found = [there[i : i + size] for there in by_zone.values() for i in range(0, len(there) - size + 1, size)]
+        found = [
+            there[i : i + size]
+            for there in by_zone.values()
+            for i in range(0, len(there) - size + 1, size)
+        ]
         if len(found) < layout.dp_replicate:
             inner = layout.tp * layout.cp
-            has = ", ".join(f"{zone or 'unnamed'} {len(there) * inner}" for zone, there in sorted(by_zone.items()))
-            what = "stages, shards and tp peers" if layout.dp_replicate == 1 else f"{layout.dp_replicate} replicas"
+            has = ", ".join(
+                f"{zone or 'unnamed'} {len(there) * inner}"
+                for zone, there in sorted(by_zone.items())
+            )
+            what = (
+                "stages, shards and tp peers"
+                if layout.dp_replicate == 1
+                else f"{layout.dp_replicate} replicas"
+            )
             raise InfeasiblePlan(
-                f"{what} of {size * inner} workers each within one zone do not fit: workers in zones are {has} "
+                f"{what} of {size * inner} workers each within one zone do not fit: workers in "
+                f"zones are {has} "
                 "(across_zones: true would let them cross)"
             )
         return found[: layout.dp_replicate]
@@ -135,15 +160,27 @@ class PlacementSite:
     def _too_few(self, layout: Layout, in_groups: int) -> str:
         group, n_workers = layout.tp * layout.cp, sum(node.gpus for node in self.nodes)
         inside = f", {in_groups} of them in groups of {group} inside a node" if group > 1 else ""
-        return f"needs {layout.world_size} workers, there are {n_workers} on {len(self.nodes)} nodes{inside}"
+        return (
+            f"needs {layout.world_size} workers, there are {n_workers} on {len(self.nodes)} "
+            f"nodes{inside}"
+        )
 
 
 def _stagewise(replicas: Sequence[Sequence[Slot]], layout: Layout) -> tuple[Slot, ...]:
-    """Neighbors share a stage: with slots sorted by kind, each stage is of one kind as far as the numbers go."""
+    """Neighbors share a stage: with slots sorted by kind, each stage is of one kind as far as the
+    numbers go."""
     each = len(replicas[0]) // layout.pp
-    return tuple(slot for p in range(layout.pp) for slots in replicas for slot in slots[p * each : (p + 1) * each])
+    return tuple(
+        slot
+        for p in range(layout.pp)
+        for slots in replicas
+        for slot in slots[p * each : (p + 1) * each]
+    )
 
 
 def _replicawise(replicas: Sequence[Sequence[Slot]], layout: Layout) -> tuple[Slot, ...]:
-    """Neighbors share a pipeline: with slots sorted by kind, each data-parallel rank is of one kind."""
-    return tuple(slot for p in range(layout.pp) for slots in replicas for slot in slots[p :: layout.pp])
+    """Neighbors share a pipeline: with slots sorted by kind, each data-parallel rank is of one
+    kind."""
+    return tuple(
+        slot for p in range(layout.pp) for slots in replicas for slot in slots[p :: layout.pp]
+    )

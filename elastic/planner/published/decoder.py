@@ -1,23 +1,34 @@
-"""The profile of a decoder from its dimensions alone: for published models, and for plans without a program.
+"""The profile of a decoder from its dimensions alone: for published models, and for plans without a
+program.
 
-Products and parameters as in Vaswani et al. 2017 (section 3) with the changes of Llama (Touvron et al. 2023, section 2.2) where
-the dimensions say so. Kept and moved bytes are those of a usual implementation with fused attention, counted tensor by tensor.
+Products and parameters as in Vaswani et al. 2017 (section 3) with the changes of Llama (Touvron et
+al. 2023, section 2.2) where the dimensions say so. Kept and moved bytes are those of a usual
+implementation with fused attention, counted tensor by tensor.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.types import DTYPE_BYTES, Attention, Matmul, ModelProfile, OptimizerSpec, SampleProfile, TensorSpec
+from elastic.types import (
+    DTYPE_BYTES,
+    Attention,
+    Matmul,
+    ModelProfile,
+    OptimizerSpec,
+    SampleProfile,
+    TensorSpec,
+)
 
 ADAM = OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",))
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Dimensions. `gated`: the MLP has three matrices (SwiGLU), else two with a bias (GELU). `experts`: of each block's MLP,
-    0 = it is dense; a token goes through `active` of them. `window`: keys that every second block sees at most, 0 = all.
-    `fused`: attention never writes its scores; else they are kept (Korthikanti et al. 2022, equation 1).
+    """Dimensions. `gated`: the MLP has three matrices (SwiGLU), else two with a bias (GELU).
+    `experts`: of each block's MLP, 0 = it is dense; a token goes through `active` of them.
+    `window`: keys that every second block sees at most, 0 = all. `fused`: attention never writes
+    its scores; else they are kept (Korthikanti et al. 2022, equation 1).
     """
 
     layers: int
@@ -36,7 +47,8 @@ class Decoder:
     fused: bool = True
     dtype: str = "float32"  # of the parameters and their moments
     compute: str = "bfloat16"
-    logit_bytes: int = 14  # of a logit, at the end of the loss: as computed, in float32, its log-softmax, its gradient
+    # of a logit, at the end of the loss: as computed, in float32, its log-softmax, its gradient
+    logit_bytes: int = 14
 
     @property
     def width(self) -> int:
@@ -69,8 +81,9 @@ class Decoder:
     def profile(self) -> ModelProfile:
         """With everything in it that the cost formulas read."""
         return ModelProfile(
-            self.layers, self.n_params, self._specs(), (ADAM,), 6.0 * self.active_params, self.kv_heads,
-            n_expert_params=self.layers * self.mlp_params if self.experts else 0, sample=self.sample(),
+            self.layers, self.n_params, self._specs(), (ADAM,), 6.0 * self.active_params,
+            self.kv_heads, n_expert_params=self.layers * self.mlp_params if self.experts else 0,
+            sample=self.sample(),
         )  # fmt: skip
 
     def sample(self) -> SampleProfile:
@@ -100,32 +113,47 @@ class Decoder:
         )
 
     def _matmuls(self) -> tuple[Matmul, ...]:
-        s, h, wide, narrow = self.seq, self.hidden, self.heads * self.width, self.kv_heads * self.width
+        s, h, wide, narrow = (
+            self.seq,
+            self.hidden,
+            self.heads * self.width,
+            self.kv_heads * self.width,
+        )
         into = 2 if self.gated else 1
         made = [Matmul(s, h, wide + 2 * narrow, cut="n"), Matmul(s, wide, h, cut="k")]
         if not self.experts:
             return (*made, Matmul(s, h, into * self.ffn, cut="n"), Matmul(s, self.ffn, h, cut="k"))
         rows = s * self.active
         return (
-            *made, Matmul(s, h, self.experts), Matmul(rows, h, into * self.ffn, cut="n", experts=self.experts),
-            Matmul(rows, self.ffn, h, cut="k", experts=self.experts),
+            *made, Matmul(s, h, self.experts), Matmul(rows, h, into * self.ffn, cut="n",
+            experts=self.experts), Matmul(rows, self.ffn, h, cut="k", experts=self.experts),
         )  # fmt: skip
 
     def _attentions(self) -> tuple[Attention, ...]:
         whole = Attention(self.seq, self.seq, self.heads, self.kv_heads, self.width)
         if not self.window or self.window >= self.seq:
             return (whole,)
-        part = Attention(self.seq, self.seq, self.heads, self.kv_heads, self.width, window=self.window, count=0.5)
-        return (Attention(self.seq, self.seq, self.heads, self.kv_heads, self.width, count=0.5), part)
+        part = Attention(
+            self.seq, self.seq, self.heads, self.kv_heads, self.width, window=self.window, count=0.5
+        )
+        return (
+            Attention(self.seq, self.seq, self.heads, self.kv_heads, self.width, count=0.5),
+            part,
+        )
 
     def _rows(self) -> int:
         """Tokens that the MLP computes, one that goes through several experts counted as often."""
         return self.seq * (self.active if self.experts else 1)
 
     def _kept(self, size: int) -> tuple[tuple[str, int], ...]:
-        """Inputs of both norms, of the products and of attention, and what the activation needs; `selective` keeps the outputs
-        of products and attention and the block's input."""
-        s, h, wide, narrow = self.seq, self.hidden, self.heads * self.width, self.kv_heads * self.width
+        """Inputs of both norms, of the products and of attention, and what the activation needs;
+        `selective` keeps the outputs of products and attention and the block's input."""
+        s, h, wide, narrow = (
+            self.seq,
+            self.hidden,
+            self.heads * self.width,
+            self.kv_heads * self.width,
+        )
         qkv, mlp, rows = wide + 2 * narrow, (2 if self.gated else 1) * self.ffn, self._rows()
         scores = 0 if self.fused else int(2.5 * size) * self.heads * s * s
         spread = rows * h if self.experts else 0
@@ -134,9 +162,10 @@ class Decoder:
         return (("none", none), ("selective", selective), ("full", s * h * size))
 
     def _moved(self, size: int) -> int:
-        """Reads and writes of eager operations: norms, residual sums, rotary positions, the activation; of attention's scores
-        where they are not fused (scaled and masked, softmax, dropout: four passes). Llama's norms and positions (`gated`) are
-        sequences of operations in float32 (15 and 20 accesses of an element), LayerNorm is one."""
+        """Reads and writes of eager operations: norms, residual sums, rotary positions, the
+        activation; of attention's scores where they are not fused (scaled and masked, softmax,
+        dropout: four passes). Llama's norms and positions (`gated`) are sequences of operations in
+        float32 (15 and 20 accesses of an element), LayerNorm is one."""
         s, h, rows = self.seq, self.hidden, self._rows()
         turned = (self.heads + self.kv_heads) * self.width
         mlp = rows * self.ffn * (5 if self.gated else 4)

@@ -1,4 +1,5 @@
-"""Published decoders by name: their dimensions, and the batch of their training. decoders.csv has them with sources."""
+"""Published decoders by name: their dimensions, and the batch of their training. decoders.csv has
+them with sources."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from typing import Any
 from elastic.errors import SpecError
 from elastic.planner.published.decoder import Decoder
 
-SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")  # what a decoder of one's own must say
+# what a decoder of one's own must say
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
 MORE = ("head_dim", "experts", "active", "window", "gated", "tied")
 USUAL_BATCH_TOKENS = 4_194_304  # of models whose batch nobody has published
 
 
 @dataclass(frozen=True)
 class KnownDecoder:
-    """`params_b`: billions of parameters as its authors count them, 0 = not published; `batch_tokens`: of an optimizer step."""
+    """`params_b`: billions of parameters as its authors count them, 0 = not published;
+    `batch_tokens`: of an optimizer step."""
 
     name: str
     decoder: Decoder
@@ -38,30 +41,45 @@ def known() -> Mapping[str, KnownDecoder]:
 
 
 def _row(row: Mapping[str, str]) -> KnownDecoder:
-    decoder = _decoder(Decoder(0, 0, 0, 0, 0, 0, 0), {key: int(row[key]) for key in (*SIZES, *MORE)})
-    return KnownDecoder(row["name"], decoder, int(row["batch_tokens"]), float(row["params_b"]), row["source"])
+    decoder = _decoder(
+        Decoder(0, 0, 0, 0, 0, 0, 0), {key: int(row[key]) for key in (*SIZES, *MORE)}
+    )
+    return KnownDecoder(
+        row["name"], decoder, int(row["batch_tokens"]), float(row["params_b"]), row["source"]
+    )
 
 
 def _decoder(before: Decoder, sizes: Mapping[str, int]) -> Decoder:
-    said: dict[str, Any] = {key: bool(value) if key in ("gated", "tied") else value for key, value in sizes.items()}
+    said: dict[str, Any] = {
+        key: bool(value) if key in ("gated", "tied") else value for key, value in sizes.items()
+    }
     return replace(before, **said)
 
 
 def find(text: str) -> KnownDecoder:
-    """`llama3-70b`, `70b` (the first in the table whose name ends so), either with changes as in `8b,seq=16384`, or all sizes:
-    `layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256,seq=8192`. Raises SpecError in one line."""
+    """`llama3-70b`, `70b` (the first in the table whose name ends so), either with changes as in
+    `8b,seq=16384`, or all sizes:
+    `layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256,seq=8192`. Raises SpecError in
+    one line."""
     name, _, rest = text.replace(" ", "").partition(",")
     if "=" in name:
         sizes = _sizes(text)
         missing = [key for key in SIZES if key not in sizes and key != "kv_heads"]
         if missing:
-            raise SpecError(f"--model {text}: {missing[0]} is missing; a model of your own needs {', '.join(SIZES)}")
+            raise SpecError(
+                f"--model {text}: {missing[0]} is missing; a model of your own needs "
+                f"{', '.join(SIZES)}"
+            )
         found = _decoder(Decoder(0, 0, 0, 0, 0, 0, 0), {"kv_heads": sizes["heads"], **sizes})
         return KnownDecoder(f"{found.n_params / 1e9:.3g}B of its own", _checked(found, text))
     known = named(name)
     if not rest:
         return known
-    return replace(known, name=f"{known.name} with {rest}", decoder=_checked(_decoder(known.decoder, _sizes(rest)), text))
+    return replace(
+        known,
+        name=f"{known.name} with {rest}",
+        decoder=_checked(_decoder(known.decoder, _sizes(rest)), text),
+    )
 
 
 def named(name: str) -> KnownDecoder:
@@ -72,9 +90,15 @@ def named(name: str) -> KnownDecoder:
     ending = [known for known in table if known.endswith(f"-{low}")]
     if ending:
         return table[ending[0]]
-    near = difflib.get_close_matches(low, table, n=3, cutoff=0.5) or [known for known in table if low and low in known][:3]
+    near = (
+        difflib.get_close_matches(low, table, n=3, cutoff=0.5)
+        or [known for known in table if low and low in known][:3]
+    )
     right = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(table)}"
-    raise SpecError(f"--model {name}: no such model in the table; {right}; or give its sizes: {'=N,'.join(SIZES)}=N")
+    raise SpecError(
+        f"--model {name}: no such model in the table; {right}; or give its sizes: "
+        f"{'=N,'.join(SIZES)}=N"
+    )
 
 
 def _sizes(text: str) -> dict[str, int]:
@@ -83,10 +107,14 @@ def _sizes(text: str) -> dict[str, int]:
         key, _, value = part.partition("=")
         if key not in (*SIZES, *MORE):
             near = difflib.get_close_matches(key, (*SIZES, *MORE), n=1, cutoff=0.5)
-            right = f"did you mean {near[0]}?" if near else f"sizes are {', '.join((*SIZES, *MORE))}"
+            right = (
+                f"did you mean {near[0]}?" if near else f"sizes are {', '.join((*SIZES, *MORE))}"
+            )
             raise SpecError(f"--model {text}: '{key}' is no size of a model; {right}")
         if not value.isdigit() or (key in SIZES and int(value) < 1):
-            raise SpecError(f"--model {text}: {key} must be a whole number of at least 1, not '{value}'")
+            raise SpecError(
+                f"--model {text}: {key} must be a whole number of at least 1, not '{value}'"
+            )
         found[key] = int(value)
     return found
 
@@ -94,9 +122,17 @@ def _sizes(text: str) -> dict[str, int]:
 def _checked(decoder: Decoder, text: str) -> Decoder:
     """Sizes that go together. Raises SpecError."""
     if not decoder.head_dim and decoder.hidden % decoder.heads:
-        raise SpecError(f"--model {text}: heads={decoder.heads} must divide hidden={decoder.hidden}, or give head_dim")
+        raise SpecError(
+            f"--model {text}: heads={decoder.heads} must divide hidden={decoder.hidden}, or give "
+            "head_dim"
+        )
     if decoder.heads % decoder.kv_heads:
-        raise SpecError(f"--model {text}: kv_heads={decoder.kv_heads} must divide heads={decoder.heads}")
+        raise SpecError(
+            f"--model {text}: kv_heads={decoder.kv_heads} must divide heads={decoder.heads}"
+        )
     if bool(decoder.experts) != bool(decoder.active) or decoder.active > decoder.experts:
-        raise SpecError(f"--model {text}: experts={decoder.experts} and active={decoder.active}: give both, or neither")
+        raise SpecError(
+            f"--model {text}: experts={decoder.experts} and active={decoder.active}: give both, "
+            "or neither"
+        )
     return decoder

@@ -1,9 +1,10 @@
 """Published measurements: a row of a table -> what the cost formulas need to predict it.
 
-A row says what a source prints; what it leaves out is filled by rules that hold for every row: where gated and tied are not
-said, the decoder whose parameters come nearest; heads of 128; the sequence of other rows of that model; checkpointing that is
-not said is the least that fits. The software generation follows from what was used (precision, ZeRO, checkpointing, GPU
-architecture), never from who measured it.
+A row says what a source prints; what it leaves out is filled by rules that hold for every row:
+where gated and tied are not said, the decoder whose parameters come nearest; heads of 128; the
+sequence of other rows of that model; checkpointing that is not said is the least that fits. The
+software generation follows from what was used (precision, ZeRO, checkpointing, GPU architecture),
+never from who measured it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from elastic.planner.cost.step_cost import Cost, Site, step_cost
 from elastic.planner.published.decoder import Decoder
 from elastic.types import Layout
 
-COLUMNS = ("model", "params_b", "hidden", "gpu", "gpus", "tp", "pp")  # without these a row says too little
+# without these a row says too little
+COLUMNS = ("model", "params_b", "hidden", "gpu", "gpus", "tp", "pp")
 STAGES = {"0": 0, "1": 1, "2": 2, "3": 3, "fsdp": 3, "fsdp2": 3, "": 1}
-GRAPHED = (26, 6)  # containers of Megatron from this year and month on: CUDA graphs and fused experts
+# containers of Megatron from this year and month on: CUDA graphs and fused experts
+GRAPHED = (26, 6)
 CONTEXT_BYTES = 1.5 * 2**30  # CUDA's own, which nvidia-smi counts and an allocator does not
-RESERVED = 1.05  # what an allocator keeps over what is in use (PyTorch: max_memory_reserved over max_memory_allocated)
+# what an allocator keeps over what is in use (PyTorch: max_memory_reserved over
+# max_memory_allocated)
+RESERVED = 1.05
 LONE_HEAD = 128
 DEFAULT_SEQ = 4096
 EXPERTS = re.compile(r"(\d+) experts top-(\d+)")
@@ -37,7 +42,8 @@ CONTAINER = re.compile(r"container (\d\d)\.(\d\d)")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One measurement. Units: tokens per second of one GPU, bytes of the fullest GPU; 0 = not measured."""
+    """One measurement. Units: tokens per second of one GPU, bytes of the fullest GPU; 0 = not
+    measured."""
 
     name: str
     source: str
@@ -56,7 +62,11 @@ class Case:
     counted_bytes: float  # what the way of measuring counts besides the allocator's
 
     def cost(self, kernels: Kernels | None = None) -> Cost:
-        site = self.site if kernels is None else replace(self.site, chip=replace(self.site.chip, kernels=kernels))
+        site = (
+            self.site
+            if kernels is None
+            else replace(self.site, chip=replace(self.site.chip, kernels=kernels))
+        )
         return step_cost(site, self.work, self.layout, self.step)
 
     def predicted_tokens_per_s(self, kernels: Kernels | None = None) -> float:
@@ -91,7 +101,11 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
     if software in UNFUSED and profile.sample is not None:
         profile = replace(profile, sample=replace(profile.sample, sequence_parallel=False))
     work = ModelCost.of(profile)
-    layout = _checkpointed(work, layout, step, chip.memory_bytes) if not row.get("activation_ckpt") else layout
+    layout = (
+        _checkpointed(work, layout, step, chip.memory_bytes)
+        if not row.get("activation_ckpt")
+        else layout
+    )
     return Case(
         name=row.get("id", ""),
         source=row.get("source", ""),
@@ -102,7 +116,10 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
         layout=layout,
         step=step,
         work=work,
-        site=Site(ComputeTarget(catalog_hardware.profile(chip), generation(software, chip.arch), dtype), per_node),
+        site=Site(
+            ComputeTarget(catalog_hardware.profile(chip), generation(software, chip.arch), dtype),
+            per_node,
+        ),
         tokens=seq,
         tokens_per_s=_float(row, "tokens_per_s_per_gpu"),
         memory_bytes=_float(row, "mem_gib_per_gpu") * 2**30,
@@ -131,10 +148,13 @@ def precision(text: str) -> str:
 
 
 def software_of(row: Mapping[str, str], arch: str) -> str:
-    """Volta and Turing have no fused attention in training; on Ampere it is absent where everything is computed again under
-    tensor or pipeline parallelism, as before it was there; ZeRO 3 by number is FSDP's first form; `fsdp2` its second."""
+    """Volta and Turing have no fused attention in training; on Ampere it is absent where everything
+    is computed again under tensor or pipeline parallelism, as before it was there; ZeRO 3 by number
+    is FSDP's first form; `fsdp2` its second."""
     cut = _int(row, "tp") * _int(row, "pp") > 1
-    if arch in ("Volta", "Turing") or (arch == "Ampere" and cut and row.get("activation_ckpt") == "full"):
+    if arch in ("Volta", "Turing") or (
+        arch == "Ampere" and cut and row.get("activation_ckpt") == "full"
+    ):
         return "megatron-2022"
     if row.get("zero_stage") == "3":
         return "fsdp1"
@@ -145,8 +165,8 @@ def software_of(row: Mapping[str, str], arch: str) -> str:
 
 
 def layout_of(row: Mapping[str, str]) -> Layout:
-    """Data-parallel ranks are what is left; without ZeRO 3, replicas and shards are one axis. A printed layout that needs more
-    GPUs than there were has fewer stages."""
+    """Data-parallel ranks are what is left; without ZeRO 3, replicas and shards are one axis. A
+    printed layout that needs more GPUs than there were has fewer stages."""
     tp, cp, n = _int(row, "tp") or 1, _int(row, "cp") or 1, _int(row, "gpus")
     pp = min(_int(row, "pp") or 1, max(1, n // (tp * cp)))
     dp, stage = max(1, n // (tp * cp * pp)), STAGES.get(row.get("zero_stage", ""), 1)
@@ -156,13 +176,22 @@ def layout_of(row: Mapping[str, str]) -> Layout:
     interleaved = pp > 1 and v > 1
     mode = row.get("activation_ckpt", "")
     return Layout(
-        pp=pp, dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp, ep=_int(row, "ep") or 1,
+        pp=pp,
+        dp_replicate=replicas,
+        dp_shard=shards,
+        cp=cp,
+        tp=tp,
+        ep=_int(row, "ep") or 1,
         microbatch_size=_int(row, "micro_batch") or 1,
         schedule="interleaved1f1b" if interleaved else "1f1b",
         virtual_stages=v if interleaved else 0,
         zero_stage=stage,
-        activation_checkpointing="selective" if mode.startswith("selective") else mode if mode == "full" else "none",
-    )  # fmt: skip
+        activation_checkpointing="selective"
+        if mode.startswith("selective")
+        else mode
+        if mode == "full"
+        else "none",
+    )
 
 
 def _batch(row: Mapping[str, str], layout: Layout) -> tuple[int, int]:
@@ -173,7 +202,8 @@ def _batch(row: Mapping[str, str], layout: Layout) -> tuple[int, int]:
 
 
 def decoder_of(row: Mapping[str, str], seq: int, dtype: str, software: str) -> Decoder:
-    """Of the forms that the dimensions leave open, the one whose parameters come nearest to what is printed."""
+    """Of the forms that the dimensions leave open, the one whose parameters come nearest to what is
+    printed."""
     hidden, layers, vocab = _int(row, "hidden"), _int(row, "layers"), _int(row, "vocab") or 32000
     wanted = _float(row, "params_b") * 1e9
     heads = _int(row, "heads") or _heads(hidden)
@@ -182,8 +212,8 @@ def decoder_of(row: Mapping[str, str], seq: int, dtype: str, software: str) -> D
     pure = row.get("precision", "").endswith("-true")
     plain = Decoder(
         layers or round((wanted - vocab * hidden) / (12 * hidden * hidden)), hidden, heads,
-        _int(row, "kv_heads") or heads, _int(row, "ffn") or 4 * hidden, vocab, seq,
-        experts=experts, active=active, fused=software not in UNFUSED, logit_bytes=LOGIT_BYTES[software],
+        _int(row, "kv_heads") or heads, _int(row, "ffn") or 4 * hidden, vocab, seq, experts=experts,
+        active=active, fused=software not in UNFUSED, logit_bytes=LOGIT_BYTES[software],
         dtype="bfloat16" if pure else "float32",
         compute="float16" if dtype == "float16" else "bfloat16",
     )  # fmt: skip
@@ -209,4 +239,6 @@ def _float(row: Mapping[str, str], column: str) -> float:
     try:
         return float(text) if text else 0.0
     except ValueError:
-        raise SpecError(f"row {row.get('id') or '?'}: {column} must be a number, not '{text}'") from None
+        raise SpecError(
+            f"row {row.get('id') or '?'}: {column} must be a number, not '{text}'"
+        ) from None

@@ -1,4 +1,5 @@
-"""How well predictions hold: against published measurements, and against saying that every GPU kind has one MFU."""
+"""How well predictions hold: against published measurements, and against saying that every GPU kind
+has one MFU."""
 
 from __future__ import annotations
 
@@ -45,14 +46,20 @@ class Score:
             "rows_timed": len(timed),
             "median_abs_err": median(errors),
             "p90_abs_err": quantile(errors, 0.9),
-            "source_mean_abs_err": mean(median(line.error for line in some) for some in by_source.values()),
+            "source_mean_abs_err": mean(
+                median(line.error for line in some) for some in by_source.values()
+            ),
             "constant_mfu_median_abs_err": median(constant),
-            "constant_mfu_source_mean_abs_err": mean(median(ln.constant_error for ln in some) for some in by_source.values()),
+            "constant_mfu_source_mean_abs_err": mean(
+                median(ln.constant_error for ln in some) for some in by_source.values()
+            ),
             "mem_rows": len(sized),
             "mem_median_abs_err": median(sized) if sized else None,
             "fits_accuracy": mean(line.fits_predicted == line.case.fits for line in self.lines),
             "fits_table": self.fits_table(),
-            "spearman_by_source": {name: spearman(some) for name, some in by_source.items() if _ranked(some)},
+            "spearman_by_source": {
+                name: spearman(some) for name, some in by_source.items() if _ranked(some)
+            },
             "choices": len(regrets),
             "best_choice_within_5pct": mean(r <= NEAR - 1 for r in regrets) if regrets else None,
             "regret_median": median(regrets) if regrets else None,
@@ -67,16 +74,21 @@ class Score:
         """Confusion: what fits, as measured and as predicted."""
         found = {"fits_said_fits": 0, "fits_said_not": 0, "not_said_fits": 0, "not_said_not": 0}
         for line in self.lines:
-            found[f"{'fits' if line.case.fits else 'not'}_said_{'fits' if line.fits_predicted else 'not'}"] += 1
+            measured = "fits" if line.case.fits else "not"
+            said = "fits" if line.fits_predicted else "not"
+            found[f"{measured}_said_{said}"] += 1
         return found
 
     def regrets(self) -> list[tuple[tuple[str, ...], float]]:
-        """Of each model, GPU kind and number with several measured layouts: how much slower the layout is that is predicted to
-        be the fastest than the one that was. Layouts that were measured several times count with their median."""
+        """Of each model, GPU kind and number with several measured layouts: how much slower the
+        layout is that is predicted to be the fastest than the one that was. Layouts that were
+        measured several times count with their median."""
         found = []
         timed = [line for line in self.lines if line.case.tokens_per_s]
         for key, some in _grouped(timed, _question).items():
-            layouts = _grouped(some, lambda line: (line.case.layout, line.case.step.global_batch)).values()
+            layouts = _grouped(
+                some, lambda line: (line.case.layout, line.case.step.global_batch)
+            ).values()
             if len(layouts) < 2:
                 continue
             measured = [median(line.case.tokens_per_s for line in same) for same in layouts]
@@ -89,8 +101,9 @@ class Score:
         """Rows for people: id, model, GPUs, layout, measured, predicted, error."""
         return [
             (
-                line.case.name, line.case.model, f"{line.case.n_gpus} {line.case.gpu}", str(line.case.layout),
-                f"{line.case.tokens_per_s:.4g}", f"{line.predicted:.4g}", f"{line.predicted / line.case.tokens_per_s - 1:+.0%}",
+                line.case.name, line.case.model, f"{line.case.n_gpus} {line.case.gpu}",
+                str(line.case.layout), f"{line.case.tokens_per_s:.4g}", f"{line.predicted:.4g}",
+                f"{line.predicted / line.case.tokens_per_s - 1:+.0%}",
             )
             for line in self.lines
             if line.case.tokens_per_s
@@ -124,7 +137,8 @@ FITS = (1 + USABLE) / 2  # of a GPU's memory: between what is safe and what is t
 
 
 def constant_flop_per_s(found: Sequence[Case]) -> dict[str, float]:
-    """The baseline: each GPU kind does as many of a model's FLOPs per second (6 per parameter and token) as its median row."""
+    """The baseline: each GPU kind does as many of a model's FLOPs per second (6 per parameter and
+    token) as its median row."""
     rates = defaultdict(list)
     for case in found:
         if case.tokens_per_s:
@@ -139,7 +153,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def spearman(lines: Sequence[ScoreRow]) -> float:
-    """Rank correlation of predicted and measured tokens per second; of equal values the ranks are averaged."""
+    """Rank correlation of predicted and measured tokens per second; of equal values the ranks are
+    averaged."""
     one = ranks([line.case.tokens_per_s for line in lines])
     two = ranks([line.predicted for line in lines])
     middle = (len(lines) + 1) / 2
@@ -163,10 +178,20 @@ def _question(line: ScoreRow) -> tuple[str, ...]:
     case = line.case
     heads = [a.heads for a in case.work.sample.attentions] if case.work.sample else []
     shape = f"{case.work.n_blocks} {case.work.block:.0f} {heads}"
-    return case.source, case.model, shape, case.gpu, str(case.n_gpus), str(case.tokens), case.step.dtype
+    return (
+        case.source,
+        case.model,
+        shape,
+        case.gpu,
+        str(case.n_gpus),
+        str(case.tokens),
+        case.step.dtype,
+    )
 
 
-def _grouped(lines: Iterable[ScoreRow], key: Callable[[ScoreRow], Any]) -> dict[Any, list[ScoreRow]]:
+def _grouped(
+    lines: Iterable[ScoreRow], key: Callable[[ScoreRow], Any]
+) -> dict[Any, list[ScoreRow]]:
     found: dict[Any, list[ScoreRow]] = {}
     for line in lines:
         found.setdefault(key(line), []).append(line)

@@ -1,1 +1,2 @@
-"""Peer replicas and checkpoints: how often, where, which are kept, and which one a recovery begins from."""
+"""Peer replicas and checkpoints: how often, where, which are kept, and which one a recovery begins
+from."""

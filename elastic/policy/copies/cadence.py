@@ -16,7 +16,8 @@ BURST_BYTES = 8 << 20  # go unpaced (elastic/worker/state/replica_stream.py)
 DURABLE_LEAST, DURABLE_UNMEASURED, DURABLE_ALONE, DURABLE_COPIES = 20, 20, 10, 4
 STALL_UNMEASURED_S = 0.5
 CHANGE_FACTOR = 1.5  # another cadence is ordered when the best one differs by more
-CHANGE_COPIES, CHANGE_WAIT_S = 3, 10.0  # measured, and passed, since the plan was entered or changed last
+# measured, and passed, since the plan was entered or changed last
+CHANGE_COPIES, CHANGE_WAIT_S = 3, 10.0
 
 
 def peer_every(state: State, nodes: Sequence[Node], copies: Copies) -> int:
@@ -26,18 +27,22 @@ def peer_every(state: State, nodes: Sequence[Node], copies: Copies) -> int:
     wanted = state.job.peer_every
     if wanted != "auto":
         return wanted
-    flight_s = max(0, copies.n_bytes - BURST_BYTES) / copies.bytes_per_s if copies.bytes_per_s else 0.0
+    flight_s = (
+        max(0, copies.n_bytes - BURST_BYTES) / copies.bytes_per_s if copies.bytes_per_s else 0.0
+    )
     return best_every(state, nodes, copy_cost_s(state), flight_s)
 
 
 def copy_cost_s(state: State) -> float:
-    """What a peer replica costs the run, as measured: steps that waited for it, and steps that ran slower; 0 = not measured."""
+    """What a peer replica costs the run, as measured: steps that waited for it, and steps that ran
+    slower; 0 = not measured."""
     return state.copy_stall_s + state.copy_slowed_s
 
 
 def best_every(state: State, nodes: Sequence[Node], cost_s: float, flight_s: float) -> int:
-    """The smallest number of steps that keeps copies under 1 % of the step time, but no more than the losses to be expected
-    make worth while: sqrt(2 x cost x mean time between losses) (Young 1974); and not before a copy has crossed the wire."""
+    """The smallest number of steps that keeps copies under 1 % of the step time, but no more than
+    the losses to be expected make worth while: sqrt(2 x cost x mean time between losses) (Young
+    1974); and not before a copy has crossed the wire."""
     step_s = state.step_time_s
     if not step_s:
         return PEER_UNMEASURED
@@ -50,8 +55,9 @@ def best_every(state: State, nodes: Sequence[Node], cost_s: float, flight_s: flo
 
 
 def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> int:
-    """Steps between checkpoints: sqrt(2 x stall x mean time between losses) (Young 1974, Daly 2006), at least 20 steps
-    and at most a quarter of the job; at most 10 when no other node holds a copy (`alone`, or there is one node only)."""
+    """Steps between checkpoints: sqrt(2 x stall x mean time between losses) (Young 1974, Daly
+    2006), at least 20 steps and at most a quarter of the job; at most 10 when no other node holds a
+    copy (`alone`, or there is one node only)."""
     wanted = state.job.durable_every
     if wanted != "auto":
         return wanted
@@ -59,15 +65,21 @@ def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> i
     if state.step_time_s:
         stall_s = state.durable_stall_s or STALL_UNMEASURED_S
         interval_s = sqrt(2 * stall_s * 3600 / max(1e-9, losses_per_h(state, nodes)))
-        every = max(DURABLE_LEAST, min(round(interval_s / state.step_time_s), state.steps // DURABLE_COPIES))
-    return min(every, DURABLE_ALONE) if alone or len({node.node_id for node in nodes}) < 2 else every
+        every = max(
+            DURABLE_LEAST, min(round(interval_s / state.step_time_s), state.steps // DURABLE_COPIES)
+        )
+    return (
+        min(every, DURABLE_ALONE) if alone or len({node.node_id for node in nodes}) < 2 else every
+    )
 
 
-# ------------------------------------------------------------------------------------------------ while a plan runs
+# ------------------------------------------------------------------------------------------------
+# while a plan runs
 
 
 def adjust(state: State, now_s: float) -> Decision | None:
-    """Another number of steps between peer replicas for the running plan, when the measured cost says so clearly."""
+    """Another number of steps between peer replicas for the running plan, when the measured cost
+    says so clearly."""
     plan = state.plan
     if plan is None or not plan.copies_to or not plan.peer_every or state.job.peer_every != "auto":
         return None
@@ -83,14 +95,17 @@ def adjust(state: State, now_s: float) -> Decision | None:
     cost_s = copy_cost_s(state)
     share = cost_s / (plan.peer_every * state.step_time_s)
     why = (
-        f"peer replicas every {new} steps instead of {plan.peer_every}: a copy costs {cost_s * 1000:.3g} ms and takes "
-        f"{state.copy_flight_s:.3g} s to cross, a step {state.step_time_s:.3g} s ({share:.1%} spent on copies)"
+        f"peer replicas every {new} steps instead of {plan.peer_every}: a copy costs "
+        f"{cost_s * 1000:.3g} ms and takes "
+        f"{state.copy_flight_s:.3g} s to cross, a step {state.step_time_s:.3g} s ({share:.1%} "
+        "spent on copies)"
     )
     return Decision((SetCadence(plan.generation, new, plan.durable_every),), why)
 
 
 def _clearly_better(state: State, nodes: Sequence[Node], every: int) -> int | None:
-    """A cadence that differs by more than the factor; for more copies also if each cost half as much again."""
+    """A cadence that differs by more than the factor; for more copies also if each cost half as
+    much again."""
     cost_s, flight_s = copy_cost_s(state), state.copy_flight_s
     fewer = best_every(state, nodes, cost_s, flight_s)
     if fewer > CHANGE_FACTOR * every:

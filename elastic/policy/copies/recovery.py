@@ -1,4 +1,5 @@
-"""Where the next generation takes its state from: the newest step whose every box has a living holder, else storage."""
+"""Where the next generation takes its state from: the newest step whose every box has a living
+holder, else storage."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward
 from elastic.types.grid import replica_key
 from elastic.types.replacing import replace
 
-COMPARED_S = 60.0  # of steps that are done again so that a layout can be compared with the one before
+# of steps that are done again so that a layout can be compared with the one before
+COMPARED_S = 60.0
 REDO_S = 600.0  # work up to this long is done again from the start when nothing was ever stored
 
 
 def from_memory(state: State, below: int | None = None) -> Resume | None:
-    """The newest step of which every replica group of its generation has a living holder; None when there is none.
+    """The newest step of which every replica group of its generation has a living holder; None when
+    there is none.
 
     `below`: only steps of less than that.
     """
@@ -28,7 +31,8 @@ def from_memory(state: State, below: int | None = None) -> Resume | None:
 
 
 def _held(state: State) -> dict[tuple[int, int], list[Holding]]:
-    """(step, generation) -> what living workers hold of it; nothing of generations that are forgotten or not to be trusted."""
+    """(step, generation) -> what living workers hold of it; nothing of generations that are
+    forgotten or not to be trusted."""
     found: dict[tuple[int, int], list[Holding]] = {}
     for worker, held in state.holdings.items():
         for holding in held if state.lives(worker) else ():
@@ -39,12 +43,13 @@ def _held(state: State) -> dict[tuple[int, int], list[Holding]]:
 
 
 def forward(state: State) -> RollForward | None:
-    """The step that some survivors have committed and others can still apply, if with these every box of it has a holder and
-    without them it has not.
+    """The step that some survivors have committed and others can still apply, if with these every
+    box of it has a holder and without them it has not.
 
-    That is safe: a rank has the result of a commit only when every rank had put its part in, and each does so after all of its
-    gradients are summed. So whoever missed it holds the gradients of just this step beside the state before it, and nothing
-    that the broken collective may have left half-done.
+    That is safe: a rank has the result of a commit only when every rank had put its part in, and
+    each does so after all of its gradients are summed. So whoever missed it holds the gradients of
+    just this step beside the state before it, and nothing that the broken collective may have left
+    half-done.
     """
     held = _held(state)
     for (step, generation), there in sorted(held.items(), reverse=True):
@@ -62,12 +67,15 @@ def forward(state: State) -> RollForward | None:
 
 def covered(plan: Plan, holdings: list[Holding]) -> bool:
     """Does every group of ranks with equal boxes have a holder?"""
-    held = {replica_key(plan.layout, h.rank) for h in holdings if 0 <= h.rank < plan.layout.world_size}
+    held = {
+        replica_key(plan.layout, h.rank) for h in holdings if 0 <= h.rank < plan.layout.world_size
+    }
     return held == {replica_key(plan.layout, rank) for rank in range(plan.layout.world_size)}
 
 
 def _chosen(state: State, plan: Plan, holdings: list[Holding]) -> tuple[Holding, ...]:
-    """One holding per worker and rank (live before peer); workers of draining nodes only where no other would do."""
+    """One holding per worker and rank (live before peer); workers of draining nodes only where no
+    other would do."""
     by_place: dict[tuple[int, str], Holding] = {}
     for holding in sorted(holdings, key=lambda h: (h.rank, str(h.worker), h.kind != "live")):
         by_place.setdefault((holding.rank, str(holding.worker)), holding)
@@ -77,9 +85,11 @@ def _chosen(state: State, plan: Plan, holdings: list[Holding]) -> tuple[Holding,
 
 
 def newest(state: State) -> Resume:
-    """The newest state that can be had: memory before storage at the same step. Raises StateLost when there is none.
+    """The newest state that can be had: memory before storage at the same step. Raises StateLost
+    when there is none.
 
-    A run that has stored nothing yet starts again at step 0 when no more than REDO_S of steps are lost by that.
+    A run that has stored nothing yet starts again at step 0 when no more than REDO_S of steps are
+    lost by that.
     """
     memory, durable = _below(state, state.below_step)
     if state.below_step and memory is None and durable is None:
@@ -88,19 +98,24 @@ def newest(state: State) -> Resume:
         return memory
     if durable:
         return _stored(durable)
-    if state.astray and (left := from_memory(replace(state, distrusted=state.distrusted - set(state.astray)))):
+    if state.astray and (
+        left := from_memory(replace(state, distrusted=state.distrusted - set(state.astray)))
+    ):
         return left  # what a generation of a wrong layout had taken over before its first step
     if state.damaged:
         raise StateLost(
-            f"no checkpoint can be read: {'; '.join(state.damaged.values())}; mend one, or remove them all to start over "
+            f"no checkpoint can be read: {'; '.join(state.damaged.values())}; mend one, or remove "
+            "them all to start over "
             "(elastic checkpoint rm)"
         )
     lost_s = state.best_step * state.step_time_s
     if lost_s <= REDO_S or not state.best_step:
         return Resume("fresh")
     raise StateLost(
-        f"no copy of the training state is left: step {state.best_step} was reached ({lost_s:.0f} s of steps), no checkpoint "
-        f"was ever stored, and the living workers hold no complete copy; set checkpoint_every and start again"
+        f"no copy of the training state is left: step {state.best_step} was reached ({lost_s:.0f} "
+        "s of steps), no checkpoint "
+        "was ever stored, and the living workers hold no complete copy; set checkpoint_every and "
+        "start again"
     )
 
 
@@ -111,9 +126,10 @@ def _unproven(state: State, layout: Layout, old: Layout) -> tuple[str, ...]:
 
 
 def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
-    """Where the layout has an axis that the copy's had not and that nobody has compared, and nothing is known at the copy's
-    step that would tell whether it computes the same: an older copy, from which a step is done again that is known. Where that
-    costs more than COMPARED_S, or there is none: the same copy."""
+    """Where the layout has an axis that the copy's had not and that nobody has compared, and
+    nothing is known at the copy's step that would tell whether it computes the same: an older copy,
+    from which a step is done again that is known. Where that costs more than COMPARED_S, or there
+    is none: the same copy."""
     if not state.probes or resume.layout is None or not _unproven(state, layout, resume.layout):
         return resume
     if refused_layouts.comparable(state, resume.step):
@@ -127,12 +143,15 @@ def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
 
 
 def unknown_axes(state: State, layout: Layout, resume: Resume) -> dict[str, str]:
-    """Axes that cut the model or its sequences, and that the copy's layout had not, where nothing would tell whether they
-    compute the same; and that."""
+    """Axes that cut the model or its sequences, and that the copy's layout had not, where nothing
+    would tell whether they compute the same; and that."""
     if not state.probes or resume.layout is None or refused_layouts.comparable(state, resume.step):
         return {}
     axes = [axis for axis in _unproven(state, layout, resume.layout) if axis != "dp"]
-    why = f"nothing is known at step {resume.step} that would tell whether it computes the same as {resume.layout}"
+    why = (
+        f"nothing is known at step {resume.step} that would tell whether it computes the same as "
+        f"{resume.layout}"
+    )
     return dict.fromkeys(axes, why)
 
 
@@ -142,11 +161,14 @@ def _stored(copy: Copy) -> Resume:
 
 def _below(state: State, below: int | None) -> tuple[Resume | None, Copy | None]:
     """The newest in memory and in storage, of less than that step."""
-    return from_memory(state, below), next((c for c in state.durable if below is None or c.step < below), None)
+    return from_memory(state, below), next(
+        (c for c in state.durable if below is None or c.step < below), None
+    )
 
 
 def live(state: State) -> Resume:
-    """From the running generation, at the boundary where it stops: every rank of it holds its boxes."""
+    """From the running generation, at the boundary where it stops: every rank of it holds its
+    boxes."""
     plan = state.plan
     assert plan is not None
     return Resume("live", state.step, plan.generation, plan.layout, plan.layers, plan.live)

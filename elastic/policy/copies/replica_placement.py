@@ -16,14 +16,16 @@ from elastic.types.grid import replica_key, stage_ranks
 Keepers = tuple[tuple[int, ...], ...]
 
 COPIES = 1  # in other failure domains, where the job says 'auto'
-RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE_MOST = 0.2, 8 << 30, 0.25  # of a node's host memory: for everything else
+# of a node's host memory: for everything else
+RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE_MOST = 0.2, 8 << 30, 0.25
 STORING = 1  # own buffers besides those of peer replicas, while a checkpoint is written
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The part of a Plan that says who keeps what. `to`: () = no peer replicas. `n_bytes`: the most that one rank sends.
-    `replicas`: ranks of other nodes hold every box anyway. `note`: what is not as asked, for the plan's reason."""
+    """The part of a Plan that says who keeps what. `to`: () = no peer replicas. `n_bytes`: the most
+    that one rank sends. `replicas`: ranks of other nodes hold every box anyway. `note`: what is not
+    as asked, for the plan's reason."""
 
     to: Keepers = ()
     buffers: int = 2
@@ -39,13 +41,19 @@ class Copies:
 
 
 def replica_holders(
-    layout: Layout, ranks: Sequence[WorkerId], zones: Mapping[str, str], n: int, across: bool = False
+    layout: Layout,
+    ranks: Sequence[WorkerId],
+    zones: Mapping[str, str],
+    n: int,
+    across: bool = False,
 ) -> Keepers:
-    """For each rank the ranks that keep its copy, so that every box is held by workers of n + 1 nodes, where there are so many.
+    """For each rank the ranks that keep its copy, so that every box is held by workers of n + 1
+    nodes, where there are so many.
 
-    A node is a failure domain. `zones`: node -> its zone; a copy stays in its zone, unless `across`: then the first goes to
-    another zone where there is one. Ranks with equal boxes (dp_replicate) count as holders; only one of them sends. The
-    k-th worker of a node begins its search k nodes behind the next one, so that what a lost node held comes back from many.
+    A node is a failure domain. `zones`: node -> its zone; a copy stays in its zone, unless
+    `across`: then the first goes to another zone where there is one. Ranks with equal boxes
+    (dp_replicate) count as holders; only one of them sends. The k-th worker of a node begins its
+    search k nodes behind the next one, so that what a lost node held comes back from many.
     """
     spread = _Spread(ranks, zones, across)
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -80,7 +88,8 @@ class _Spread:
         self.most = ceil(n_copies / len(self.nodes))
 
     def one_more(self, members: Sequence[int], nodes: set[str]) -> set[str]:
-        """One of the members sends to a node that holds their boxes not yet. Returns that node; nothing when there is none."""
+        """One of the members sends to a node that holds their boxes not yet. Returns that node;
+        nothing when there is none."""
         for sender in sorted(members, key=lambda rank: (len(self.to[rank]), rank)):
             node = self._node(sender, nodes)
             if node is not None:
@@ -116,7 +125,9 @@ class _Spread:
         return other not in held or held == set(self.zones.values()) or len(held) > 1
 
 
-def holders(layout: Layout, ranks: Sequence[WorkerId], to: Keepers) -> dict[tuple[int, ...], set[str]]:
+def holders(
+    layout: Layout, ranks: Sequence[WorkerId], to: Keepers
+) -> dict[tuple[int, ...], set[str]]:
     """Piece of the state (the key of the ranks that hold it) -> nodes that hold a copy of it."""
     out: dict[tuple[int, ...], set[str]] = {}
     for rank, worker in enumerate(ranks):
@@ -125,11 +136,13 @@ def holders(layout: Layout, ranks: Sequence[WorkerId], to: Keepers) -> dict[tupl
     return out
 
 
-# ------------------------------------------------------------------------------------------------ what a plan gets
+# ------------------------------------------------------------------------------------------------
+# what a plan gets
 
 
 def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
-    """Who keeps whose copies under this choice: as many as the job asks for, fewer where nodes or host memory do not do."""
+    """Who keeps whose copies under this choice: as many as the job asks for, fewer where nodes or
+    host memory do not do."""
     wanted = state.job.peer_copies
     n = COPIES if wanted == "auto" else wanted
     used = Counter(worker.node_id for worker in choice.ranks)
@@ -156,7 +169,9 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     if first:
         return Copies(replicas=_replicated(choice, n), note=f"no peer replicas: {first}")
     zone = next(iter(zones.values()))
-    return Copies(note=f"no peer replicas: each node is alone in its zone ({zone or 'unnamed'} ...)")
+    return Copies(
+        note=f"no peer replicas: each node is alone in its zone ({zone or 'unnamed'} ...)"
+    )
 
 
 def _replicated(choice: Choice, n: int) -> bool:
@@ -165,11 +180,19 @@ def _replicated(choice: Choice, n: int) -> bool:
 
 def _note(wanted: int, held: int, buffers: int, short: str, zones: Mapping[str, str]) -> str:
     if short:
-        how = "one buffer each, no whole copy while one is sent" if buffers < 2 else f"{held} of {wanted}"
+        how = (
+            "one buffer each, no whole copy while one is sent"
+            if buffers < 2
+            else f"{held} of {wanted}"
+        )
         return f"peer replicas: {how}, since {short}"
     if held >= wanted:
         return ""
-    why = f"{len(zones)} nodes" if len(set(zones.values())) == 1 else f"{len(zones)} nodes in {len(set(zones.values()))} zones"
+    why = (
+        f"{len(zones)} nodes"
+        if len(set(zones.values())) == 1
+        else f"{len(zones)} nodes in {len(set(zones.values()))} zones"
+    )
     return f"peer replicas: {held} of {wanted}, there are {why}"
 
 
@@ -179,20 +202,28 @@ def _zone(state: State, node: Node | None) -> str:
 
 
 def rank_bytes(model: ModelProfile, choice: Choice, rounded: bool = False) -> list[int]:
-    """Host bytes of each rank's boxes, at most: those of the first rank of its stage, whose chunks are the largest.
-    `rounded`: up to a power of two, as torch allocates pinned memory unless it is told otherwise."""
+    """Host bytes of each rank's boxes, at most: those of the first rank of its stage, whose chunks
+    are the largest. `rounded`: up to a power of two, as torch allocates pinned memory unless it is
+    told otherwise."""
     layout = choice.layout
     per_stage = [
-        sum(-(-box.n_bytes // 8) * 8 for box in boxes(model, layout, choice.layers, stage_ranks(layout, stage)[0]))
+        sum(
+            -(-box.n_bytes // 8) * 8
+            for box in boxes(model, layout, choice.layers, stage_ranks(layout, stage)[0])
+        )
         for stage in range(layout.pp)
     ]
     per_stage = [1 << (n - 1).bit_length() if rounded and n else n for n in per_stage]
-    return [per_stage[rank // (layout.world_size // layout.pp)] for rank in range(layout.world_size)]
+    return [
+        per_stage[rank // (layout.world_size // layout.pp)] for rank in range(layout.world_size)
+    ]
 
 
-def _room(state: State, choice: Choice, nodes: Sequence[Node], used: Mapping[str, int]) -> dict[str, int]:
-    """Host memory for copies of the nodes where it is known: less the reserve, and on CPU less what training itself takes.
-    `used`: node -> its workers."""
+def _room(
+    state: State, choice: Choice, nodes: Sequence[Node], used: Mapping[str, int]
+) -> dict[str, int]:
+    """Host memory for copies of the nodes where it is known: less the reserve, and on CPU less what
+    training itself takes. `used`: node -> its workers."""
     found: dict[str, int] = {}
     for node in nodes:
         pool = state.pool(node.pool)
@@ -200,12 +231,17 @@ def _room(state: State, choice: Choice, nodes: Sequence[Node], used: Mapping[str
         if whole:
             reserve = max(RESERVE_SHARE * whole, min(RESERVE_BYTES, RESERVE_SHARE_MOST * whole))
             on_cpu = pool is not None and pool.accelerator_type == "CPU"
-            found[node.node_id] = int(whole - reserve) - (choice.memory_bytes * used.get(node.node_id, 0) if on_cpu else 0)
+            found[node.node_id] = int(whole - reserve) - (
+                choice.memory_bytes * used.get(node.node_id, 0) if on_cpu else 0
+            )
     return found
 
 
-def node_bytes(ranks: Sequence[WorkerId], to: Keepers, sizes: Sequence[int], buffers: int) -> dict[str, int]:
-    """Host bytes per node: own copies and those kept for others, `buffers` of each, and one own that is being stored."""
+def node_bytes(
+    ranks: Sequence[WorkerId], to: Keepers, sizes: Sequence[int], buffers: int
+) -> dict[str, int]:
+    """Host bytes per node: own copies and those kept for others, `buffers` of each, and one own
+    that is being stored."""
     out: dict[str, int] = {}
     for rank, worker in enumerate(ranks):
         out[worker.node_id] = out.get(worker.node_id, 0) + sizes[rank] * (buffers + STORING)
@@ -219,12 +255,19 @@ def _too_little(needed: Mapping[str, int], room: Mapping[str, int]) -> str:
     """Which node lacks host memory, with the numbers; '' when all have enough."""
     for node, n_bytes in needed.items():
         if node in room and n_bytes > room[node]:
-            return f"{node} would need {n_bytes / 2**30:.3g} GiB of host memory and has {max(0, room[node]) / 2**30:.3g}"
+            return (
+                f"{node} would need {n_bytes / 2**30:.3g} GiB of host memory and has "
+                f"{max(0, room[node]) / 2**30:.3g}"
+            )
     return ""
 
 
 def _pace(state: State, nodes: Sequence[Node]) -> float:
     """Bytes per second that a node may send of its copies."""
-    kinds = {pool.accelerator_type for pool in state.pools if pool.name in {node.pool for node in nodes}}
-    links = [profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
+    kinds = {
+        pool.accelerator_type for pool in state.pools if pool.name in {node.pool for node in nodes}
+    }
+    links = [
+        profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds
+    ]
     return state.job.copy_link_share * min(links, default=HardwareProfile().link_bytes_per_s)

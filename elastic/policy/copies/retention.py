@@ -1,10 +1,12 @@
 """Which checkpoints stay, and what becomes of them: failed, damaged, removed.
 
-Job keys: keep_last (the newest n), keep_every (also those of steps that are a multiple), keep_best (also the n of the lowest
-validation_loss), storage_quota_gb (fewer, so that the next copy fits). The newest copy that is not known to be damaged stays
-always, and so does the one that the run resumes from. While results are compared (check_numbers_every), the newest from before
-the last comparison that found nothing stays too. While copies are read back (verify_copies), nothing is removed before a
-newer one was found right, and the newest such stays; the quota alone has more weight.
+Job keys: keep_last (the newest n), keep_every (also those of steps that are a multiple), keep_best
+(also the n of the lowest validation_loss), storage_quota_gb (fewer, so that the next copy fits).
+The newest copy that is not known to be damaged stays always, and so does the one that the run
+resumes from. While results are compared (check_numbers_every), the newest from before the last
+comparison that found nothing stays too. While copies are read back (verify_copies), nothing is
+removed before a newer one was found right, and the newest such stays; the quota alone has more
+weight.
 """
 
 from __future__ import annotations
@@ -14,15 +16,26 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.policy.state.state import State
-from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, CopyVerified, Decision, Evaluated, RemoveCopy
+from elastic.types import (
+    Copy,
+    CopyDamaged,
+    CopyFailed,
+    CopyRemoved,
+    CopyVerified,
+    Decision,
+    Evaluated,
+    RemoveCopy,
+)
 from elastic.types.replacing import replace
 
 KEPT_EVALUATIONS = 4096
-COPY_TRIES, COPY_WAIT_S = 3, 5.0  # for the copy of the last step, and for one that a notice makes urgent
+# for the copy of the last step, and for one that a notice makes urgent
+COPY_TRIES, COPY_WAIT_S = 3, 5.0
 
 
 def retention(state: State) -> Decision:
-    """Removes what need not stay, while the plan runs undisturbed: nothing is to go back to an older copy then."""
+    """Removes what need not stay, while the plan runs undisturbed: nothing is to go back to an
+    older copy then."""
     if state.phase != "running" or state.failure is not None or state.below_step is not None:
         return Decision()
     return removal(state)
@@ -36,14 +49,21 @@ def removal(state: State) -> Decision:
         return Decision()
     steps = ", ".join(str(copy.step) for copy in gone)
     n_bytes = sum(copy.n_bytes for copy in gone)
-    why = f"checkpoints of step {steps} ({n_bytes / 1e9:.2f} GB) are removed: {_rules(state)}, {len(keep)} stay"
+    why = (
+        f"checkpoints of step {steps} ({n_bytes / 1e9:.2f} GB) are removed: {_rules(state)}, "
+        f"{len(keep)} stay"
+    )
     return Decision(tuple(RemoveCopy(copy.uri) for copy in gone), why)
 
 
 def kept(state: State) -> frozenset[str]:
     """URIs of the copies that stay, by descending claim: newest, best, every m-th."""
     copies, every = state.durable, state.job.keep_every
-    scored = [copy for copy in sorted(copies, key=lambda copy: _score(state, copy)) if _score(state, copy)[0] < math.inf]
+    scored = [
+        copy
+        for copy in sorted(copies, key=lambda copy: _score(state, copy))
+        if _score(state, copy)[0] < math.inf
+    ]
     stepped = [copy for copy in copies if every and copy.step % every == 0]
     right = _verified(state)
     wanted = [
@@ -67,8 +87,8 @@ def _verified(state: State) -> list[Copy]:
 
 
 def _from_before_a_check(state: State) -> list[Copy]:
-    """What the run goes back to where ranks turn out to have silently corrupted results since the last check that found
-    nothing."""
+    """What the run goes back to where ranks turn out to have silently corrupted results since the
+    last check that found nothing."""
     wanted = bool(state.job.check_numbers_every)
     return [copy for copy in state.durable if copy.step <= state.checked_step][:1] if wanted else []
 
@@ -82,17 +102,22 @@ def _most(state: State) -> int | None:
 
 
 def _score(state: State, copy: Copy) -> tuple[float, int]:
-    """validation_loss as it was last measured at or before the copy's step, infinite when it never was; newer first."""
+    """validation_loss as it was last measured at or before the copy's step, infinite when it never
+    was; newer first."""
     step = max((step for step in state.validation if step <= copy.step), default=None)
     return (math.inf if step is None else state.validation[step], -copy.step)
 
 
 def _rules(state: State) -> str:
-    keys = {key: getattr(state.job, key) for key in ("keep_last", "keep_every", "keep_best", "storage_quota_gb")}
+    keys = {
+        key: getattr(state.job, key)
+        for key in ("keep_last", "keep_every", "keep_best", "storage_quota_gb")
+    }
     return ", ".join(f"{key}={value:g}" for key, value in keys.items() if value)
 
 
-# ------------------------------------------------------------------------------------------------ folds
+# ------------------------------------------------------------------------------------------------
+# folds
 
 
 def _evaluated(state: State, event: Evaluated, at_s: float) -> State:
@@ -100,14 +125,26 @@ def _evaluated(state: State, event: Evaluated, at_s: float) -> State:
     if not math.isfinite(loss):
         return state
     known = {**state.validation, event.step: loss}
-    return replace(state, validation={step: known[step] for step in sorted(known)[-KEPT_EVALUATIONS:]})
+    return replace(
+        state, validation={step: known[step] for step in sorted(known)[-KEPT_EVALUATIONS:]}
+    )
 
 
 def _copy_failed(state: State, event: CopyFailed, at_s: float) -> State:
-    at_last = event.step >= state.steps > (state.copy_failed.step if state.copy_failed is not None else 0)
-    failures = 1 if at_last else state.copy_failures + 1  # that of the last step has all its tries, whatever failed before it
-    stored = 0 if failures < COPY_TRIES else state.stored_generation  # one that a notice asked for: again
-    return replace(state, copy_failed=event, copy_failed_at_s=at_s, copy_failures=failures, stored_generation=stored)
+    at_last = (
+        event.step >= state.steps > (state.copy_failed.step if state.copy_failed is not None else 0)
+    )
+    # that of the last step has all its tries, whatever failed before it
+    failures = 1 if at_last else state.copy_failures + 1
+    # one that a notice asked for: again
+    stored = 0 if failures < COPY_TRIES else state.stored_generation
+    return replace(
+        state,
+        copy_failed=event,
+        copy_failed_at_s=at_s,
+        copy_failures=failures,
+        stored_generation=stored,
+    )
 
 
 def without_copy(state: State, uri: str) -> State:
@@ -115,7 +152,9 @@ def without_copy(state: State, uri: str) -> State:
 
 
 def _copy_damaged(state: State, event: CopyDamaged, at_s: float) -> State:
-    return replace(without_copy(state, event.uri), damaged={**state.damaged, event.uri: event.reason})
+    return replace(
+        without_copy(state, event.uri), damaged={**state.damaged, event.uri: event.reason}
+    )
 
 
 def _copy_verified(state: State, event: CopyVerified, at_s: float) -> State:
@@ -134,6 +173,6 @@ def ordered_removal(state: State, action: RemoveCopy, at_s: float) -> State:
 
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
-    Evaluated: _evaluated, CopyFailed: _copy_failed, CopyDamaged: _copy_damaged, CopyVerified: _copy_verified,
-    CopyRemoved: _copy_removed,
+    Evaluated: _evaluated, CopyFailed: _copy_failed, CopyDamaged: _copy_damaged,
+    CopyVerified: _copy_verified, CopyRemoved: _copy_removed,
 }  # fmt: skip

@@ -1,13 +1,15 @@
-"""Silent data corruption: which steps and copies it has corrupted, and which node is quarantined for it.
+"""Silent data corruption: which steps and copies it has corrupted, and which node is quarantined
+for it.
 
-What is wrong since some step after `good_step` of generation g is wrong in every later step of it and of the generations before
-it, and in what came of these: copies of such steps are not taken any more, neither from memory nor from storage, where they are
-removed.
+What is wrong since some step after `good_step` of generation g is wrong in every later step of it
+and of the generations before it, and in what came of these: copies of such steps are not taken any
+more, neither from memory nor from storage, where they are removed.
 
-A node is quarantined where it is named: it differs from a majority, or all that may be wrong stand on it. The only node there
-is is not: the run goes back on it, a bounded number of times. Where two of two may be wrong, nobody is: the run goes back, and
-remembers both. When it happens again, a node that is suspected both times is quarantined; if the same ones are again, one of
-them (that whose device says something, else the last one), so that the next time, if there is one, tells.
+A node is quarantined where it is named: it differs from a majority, or all that may be wrong stand
+on it. The only node there is is not: the run goes back on it, a bounded number of times. Where two
+of two may be wrong, nobody is: the run goes back, and remembers both. When it happens again, a node
+that is suspected both times is quarantined; if the same ones are again, one of them (that whose
+device says something, else the last one), so that the next time, if there is one, tells.
 """
 
 from __future__ import annotations
@@ -36,12 +38,18 @@ from elastic.types.replacing import replace
 
 def corrupted(state: State, generation: int, step: int) -> bool:
     """Is that step of that generation known to be wrong?"""
-    return step > state.astray.get(generation, step) or any(generation <= last and step > good for last, good in state.wrong)
+    return step > state.astray.get(generation, step) or any(
+        generation <= last and step > good for last, good in state.wrong
+    )
 
 
 def put_aside(state: State, now_s: float) -> Decision | None:
     """Nodes that are named, and checkpoints that are wrong."""
-    named = [name for name in sorted(state.blamed) if (node := state.nodes.get(name)) and node.status not in GONE]
+    named = [
+        name
+        for name in sorted(state.blamed)
+        if (node := state.nodes.get(name)) and node.status not in GONE
+    ]
     if not named and not state.spoilt:
         return None
     actions: list[Action] = []
@@ -49,31 +57,55 @@ def put_aside(state: State, now_s: float) -> Decision | None:
         actions += [Quarantine(name, state.blamed[name]), ReleaseNode(name)]
     actions += [RemoveCopy(uri) for uri in state.spoilt]
     texts = [f"node {name} is quarantined: {state.blamed[name]}" for name in named]
-    texts += [f"{len(state.spoilt)} checkpoints that were stored since are removed"] if state.spoilt else []
+    texts += (
+        [f"{len(state.spoilt)} checkpoints that were stored since are removed"]
+        if state.spoilt
+        else []
+    )
     return Decision(tuple(actions), "; ".join(texts))
 
 
 GONE = ("lost", "quarantined")
 
 
-# ------------------------------------------------------------------------------------------------ fold
+# ------------------------------------------------------------------------------------------------
+# fold
 
 
 def _wrong_numbers(state: State, event: WrongNumbers, at_s: float) -> State:
-    if event.generation > state.generation or any(g >= event.generation and s <= event.good_step for g, s in state.wrong):
+    if event.generation > state.generation or any(
+        g >= event.generation and s <= event.good_step for g, s in state.wrong
+    ):
         return state
     derived = _comes_of(state, event)
     last = state.generation if derived else event.generation
-    state = replace(state, wrong=(*state.wrong, (last, event.good_step)), probes=until(state.probes, event.good_step))
-    losses = {step: loss for step, loss in state.losses.items() if not corrupted(state, loss[2], step)}
+    state = replace(
+        state,
+        wrong=(*state.wrong, (last, event.good_step)),
+        probes=until(state.probes, event.good_step),
+    )
+    losses = {
+        step: loss for step, loss in state.losses.items() if not corrupted(state, loss[2], step)
+    }
     state = replace(state, losses=losses)
     bad = [copy for copy in state.durable if corrupted(state, copy.generation, copy.step)]
-    peer = None if state.peer and corrupted(state, state.peer.generation, state.peer.step) else state.peer
+    peer = (
+        None
+        if state.peer and corrupted(state, state.peer.generation, state.peer.step)
+        else state.peer
+    )
     state = without_copies(replace(state, peer=peer), bad)
     plan = state.plans.get(event.generation)
-    blamed, suspects = _blamed(state, plan, event.workers) if plan else (frozenset[str](), state.suspects)
-    text = f"step {event.step}: silent data corruption, right until step {event.good_step}: {event.reason}"
-    state = replace(state, suspects=suspects, blamed={**state.blamed, **dict.fromkeys(sorted(blamed), text)})
+    blamed, suspects = (
+        _blamed(state, plan, event.workers) if plan else (frozenset[str](), state.suspects)
+    )
+    text = (
+        f"step {event.step}: silent data corruption, right until step {event.good_step}: "
+        f"{event.reason}"
+    )
+    state = replace(
+        state, suspects=suspects, blamed={**state.blamed, **dict.fromkeys(sorted(blamed), text)}
+    )
     names = sorted({worker.node_id for worker in event.workers})
     told = f"{text}; {_whom(sorted(blamed), names)}"
     if not derived:
@@ -82,21 +114,33 @@ def _wrong_numbers(state: State, event: WrongNumbers, at_s: float) -> State:
     failure = Failure("rollback", told, at_s)
     if state.aborting:
         known = state.aborting.failure
-        return state if known.cause != "infrastructure" else replace(state, aborting=replace(state.aborting, failure=failure))
+        return (
+            state
+            if known.cause != "infrastructure"
+            else replace(state, aborting=replace(state.aborting, failure=failure))
+        )
     return failed(state, failure)
 
 
 def _whom(blamed: Sequence[str], names: Sequence[str]) -> str:
     if blamed:
         return f"{', '.join(blamed)} computed them"
-    return f"which of {', '.join(names)} computed them cannot be told yet" if names else "who computed them is not known"
+    return (
+        f"which of {', '.join(names)} computed them cannot be told yet"
+        if names
+        else "who computed them is not known"
+    )
 
 
 def without_copies(state: State, copies: Sequence[Copy]) -> State:
     """Nothing resumes from these checkpoints any more, and they will be removed."""
     uris = {copy.uri for copy in copies}
     durable = tuple(copy for copy in state.durable if copy.uri not in uris)
-    return replace(state, durable=durable, spoilt=tuple(dict.fromkeys((*state.spoilt, *sorted(uris))))) if uris else state
+    return (
+        replace(state, durable=durable, spoilt=tuple(dict.fromkeys((*state.spoilt, *sorted(uris)))))
+        if uris
+        else state
+    )
 
 
 def _comes_of(state: State, event: WrongNumbers) -> bool:
@@ -110,10 +154,16 @@ def _comes_of(state: State, event: WrongNumbers) -> bool:
     return True
 
 
-def _blamed(state: State, plan: Plan, workers: Sequence[WorkerId]) -> tuple[frozenset[str], frozenset[str]]:
+def _blamed(
+    state: State, plan: Plan, workers: Sequence[WorkerId]
+) -> tuple[frozenset[str], frozenset[str]]:
     """The nodes that are quarantined, and those that stay suspected."""
     nodes = {worker.node_id for worker in workers}
-    others = [n for n in state.nodes.values() if n.status in ("ready", "prepared") and n.node_id not in plan.workers_per_node]
+    others = [
+        n
+        for n in state.nodes.values()
+        if n.status in ("ready", "prepared") and n.node_id not in plan.workers_per_node
+    ]
     if not nodes or (len(plan.nodes) < 2 and not others):
         return frozenset(), state.suspects
     if len(nodes) == 1 or not _ambiguous(plan, workers):
@@ -142,4 +192,7 @@ def _numbers_checked(state: State, event: NumbersChecked, at_s: float) -> State:
     return replace(state, checked_step=event.step) if state.is_current(event.generation) else state
 
 
-HANDLERS: dict[type, Callable[[State, Any, float], State]] = {WrongNumbers: _wrong_numbers, NumbersChecked: _numbers_checked}
+HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
+    WrongNumbers: _wrong_numbers,
+    NumbersChecked: _numbers_checked,
+}

@@ -1,7 +1,8 @@
-"""How a generation breaks: processes and nodes that are gone, errors, content that is wrong; and what is left after it.
+"""How a generation breaks: processes and nodes that are gone, errors, content that is wrong; and
+what is left after it.
 
-A loss explains an error of the infrastructure, not the reverse. What a worker reports when it has left its generation counts
-whatever the generation: it is all that a recovery can start from.
+A loss explains an error of the infrastructure, not the reverse. What a worker reports when it has
+left its generation counts whatever the generation: it is all that a recovery can start from.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from typing import Any
 from elastic.policy.faults import refused_layouts
 from elastic.policy.state.layered import with_entry, without_entry
 from elastic.policy.state.state import Failure, State
-from elastic.types import DigestChecked, GuardTripped, Layout, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
+from elastic.types import (
+    DigestChecked,
+    GuardTripped,
+    Layout,
+    Node,
+    NodeStatus,
+    Quiesced,
+    Silent,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.types.replacing import replace
 
 ONE_SILENCE_S = 10.0  # as below, of workers that do not answer
@@ -29,7 +40,9 @@ def with_node(state: State, node: Node) -> State:
     return replace(state, nodes={**state.nodes, node.node_id: node})
 
 
-def set_status(state: State, node_id: str, status: NodeStatus, deadline_s: float | None = None) -> State:
+def set_status(
+    state: State, node_id: str, status: NodeStatus, deadline_s: float | None = None
+) -> State:
     node = state.nodes.get(node_id)
     if node is None or node.status == status == "lost":
         return state
@@ -37,7 +50,8 @@ def set_status(state: State, node_id: str, status: NodeStatus, deadline_s: float
 
 
 def without(state: State, gone: frozenset[WorkerId], why: str, at_s: float) -> State:
-    """The processes `gone` no longer exist: what they held is lost, and so is the generation that they were in."""
+    """The processes `gone` no longer exist: what they held is lost, and so is the generation that
+    they were in."""
     nodes = {worker.node_id for worker in gone}
     member = any(state.takes_part(worker) for worker in gone)
     state = replace(
@@ -52,24 +66,34 @@ def without(state: State, gone: frozenset[WorkerId], why: str, at_s: float) -> S
         failure = state.aborting.failure
         if gone & state.aborting.owing and failure.cause == "infrastructure":
             failure = replace(failure, cause="loss", reason=why)
-        return replace(state, aborting=replace(state.aborting, owing=state.aborting.owing - gone, failure=failure))
+        return replace(
+            state,
+            aborting=replace(state.aborting, owing=state.aborting.owing - gone, failure=failure),
+        )
     return failed(state, Failure("loss", why, at_s, gone)) if member else state
 
 
 def failed(state: State, failure: Failure) -> State:
-    """The running or entering generation cannot continue. A loss explains an error of the infrastructure, not the reverse."""
+    """The running or entering generation cannot continue. A loss explains an error of the
+    infrastructure, not the reverse."""
     if state.phase not in ("running", "entering"):
         return state
     old = state.failure
     if old is None or (old.cause == "infrastructure" and failure.cause != "infrastructure"):
         return replace(state, failure=failure)
-    merged = replace(old, workers=old.workers | failure.workers, kill=tuple(dict.fromkeys((*old.kill, *failure.kill))))
+    merged = replace(
+        old,
+        workers=old.workers | failure.workers,
+        kill=tuple(dict.fromkeys((*old.kill, *failure.kill))),
+    )
     if failure.cause == "loss" and old.cause == "loss" and failure.reason not in old.reason:
         merged = replace(merged, reason=f"{old.reason}; {failure.reason}")
     return replace(state, failure=merged)
 
 
-def infeasible(state: State, generation: int, reason: str, measured_bytes: int, at_s: float) -> State:
+def infeasible(
+    state: State, generation: int, reason: str, measured_bytes: int, at_s: float
+) -> State:
     """The layout does not fit; where its shares follow measured speeds, it is these that do not."""
     plan = state.plans[generation]
     uneven = max(plan.samples, default=0) - min(plan.samples, default=0) > plan.n_microbatches
@@ -79,15 +103,21 @@ def infeasible(state: State, generation: int, reason: str, measured_bytes: int, 
         return failed(replace(state, uneven_failed=text), Failure("infeasible", text, at_s))
     layout = state.plans[generation].layout
     measured = max(measured_bytes, state.infeasible.get(layout, 0))
-    text = f"layout {layout} does not fit" + (f" ({measured / 2**30:.2f} GiB measured)" if measured else "") + f": {reason}"
+    text = (
+        f"layout {layout} does not fit"
+        + (f" ({measured / 2**30:.2f} GiB measured)" if measured else "")
+        + f": {reason}"
+    )
     state = replace(state, infeasible={**state.infeasible, layout: measured})
     return failed(state, Failure("infeasible", text, at_s))
 
 
 def tripped(state: State, guard: str, text: str, step: int, at_s: float) -> State:
-    """A guard wants to go back to a copy from before `step`. It may as often as the job says; then the run ends.
+    """A guard wants to go back to a copy from before `step`. It may as often as the job says; then
+    the run ends.
 
-    All ranks say the same; one that hears its peers leave may be heard first, and was an error of the infrastructure till now.
+    All ranks say the same; one that hears its peers leave may be heard first, and was an error of
+    the infrastructure till now.
     """
     known = state.aborting.failure if state.aborting else state.failure
     if known and known.cause != "infrastructure":
@@ -95,9 +125,14 @@ def tripped(state: State, guard: str, text: str, step: int, at_s: float) -> Stat
     before = [s for name, s in state.rolled_back if name == guard]
     if step in before or len(before) >= state.job.guards.of(guard).rollbacks:
         times = "one roll-back" if len(before) == 1 else f"{len(before)} roll-backs"
-        return replace(state, fatal=f"{text}; again, after {times}: look at these samples and at the learning rate")
+        return replace(
+            state,
+            fatal=f"{text}; again, after {times}: look at these samples and at the learning rate",
+        )
     rolled_back = (*state.rolled_back, (guard, step))
-    state = replace(state, rollbacks=state.rollbacks + 1, rolled_back=rolled_back, below_step=max(0, step - 1))
+    state = replace(
+        state, rollbacks=state.rollbacks + 1, rolled_back=rolled_back, below_step=max(0, step - 1)
+    )
     failure = Failure("rollback", text, at_s)
     if state.aborting:
         return replace(state, aborting=replace(state.aborting, failure=failure))
@@ -115,8 +150,11 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
     text = f"worker {worker}: {event.error}"
     current = state.is_current(event.generation)
     if kind == "process":
-        plan = state.plan  # a process that took part in entering this generation did not die in an older one
-        stale = plan is not None and worker in plan.workers and 0 < event.generation < plan.generation
+        # a process that took part in entering this generation did not die in an older one
+        plan = state.plan
+        stale = (
+            plan is not None and worker in plan.workers and 0 < event.generation < plan.generation
+        )
         return state if stale else process_failed(state, worker, text, at_s)
     if kind == "device":
         return _device_failed(state, event, text, at_s)
@@ -126,37 +164,53 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
         node = state.nodes.get(worker.node_id)
         known = node is not None and node.status not in ("lost", "quarantined")
         return replace(state, fatal=f"the program raised on {text}") if current or known else state
-    if kind in ("not_finite", "guard") and (current or (state.aborting and event.generation == state.generation)):
+    if kind in ("not_finite", "guard") and (
+        current or (state.aborting and event.generation == state.generation)
+    ):
         if event.do == "stop":
             return replace(state, fatal=event.error)
         return tripped(state, event.guard or kind, event.error, event.step, at_s)
     if kind == "layout" and (current or (state.aborting and event.generation == state.generation)):
         return computes_else(state, event.generation, event.step, event.error, at_s)
     if not current:
-        return process_failed(state, worker, text, at_s) if worker.node_id in state.preparing else state
+        return (
+            process_failed(state, worker, text, at_s)
+            if worker.node_id in state.preparing
+            else state
+        )
     if kind == "out_of_memory":
         return infeasible(state, event.generation, text, event.measured_bytes, at_s)
     return failed(state, Failure("infrastructure", text, at_s))
 
 
 def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) -> State:
-    """The worker is a loss, whatever generation it speaks of, and its node is left: it is quarantined as soon as nobody needs
-    what its processes hold in host memory. A worker that says so again cannot serve that either.
+    """The worker is a loss, whatever generation it speaks of, and its node is left: it is
+    quarantined as soon as nobody needs what its processes hold in host memory. A worker that says
+    so again cannot serve that either.
 
-    A kernel of the program may be at fault too. It does the same wherever the step is done: where a second node has such an
-    error in the same step, the run ends, unless the error is one that only hardware can cause."""
+    A kernel of the program may be at fault too. It does the same wherever the step is done: where a
+    second node has such an error in the same step, the run ends, unless the error is one that only
+    hardware can cause."""
     worker, node = event.worker, state.nodes.get(event.worker.node_id)
     if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
         return state
-    others = sorted({name for step, name in state.device_errors if step == event.step} - {node.node_id})
+    others = sorted(
+        {name for step, name in state.device_errors if step == event.step} - {node.node_id}
+    )
     if event.step and others and not any(word in event.error for word in HARDWARE):
         also = f"node {others[0]} failed in step {event.step} as well"
-        return replace(state, fatal=f"the program's kernels failed on {text}; {also}, so the device is not at fault")
+        return replace(
+            state,
+            fatal=f"the program's kernels failed on {text}; {also}, so the device is not at fault",
+        )
     again = worker in state.faulty
     state = replace(
         state,
         faulty={**state.faulty, worker: state.faulty.get(worker, text)},
-        holdings={w: tuple(h for h in held if w != worker or h.kind != "live") for w, held in state.holdings.items()},
+        holdings={
+            w: tuple(h for h in held if w != worker or h.kind != "live")
+            for w, held in state.holdings.items()
+        },
         commits={w: commit for w, commit in state.commits.items() if w != worker},
         pending={w: step for w, step in state.pending.items() if w != worker},
         device_errors=(*state.device_errors, (event.step, node.node_id))[-KEPT_ERRORS:],
@@ -168,46 +222,62 @@ def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) ->
         return without(state, frozenset({worker}), text, at_s)
     failure = Failure("loss", text, at_s, frozenset({worker}))
     if state.aborting:
-        explained = worker in state.aborting.owing and state.aborting.failure.cause == "infrastructure"
-        return replace(state, aborting=replace(state.aborting, failure=failure)) if explained else state
+        explained = (
+            worker in state.aborting.owing and state.aborting.failure.cause == "infrastructure"
+        )
+        return (
+            replace(state, aborting=replace(state.aborting, failure=failure))
+            if explained
+            else state
+        )
     return failed(state, failure) if state.takes_part(worker) else state
 
 
 def _asserted(state: State, event: WorkerFailed, text: str, at_s: float) -> State:
-    """An index out of range in a kernel: the program's fault, or that of a device which made the index. The first report of a
-    step is retried, with another process; a second one of the same step, from another rank or when it is done again, ends
-    the run: a step has the same samples each time."""
+    """An index out of range in a kernel: the program's fault, or that of a device which made the
+    index. The first report of a step is retried, with another process; a second one of the same
+    step, from another rank or when it is done again, ends the run: a step has the same samples each
+    time."""
     node = state.nodes.get(event.worker.node_id)
     if node is None or node.status in ("lost", "quarantined") or event.worker in state.dead:
         return state
     if event.step in state.asserts:
-        return replace(state, fatal=f"the program raised on {text}; for the second time in step {event.step}")
+        return replace(
+            state, fatal=f"the program raised on {text}; for the second time in step {event.step}"
+        )
     state = replace(state, asserts=(*state.asserts, event.step)[-KEPT_ERRORS:])
     return process_failed(state, event.worker, text, at_s)
 
 
 def short_of_memory(state: State, node: Node, reason: str, at_s: float) -> State:
-    """A process that is gone still holds memory of its GPU, and the node has others: it is looked at again, not released. It
-    counts as a failure of one of its processes."""
+    """A process that is gone still holds memory of its GPU, and the node has others: it is looked
+    at again, not released. It counts as a failure of one of its processes."""
     state = _with_failure(state, node.node_id, at_s)
     return replace(state, short={**state.short, node.node_id: reason})
 
 
 def _with_failure(state: State, name: str, at_s: float, counts: bool = True) -> State:
-    """A process of the node has failed, which is then no longer being prepared. All workers of a node may go at once."""
+    """A process of the node has failed, which is then no longer being prepared. All workers of a
+    node may go at once."""
     hour = tuple(t for t in state.process_failures.get(name, ()) if t > at_s - 3600)
     again = bool(hour) and at_s < hour[-1] + ONE_INCIDENT_S
     return replace(
         state,
-        process_failures={**state.process_failures, name: hour if again or not counts else (*hour, at_s)},
+        process_failures={
+            **state.process_failures,
+            name: hour if again or not counts else (*hour, at_s),
+        },
         preparing={other: t for other, t in state.preparing.items() if other != name},
     )
 
 
 def without_faults(state: State, node_id: str) -> dict[str, Any]:
-    """Fields of the state in which nothing is known against this node's devices: it is gone, or another one."""
+    """Fields of the state in which nothing is known against this node's devices: it is gone, or
+    another one."""
     return {
-        "faulty": {worker: why for worker, why in state.faulty.items() if worker.node_id != node_id},
+        "faulty": {
+            worker: why for worker, why in state.faulty.items() if worker.node_id != node_id
+        },
         "short": {name: why for name, why in state.short.items() if name != node_id},
     }
 
@@ -228,15 +298,23 @@ def _silent(state: State, event: Silent, at_s: float) -> State:
     text = f"worker {event.worker} has been silent for {event.silent_s:.1f} s while {event.phase}"
     text += f" ({event.why})" if event.why else ""
     member = state.takes_part(event.worker)
-    awaited = state.target is not None and member  # its last answer may be older than this generation
+    # its last answer may be older than this generation
+    awaited = state.target is not None and member
     if (awaited or state.is_current(event.generation)) and member and state.aborting is None:
-        state = replace(state, silences={**state.silences, **_silent_again(state, event, text, at_s)})
-        return failed(state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,)))
+        state = replace(
+            state, silences={**state.silences, **_silent_again(state, event, text, at_s)}
+        )
+        return failed(
+            state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,))
+        )
     return state if member else process_failed(state, event.worker, text, at_s)
 
 
-def _silent_again(state: State, event: Silent, text: str, at_s: float) -> dict[str, tuple[tuple[float, str], ...]]:
-    """Of the node, in the last hour; its workers may fall silent together, and are told of more than once."""
+def _silent_again(
+    state: State, event: Silent, text: str, at_s: float
+) -> dict[str, tuple[tuple[float, str], ...]]:
+    """Of the node, in the last hour; its workers may fall silent together, and are told of more
+    than once."""
     node_id = event.worker.node_id
     hour = tuple((t, why) for t, why in state.silences.get(node_id, ()) if t > at_s - 3600)
     return {node_id: hour if hour and at_s < hour[-1][0] + ONE_SILENCE_S else (*hour, (at_s, text))}
@@ -251,10 +329,14 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
         forward = state.aborting.forward
         if forward and event.pending_step == forward.step:
             return replace(state, **told)  # said before it had the order to apply it
-        return replace(state, **told, aborting=replace(state.aborting, owing=state.aborting.owing - {worker}))
+        return replace(
+            state, **told, aborting=replace(state.aborting, owing=state.aborting.owing - {worker})
+        )
     for current in (state.plan, state.target):
         if current and event.generation == current.generation and worker not in current.workers:
-            sent = frozenset(s for s in state.sent if s[0] == event.generation) | {(event.generation, worker)}
+            sent = frozenset(s for s in state.sent if s[0] == event.generation) | {
+                (event.generation, worker)
+            }
             return replace(state, **told, sent=sent)
     plan = state.plan
     if plan is None or event.generation != plan.generation or worker not in plan.workers:
@@ -262,7 +344,12 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
     state = replace(state, **told, quiesced=state.quiesced | {worker})
     if state.quiescing or state.target or event.step >= state.steps:
         return state
-    return failed(state, Failure("infrastructure", f"worker {worker} left generation {plan.generation} unasked", at_s))
+    return failed(
+        state,
+        Failure(
+            "infrastructure", f"worker {worker} left generation {plan.generation} unasked", at_s
+        ),
+    )
 
 
 def _told(state: State, event: Quiesced) -> dict[str, Any]:
@@ -270,7 +357,9 @@ def _told(state: State, event: Quiesced) -> dict[str, Any]:
     worker, commits, pending = event.worker, state.commits, state.pending
     return {
         "holdings": with_entry(state.holdings, worker, event.holdings),
-        "commits": with_entry(commits, worker, event.commit) if event.commit else without_entry(commits, worker),
+        "commits": with_entry(commits, worker, event.commit)
+        if event.commit
+        else without_entry(commits, worker),
         "pending": with_entry(pending, worker, event.pending_step)
         if event.pending_step >= 0
         else without_entry(pending, worker),
@@ -278,15 +367,21 @@ def _told(state: State, event: Quiesced) -> dict[str, Any]:
 
 
 def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
-    """Content that is wrong is wrong in every generation that came of it, and in every copy that these have taken. What was
-    computed before it is right, and the next layout is compared with that."""
+    """Content that is wrong is wrong in every generation that came of it, and in every copy that
+    these have taken. What was computed before it is right, and the next layout is compared with
+    that."""
     if event.ok or event.generation > state.generation or event.generation in state.distrusted:
         return state
     state, bad = _distrusted(state, event.generation)
-    began = min((state.plans[number].resume.step for number in bad if number in state.plans), default=0)
+    began = min(
+        (state.plans[number].resume.step for number in bad if number in state.plans), default=0
+    )
     losses = {step: loss for step, loss in state.losses.items() if loss[2] not in bad}
     state = replace(state, losses=losses, probes=refused_layouts.until(state.probes, began - 1))
-    text = f"the content of generation {event.generation} differs from what was sent ({event.n_bytes} bytes compared)"
+    text = (
+        f"the content of generation {event.generation} differs from what was sent "
+        f"({event.n_bytes} bytes compared)"
+    )
     if len(bad) > 1:
         text += f"; distrusted with it: {', '.join(str(number) for number in sorted(bad)[1:])}"
     newest = state.target or state.plan
@@ -306,16 +401,25 @@ def _distrusted(state: State, generation: int) -> tuple[State, set[int]]:
     return replace(state, distrusted=state.distrusted | bad, durable=durable, peer=peer), bad
 
 
-def computes_else(state: State, generation: int, step: int, said: str, at_s: float, than: Layout | None = None) -> State:
-    """The layout of that generation computes another function than `than`, the one before it: back to the state that it began
-    from, which is right, and never again into such a layout. All ranks say the same."""
+def computes_else(
+    state: State, generation: int, step: int, said: str, at_s: float, than: Layout | None = None
+) -> State:
+    """The layout of that generation computes another function than `than`, the one before it: back
+    to the state that it began from, which is right, and never again into such a layout. All ranks
+    say the same."""
     plan = state.plans.get(generation)
     if plan is None or generation in state.distrusted:
         return state
     old = than or refused_layouts.before(state, plan)
     names = refused_layouts.closed_by(plan.layout, old)
     entered = state.plan is not None and state.plan.generation == generation
-    began = state.entered_step if entered else plan.resume.step if plan.resume.source != "live" else state.step
+    began = (
+        state.entered_step
+        if entered
+        else plan.resume.step
+        if plan.resume.source != "live"
+        else state.step
+    )
     what = f"generation {generation}, {plan.layout}, computes something else than {old or 'before'}"
     why = f"{what} at step {step or began}: {said}"
     durable = state.durable
@@ -325,17 +429,26 @@ def computes_else(state: State, generation: int, step: int, said: str, at_s: flo
         unusable={**dict.fromkeys(names, why), **state.unusable},
         astray={**state.astray, **(dict.fromkeys(bad, began) if entered else {})},
         probes=refused_layouts.until(state.probes, began - 1 if entered else began),
-        spoilt=tuple(dict.fromkeys((*state.spoilt, *(copy.uri for copy in durable if copy.generation in bad)))),
+        spoilt=tuple(
+            dict.fromkeys(
+                (*state.spoilt, *(copy.uri for copy in durable if copy.generation in bad))
+            )
+        ),
         rollbacks=state.rollbacks + (not names),
     )
     failure = Failure("rollback", f"{why}; {refused_layouts.in_words(names)}", at_s)
     if state.aborting:
-        heard_late = state.aborting.failure.cause == "infrastructure"  # of one that heard its peers leave
-        return replace(state, aborting=replace(state.aborting, failure=failure)) if heard_late else state
+        # of one that heard its peers leave
+        heard_late = state.aborting.failure.cause == "infrastructure"
+        return (
+            replace(state, aborting=replace(state.aborting, failure=failure))
+            if heard_late
+            else state
+        )
     return failed(state, failure)
 
 
 FAILURES: dict[type, Callable[[State, Any, float], State]] = {
-    GuardTripped: _guard_tripped, WorkerFailed: _worker_failed, Silent: _silent, Quiesced: _quiesced,
-    DigestChecked: _digest_checked,
+    GuardTripped: _guard_tripped, WorkerFailed: _worker_failed, Silent: _silent,
+    Quiesced: _quiesced, DigestChecked: _digest_checked,
 }  # fmt: skip

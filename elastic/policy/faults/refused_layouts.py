@@ -1,12 +1,14 @@
-"""Layouts that compute another function than the one before them: what this run does not take any more, and why.
+"""Layouts that compute another function than the one before them: what this run does not take any
+more, and why.
 
-It is found out in two ways. The loss of one fixed sample is computed where a generation stops and where the next one has
-entered (Probed), and must be the same. And after a loss some steps are done again: each has the loss that it had. Where one
-differs, the axes that are new in that layout are closed for the rest of the run; where none is new, that very layout is.
+It is found out in two ways. The loss of one fixed sample is computed where a generation stops and
+where the next one has entered (Probed), and must be the same. And after a loss some steps are done
+again: each has the loss that it had. Where one differs, the axes that are new in that layout are
+closed for the rest of the run; where none is new, that very layout is.
 
-A step that differs although no axis is new says that steps of this model do not repeat (its data are drawn anew, say): such
-comparisons end then, and what was closed by them is open again. A probe sample that differs in the very same layout closes
-nothing either; it counts as a roll-back.
+A step that differs although no axis is new says that steps of this model do not repeat (its data
+are drawn anew, say): such comparisons end then, and what was closed by them is open again. A probe
+sample that differs in the very same layout closes nothing either; it counts as a roll-back.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.policy.state.state import State
-from elastic.types import Layout, ModelProfile, Plan, Probed, Resume, StepDone, agree, repeats, tolerance
+from elastic.types import (
+    Layout,
+    ModelProfile,
+    Plan,
+    Probed,
+    Resume,
+    StepDone,
+    agree,
+    repeats,
+    tolerance,
+)
 from elastic.types.replacing import replace
 
 AXES = ("pp", "cp", "tp", "dp")
@@ -26,7 +38,11 @@ REDONE = "done again"  # in a reason that comes of a step, not of the probe samp
 
 def new_axes(layout: Layout, old: Layout | None) -> tuple[str, ...]:
     """Axes with several ranks that had one in the old layout."""
-    return tuple(axis for axis in AXES if getattr(layout, axis) > 1 and (old is None or getattr(old, axis) == 1))
+    return tuple(
+        axis
+        for axis in AXES
+        if getattr(layout, axis) > 1 and (old is None or getattr(old, axis) == 1)
+    )
 
 
 def closed_by(layout: Layout, old: Layout | None) -> tuple[str, ...]:
@@ -36,7 +52,8 @@ def closed_by(layout: Layout, old: Layout | None) -> tuple[str, ...]:
 
 
 def before(state: State, plan: Plan) -> Layout | None:
-    """The layout that the plan's state comes from; where it starts over, that of the plan before it."""
+    """The layout that the plan's state comes from; where it starts over, that of the plan before
+    it."""
     older = [number for number in state.plans if number < plan.generation]
     return plan.resume.layout or (state.plans[max(older)].layout if older else None)
 
@@ -46,16 +63,25 @@ def in_words(names: tuple[str, ...]) -> str:
     axes = [name for name in names if not name.startswith(VERY)]
     if axes:
         return f"this run takes no layout with {' or '.join(axes)} any more"
-    return "this run does not take it any more" if names else "it is the same layout, so that it is not the layout's fault"
+    return (
+        "this run does not take it any more"
+        if names
+        else "it is the same layout, so that it is not the layout's fault"
+    )
 
 
-# ------------------------------------------------------------------------------------------ for the planner
+# ------------------------------------------------------------------------------------------ for the
+# planner
 
 
 def usable_model(state: State) -> ModelProfile:
     """The model as the planner is to see it: with the axes closed that this run has closed."""
     assert state.model is not None
-    axes = {f"no_{name}": why for name, why in state.unusable.items() if name in AXES and name not in state.model.closed}
+    axes = {
+        f"no_{name}": why
+        for name, why in state.unusable.items()
+        if name in AXES and name not in state.model.closed
+    }
     changes: dict[str, Any] = dict(axes)
     if "no_pp" in axes:
         changes["pipeline"] = False
@@ -66,11 +92,16 @@ def usable_model(state: State) -> ModelProfile:
 
 def unusable_layouts(state: State) -> dict[str, str]:
     """Single layouts, in words -> why."""
-    return {name.removeprefix(VERY): why for name, why in state.unusable.items() if name.startswith(VERY)}
+    return {
+        name.removeprefix(VERY): why
+        for name, why in state.unusable.items()
+        if name.startswith(VERY)
+    }
 
 
 def probe_of(state: State, resume: Resume) -> float | None:
-    """What the probe sample's loss must be there, where the workers that take over cannot know it themselves."""
+    """What the probe sample's loss must be there, where the workers that take over cannot know it
+    themselves."""
     return state.probes.get(resume.step) if resume.source in ("peer", "durable") else None
 
 
@@ -84,8 +115,12 @@ def comparable(state: State, step: int) -> bool:
 
 def probed(state: State, event: Probed, at_s: float) -> State:
     """What the loss of the probe sample is at a step; not of a layout in which it differs."""
-    current = state.is_current(event.generation) or (state.aborting is not None and event.generation == state.generation)
-    differs = event.expected is not None and not agree(event.loss, event.expected, tolerance(state.job))
+    current = state.is_current(event.generation) or (
+        state.aborting is not None and event.generation == state.generation
+    )
+    differs = event.expected is not None and not agree(
+        event.loss, event.expected, tolerance(state.job)
+    )
     if not current or differs or event.generation in state.distrusted:
         return state
     probes = {**state.probes, event.step: event.loss}
@@ -98,12 +133,17 @@ def until(numbers: Mapping[int, float], step: int) -> dict[int, float]:
 
 
 def repeatable(state: State) -> bool:
-    return not state.unrepeatable and repeats(state.job, state.model is not None and state.model.draws)
+    return not state.unrepeatable and repeats(
+        state.job, state.model is not None and state.model.draws
+    )
 
 
 def without_repeats(state: State, event: StepDone) -> State:
     """Steps turn out not to repeat: nothing is concluded from that any more."""
-    text = f"step {event.step} had another train_loss when it was {REDONE} in a layout with no new axis"
+    text = (
+        f"step {event.step} had another train_loss when it was {REDONE} in a layout with no new "
+        "axis"
+    )
     unusable = {name: why for name, why in state.unusable.items() if REDONE not in why}
     return replace(state, unrepeatable=text, losses={}, unusable=unusable)
 

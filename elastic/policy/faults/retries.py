@@ -1,4 +1,5 @@
-"""Errors are counted apart: of the program (never retried), of a node's processes, of the infrastructure."""
+"""Errors are counted apart: of the program (never retried), of a node's processes, of the
+infrastructure."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ LAYOUTS_MOST = 6  # that compute something else than the one before although the
 
 
 def wait_s(state: State) -> float:
-    """How long to wait before the next attempt after an error of the infrastructure: 1, 2, 4, 8, 16 s."""
+    """How long to wait before the next attempt after an error of the infrastructure: 1, 2, 4, 8, 16
+    s."""
     return float(2 ** min(state.retries, 4))
 
 
@@ -23,11 +25,18 @@ def gave_up(state: State) -> str:
     if failure is None:
         return ""
     if failure.cause == "infrastructure" and state.retries >= INFRASTRUCTURE_MOST:
-        return f"{state.retries} attempts in a row made no progress past step {state.best_step}; the last one: {failure.reason}"
-    if failure.cause == "rollback" and state.rollbacks - len(state.rolled_back) > ROLLBACKS_MOST:  # guards count for themselves
+        return (
+            f"{state.retries} attempts in a row made no progress past step {state.best_step}; the "
+            f"last one: {failure.reason}"
+        )
+    # guards count for themselves
+    if failure.cause == "rollback" and state.rollbacks - len(state.rolled_back) > ROLLBACKS_MOST:
         return f"{state.rollbacks} roll-backs; the last one: {failure.reason}"
     if failure.cause == "rollback" and len(unusable_layouts(state)) > LAYOUTS_MOST:
-        return f"{len(unusable_layouts(state))} layouts were left in turn; the last one: {failure.reason}"
+        return (
+            f"{len(unusable_layouts(state))} layouts were left in turn; the last one: "
+            f"{failure.reason}"
+        )
     return ""
 
 
@@ -35,7 +44,10 @@ def worn_out(state: State, node_id: str, now_s: float) -> str:
     """Why the node must not be prepared again; empty while it may."""
     silent = [why for t, why in state.silences.get(node_id, ()) if t > now_s - 3600]
     if len(silent) > SILENT_MOST:
-        return f"it stalled {len(silent)} times within an hour, {SILENT_MOST} are borne (the last time: {silent[-1]})"
+        return (
+            f"it stalled {len(silent)} times within an hour, {SILENT_MOST} are borne (the last "
+            f"time: {silent[-1]})"
+        )
     hour = [t for t in state.process_failures.get(node_id, ()) if t > now_s - 3600]
     if len(hour) <= PROCESS_MOST:
         return ""

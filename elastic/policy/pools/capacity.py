@@ -1,4 +1,5 @@
-"""Orders about nodes: requested, prepared, released, so that the pools come to what pool_allocation.py wants."""
+"""Orders about nodes: requested, prepared, released, so that the pools come to what
+pool_allocation.py wants."""
 
 from __future__ import annotations
 
@@ -27,14 +28,23 @@ def together(*decisions: Decision) -> Decision:
 
 def capacity(state: State, now_s: float) -> Decision:
     """What to do about nodes, whatever the generations do."""
-    return together(_prepare(state, now_s), _release(state, now_s), leaving(state, now_s), _request(state, now_s))
+    return together(
+        _prepare(state, now_s),
+        _release(state, now_s),
+        leaving(state, now_s),
+        _request(state, now_s),
+    )
 
 
 def _prepare(state: State, now_s: float) -> Decision:
     actions: list[Action] = []
     reasons: list[str] = []
     wakes: list[float] = []
-    living = {worker.node_id for worker in state.members if state.lives(worker)} if state.short else set()
+    living = (
+        {worker.node_id for worker in state.members if state.lives(worker)}
+        if state.short
+        else set()
+    )
     for node in state.nodes.values():
         if node.status != "ready":
             continue
@@ -55,7 +65,11 @@ def _prepare(state: State, now_s: float) -> Decision:
             else f"its preparation has made no progress for {PREPARE_MOST_S:.0f} s"
         )
         if why:
-            why += f" (the last time: {state.short[node.node_id]})" if node.node_id in state.short else ""
+            why += (
+                f" (the last time: {state.short[node.node_id]})"
+                if node.node_id in state.short
+                else ""
+            )
             actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
             reasons.append(f"node {node.node_id} is quarantined: {why}")
         else:
@@ -67,7 +81,8 @@ def _prepare(state: State, now_s: float) -> Decision:
 
 
 def _release(state: State, now_s: float) -> Decision:
-    """Drained nodes that nobody needs any more; their workers get a moment to say that they have sent everything."""
+    """Drained nodes that nobody needs any more; their workers get a moment to say that they have
+    sent everything."""
     needed = set(state.member_nodes)
     leaving = _still_leaving(state) if now_s < state.entered_at_s + LEAVE_MOST_S else set()
     wake_at_s = state.entered_at_s + LEAVE_MOST_S if leaving else None
@@ -78,7 +93,11 @@ def _release(state: State, now_s: float) -> Decision:
         needed |= {worker.node_id for worker in state.aborting.owing} if state.aborting else set()
         needed -= faulty_devices.not_waited_for(state, now_s)
         wake_at_s = min(faulty_devices.wakes(state, now_s), default=None)
-    done = [n for n in state.nodes.values() if n.status == "draining" and n.node_id not in needed | state.releasing]
+    done = [
+        n
+        for n in state.nodes.values()
+        if n.status == "draining" and n.node_id not in needed | state.releasing
+    ]
     if not done:
         return Decision(wake_at_s=wake_at_s)
     bad = faulty_devices.reasons(state, done)
@@ -97,15 +116,19 @@ def _released(state: State, done: list[Node], now_s: float, wake_at_s: float | N
 
 
 def _still_leaving(state: State) -> set[str]:
-    """Nodes of workers that only sent to the running generation and have not said that they left it."""
+    """Nodes of workers that only sent to the running generation and have not said that they left
+    it."""
     plan = state.plan
     if plan is None:
         return set()
-    return {w.node_id for w in plan.senders if state.lives(w) and (plan.generation, w) not in state.sent}
+    return {
+        w.node_id for w in plan.senders if state.lives(w) and (plan.generation, w) not in state.sent
+    }
 
 
 def _request(state: State, now_s: float) -> Decision:
-    """Fill the pools as the mix wants it, up to the job's bounds, what its layout can use, and what the budget bears."""
+    """Fill the pools as the mix wants it, up to the job's bounds, what its layout can use, and what
+    the budget bears."""
     wanted, need = pool_allocation.pool_demands(state, now_s)
     book = _Book(state, now_s)
     for request in state.requests.values():
@@ -113,7 +136,9 @@ def _request(state: State, now_s: float) -> Decision:
     for want in wanted:
         book.ask(want)
     reasons = [*book.reasons, need.note] if need.note and not need.workers else book.reasons
-    return Decision(tuple(book.actions), "; ".join(reasons), min((*book.wakes, *need.wakes), default=None))
+    return Decision(
+        tuple(book.actions), "; ".join(reasons), min((*book.wakes, *need.wakes), default=None)
+    )
 
 
 class _Book:
@@ -130,8 +155,11 @@ class _Book:
         counted = pool_allocation.there(state)
         bound, most = state.job.max_nodes, most_workers(state.job)
         n_coming = sum(self.have.values())
-        self.nodes: float = inf if bound is None else bound - len(state.alive) - n_coming  # all that is paid for counts
-        gpus = sum(node.gpus for node in counted) + sum(pools[name].gpus_per_node * n for name, n in self.have.items())
+        # all that is paid for counts
+        self.nodes: float = inf if bound is None else bound - len(state.alive) - n_coming
+        gpus = sum(node.gpus for node in counted) + sum(
+            pools[name].gpus_per_node * n for name, n in self.have.items()
+        )
         self.workers: float = inf if most is None else most - gpus
         self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in self.have.items())
         for node in counted:
@@ -147,7 +175,8 @@ class _Book:
         self.actions.append(RequestNodes(request.pool, 0, request.request_id))
         self.closed.add(request.pool)
         self.reasons.append(
-            f"pool {request.pool} has not answered for {self.now_s - request.at_s:.0f} s: not waited for any more"
+            f"pool {request.pool} has not answered for {self.now_s - request.at_s:.0f} s: not "
+            "waited for any more"
         )
 
     def ask(self, want: pool_allocation.PoolDemand) -> None:
@@ -176,15 +205,24 @@ class _Book:
         self._order(want, n, have)
 
     def _starting(self, pool: str) -> int:
-        """Nodes that are not prepared yet, or still to come. Of a pool whose nodes die at start one at a time is tried."""
-        ready = sum(node.pool == pool and node.status in ("pending", "ready") for node in self.state.nodes.values())
+        """Nodes that are not prepared yet, or still to come. Of a pool whose nodes die at start one
+        at a time is tried."""
+        ready = sum(
+            node.pool == pool and node.status in ("pending", "ready")
+            for node in self.state.nodes.values()
+        )
         return ready + pool_allocation.asked(self.state, pool, self.now_s)
 
     def _order(self, want: pool_allocation.PoolDemand, n: int, have: int) -> None:
         pool = want.pool
-        request_id = f"{pool.name}-{self.state.n_requests + sum(a.count > 0 for a in self.actions) + 1}"
+        request_id = (
+            f"{pool.name}-{self.state.n_requests + sum(a.count > 0 for a in self.actions) + 1}"
+        )
         self.actions.append(RequestNodes(pool.name, n, request_id))
-        text = f"{n} of {pool.max_nodes} nodes of pool {pool.name} ({pool.market_type}) requested, {have} available or joining"
+        text = (
+            f"{n} of {pool.max_nodes} nodes of pool {pool.name} ({pool.market_type}) requested, "
+            f"{have} available or joining"
+        )
         self.reasons.append(f"{text}: {want.why}" if want.why else text)
         self.have[pool.name] += n
         self.nodes -= n
@@ -193,13 +231,16 @@ class _Book:
 
 
 def potential(state: State) -> tuple[Node, ...]:
-    """The nodes there are and all that the pools could still give: if no plan fits them, none ever will."""
+    """The nodes there are and all that the pools could still give: if no plan fits them, none ever
+    will."""
     nodes = [node for node in state.alive if node.status not in ("quarantined", "draining")]
     bound = state.job.max_nodes
     for pool in pool_allocation.by_price(state):
         missing = pool.max_nodes - sum(node.pool == pool.name for node in nodes)
         room = missing if bound is None else min(missing, bound - len(nodes))
-        nodes += [Node(f"{pool.name}?{k}", pool.name, pool.gpus_per_node) for k in range(max(0, room))]
+        nodes += [
+            Node(f"{pool.name}?{k}", pool.name, pool.gpus_per_node) for k in range(max(0, room))
+        ]
     return tuple(nodes)
 
 

@@ -25,7 +25,8 @@ class WaitDecision:
 
 @dataclass(frozen=True)
 class DeadlineProgress:
-    """What the deadline asks for. `workers`: that get it done; `last_call`: spot cannot be counted on any more."""
+    """What the deadline asks for. `workers`: that get it done; `last_call`: spot cannot be counted
+    on any more."""
 
     workers: int
     behind: bool
@@ -36,13 +37,16 @@ class DeadlineProgress:
 
 
 def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> WaitDecision:
-    """Falls back when what waiting on is expected to cost is more than what on-demand nodes cost instead.
+    """Falls back when what waiting on is expected to cost is more than what on-demand nodes cost
+    instead.
 
-    Waiting costs per hour w = what idle nodes cost + waiting_usd_per_h. On-demand nodes cost per hour f = their price less that
-    of spot for the same workers, reclaims included (hazard.usd_per_gpu_h); work done on them need not be done again. They cost
-    once B = their start and the two pauses of coming and going. With r = expected hours until spot is back
-    (hazard.dry_for_h): on demand when (w - f) r >= B. That is the buy-or-rent rule (Karlin et al. 1988, Competitive snoopy
-    caching) with an expectation in place of the unknown length: r grows while nothing comes.
+    Waiting costs per hour w = what idle nodes cost + waiting_usd_per_h. On-demand nodes cost per
+    hour f = their price less that of spot for the same workers, reclaims included
+    (hazard.usd_per_gpu_h); work done on them need not be done again. They cost once B = their start
+    and the two pauses of coming and going. With r = expected hours until spot is back
+    (hazard.dry_for_h): on demand when (w - f) r >= B. That is the buy-or-rent rule (Karlin et al.
+    1988, Competitive snoopy caching) with an expectation in place of the unknown length: r grows
+    while nothing comes.
     """
     spot = [pool for pool in state.pools if pool.market_type == "spot"]
     idle = state.usd_per_h - state.head_usd_per_h if state.phase == "waiting" else 0.0
@@ -51,8 +55,13 @@ def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> WaitDecisi
     if hour == "auto":
         hour = 0.0 if state.job.deadline_h is not None else price
     n, pause_s = max(1, len(state.alive)), drain.lead_of(state).pause_s
-    spot_usd = min((hazard.usd_per_gpu_h(state, pool, n, pause_s) for pool in spot), default=0.0) * missing
-    droughts = ((hazard.dry_for_h(state, pool.name, now_s), 1 + hazard.of(state, pool.name).droughts) for pool in spot)
+    spot_usd = (
+        min((hazard.usd_per_gpu_h(state, pool, n, pause_s) for pool in spot), default=0.0) * missing
+    )
+    droughts = (
+        (hazard.dry_for_h(state, pool.name, now_s), 1 + hazard.of(state, pool.name).droughts)
+        for pool in spot
+    )
     dry_h, ends = min(droughts, default=(inf, 1))
     once = price * (hazard.start_s(state, fixed.name) + 2 * pause_s) / 3600
     less = idle + hour - (price - spot_usd)
@@ -61,21 +70,32 @@ def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> WaitDecisi
     if less <= 0:
         return WaitDecision(False, f"{costs}: waiting for spot", now_s + LOOK_S)
     if less * dry_h < once:
-        until = f"until it is expected to stay away for {60 * once / less:.0f} min (a start on demand costs ${once:.2f})"
-        return WaitDecision(False, f"{costs}: waiting for spot {until}", now_s + max(1.0, 3600 * (once / less - dry_h) * ends))
-    awaited = f"spot is expected in {60 * dry_h:.0f} min" if dry_h < inf else "there is no spot pool"
+        until = (
+            f"until it is expected to stay away for {60 * once / less:.0f} min (a start on demand "
+            f"costs ${once:.2f})"
+        )
+        return WaitDecision(
+            False,
+            f"{costs}: waiting for spot {until}",
+            now_s + max(1.0, 3600 * (once / less - dry_h) * ends),
+        )
+    awaited = (
+        f"spot is expected in {60 * dry_h:.0f} min" if dry_h < inf else "there is no spot pool"
+    )
     saves = f"falling back saves ${less * min(dry_h, 1e6):.2f} for ${once:.2f} once"
     return WaitDecision(True, f"too few nodes to run: {costs}, and {awaited}: {saves}", now_s)
 
 
 def needed(state: State, fixed: Pool, steady_workers: int, now_s: float) -> DeadlineProgress | None:
-    """The 'uniform progress' rule of Can't Be Late (Wu et al., NSDI 2024, section 4), for many workers; None = no deadline.
+    """The 'uniform progress' rule of Can't Be Late (Wu et al., NSDI 2024, section 4), for many
+    workers; None = no deadline.
 
-    Progress is expected to grow evenly from the first start (and one changeover d) to the deadline: c_e(t). Behind it,
-    on-demand nodes make up for what spot lacks (uniform progress); spot is taken whenever it is there, also when behind (taking
-    risks); on-demand nodes stay until progress is that expected at t + 2 d (hysteresis); and when the time left is no more than
-    what the rest takes on the steady nodes alone + 2 d, spot does not count any more (safety net). Workers that are needed:
-    rest of the work in worker-seconds / time left, and reclaims on top.
+    Progress is expected to grow evenly from the first start (and one changeover d) to the deadline:
+    c_e(t). Behind it, on-demand nodes make up for what spot lacks (uniform progress); spot is taken
+    whenever it is there, also when behind (taking risks); on-demand nodes stay until progress is
+    that expected at t + 2 d (hysteresis); and when the time left is no more than what the rest
+    takes on the steady nodes alone + 2 d, spot does not count any more (safety net). Workers that
+    are needed: rest of the work in worker-seconds / time left, and reclaims on top.
     """
     end_s, steps = limits.deadline_s(state), state.steps
     if end_s is None or state.first_started_at_s is None or not steps:
@@ -94,16 +114,21 @@ def needed(state: State, fixed: Pool, steady_workers: int, now_s: float) -> Dead
     rest_s = (steps - step) * state.worker_step_s / _busy(state)
     usable_s = left_s * (1 - DEADLINE_KEPT) - 2 * change_s
     workers = ceil(rest_s / usable_s) if usable_s > 0 else 10**9
-    last = steady_workers > 0 and left_s * (1 - DEADLINE_KEPT) <= rest_s / steady_workers + 2 * change_s
+    last = (
+        steady_workers > 0
+        and left_s * (1 - DEADLINE_KEPT) <= rest_s / steady_workers + 2 * change_s
+    )
     text = (
-        f"step {step} of {steps}, {_minutes(lag_s)} even progress; the deadline is in {left_s / 60:.0f} min and asks for "
+        f"step {step} of {steps}, {_minutes(lag_s)} even progress; the deadline is in "
+        f"{left_s / 60:.0f} min and asks for "
         f"{min(workers, 10**6)} workers" + ("; spot is no longer counted on" if last else "")
     )
     return DeadlineProgress(workers, behind, ahead, last, text, look)
 
 
 def safe_step(state: State) -> int:
-    """Progress that counts: while nothing runs, what is held in the memory of idle nodes may yet be lost with them."""
+    """Progress that counts: while nothing runs, what is held in the memory of idle nodes may yet be
+    lost with them."""
     return state.saved_step if state.phase == "waiting" else state.step
 
 
@@ -111,7 +136,9 @@ def _busy(state: State) -> float:
     """The share of the time that the plan's expected reclaims leave."""
     plan = state.plan
     nodes = [node for name in plan.nodes if (node := state.nodes.get(name))] if plan else []
-    return max(BUSY_LEAST, 1 - hazard.reclaims_per_h(state, nodes) * drain.lead_of(state).pause_s / 3600)
+    return max(
+        BUSY_LEAST, 1 - hazard.reclaims_per_h(state, nodes) * drain.lead_of(state).pause_s / 3600
+    )
 
 
 def _minutes(lag_s: float) -> str:

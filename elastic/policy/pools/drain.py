@@ -1,7 +1,8 @@
-"""Late drain: how long nodes that will be preempted train on, and which of them a plan may still use.
+"""Late drain: how long nodes that will be preempted train on, and which of them a plan may still
+use.
 
-A transition must have ended when the first node goes, so it begins `lead` before that. What a node could still do is weighed in
-GPU-seconds against what one more pause costs all others.
+A transition must have ended when the first node goes, so it begins `lead` before that. What a node
+could still do is weighed in GPU-seconds against what one more pause costs all others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ STEPS_BEFORE = 2  # the order may just miss the word of a step
 COPY_MOST_S = 5.0  # how long a generation that stops waits for a peer replica in flight
 NEAR = 3.0  # leads before a deadline from which on the coming move itself is predicted
 MARGIN_S = 3.0  # for notices and orders on their way
-WORTH = 2.0  # a second transition must gain this many times the pause that it costs: first steps are slow, and each is a risk
+# a second transition must gain this many times the pause that it costs: first steps are slow, and
+# each is a risk
+WORTH = 2.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Lead:
     steps_s: float
     copy_s: float
     measured: int
-    setup_s: float = 0.0  # of the process groups, where they are made in the pause and the pauses known are without it
+    # of the process groups, where they are made in the pause and the pauses known are without it
+    setup_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -39,21 +43,33 @@ class Lead:
 
     def __str__(self) -> str:
         known = f"median of {self.measured}" if self.measured else "none measured yet"
-        parts = [f"{SAFETY:.0f} x {self.pause_s:.1f} s for a transition ({known})", f"{self.steps_s:.1f} s for two steps"]
+        parts = [
+            f"{SAFETY:.0f} x {self.pause_s:.1f} s for a transition ({known})",
+            f"{self.steps_s:.1f} s for two steps",
+        ]
         parts += [f"{self.copy_s:.1f} s for a peer replica"] if self.copy_s >= 0.05 else []
         parts += [f"{self.setup_s:.1f} s for process groups"] if self.setup_s >= 0.05 else []
         return f"{', '.join(parts)}, {MARGIN_S:.0f} s of margin"
 
 
 def lead_of(state: State, moved_s: float = 0.0) -> Lead:
-    """From the running plan and what the run has measured. `moved_s`: what the coming move is predicted to take; without it
-    that of the last one counts, or of what a node holds over its link, whichever is more."""
+    """From the running plan and what the run has measured. `moved_s`: what the coming move is
+    predicted to take; without it that of the last one counts, or of what a node holds over its
+    link, whichever is more."""
     plan = state.plans.get(state.generation)
-    moved_s = moved_s or max(plan.move.seconds if plan and plan.move else 0.0, _moved_s(state, plan))
+    moved_s = moved_s or max(
+        plan.move.seconds if plan and plan.move else 0.0, _moved_s(state, plan)
+    )
     known_s = max(PAUSE_LEAST_S, median(state.pauses_s)) if state.pauses_s else PRIOR_PAUSE_S
     step_s = state.step_time_s or (plan.predicted_step_time_s if plan else 0.0)
     setup_s = 0.0 if state.forming is not None and state.forming.there else state.setup_s
-    return Lead(max(known_s, moved_s), STEPS_BEFORE * step_s, _copy_s(state, plan), len(state.pauses_s), setup_s)
+    return Lead(
+        max(known_s, moved_s),
+        STEPS_BEFORE * step_s,
+        _copy_s(state, plan),
+        len(state.pauses_s),
+        setup_s,
+    )
 
 
 def _rank_bytes(state: State, plan: Plan) -> float:
@@ -77,7 +93,10 @@ def _moved_s(state: State, plan: Plan | None) -> float:
     if plan is None:
         return 0.0
     gpus = max(plan.workers_per_node.values(), default=1)
-    link = min((profile.link_bytes_per_s for profile in state.hardware), default=HardwareProfile().link_bytes_per_s)
+    link = min(
+        (profile.link_bytes_per_s for profile in state.hardware),
+        default=HardwareProfile().link_bytes_per_s,
+    )
     return state.move_pace * gpus * _rank_bytes(state, plan) / link
 
 
@@ -99,9 +118,12 @@ def price_gpu_s(state: State, gpus: int) -> float:
 
 
 def kept(state: State, now_s: float) -> tuple[Node, ...]:
-    """Nodes with notice that a plan made now should still use: leaving them later costs one more pause, which is less than what
-    they do until then. If that is so for one node, all with later deadlines stay with it: they share its pause."""
-    noticed = [n for n in state.nodes.values() if n.status == "draining" and n.deadline_s is not None]
+    """Nodes with notice that a plan made now should still use: leaving them later costs one more
+    pause, which is less than what they do until then. If that is so for one node, all with later
+    deadlines stay with it: they share its pause."""
+    noticed = [
+        n for n in state.nodes.values() if n.status == "draining" and n.deadline_s is not None
+    ]
     not_fit = state.releasing | state.given_up | state.faulty_nodes
     fit = [n for n in noticed if n.node_id in state.prepared and n.node_id not in not_fit]
     fit.sort(key=lambda node: (node.deadline_s, node.node_id))

@@ -1,7 +1,9 @@
-"""What the run has seen of each pool: how often its nodes are taken, how long it gives nothing, how long a start takes.
+"""What the run has seen of each pool: how often its nodes are taken, how long it gives nothing, how
+long a start takes.
 
-Rates have a Gamma prior, so that the first hours are not believed too much: with `a` events in `b` hours believed beforehand,
-and n seen in t, the posterior mean is (a + n) / (b + t) (Gelman et al., Bayesian Data Analysis, section 2.6).
+Rates have a Gamma prior, so that the first hours are not believed too much: with `a` events in `b`
+hours believed beforehand, and n seen in t, the posterior mean is (a + n) / (b + t) (Gelman et al.,
+Bayesian Data Analysis, section 2.6).
 """
 
 from __future__ import annotations
@@ -13,15 +15,21 @@ from elastic.policy.state.state import Backoff, PoolSeen, State
 from elastic.types import Node, Pool
 from elastic.types.replacing import replace
 
-RECLAIMS_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}  # prior: one per 20 and 500 h
+# prior: one per 20 and 500 h
+RECLAIMS_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}
 PRIOR_NODE_H = 20.0  # weight of the prior against what the run sees
-WARNED_SHARE = 0.2  # of a reclaim, that a warned node counts as until it is taken; nobody publishes how many of them are
-DROUGHT_PRIOR_H = 0.25  # how long a pool that said no is believed to continue with that, before any drought has ended
+# of a reclaim, that a warned node counts as until it is taken; nobody publishes how many of them
+# are
+WARNED_SHARE = 0.2
+# how long a pool that said no is believed to continue with that, before any drought has ended
+DROUGHT_PRIOR_H = 0.25
 START_PRIOR_S = 180.0  # from the request to a node that is prepared, before the pool has given one
 BACKOFF_S, BACKOFF_MAX_S = 30.0, 600.0  # of a pool that has no capacity
 DEATHS_BORNE = 1  # at start, in a row, before the pool is left alone
 DEATH_BACKOFF_S, DEATH_BACKOFF_MAX_S = 30.0, 3600.0
-STARTS_MOST = 12  # in a row that end before a node is prepared, of every pool: more than four hours with the waits between
+# in a row that end before a node is prepared, of every pool: more than four hours with the waits
+# between
+STARTS_MOST = 12
 
 
 def of(state: State, pool: str) -> PoolSeen:
@@ -35,15 +43,18 @@ def _rate_per_node_h(state: State, pool: str, n_seen: float) -> float:
 
 
 def reclaims_per_node_h(state: State, pool: str) -> float:
-    """How often a node of the pool is taken, with a notice or without: the posterior mean per hour. Nodes that the cloud has
-    only warned of count as WARNED_SHARE of a reclaim each."""
+    """How often a node of the pool is taken, with a notice or without: the posterior mean per hour.
+    Nodes that the cloud has only warned of count as WARNED_SHARE of a reclaim each."""
     seen = of(state, pool)
     return _rate_per_node_h(state, pool, seen.reclaims + WARNED_SHARE * seen.warnings)
 
 
 def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
     """Expected losses per hour of these nodes; what was released in time is none."""
-    by_pool = {name: _rate_per_node_h(state, name, of(state, name).losses) for name in {node.pool for node in nodes}}
+    by_pool = {
+        name: _rate_per_node_h(state, name, of(state, name).losses)
+        for name in {node.pool for node in nodes}
+    }
     return sum(by_pool[node.pool] for node in nodes)
 
 
@@ -55,8 +66,8 @@ def reclaims_per_h(state: State, nodes: Sequence[Node]) -> float:
 def dry_for_h(state: State, pool: str, now_s: float) -> float:
     """How long a pool that gives nothing is expected to continue with that.
 
-    Droughts are believed to end at a rate with a Gamma prior of one end in DROUGHT_PRIOR_H; hours without an end count too, so
-    the longer this one lasts, the longer it is expected to last.
+    Droughts are believed to end at a rate with a Gamma prior of one end in DROUGHT_PRIOR_H; hours
+    without an end count too, so the longer this one lasts, the longer it is expected to last.
     """
     seen = of(state, pool)
     lasted_s = max(0.0, now_s - seen.dry_since_s) if seen.dry_since_s is not None else 0.0
@@ -68,7 +79,8 @@ def start_s(state: State, pool: str, prior_s: float = START_PRIOR_S) -> float:
     return of(state, pool).start_s or prior_s
 
 
-# ------------------------------------------------------------------------------------------------ fold
+# ------------------------------------------------------------------------------------------------
+# fold
 
 
 def _with(state: State, pool: str, seen: PoolSeen) -> State:
@@ -85,18 +97,22 @@ def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
 
 
 def taken(state: State, node: Node, lost: bool, known: bool) -> State:
-    """The node will be or is taken. `lost`: it is gone, and was not released; `known`: there was a notice. A warning of it
-    was right, and counts no more beside the reclaim."""
+    """The node will be or is taken. `lost`: it is gone, and was not released; `known`: there was a
+    notice. A warning of it was right, and counts no more beside the reclaim."""
     seen, warned = of(state, node.pool), not known and node.node_id in state.warned
     state = replace(state, warned=state.warned - {node.node_id}) if warned else state
     found = replace(
-        seen, losses=seen.losses + lost, reclaims=seen.reclaims + (not known), warnings=max(0, seen.warnings - warned)
+        seen,
+        losses=seen.losses + lost,
+        reclaims=seen.reclaims + (not known),
+        warnings=max(0, seen.warnings - warned),
     )
     return _with(state, node.pool, found)
 
 
 def warned(state: State, node: Node) -> State:
-    """The cloud has said that a reclaim of the node has become more likely. Said again, it counts once."""
+    """The cloud has said that a reclaim of the node has become more likely. Said again, it counts
+    once."""
     if node.node_id in state.warned:
         return state
     seen = of(state, node.pool)
@@ -106,13 +122,21 @@ def warned(state: State, node: Node) -> State:
 
 
 def refused(state: State, pool: str, request_id: str, reason: str, at_s: float) -> State:
-    """The pool said no, or nothing at all: it is left alone, twice as long each time until it gives a node."""
+    """The pool said no, or nothing at all: it is left alone, twice as long each time until it gives
+    a node."""
     old, seen = state.backoff.get(pool), of(state, pool)
     wait_s = min(BACKOFF_MAX_S, old.wait_s * 2) if old else BACKOFF_S
-    backoff = {**state.backoff, pool: Backoff(at_s + wait_s, wait_s, reason, old.deaths if old else 0)}
+    backoff = {
+        **state.backoff,
+        pool: Backoff(at_s + wait_s, wait_s, reason, old.deaths if old else 0),
+    }
     requests = {name: r for name, r in state.requests.items() if name != request_id}
     state = replace(state, backoff=backoff, requests=requests)
-    return state if seen.dry_since_s is not None else _with(state, pool, replace(seen, dry_since_s=at_s))
+    return (
+        state
+        if seen.dry_since_s is not None
+        else _with(state, pool, replace(seen, dry_since_s=at_s))
+    )
 
 
 def gave(state: State, node: Node, asked_s: float, at_s: float) -> State:
@@ -120,7 +144,11 @@ def gave(state: State, node: Node, asked_s: float, at_s: float) -> State:
     seen = of(state, node.pool)
     if seen.dry_since_s is not None:
         dry_s = seen.dry_s + max(0.0, at_s - seen.dry_since_s)
-        state = _with(state, node.pool, replace(seen, dry_s=dry_s, droughts=seen.droughts + 1, dry_since_s=None))
+        state = _with(
+            state,
+            node.pool,
+            replace(seen, dry_s=dry_s, droughts=seen.droughts + 1, dry_since_s=None),
+        )
     return replace(state, born={**state.born, node.node_id: asked_s})
 
 
@@ -130,14 +158,19 @@ def started(state: State, node: Node, at_s: float) -> State:
         return state
     seen, took_s = of(state, node.pool), at_s - state.born[node.node_id]
     state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
-    state = _with(state, node.pool, replace(seen, start_s=0.5 * (seen.start_s + took_s) if seen.start_s else took_s, deaths=0))
+    state = _with(
+        state,
+        node.pool,
+        replace(seen, start_s=0.5 * (seen.start_s + took_s) if seen.start_s else took_s, deaths=0),
+    )
     bad = state.backoff.get(node.pool)
     return without_backoff(state, node.pool) if bad and bad.deaths else state
 
 
 def died(state: State, node: Node, why: str, at_s: float) -> State:
-    """The node is gone or quarantined before it was prepared: after the second in a row the pool is left alone, twice as long
-    each time. Those that were asked for before the last one had died count with it."""
+    """The node is gone or quarantined before it was prepared: after the second in a row the pool is
+    left alone, twice as long each time. Those that were asked for before the last one had died
+    count with it."""
     asked_s = state.born.get(node.node_id)
     if asked_s is None:
         return state
@@ -151,17 +184,21 @@ def died(state: State, node: Node, why: str, at_s: float) -> State:
         return state
     wait_s = min(DEATH_BACKOFF_MAX_S, DEATH_BACKOFF_S * 2.0 ** min(20, n - DEATHS_BORNE - 1))
     reason = f"{n} starts in a row ended before a node was prepared (the last one: {why})"
-    return replace(state, backoff={**state.backoff, node.pool: Backoff(at_s + wait_s, wait_s, reason, n)})
+    return replace(
+        state, backoff={**state.backoff, node.pool: Backoff(at_s + wait_s, wait_s, reason, n)}
+    )
 
 
 def in_vain(state: State) -> str:
-    """Why no node will ever be prepared again: every pool gives nodes, and none of them gets so far; '' = some may. A pool that
-    gives no nodes is waited for."""
+    """Why no node will ever be prepared again: every pool gives nodes, and none of them gets so
+    far; '' = some may. A pool that gives no nodes is waited for."""
     usable = [pool.name for pool in state.pools if pool.max_nodes > 0]
     inside = any(node.node_id in state.prepared for node in state.alive)
     if not usable or inside or min(of(state, name).deaths for name in usable) < STARTS_MOST:
         return ""
-    reasons = [f"pool {name}: {state.backoff[name].reason}" for name in usable if name in state.backoff]
+    reasons = [
+        f"pool {name}: {state.backoff[name].reason}" for name in usable if name in state.backoff
+    ]
     return f"no node can be prepared: {'; '.join(reasons)}"
 
 
@@ -169,9 +206,11 @@ def without_backoff(state: State, pool: str) -> State:
     return replace(state, backoff={name: b for name, b in state.backoff.items() if name != pool})
 
 
-def usd_per_gpu_h(state: State, pool: Pool, n_nodes: int = 1, pause_s: float = 0.0, wait_s: float = 0.0) -> float:
-    """What an hour of one of its GPUs costs when reclaims are paid too: each costs the start of another node, a pause of all
-    `n_nodes` of the run, and the wait for a node that does not come.
+def usd_per_gpu_h(
+    state: State, pool: Pool, n_nodes: int = 1, pause_s: float = 0.0, wait_s: float = 0.0
+) -> float:
+    """What an hour of one of its GPUs costs when reclaims are paid too: each costs the start of
+    another node, a pause of all `n_nodes` of the run, and the wait for a node that does not come.
     price x (1 + reclaims per node-hour x (start + nodes x pause + wait) / 3600 s)."""
     lost_h = (start_s(state, pool.name) + n_nodes * pause_s + wait_s) / 3600
     return pool.usd_per_gpu_h * (1 + reclaims_per_node_h(state, pool.name) * lost_h)

@@ -16,7 +16,8 @@ START_LEAST_S = 10.0  # before a pool has given a node: requests are not refused
 
 
 def save_s(state: State) -> float:
-    """Seconds until the running generation has stopped and its state is stored; 0 when nothing runs."""
+    """Seconds until the running generation has stopped and its state is stored; 0 when nothing
+    runs."""
     if state.phase not in ("running", "entering"):
         return 0.0
     return SAVE_STEPS * step_s(state) + SAVE_SAFETY * (state.durable_s or SAVE_PRIOR_S)
@@ -39,7 +40,11 @@ def budget_usd(state: State) -> float | None:
 def deadline_s(state: State) -> float | None:
     """When the run must have ended: `deadline_h` hours after its first start."""
     hours = state.job.deadline_h
-    return None if hours is None or state.first_started_at_s is None else state.first_started_at_s + 3600 * hours
+    return (
+        None
+        if hours is None or state.first_started_at_s is None
+        else state.first_started_at_s + 3600 * hours
+    )
 
 
 def wish(state: State, at_s: float) -> StopWish | None:
@@ -55,7 +60,10 @@ def _by_budget(state: State, at_s: float) -> StopWish | None:
     if usd >= budget:
         return StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", at_s, limit=True)
     if usd + state.usd_per_h * kept_s / 3600 >= budget:
-        text = f"the budget of ${budget:.2f} is almost spent (${usd:.2f}; the last {kept_s:.0f} s are kept for saving)"
+        text = (
+            f"the budget of ${budget:.2f} is almost spent (${usd:.2f}; the last {kept_s:.0f} s "
+            "are kept for saving)"
+        )
         return StopWish(text, at_s, limit=True)
     return None
 
@@ -67,7 +75,8 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
     left = state.steps - state.step
     if state.phase == "running" and state.step_time_s and at_s + left * step_s(state) < end_s:
         return None  # it gets done
-    where = f" at step {state.step} of {state.steps}" if state.steps else ""  # a script's steps are its own
+    # a script's steps are its own
+    where = f" at step {state.step} of {state.steps}" if state.steps else ""
     return StopWish(f"the deadline of {state.job.deadline_h:g} h is over{where}", at_s, limit=True)
 
 
@@ -92,36 +101,52 @@ def spent_at_s(state: State, now_s: float) -> float:
 
 
 def useful_s(state: State, pool: Pool) -> float:
-    """For how long another node of the pool must be paid to be of use: its start, the pause that takes it in, and at least as
-    much training as the start took, then saving."""
+    """For how long another node of the pool must be paid to be of use: its start, the pause that
+    takes it in, and at least as much training as the start took, then saving."""
     pause_s = max(state.pauses_s, default=0.0)
     return 2 * hazard.start_s(state, pool.name, START_LEAST_S) + pause_s + save_s(state)
 
 
 def affordable(state: State, pool: Pool, coming_usd_per_h: float, now_s: float) -> int | None:
-    """How many more nodes of the pool the budget bears, with all that is there and coming, until they have been of use; None =
-    any number."""
+    """How many more nodes of the pool the budget bears, with all that is there and coming, until
+    they have been of use; None = any number."""
     budget = budget_usd(state)
     if budget is None or pool.usd_per_node_h <= 0:
         return None
     left = budget - state.usd_at(now_s)
     borne_usd_per_h = left * 3600 / useful_s(state, pool)
-    there_usd_per_h = state.usd_per_h - state.starting_usd_per_h  # those that start are among what is coming
-    return max(0, floor((borne_usd_per_h - there_usd_per_h - coming_usd_per_h) / pool.usd_per_node_h))
+    # those that start are among what is coming
+    there_usd_per_h = state.usd_per_h - state.starting_usd_per_h
+    return max(
+        0, floor((borne_usd_per_h - there_usd_per_h - coming_usd_per_h) / pool.usd_per_node_h)
+    )
 
 
 def too_dear(pool: Pool) -> str:
     """Why a pool is not asked; the same words as long as that holds."""
     price = f"${pool.usd_per_node_h:.2f}/h"
-    return f"no more nodes of pool {pool.name} ({price}): the rest of the budget would be gone before one had been of use"
+    return (
+        f"no more nodes of pool {pool.name} ({price}): the rest of the budget would be gone "
+        "before one had been of use"
+    )
 
 
 def nothing_to_buy(state: State, now_s: float) -> str:
     """Why no node of any pool that has room can be paid any more; '' = one can."""
-    room = [pool for pool in state.pools if sum(node.pool == pool.name for node in state.alive) < pool.max_nodes]
+    room = [
+        pool
+        for pool in state.pools
+        if sum(node.pool == pool.name for node in state.alive) < pool.max_nodes
+    ]
     if not room or any(affordable(state, pool, 0.0, now_s) != 0 for pool in room):
         return ""
-    left, cheapest = (budget_usd(state) or 0.0) - state.usd_at(now_s), min(pool.usd_per_node_h for pool in room)
+    left, cheapest = (
+        (budget_usd(state) or 0.0) - state.usd_at(now_s),
+        min(pool.usd_per_node_h for pool in room),
+    )
     need_s = min(useful_s(state, pool) for pool in room)
-    price = f"${left:.2f} are left, the cheapest costs ${cheapest:.2f}/h and is of use after {need_s:.0f} s at the earliest"
+    price = (
+        f"${left:.2f} are left, the cheapest costs ${cheapest:.2f}/h and is of use after "
+        f"{need_s:.0f} s at the earliest"
+    )
     return f"the budget of ${budget_usd(state):.2f} buys no more nodes: {price}"

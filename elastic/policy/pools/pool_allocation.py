@@ -1,7 +1,8 @@
 """How many nodes of each pool are wanted now, spot or on demand, and why.
 
-Two purposes. `fastest`: all that the pools give. `cheapest`: what is owned and reserved, then spot, and on-demand nodes only
-for the floor, while too few others are there for longer than waiting is worth, or while the deadline needs them.
+Two purposes. `fastest`: all that the pools give. `cheapest`: what is owned and reserved, then spot,
+and on-demand nodes only for the floor, while too few others are there for longer than waiting is
+worth, or while the deadline needs them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from elastic.types import Layout, Node, Pool, is_auto, parse_layout
 ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
 REQUEST_LASTS_S = 900.0  # a request without an answer is withdrawn then
 PATIENCE, PATIENCE_LEAST_S = 2.0, 60.0  # times an ordinary start, where another pool could give
-LOSS_SHARE, LOSS_SHARE_KEPT = 0.01, 0.005  # of the spend, that the floor's default bears; and below which a floor is given up
+# of the spend, that the floor's default bears; and below which a floor is given up
+LOSS_SHARE, LOSS_SHARE_KEPT = 0.01, 0.005
 TOGETHER = 0.2  # of the losses, believed to take the holders of the peer replicas with them
 UNSCORED = 5
 END_NOTICE_S = 600.0  # a reservation's end is a notice from then on
@@ -37,7 +39,8 @@ class PoolDemand:
 
 @dataclass(frozen=True)
 class OnDemandNeed:
-    """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of them."""
+    """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of
+    them."""
 
     workers: int = 0
     why: str = ""
@@ -64,7 +67,11 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     first = _shared(state, fixed, floor, why, now_s)
     need = fall_back(state, now_s)
     last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), need.why, now_s)
-    return [*first, *(PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)), *last], need
+    return [
+        *first,
+        *(PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)),
+        *last,
+    ], need
 
 
 def on_demand(state: State) -> list[Pool]:
@@ -73,7 +80,9 @@ def on_demand(state: State) -> list[Pool]:
 
 
 def by_price(state: State) -> list[Pool]:
-    return sorted(state.pools, key=lambda pool: (ORDER[pool.market_type], pool.usd_per_gpu_h, pool.name))
+    return sorted(
+        state.pools, key=lambda pool: (ORDER[pool.market_type], pool.usd_per_gpu_h, pool.name)
+    )
 
 
 def _by_worth(state: State, pools: list[Pool]) -> list[Pool]:
@@ -88,8 +97,9 @@ def _by_worth(state: State, pools: list[Pool]) -> list[Pool]:
 
 
 def _vain_wait_s(state: State, pool: Pool) -> float:
-    """How long a node of a spot pool is waited for in vain on average: the patience x the chance that it does not come, for
-    which one tenth of what the placement score lacks of 10 is taken; of a pool without a score, beside ones with, UNSCORED."""
+    """How long a node of a spot pool is waited for in vain on average: the patience x the chance
+    that it does not come, for which one tenth of what the placement score lacks of 10 is taken; of
+    a pool without a score, beside ones with, UNSCORED."""
     if pool.market_type != "spot" or not state.scores:
         return 0.0
     return patience_s(state, pool.name) * (1 - state.scores.get(pool.name, UNSCORED) / 10)
@@ -99,25 +109,35 @@ def _nodes_for(fixed: list[Pool], workers: int) -> int:
     return ceil(workers / max(1, fixed[0].gpus_per_node)) if fixed and workers > 0 else 0
 
 
-def _shared(state: State, fixed: list[Pool], nodes: int, why: str, now_s: float) -> list[PoolDemand]:
-    """So many nodes on demand, from the cheapest pool that gives some; one that said no keeps what it has."""
+def _shared(
+    state: State, fixed: list[Pool], nodes: int, why: str, now_s: float
+) -> list[PoolDemand]:
+    """So many nodes on demand, from the cheapest pool that gives some; one that said no keeps what
+    it has."""
     found = []
     for pool in fixed:
         backoff = state.backoff.get(pool.name)
         most = pool.max_nodes
         if backoff is not None and now_s < backoff.until_s:
-            most = min(most, sum(node.pool == pool.name for node in there(state)) + asked(state, pool.name, now_s))
+            most = min(
+                most,
+                sum(node.pool == pool.name for node in there(state))
+                + asked(state, pool.name, now_s),
+            )
         found.append(PoolDemand(pool, min(nodes, most), why))
         nodes -= min(nodes, most)
     return found
 
 
-# ------------------------------------------------------------------------------------------------ what there is
+# ------------------------------------------------------------------------------------------------
+# what there is
 
 
 def there(state: State) -> list[Node]:
     """Nodes that are or will be of use."""
-    return [node for node in state.nodes.values() if node.status in ("pending", "ready", "prepared")]
+    return [
+        node for node in state.nodes.values() if node.status in ("pending", "ready", "prepared")
+    ]
 
 
 def patience_s(state: State, pool: str) -> float:
@@ -133,24 +153,33 @@ def unanswered(state: State, request: Request, now_s: float) -> bool:
 
 def asked(state: State, pool: str, now_s: float) -> int:
     """Nodes of the pool that may still come."""
-    return sum(r.count for r in state.requests.values() if r.pool == pool and not unanswered(state, r, now_s))
+    return sum(
+        r.count
+        for r in state.requests.values()
+        if r.pool == pool and not unanswered(state, r, now_s)
+    )
 
 
 def ends_soon(state: State, pool: Pool, now_s: float) -> bool:
     """Is it too late to ask for a node of a reservation?"""
     if pool.ends_at_s is None:
         return False
-    return now_s + notice_of_end_s(state, pool) + 2 * hazard.start_s(state, pool.name) >= pool.ends_at_s
+    return (
+        now_s + notice_of_end_s(state, pool) + 2 * hazard.start_s(state, pool.name)
+        >= pool.ends_at_s
+    )
 
 
 def notice_of_end_s(state: State, pool: Pool) -> float:
-    """How long before a reservation's end its nodes are looked upon as ones with a notice: others can be there by then."""
+    """How long before a reservation's end its nodes are looked upon as ones with a notice: others
+    can be there by then."""
     others = [hazard.start_s(state, other.name) for other in state.pools if other.name != pool.name]
     return max(END_NOTICE_S, 2 * max(others, default=0.0), 3 * drain.lead_of(state).seconds)
 
 
 def least_workers(state: State) -> int:
-    """With fewer the job cannot run: min_workers, the smallest layout that it names, and memory for its state."""
+    """With fewer the job cannot run: min_workers, the smallest layout that it names, and memory for
+    its state."""
     job = state.job
     wanted = job.layout
     if not isinstance(wanted, str):
@@ -164,7 +193,8 @@ def least_workers(state: State) -> int:
     return max(least, ceil(ModelCost.of(state.model).state_bytes / (USABLE * memory)))
 
 
-# ------------------------------------------------------------------------------------------------ the floor
+# ------------------------------------------------------------------------------------------------
+# the floor
 
 
 def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
@@ -175,14 +205,20 @@ def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
     if not isinstance(wanted, str):
         return wanted, f"on_demand_floor is {wanted}"
     n = _copy_nodes(state, fixed[0])
-    price = f"{n} on-demand node{'s' * (n > 1)} for one whole copy of the state, ${n * fixed[0].usd_per_node_h:.2f}/h"
+    price = (
+        f"{n} on-demand node{'s' * (n > 1)} for one whole copy of the state, "
+        f"${n * fixed[0].usd_per_node_h:.2f}/h"
+    )
     if wanted == "copy":
         return n, price
     share = expected_loss_share(state)
     have = any(node.pool == pool.name for node in there(state) for pool in fixed)
     if share <= (LOSS_SHARE_KEPT if have else LOSS_SHARE):
         return 0, ""
-    return n, f"{price}: with checkpoints alone more than {LOSS_SHARE:.0%} of the spend would be done again"
+    return n, (
+        f"{price}: with checkpoints alone more than {LOSS_SHARE:.0%} of the spend would be done "
+        "again"
+    )
 
 
 def _copy_nodes(state: State, pool: Pool) -> int:
@@ -194,23 +230,32 @@ def _copy_nodes(state: State, pool: Pool) -> int:
 
 
 def expected_loss_share(state: State) -> float:
-    """Of the spend, what is expected to be done again because nodes are lost with every copy of their state in memory: losses
-    per hour of the plan's spot nodes x half the time between checkpoints; where peer replicas are kept, the share TOGETHER of
-    that."""
+    """Of the spend, what is expected to be done again because nodes are lost with every copy of
+    their state in memory: losses per hour of the plan's spot nodes x half the time between
+    checkpoints; where peer replicas are kept, the share TOGETHER of that."""
     plan, step_s = state.plan, state.step_time_s
     if plan is None or not step_s:
         return 0.0
     spot = {pool.name for pool in state.pools if pool.market_type == "spot"}
     nodes = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.pool in spot]
     kept = TOGETHER if plan.copies_to and plan.peer_every else 1.0
-    return kept * hazard.losses_per_h(state, nodes) * (plan.durable_every or state.steps) * step_s / 2 / 3600
+    return (
+        kept
+        * hazard.losses_per_h(state, nodes)
+        * (plan.durable_every or state.steps)
+        * step_s
+        / 2
+        / 3600
+    )
 
 
-# ------------------------------------------------------------------------------------------------ falling back
+# ------------------------------------------------------------------------------------------------
+# falling back
 
 
 def fall_back(state: State, now_s: float) -> OnDemandNeed:
-    """Workers on demand beyond the floor that are wanted now: the most that the minimum or the deadline asks for."""
+    """Workers on demand beyond the floor that are wanted now: the most that the minimum or the
+    deadline asks for."""
     fixed = on_demand(state)
     if not fixed:
         return OnDemandNeed()
@@ -228,7 +273,11 @@ def on_demand_workers(state: State, fixed: list[Pool], now_s: float | None = Non
 def _workers_of(state: State, pools: list[Pool], now_s: float | None) -> int:
     gpus = {pool.name: pool.gpus_per_node for pool in pools}
     n = sum(node.gpus for node in there(state) if node.pool in gpus)
-    return n if now_s is None else n + sum(asked(state, name, now_s) * each for name, each in gpus.items())
+    return (
+        n
+        if now_s is None
+        else n + sum(asked(state, name, now_s) * each for name, each in gpus.items())
+    )
 
 
 def floor_workers(state: State, fixed: list[Pool]) -> int:
@@ -245,7 +294,9 @@ def stand_in_workers(state: State, now_s: float) -> int:
 
 def cheap_workers(state: State, now_s: float | None = None) -> int:
     """Workers not on demand that are there, and asked for where `now_s` is given."""
-    return _workers_of(state, [pool for pool in state.pools if pool.market_type != "on-demand"], now_s)
+    return _workers_of(
+        state, [pool for pool in state.pools if pool.market_type != "on-demand"], now_s
+    )
 
 
 def _for_minimum(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed:
@@ -267,11 +318,16 @@ def _for_minimum(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed:
 
 
 def _can_be_asked(state: State, now_s: float) -> bool:
-    """Is there a pool other than on demand that has not said no lately, and has nodes that it was not asked for?"""
+    """Is there a pool other than on demand that has not said no lately, and has nodes that it was
+    not asked for?"""
     silent = {r.pool for r in state.requests.values() if unanswered(state, r, now_s)}
     for pool in state.pools:
         backoff = state.backoff.get(pool.name)
-        if pool.market_type == "on-demand" or pool.name in silent or (backoff and now_s < backoff.until_s):
+        if (
+            pool.market_type == "on-demand"
+            or pool.name in silent
+            or (backoff and now_s < backoff.until_s)
+        ):
             continue
         have = sum(node.pool == pool.name for node in there(state)) + asked(state, pool.name, now_s)
         if have < pool.max_nodes and not ends_soon(state, pool, now_s):
@@ -280,9 +336,15 @@ def _can_be_asked(state: State, now_s: float) -> bool:
 
 
 def _missing(state: State, fixed: list[Pool], workers: int) -> int:
-    """Workers without which no plan is possible; the search is asked where memory needs more than the least."""
+    """Workers without which no plan is possible; the search is asked where memory needs more than
+    the least."""
     missing = least_workers(state) - workers
-    if missing > 0 or state.phase != "waiting" or state.preparing or any(n.status == "ready" for n in state.nodes.values()):
+    if (
+        missing > 0
+        or state.phase != "waiting"
+        or state.preparing
+        or any(n.status == "ready" for n in state.nodes.values())
+    ):
         return missing
     nodes = list(drain.usable(state, state.billed_at_s))
     gpus = fixed[0].gpus_per_node
@@ -312,12 +374,16 @@ def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed
         return OnDemandNeed(missing, found.why)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     kept = 0 if found.ahead else min(have, missing)
-    return OnDemandNeed(kept, "the lead on the deadline is still small" if kept else "", found.wakes)
+    return OnDemandNeed(
+        kept, "the lead on the deadline is still small" if kept else "", found.wakes
+    )
 
 
 def _steady_workers(state: State, fixed: list[Pool]) -> int:
     """The most workers that do not depend on spot."""
     steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
-    nodes = sorted([p.gpus_per_node for p in (*fixed, *steady) for _ in range(p.max_nodes)], reverse=True)
+    nodes = sorted(
+        [p.gpus_per_node for p in (*fixed, *steady) for _ in range(p.max_nodes)], reverse=True
+    )
     n = sum(nodes[: state.job.max_nodes])
     return min(n, state.job.max_workers or n)

@@ -1,4 +1,5 @@
-"""Nodes that the policy gives up by itself: what is too much, what spot replaces, and what a reservation's end takes."""
+"""Nodes that the policy gives up by itself: what is too much, what spot replaces, and what a
+reservation's end takes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def _told(state: State, ending: list[DrainNode], now_s: float) -> str:
 
 
 def _ends(state: State, now_s: float) -> list[float]:
-    times = [p.ends_at_s - pool_allocation.notice_of_end_s(state, p) for p in state.pools if p.ends_at_s is not None]
+    times = [
+        p.ends_at_s - pool_allocation.notice_of_end_s(state, p)
+        for p in state.pools
+        if p.ends_at_s is not None
+    ]
     return [at_s for at_s in times if at_s > now_s]
 
 
@@ -47,7 +52,8 @@ def _ending(state: State, now_s: float) -> list[DrainNode]:
 
 
 def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
-    """Nodes above max_nodes, and on-demand nodes that are not needed any more; those that no plan uses."""
+    """Nodes above max_nodes, and on-demand nodes that are not needed any more; those that no plan
+    uses."""
     if state.phase not in ("running", "entering"):
         return _above_bound(state)
     above, texts = _above_bound(state)
@@ -65,7 +71,11 @@ def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
 def _idle(state: State) -> list[Node]:
     """Nodes without a part in any plan, the newest first; nothing of the state is on them."""
     busy = state.member_nodes | {worker.node_id for worker in state.holdings}
-    nodes = [n for n in state.nodes.values() if n.status in ("ready", "prepared") and n.node_id not in state.releasing]
+    nodes = [
+        n
+        for n in state.nodes.values()
+        if n.status in ("ready", "prepared") and n.node_id not in state.releasing
+    ]
     return [node for node in reversed(nodes) if node.node_id not in busy]
 
 
@@ -93,12 +103,16 @@ def _fixed(state: State) -> dict[str, Pool]:
 
 
 def _beyond(state: State, nodes: list[Node], now_s: float) -> list[Node]:
-    """Of these on-demand nodes, the dearest that can go while as many workers stay as are wanted."""
+    """Of these on-demand nodes, the dearest that can go while as many workers stay as are
+    wanted."""
     fixed = _fixed(state)
     pools = list(fixed.values())
     if len(pools) == len(state.pools):
         return []
-    wanted = pool_allocation.floor_workers(state, pools) + pool_allocation.fall_back(state, now_s).workers
+    wanted = (
+        pool_allocation.floor_workers(state, pools)
+        + pool_allocation.fall_back(state, now_s).workers
+    )
     room = pool_allocation.on_demand_workers(state, pools) - wanted
     found = []
     for node in sorted(nodes, key=lambda node: -fixed[node.pool].usd_per_gpu_h):
@@ -108,17 +122,22 @@ def _beyond(state: State, nodes: list[Node], now_s: float) -> list[Node]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ back to spot
+# ------------------------------------------------------------------------------------------------
+# back to spot
 
 
 def back_to_spot(state: State, now_s: float) -> Decision | None:
-    """On-demand nodes of the plan are left when others do their work, and the move pays for itself: one transition that takes
-    in the new nodes and leaves these; resharding from live memory."""
+    """On-demand nodes of the plan are left when others do their work, and the move pays for itself:
+    one transition that takes in the new nodes and leaves these; resharding from live memory."""
     plan = state.plan
     if plan is None or not pool_allocation.cheapest(state) or state.steps - state.step <= 1:
         return None
     fixed = _fixed(state)
-    used = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.pool in fixed and node.status == "prepared"]
+    used = [
+        node
+        for name in plan.nodes
+        if (node := state.nodes.get(name)) and node.pool in fixed and node.status == "prepared"
+    ]
     if not used or (state.preparing and now_s < state.prepared_at_s + SETTLE_S):
         return None
     go = _beyond(state, used, now_s)
@@ -135,17 +154,23 @@ def back_to_spot(state: State, now_s: float) -> Decision | None:
         return None
     names = ", ".join(node.node_id for node in go)
     moved = enter(
-        state, choice, recovery.live(state), "release", f"{names} on demand {'are' if len(go) > 1 else 'is'} left: {why}"
+        state,
+        choice,
+        recovery.live(state),
+        "release",
+        f"{names} on demand {'are' if len(go) > 1 else 'is'} left: {why}",
     )
-    return Decision((*(DrainNode(node.node_id) for node in go), *moved.actions), moved.reason, moved.wake_at_s)
+    return Decision(
+        (*(DrainNode(node.node_id) for node in go), *moved.actions), moved.reason, moved.wake_at_s
+    )
 
 
 def pays(state: State, go: list[Node], stay: list[Node]) -> str:
     """Why the move is worth it, in dollars and minutes; '' = it is not.
 
-    Gain: (on-demand price - price of the others, reclaims included) x the time until one of these is taken (1 / their hazard)
-    or until the end. Cost: the pause for all nodes, drain.WORTH times, and a pause with another start for the reclaim that may
-    come in that time.
+    Gain: (on-demand price - price of the others, reclaims included) x the time until one of these
+    is taken (1 / their hazard) or until the end. Cost: the pause for all nodes, drain.WORTH times,
+    and a pause with another start for the reclaim that may come in that time.
     """
     fixed = _fixed(state)
     gpus = sum(node.gpus for node in go)
@@ -154,13 +179,17 @@ def pays(state: State, go: list[Node], stay: list[Node]) -> str:
     kinds = [(node, pool) for node in others if (pool := state.pool(node.pool))]
     if not kinds:
         return ""  # what they would have done is done later, at the same price
-    paid = sum(node.gpus * hazard.usd_per_gpu_h(state, pool, n, lead.pause_s) for node, pool in kinds)
+    paid = sum(
+        node.gpus * hazard.usd_per_gpu_h(state, pool, n, lead.pause_s) for node, pool in kinds
+    )
     per_gpu = paid / max(1, sum(node.gpus for node, _ in kinds))
     less = sum(node.gpus * fixed[node.pool].usd_per_gpu_h for node in go) - gpus * per_gpu
     if less <= 0:
         return ""
     hazard_per_h = hazard.reclaims_per_h(state, others)
-    rest_s = (state.steps - state.step) * state.worker_step_s / max(1, sum(node.gpus for node in stay))
+    rest_s = (
+        (state.steps - state.step) * state.worker_step_s / max(1, sum(node.gpus for node in stay))
+    )
     hours = min(1 / hazard_per_h if hazard_per_h else inf, rest_s / 3600)
     start_s = max(hazard.start_s(state, node.pool) for node in go)
     pause_usd = drain.WORTH * lead.pause_s / 3600 * state.usd_per_h
@@ -168,6 +197,7 @@ def pays(state: State, go: list[Node], stay: list[Node]) -> str:
     if less * hours <= pause_usd + risk_usd:
         return ""
     return (
-        f"${less:.2f}/h less, for {60 * hours:.0f} min until the next reclaim or the end: ${less * hours:.2f} saved for "
+        f"${less:.2f}/h less, for {60 * hours:.0f} min until the next reclaim or the end: "
+        f"${less * hours:.2f} saved for "
         f"${pause_usd:.2f} of pause ({lead.pause_s:.1f} s) and ${risk_usd:.2f} of risk"
     )

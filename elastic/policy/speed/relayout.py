@@ -1,17 +1,20 @@
-"""Another arrangement of the nodes for their measured speeds, and leaving a node that is not worth its place.
+"""Another arrangement of the nodes for their measured speeds, and leaving a node that is not worth
+its place.
 
-This costs a transition, so besides doubt (see share_rebalance.py; here both sides may be off, hence twice BAND) its price
-counts:
+This costs a transition, so besides doubt (see share_rebalance.py; here both sides may be off, hence
+twice BAND) its price counts:
 
-- It must pay over the expected stay: what is gained until the next expected loss, or the end, is more than WORTH times the
-  pause.
-- It must have been worth while already: since the speeds are what they are, as much must have been lost as the pause costs.
-  That is the buy-or-rent rule (Karlin et al. 1988): never more than twice what a prophet would have paid, and slowness that
-  comes and goes moves nothing. Each such move of the last quarter of an hour makes the next one as much dearer.
+- It must pay over the expected stay: what is gained until the next expected loss, or the end, is
+  more than WORTH times the pause.
+- It must have been worth while already: since the speeds are what they are, as much must have been
+  lost as the pause costs. That is the buy-or-rent rule (Karlin et al. 1988): never more than twice
+  what a prophet would have paid, and slowness that comes and goes moves nothing. Each such move of
+  the last quarter of an hour makes the next one as much dearer.
 
-A node is left where the plan without it is at least as fast, or where it is more than MUCH slower than others of its pool, for
-REPLACE_AFTER_S in both cases, and another one can be had and pays: one at a time, never below min_workers, and never when most
-nodes look slow, for then it is the job. Nodes of one's own that were slow from the beginning are what there is; they stay.
+A node is left where the plan without it is at least as fast, or where it is more than MUCH slower
+than others of its pool, for REPLACE_AFTER_S in both cases, and another one can be had and pays: one
+at a time, never below min_workers, and never when most nodes look slow, for then it is the job.
+Nodes of one's own that were slow from the beginning are what there is; they stay.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def rearranged(state: State, now_s: float) -> Decision | None:
         or now_s > state.timed_at_s + STALE_S
     ):
         return None
-    if len(speeds.recent(state.stages_moved, now_s)) >= MOVES_MOST or (now_s != state.timed_at_s and _alike(state, plan)):
+    if len(speeds.recent(state.stages_moved, now_s)) >= MOVES_MOST or (
+        now_s != state.timed_at_s and _alike(state, plan)
+    ):
         return None
     units = speeds.estimates(state)
     if not all(worker in units for worker in plan.ranks):
@@ -74,12 +79,16 @@ def rearranged(state: State, now_s: float) -> Decision | None:
 def _alike(state: State, plan: Plan) -> bool:
     """A first look: equal parts of the work, and about equally fast."""
     last = [windows[-1].unit_s for windows in state.speeds.values()]
-    parts = max(plan.samples) <= min(plan.samples) + plan.n_microbatches and max(plan.layers) <= min(plan.layers) + 1
+    parts = (
+        max(plan.samples) <= min(plan.samples) + plan.n_microbatches
+        and max(plan.layers) <= min(plan.layers) + 1
+    )
     return parts and max(last) <= (1 + 2 * BAND) * min(last)
 
 
 def _even_s(state: State, plan: Plan, units: Mapping[WorkerId, Estimate]) -> float:
-    """What the busiest rank would take if all ranks together were as fast as they are, and equally so."""
+    """What the busiest rank would take if all ranks together were as fast as they are, and equally
+    so."""
     mean = sum(1 / units[worker].unit_s for worker in plan.ranks) / len(plan.ranks)
     even = {worker: Estimate(1 / mean, 0.0, 1, 0.0) for worker in plan.ranks}
     load = load_of(plan, even)
@@ -87,7 +96,9 @@ def _even_s(state: State, plan: Plan, units: Mapping[WorkerId, Estimate]) -> flo
 
 
 def _price_s(state: State) -> float:
-    return drain.lead_of(state).pause_s * (1 + len(speeds.recent(state.stages_moved, state.timed_at_s)))
+    return drain.lead_of(state).pause_s * (
+        1 + len(speeds.recent(state.stages_moved, state.timed_at_s))
+    )
 
 
 def _share(state: State, busy_s: float) -> float:
@@ -96,11 +107,15 @@ def _share(state: State, busy_s: float) -> float:
     return max(0.1, compute_s(state, busy_s) / step_s) if step_s else 1.0
 
 
-# ------------------------------------------------------------------------------------------------ another arrangement
+# ------------------------------------------------------------------------------------------------
+# another arrangement
 
 
-def _best(state: State, plan: Plan, busy_s: float, slowest: Node | None) -> tuple[Choice, float] | None:
-    """The choice that leaves the busiest rank least to do, and what of its work; None = there is nothing but other shares."""
+def _best(
+    state: State, plan: Plan, busy_s: float, slowest: Node | None
+) -> tuple[Choice, float] | None:
+    """The choice that leaves the busiest rank least to do, and what of its work; None = there is
+    nothing but other shares."""
     nodes = state.available
     found = []
     for some in (nodes, [node for node in nodes if node != slowest]) if slowest else (nodes,):
@@ -108,29 +123,39 @@ def _best(state: State, plan: Plan, busy_s: float, slowest: Node | None) -> tupl
             choice = choice_of(state, some)
         except InfeasiblePlan:
             continue
-        same = (choice.layout, choice.layers) == (plan.layout, plan.layers) and set(choice.ranks) == plan.workers
+        same = (choice.layout, choice.layers) == (plan.layout, plan.layers) and set(
+            choice.ranks
+        ) == plan.workers
         if not same:
             found.append((choice, _busy_s(state, plan, choice)))
     return min(((choice, s / busy_s) for choice, s in found), key=lambda one: one[1], default=None)
 
 
 def _busy_s(state: State, plan: Plan, choice: Choice) -> float:
-    """Under the measured rates; where the layout is another one, with what else it costs beside the plan's, by the model."""
+    """Under the measured rates; where the layout is another one, with what else it costs beside the
+    plan's, by the model."""
     known = speeds.estimates(state)
     nodes = [state.nodes[name] for name in dict.fromkeys(worker.node_id for worker in choice.ranks)]
     rest = speeds.rates(state, nodes) or {}
-    rates = [1 / known[worker].unit_s if worker in known else rest[worker] for worker in choice.ranks]
+    rates = [
+        1 / known[worker].unit_s if worker in known else rest[worker] for worker in choice.ranks
+    ]
     m, parts = choice.n_microbatches, (choice.layout, choice.samples, choice.layers)
     busy_s = hetero_shares.busy_s(*parts, m, rates)
     if choice.layout == plan.layout or not (choice.model_step_s and plan.model_step_s):
         return busy_s
     ones = hetero_shares.busy_s(*parts, m, [1.0] * len(rates))
-    before = hetero_shares.busy_s(plan.layout, plan.samples, plan.layers, plan.n_microbatches, [1.0] * len(plan.ranks))
+    before = hetero_shares.busy_s(
+        plan.layout, plan.samples, plan.layers, plan.n_microbatches, [1.0] * len(plan.ranks)
+    )
     return busy_s * max(1.0, choice.model_step_s / plan.model_step_s * before / ones)
 
 
-def _entered(state: State, choice: Choice, left: float, *, busy_s: float, since_s: float, now_s: float) -> Decision | None:
-    """`left`: of the busiest rank's work; `busy_s`: what that takes now, and `since_s`: since when."""
+def _entered(
+    state: State, choice: Choice, left: float, *, busy_s: float, since_s: float, now_s: float
+) -> Decision | None:
+    """`left`: of the busiest rank's work; `busy_s`: what that takes now, and `since_s`: since
+    when."""
     plan = state.plan
     assert plan is not None
     gain, share = 1 - left, _share(state, busy_s)
@@ -153,18 +178,25 @@ def _entered(state: State, choice: Choice, left: float, *, busy_s: float, since_
     out = [name for name in plan.nodes if name not in used]
     if len(out) > 1:
         return None
-    late_s = max((units[worker].since_s for worker in plan.ranks if worker.node_id in out), default=0.0) + REPLACE_AFTER_S
+    late_s = (
+        max((units[worker].since_s for worker in plan.ranks if worker.node_id in out), default=0.0)
+        + REPLACE_AFTER_S
+    )
     if out and now_s < late_s:
         return Decision(wake_at_s=late_s)
     without = f" without node {out[0]}" if out else ""
     why = (
-        f"{slow_ones(state, plan, now_s)}; the busiest rank has {gain:.0%} less to do on another arrangement{without} "
-        f"({sure:.0%} at least if what is measured is {2 * BAND:.0%} off), which gains {gained_s:.0f} s in the "
-        f"{stay_s(state):.0f} s until the next expected loss or the end, for a pause of {pause_s:.1f} s; {lost_s:.0f} s "
+        f"{slow_ones(state, plan, now_s)}; the busiest rank has {gain:.0%} less to do on another "
+        f"arrangement{without} "
+        f"({sure:.0%} at least if what is measured is {2 * BAND:.0%} off), which gains "
+        f"{gained_s:.0f} s in the "
+        f"{stay_s(state):.0f} s until the next expected loss or the end, for a pause of "
+        f"{pause_s:.1f} s; {lost_s:.0f} s "
         f"are lost already"
     )
     moved = enter(state, choice, resume, "rebalance", why)
-    given_up = [name for name in out if _may_go(state, name)]  # else it idles, until something changes
+    # else it idles, until something changes
+    given_up = [name for name in out if _may_go(state, name)]
     return replace(moved, actions=(*map(DrainNode, given_up), *moved.actions))
 
 
@@ -173,14 +205,18 @@ def _may_go(state: State, node_id: str) -> bool:
     node = state.nodes.get(node_id)
     pool = state.pool(node.pool) if node else None
     on_it = [worker for worker in state.speeds if worker.node_id == node_id]
-    return pool is not None and (pool.market_type != "owned" or any(_became_slow(state, worker) for worker in on_it))
+    return pool is not None and (
+        pool.market_type != "owned" or any(_became_slow(state, worker) for worker in on_it)
+    )
 
 
-# ------------------------------------------------------------------------------------------------ a node that is not worth it
+# ------------------------------------------------------------------------------------------------ a
+# node that is not worth it
 
 
 def _slowest(state: State, plan: Plan, now_s: float) -> Node | None:
-    """The node of the plan that gets least done beside what its GPUs should, where most others are well."""
+    """The node of the plan that gets least done beside what its GPUs should, where most others are
+    well."""
     slower = speeds.times_slower(state)
     times = speeds.of_nodes(slower, plan.nodes)
     slow = [name for name in times if times[name] >= speeds.SLOW]
@@ -209,17 +245,27 @@ def _replaced(state: State, node: Node | None, now_s: float) -> Decision | None:
         return None
     busy_s = load_of(plan, units).busy_s(plan.samples)
     idle = _busy_s(state, plan, choice) <= busy_s * (1 + AS_FAST)
-    if lasts_s < REPLACE_AFTER_S or not _may_go(state, node.node_id) or not (idle or could > MUCH * gives):
+    if (
+        lasts_s < REPLACE_AFTER_S
+        or not _may_go(state, node.node_id)
+        or not (idle or could > MUCH * gives)
+    ):
         return None
     every = sum(1 / units[worker].unit_s for worker in plan.ranks)
     gained_s, lost_s = _weighed(state, node, (gives / every, could / every))
     if gained_s <= lost_s or lasts_s * max(0.0, could - gives) / every < _price_s(state):
         return None
-    how = "the plan is as fast without it" if idle else f"it gives {gives / every:.0%} of all that is computed"
+    how = (
+        "the plan is as fast without it"
+        if idle
+        else f"it gives {gives / every:.0%} of all that is computed"
+    )
     why = (
-        f"{speeds.speed_message(state, node.node_id, slower, now_s)}: {how}; it is left for another node of pool "
+        f"{speeds.speed_message(state, node.node_id, slower, now_s)}: {how}; it is left for "
+        "another node of pool "
         f"{node.pool}, which is "
-        f"expected after {hazard.start_s(state, node.pool):.0f} s and gains {gained_s:.0f} s, for {lost_s:.0f} s of pauses and "
+        f"expected after {hazard.start_s(state, node.pool):.0f} s and gains {gained_s:.0f} s, for "
+        f"{lost_s:.0f} s of pauses and "
         f"of its work until then"
     )
     moved = enter(state, choice, recovery.live(state), "rebalance", why)
@@ -232,8 +278,9 @@ def _became_slow(state: State, worker: WorkerId) -> bool:
 
 
 def _weighed(state: State, node: Node, parts: tuple[float, float]) -> tuple[float, float]:
-    """Seconds of the run that another node gains, and that it costs. `parts`: of all that is computed, what the node gives and
-    what it could. The other one lasts as long as nodes of the pool do, or to the end of the job."""
+    """Seconds of the run that another node gains, and that it costs. `parts`: of all that is
+    computed, what the node gives and what it could. The other one lasts as long as nodes of the
+    pool do, or to the end of the job."""
     gives, could = parts
     start_s, per_h = hazard.start_s(state, node.pool), hazard.reclaims_per_node_h(state, node.pool)
     rest_s = (state.steps - state.step) * limits.step_s(state)
@@ -244,10 +291,17 @@ def _weighed(state: State, node: Node, parts: tuple[float, float]) -> tuple[floa
 
 def _can_be_had(state: State, node: Node, now_s: float) -> bool:
     pool = state.pool(node.pool)
-    if pool is None or pool.ends_at_s is not None and now_s + hazard.start_s(state, pool.name) >= pool.ends_at_s:
+    if (
+        pool is None
+        or pool.ends_at_s is not None
+        and now_s + hazard.start_s(state, pool.name) >= pool.ends_at_s
+    ):
         return False
     bad = state.backoff.get(pool.name)
-    return not (bad and now_s < bad.until_s) and limits.affordable(state, pool, -pool.usd_per_node_h, now_s) != 0
+    return (
+        not (bad and now_s < bad.until_s)
+        and limits.affordable(state, pool, -pool.usd_per_node_h, now_s) != 0
+    )
 
 
 def left_for(state: State, nodes: Sequence[Node], now_s: float) -> dict[str, str]:
@@ -255,4 +309,8 @@ def left_for(state: State, nodes: Sequence[Node], now_s: float) -> dict[str, str
     slower = speeds.times_slower(state)
     left = [node.node_id for node in nodes if node.node_id in state.given_up]
     worst = speeds.of_nodes(slower, left)
-    return {name: speeds.speed_message(state, name, slower, now_s) for name in left if worst[name] >= speeds.SLOW}
+    return {
+        name: speeds.speed_message(state, name, slower, now_s)
+        for name in left
+        if worst[name] >= speeds.SLOW
+    }

@@ -1,19 +1,22 @@
 """Shares of a step that follow the measured speeds.
 
-A move costs hardly anything (no transition: tensors of other shapes for a step), so what holds it back is doubt alone. Two
-horizons:
+A move costs hardly anything (no transition: tensors of other shapes for a step), so what holds it
+back is doubt alone. Two horizons:
 
-- At once, where the gain is sure. Each rank may really be as fast as its estimate within BAND (clocks, heat and neighbors move
-  that much by themselves) and within its statistical error (two standard errors of the median over the steps that it was
-  measured for). The least that a move can gain while every rank is somewhere within these bounds is the sure gain: all ranks
-  are taken as alike as the bounds allow. It must be SURE of the step. So a rank that takes twice as long is acted upon after
-  three steps, and speeds that wander within +-10 % never are, whatever the number of ranks.
-- Later, where it is small but lasting: over the last LASTING_S the same shares would have been better by LASTING on average and
-  in each third of that time, and nothing was moved meanwhile.
+- At once, where the gain is sure. Each rank may really be as fast as its estimate within BAND
+  (clocks, heat and neighbors move that much by themselves) and within its statistical error (two
+  standard errors of the median over the steps that it was measured for). The least that a move can
+  gain while every rank is somewhere within these bounds is the sure gain: all ranks are taken as
+  alike as the bounds allow. It must be SURE of the step. So a rank that takes twice as long is
+  acted upon after three steps, and speeds that wander within +-10 % never are, whatever the number
+  of ranks.
+- Later, where it is small but lasting: over the last LASTING_S the same shares would have been
+  better by LASTING on average and in each third of that time, and nothing was moved meanwhile.
 
-Against oscillation: each move of the last quarter of an hour widens BAND by itself once more, so that a node that is slow now
-and then is followed a few times, and then left to the second rule, which sees its mean. A move that was made on FEW steps is
-made exact once, when there are ENOUGH, without BAND: then the errors alone are left.
+Against oscillation: each move of the last quarter of an hour widens BAND by itself once more, so
+that a node that is slow now and then is followed a few times, and then left to the second rule,
+which sees its mean. A move that was made on FEW steps is made exact once, when there are ENOUGH,
+without BAND: then the errors alone are left.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ NAMED = 3  # nodes that a reason speaks of
 
 @dataclass(frozen=True)
 class Load:
-    """What a sample costs each data-parallel rank of a plan, in seconds, and by what part that may be wrong."""
+    """What a sample costs each data-parallel rank of a plan, in seconds, and by what part that may
+    be wrong."""
 
     sample_s: tuple[float, ...]
     error: tuple[float, ...]
@@ -58,7 +62,8 @@ class Load:
 
 
 def load_of(plan: Plan, units: Mapping[WorkerId, Estimate]) -> Load:
-    """A data-parallel rank is as fast as the slowest member of each of its tp x cp groups, and as its pipeline allows."""
+    """A data-parallel rank is as fast as the slowest member of each of its tp x cp groups, and as
+    its pipeline allows."""
     layout = plan.layout
     alone = replace(layout, dp_replicate=1, dp_shard=1)
     sample_s, errors = [], []
@@ -84,7 +89,9 @@ def shares(state: State, now_s: float) -> Decision | None:
         return None
     if not ready(state, now_s) or ordered(state, now_s):
         return None
-    if now_s > state.timed_at_s and not any(w[-1].from_s > state.timed_at_s - CONFIRM_S for w in state.speeds.values()):
+    if now_s > state.timed_at_s and not any(
+        w[-1].from_s > state.timed_at_s - CONFIRM_S for w in state.speeds.values()
+    ):
         return None  # nothing has waited to be confirmed
     units = speeds.estimates(state)
     if not all(worker in units for worker in plan.ranks):
@@ -98,8 +105,10 @@ def shares(state: State, now_s: float) -> Decision | None:
         return Decision(wake_at_s=max(units[worker].since_s for worker in young) + CONFIRM_S)
     less_s = gain * compute_s(state, load.busy_s(plan.samples))
     text = (
-        f"{_listed(new)} instead of {_listed(plan.samples)} samples a step: {slow_ones(state, plan, now_s)}; the busiest rank "
-        f"has {gain:.0%} less to do ({why}), about {less_s:.3g} s of a step, for {stay_s(state):.0f} s until the next expected "
+        f"{_listed(new)} instead of {_listed(plan.samples)} samples a step: "
+        f"{slow_ones(state, plan, now_s)}; the busiest rank "
+        f"has {gain:.0%} less to do ({why}), about {less_s:.3g} s of a step, for "
+        f"{stay_s(state):.0f} s until the next expected "
         f"loss or the end; nothing stops for it"
     )
     return Decision((SetShares(plan.generation, new, state.step),), text)
@@ -128,7 +137,8 @@ def ordered(state: State, now_s: float) -> bool:
 
 
 def stay_s(state: State) -> float:
-    """How long the plan is expected to run: until one of its nodes is taken, or to the end of the job."""
+    """How long the plan is expected to run: until one of its nodes is taken, or to the end of the
+    job."""
     plan = state.plan
     nodes = [node for name in plan.nodes if (node := state.nodes.get(name))] if plan else []
     per_h = hazard.reclaims_per_h(state, nodes)
@@ -141,12 +151,14 @@ def stay_steps(state: State) -> float:
 
 
 def compute_s(state: State, busy_s: float) -> float:
-    """Of a step, what the busiest rank computes: its forward passes were timed, a backward pass takes twice as long."""
+    """Of a step, what the busiest rank computes: its forward passes were timed, a backward pass
+    takes twice as long."""
     step_s = limits.step_s(state)
     return min(step_s, 3 * busy_s) if step_s else 3 * busy_s
 
 
-# ------------------------------------------------------------------------------------------------ the two rules
+# ------------------------------------------------------------------------------------------------
+# the two rules
 
 
 def _at_once(state: State, plan: Plan, load: Load) -> tuple[tuple[int, ...], float, str] | None:
@@ -157,12 +169,17 @@ def _at_once(state: State, plan: Plan, load: Load) -> tuple[tuple[int, ...], flo
     gain = 1 - load.busy_s(new) / load.busy_s(plan.samples)
     if new == plan.samples or gain < SURE or (sure := sure_gain(state, plan, load, band)) < SURE:
         return None
-    return new, gain, f"{sure:.0%} at least if the measured speeds are {band:.0%} and their errors off"
+    return (
+        new,
+        gain,
+        f"{sure:.0%} at least if the measured speeds are {band:.0%} and their errors off",
+    )
 
 
 def sure_gain(state: State, plan: Plan, load: Load, band: float) -> float:
-    """The least that other shares gain, as a part of the busiest rank's work, where each rank is as fast as measured within
-    `band` and its error: all finish as nearly at the same time as that allows."""
+    """The least that other shares gain, as a part of the busiest rank's work, where each rank is as
+    fast as measured within `band` and its error: all finish as nearly at the same time as that
+    allows."""
     times = [n * one for n, one in zip(plan.samples, load.sample_s, strict=True)]
     within = [1 + band + error for error in load.error]
     least = max(t / w for t, w in zip(times, within, strict=True))  # of the busiest rank at best
@@ -184,17 +201,24 @@ def _lasting(state: State, plan: Plan, now_s: float) -> tuple[tuple[int, ...], f
     new = assigned_shares(state, plan, load_of(plan, mean))
     busy, better = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for i in range(SAMPLED):
-        load = load_of(plan, {worker: Estimate(units[i], 0.0, 1, 0.0) for worker, units in then.items()})
+        load = load_of(
+            plan, {worker: Estimate(units[i], 0.0, 1, 0.0) for worker, units in then.items()}
+        )
         busy[3 * i // SAMPLED] += load.busy_s(plan.samples)
         better[3 * i // SAMPLED] += load.busy_s(plan.samples) - load.busy_s(new)
     gain = sum(better) / sum(busy)
     if gain < LASTING or min(better) <= 0:
         return None
-    return new, gain, f"that would have been better all through the last {LASTING_S / 60:.0f} minutes"
+    return (
+        new,
+        gain,
+        f"that would have been better all through the last {LASTING_S / 60:.0f} minutes",
+    )
 
 
 def _units_at(windows: Sequence[Window], times: Sequence[float]) -> list[float]:
-    """What was measured at these times, which rise; of what came before or after all windows, the nearest."""
+    """What was measured at these times, which rise; of what came before or after all windows, the
+    nearest."""
     found, i = [], 0
     for t in times:
         while i + 1 < len(windows) and windows[i].at_s < t:
@@ -203,20 +227,25 @@ def _units_at(windows: Sequence[Window], times: Sequence[float]) -> list[float]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ shares
+# ------------------------------------------------------------------------------------------------
+# shares
 
 
 def assigned_shares(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
-    """The best shares in multiples of the number of microbatches, none larger than the memory of its GPUs allows."""
+    """The best shares in multiples of the number of microbatches, none larger than the memory of
+    its GPUs allows."""
     m = plan.n_microbatches
     n_units, rates = sum(plan.samples) // m, [1 / one for one in load.sample_s]
-    most = [max(n, limit) // m for n, limit in zip(plan.samples, most_samples(state, plan), strict=True)]
+    most = [
+        max(n, limit) // m for n, limit in zip(plan.samples, most_samples(state, plan), strict=True)
+    ]
     return hetero_shares.shares(n_units, rates, m, most)
 
 
 def most_samples(state: State, plan: Plan) -> list[int]:
-    """Samples of a step that fit each data-parallel rank: by the memory of its GPUs where that and the model's activations are
-    known, else by the job's microbatch_size; what fits nowhere is found out by the plan's own shares."""
+    """Samples of a step that fit each data-parallel rank: by the memory of its GPUs where that and
+    the model's activations are known, else by the job's microbatch_size; what fits nowhere is found
+    out by the plan's own shares."""
     layout, m = plan.layout, plan.n_microbatches
     if layout.microbatch_size and layout.dp_replicate > 1 and layout.pp == 1:
         return [sum(plan.samples)] * layout.dp  # a replica with more samples has more microbatches
@@ -243,7 +272,9 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
     usable = memory.usable_bytes(room_bytes, layout, on_gpus(state, plan.nodes))
 
     def fits(rows: int) -> bool:
-        step = memory.Step(plan.n_microbatches, rows * plan.n_microbatches, sum(plan.samples), dtype=dtype)
+        step = memory.Step(
+            plan.n_microbatches, rows * plan.n_microbatches, sum(plan.samples), dtype=dtype
+        )
         return memory.stage_bytes(work, layout, step, deepest) <= usable
 
     return most_that(fits, most)
@@ -255,19 +286,24 @@ def memory_of(state: State, node_id: str) -> int:
     return gpu_bytes(state, state.pool(node.pool)) if node else 0
 
 
-# ------------------------------------------------------------------------------------------------ words
+# ------------------------------------------------------------------------------------------------
+# words
 
 
 def slow_ones(state: State, plan: Plan, now_s: float) -> str:
     """Which nodes are slow, how much, and since when; for a reason."""
     slower = speeds.times_slower(state)
     worst = speeds.of_nodes(slower, plan.nodes)
-    names = sorted((name for name in worst if worst[name] >= speeds.SLOW), key=lambda name: -worst[name])
+    names = sorted(
+        (name for name in worst if worst[name] >= speeds.SLOW), key=lambda name: -worst[name]
+    )
     if not names:
         again = " any more" if speeds.recent(state.shares_moved, now_s) else ""
         return f"no node is {speeds.SLOW - 1:.0%} slower than the others of its pool{again}"
     said = [speeds.speed_message(state, name, slower, now_s) for name in names[:NAMED]]
-    return "; ".join(said) + (f"; and {len(names) - NAMED} more nodes" if len(names) > NAMED else "")
+    return "; ".join(said) + (
+        f"; and {len(names) - NAMED} more nodes" if len(names) > NAMED else ""
+    )
 
 
 def _listed(samples: Sequence[int]) -> str:

@@ -1,8 +1,10 @@
-"""How fast each worker computes, as its ranks have told: estimates, histories, and words for a person.
+"""How fast each worker computes, as its ranks have told: estimates, histories, and words for a
+person.
 
-A report (RanksTimed) says what a unit of work takes each rank, a median over some steps. Reports that agree are joined, so that
-a worker's history is a list of windows in which it was about as fast: a jump begins a new one at once, jitter does not. Rates
-outlive generations; those of a node end with it.
+A report (RanksTimed) says what a unit of work takes each rank, a median over some steps. Reports
+that agree are joined, so that a worker's history is a list of windows in which it was about as
+fast: a jump begins a new one at once, jitter does not. Rates outlive generations; those of a node
+end with it.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ JOINED_S = 10.0  # agreeing reports become one window of at least this length
 KEPT_WINDOWS = 128
 STEPS_MOST = 64  # that an estimate is made from
 SPREAD_LEAST = 0.03  # three steps may happen to be alike
-MEDIAN_ERROR = 1.86  # standard error of a median of n normal values / (their median deviation / sqrt n): 1.4826 x 1.2533
+# standard error of a median of n normal values / (their median deviation / sqrt n): 1.4826 x 1.2533
+MEDIAN_ERROR = 1.86
 ERRORS = 2.0  # standard errors that an estimate may be wrong by
-BAND = 0.1  # relative: speeds that differ by less are not told apart; a GPU's clock moves that much by itself
+# relative: speeds that differ by less are not told apart; a GPU's clock moves that much by itself
+BAND = 0.1
 REMEMBERED_S = 900.0  # moves, and what is called lasting
 SLOW = 1.25  # times as long as the others: worth a word
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`unit_s` may be wrong by the part `error`, from `n_steps` steps; `since_s`: since when it is about that."""
+    """`unit_s` may be wrong by the part `error`, from `n_steps` steps; `since_s`: since when it is
+    about that."""
 
     unit_s: float
     error: float
@@ -43,8 +48,8 @@ class Estimate:
 
 
 def estimate(windows: Sequence[Window]) -> Estimate:
-    """The newest windows that agree, each by the steps that it adds, as far back as STEPS_MOST steps; `since_s` goes back
-    further, over generations."""
+    """The newest windows that agree, each by the steps that it adds, as far back as STEPS_MOST
+    steps; `since_s` goes back further, over generations."""
     newest = windows[-1]
     n, total, spread, since_s = 0, 0.0, 0.0, newest.from_s
     for window in reversed(windows):
@@ -77,16 +82,22 @@ def remembered(moved: tuple[Moved, ...], state: State, at_s: float) -> tuple[Mov
     return (*recent(moved, at_s), Moved(at_s, measured_steps(state)))
 
 
-# ------------------------------------------------------------------------------------------------ rates
+# ------------------------------------------------------------------------------------------------
+# rates
 
 
 def rates(state: State, nodes: Sequence[Node]) -> dict[WorkerId, float] | None:
-    """Units per second of every worker of these nodes; None = nothing was measured, or unequal batch shares did not fit. A
-    worker within BAND of the median of its pool counts as that. Who was never measured: the median of its pool, else that of
-    another pool as the hardware of the two differs, else the median of all."""
+    """Units per second of every worker of these nodes; None = nothing was measured, or unequal
+    batch shares did not fit. A worker within BAND of the median of its pool counts as that. Who was
+    never measured: the median of its pool, else that of another pool as the hardware of the two
+    differs, else the median of all."""
     if not state.speeds or state.uneven_failed or not state.job.rebalance:
         return None
-    known = {worker: 1 / found.unit_s for worker, found in estimates(state).items() if _counts(state, worker)}
+    known = {
+        worker: 1 / found.unit_s
+        for worker, found in estimates(state).items()
+        if _counts(state, worker)
+    }
     if not known:
         return None
     pools = {node.node_id: node.pool for node in state.nodes.values()}
@@ -104,7 +115,8 @@ def rates(state: State, nodes: Sequence[Node]) -> dict[WorkerId, float] | None:
 
 
 def _counts(state: State, worker: WorkerId) -> bool:
-    """A worker that is left out of the plan is not measured any more: what was long ago says nothing of it."""
+    """A worker that is left out of the plan is not measured any more: what was long ago says
+    nothing of it."""
     in_plan = state.plan is not None and worker in state.plan.workers
     return in_plan or state.speeds[worker][-1].at_s > state.timed_at_s - REMEMBERED_S
 
@@ -113,7 +125,11 @@ def _middle(state: State, pool: str, middles: Mapping[str, float]) -> float:
     if pool in middles:
         return middles[pool]
     of_kind = _by_hardware(state)
-    scaled = [middle * of_kind[pool] / of_kind[other] for other, middle in middles.items() if {pool, other} <= set(of_kind)]
+    scaled = [
+        middle * of_kind[pool] / of_kind[other]
+        for other, middle in middles.items()
+        if {pool, other} <= set(of_kind)
+    ]
     return median(scaled or middles.values())
 
 
@@ -122,7 +138,11 @@ def _by_hardware(state: State) -> dict[str, float]:
     kinds = {profile.accelerator_type: profile for profile in state.hardware}
     return {
         pool.name: rate(
-            site_of(state.job, default_hardware.among(kinds[pool.accelerator_type], pool.gpus_per_node), pool.gpus_per_node)
+            site_of(
+                state.job,
+                default_hardware.among(kinds[pool.accelerator_type], pool.gpus_per_node),
+                pool.gpus_per_node,
+            )
         )
         for pool in state.pools
         if pool.accelerator_type in kinds
@@ -138,7 +158,8 @@ def kinds(state: State) -> dict[str, tuple[Any, ...]]:
     return made
 
 
-# ------------------------------------------------------------------------------------------------ who is slow
+# ------------------------------------------------------------------------------------------------
+# who is slow
 
 
 def times_slower(state: State) -> dict[WorkerId, float]:
@@ -149,7 +170,9 @@ def times_slower(state: State) -> dict[WorkerId, float]:
         return node.pool if node else ""
 
     units = {worker: found.unit_s for worker, found in estimates(state).items()}
-    return rank_timing.times_slower(units, pool_of, rank_timing.unlike_stages(state.model, state.plan))
+    return rank_timing.times_slower(
+        units, pool_of, rank_timing.unlike_stages(state.model, state.plan)
+    )
 
 
 def of_nodes(slower: Mapping[WorkerId, float], node_ids: Iterable[str]) -> dict[str, float]:
@@ -160,34 +183,53 @@ def of_nodes(slower: Mapping[WorkerId, float], node_ids: Iterable[str]) -> dict[
     return {node_id: worst.get(node_id, 1.0) for node_id in node_ids}
 
 
-def speed_message(state: State, node_id: str, slower: Mapping[WorkerId, float], now_s: float) -> str:
-    """`node b computes 2.1 times slower than the faster half (all 2 of its GPUs, for 12 s; its GPU says: clocks lowered)`."""
+def speed_message(
+    state: State, node_id: str, slower: Mapping[WorkerId, float], now_s: float
+) -> str:
+    """`node b computes 2.1 times slower than the faster half (all 2 of its GPUs, for 12 s; its GPU
+    says: clocks lowered)`."""
     mine = {worker: times for worker, times in slower.items() if worker.node_id == node_id}
     slow = {worker: times for worker, times in mine.items() if times >= SLOW}
     if not mine:
         return f"node {node_id}: not measured"
     worst = max(mine, key=lambda worker: mine[worker])
-    which = "its GPU" if len(mine) == 1 else f"all {len(mine)} of its GPUs" if len(slow) == len(mine) else f"GPU {worst} only"
+    which = (
+        "its GPU"
+        if len(mine) == 1
+        else f"all {len(mine)} of its GPUs"
+        if len(slow) == len(mine)
+        else f"GPU {worst} only"
+    )
     parts = [which, _how_long(state.speeds[worst], now_s)]
-    notes = dict.fromkeys(note for worker in slow or mine if (note := state.device_notes.get(worker)))
+    notes = dict.fromkeys(
+        note for worker in slow or mine if (note := state.device_notes.get(worker))
+    )
     parts += [f"the device says: {', '.join(notes)}"] if notes else []
     data_s = state.speeds[worst][-1].data_s
     if data_s > 0.1 * state.step_time_s > 0:
         parts.append(f"it also waits {data_s:.2g} s a step for its batches")
-    return f"node {node_id} computes {mine[worst]:.2g} times slower than the faster ones ({'; '.join(parts)})"
+    return (
+        f"node {node_id} computes {mine[worst]:.2g} times slower than the faster ones "
+        f"({'; '.join(parts)})"
+    )
 
 
 def _how_long(windows: Sequence[Window], now_s: float) -> str:
     now = estimate(windows)
     others = [w for w in windows if w.from_s < now.since_s]
-    slow_s = sum(w.at_s - w.from_s for w in windows if abs(w.unit_s - now.unit_s) <= AGREE * now.unit_s)
+    slow_s = sum(
+        w.at_s - w.from_s for w in windows if abs(w.unit_s - now.unit_s) <= AGREE * now.unit_s
+    )
     back = others and any(abs(w.unit_s - now.unit_s) <= AGREE * now.unit_s for w in others)
     if back:
         return f"now and then: {slow_s:.0f} s of the last {now_s - windows[0].from_s:.0f} s"
-    return f"for {max(0.0, now_s - now.since_s):.0f} s" + (", before it was not" if others else " without a break")
+    return f"for {max(0.0, now_s - now.since_s):.0f} s" + (
+        ", before it was not" if others else " without a break"
+    )
 
 
-# ------------------------------------------------------------------------------------------------ fold
+# ------------------------------------------------------------------------------------------------
+# fold
 
 
 def _ranks_timed(state: State, event: RanksTimed, at_s: float) -> State:
@@ -201,7 +243,9 @@ def _ranks_timed(state: State, event: RanksTimed, at_s: float) -> State:
         if unit_s > 0:
             spread = event.spread[rank] if rank < len(event.spread) else 0.0
             data_s = event.data_s[rank] if rank < len(event.data_s) else 0.0
-            found[worker] = Window(at_s, at_s, unit_s, event.n_steps, spread, data_s, event.generation, event.step)
+            found[worker] = Window(
+                at_s, at_s, unit_s, event.n_steps, spread, data_s, event.generation, event.step
+            )
     joined = all(_joins(state.speeds.get(worker, ()), window) for worker, window in found.items())
     speeds = dict(state.speeds)
     for worker, window in found.items():
@@ -212,14 +256,18 @@ def _ranks_timed(state: State, event: RanksTimed, at_s: float) -> State:
 def _joins(windows: Sequence[Window], new: Window) -> bool:
     last = windows[-1] if windows else None
     return (
-        last is not None and last.generation == new.generation and abs(last.unit_s - new.unit_s) <= AGREE * last.unit_s
+        last is not None
+        and last.generation == new.generation
+        and abs(last.unit_s - new.unit_s) <= AGREE * last.unit_s
         and last.at_s - last.from_s < JOINED_S
-    )  # fmt: skip
+    )
 
 
-def _with(windows: tuple[Window, ...], new: Window, joined: bool, state: State) -> tuple[Window, ...]:
-    """The newer report counts by the steps that it adds. A window begins where the one before ends, or as many steps ago as
-    its median is made from."""
+def _with(
+    windows: tuple[Window, ...], new: Window, joined: bool, state: State
+) -> tuple[Window, ...]:
+    """The newer report counts by the steps that it adds. A window begins where the one before ends,
+    or as many steps ago as its median is made from."""
     last = windows[-1] if windows else None
     if last is None or last.generation != new.generation:
         began_s = max(state.entered_at_s, new.at_s - new.n_steps * state.step_time_s)
@@ -227,7 +275,9 @@ def _with(windows: tuple[Window, ...], new: Window, joined: bool, state: State) 
     steps = max(1, min(new.n_steps, new.step - last.step))
     if abs(new.unit_s - last.unit_s) > AGREE * last.unit_s:  # since when, the number of steps says
         since_s = max(last.from_s, new.at_s - new.n_steps * state.step_time_s)
-        return (*windows[:-1], replace(last, at_s=since_s), replace(new, from_s=since_s))[-KEPT_WINDOWS:]
+        return (*windows[:-1], replace(last, at_s=since_s), replace(new, from_s=since_s))[
+            -KEPT_WINDOWS:
+        ]
     if not joined:
         return (*windows, replace(new, from_s=last.at_s, n_steps=steps))[-KEPT_WINDOWS:]
     if new.n_steps >= last.n_steps + steps:  # a median over all of them
@@ -239,7 +289,11 @@ def _with(windows: tuple[Window, ...], new: Window, joined: bool, state: State) 
 
 def _shares_set(state: State, event: SharesSet, at_s: float) -> State:
     plan = state.plan
-    if plan is None or event.generation != plan.generation or len(event.samples) != len(plan.samples):
+    if (
+        plan is None
+        or event.generation != plan.generation
+        or len(event.samples) != len(plan.samples)
+    ):
         return state
     plan = replace(plan, samples=event.samples)
     return replace(
@@ -257,8 +311,12 @@ def forget(state: State, node_id: str) -> State:
     """The node is gone, or comes back as another."""
     return replace(
         state,
-        speeds={worker: found for worker, found in state.speeds.items() if worker.node_id != node_id},
-        device_notes={worker: note for worker, note in state.device_notes.items() if worker.node_id != node_id},
+        speeds={
+            worker: found for worker, found in state.speeds.items() if worker.node_id != node_id
+        },
+        device_notes={
+            worker: note for worker, note in state.device_notes.items() if worker.node_id != node_id
+        },
         pinned_rounded=state.pinned_rounded - {node_id},
         unpinned={name: why for name, why in state.unpinned.items() if name != node_id},
     )

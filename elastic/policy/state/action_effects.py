@@ -39,9 +39,15 @@ def _ordered_nodes(state: State, action: RequestNodes, at_s: float) -> State:
     if action.count == 0:
         asked = state.requests.get(action.request_id)
         waited_s = at_s - asked.at_s if asked else 0.0
-        return hazard.refused(state, action.pool, action.request_id, f"no answer for {waited_s:.0f} s", at_s)
+        return hazard.refused(
+            state, action.pool, action.request_id, f"no answer for {waited_s:.0f} s", at_s
+        )
     request = Request(action.request_id, action.pool, action.count, at_s)
-    return replace(state, requests={**state.requests, action.request_id: request}, n_requests=state.n_requests + 1)
+    return replace(
+        state,
+        requests={**state.requests, action.request_id: request},
+        n_requests=state.n_requests + 1,
+    )
 
 
 def _ordered_release(state: State, action: ReleaseNode, at_s: float) -> State:
@@ -70,7 +76,9 @@ def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
     if node is None:
         return state
     state = hazard.died(state, node, action.reason, at_s)
-    state = replace(set_status(state, action.node_id, "quarantined"), unseen=state.unseen - {action.node_id})
+    state = replace(
+        set_status(state, action.node_id, "quarantined"), unseen=state.unseen - {action.node_id}
+    )
     preparing = {name: t for name, t in state.preparing.items() if name != action.node_id}
     refused = {name: why for name, why in state.refused.items() if name != action.node_id}
     blamed = {name: why for name, why in state.blamed.items() if name != action.node_id}
@@ -91,11 +99,14 @@ def ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
         del plans[generation]
     retried = failure is not None and failure.cause == "infrastructure"
     return replace(
-        state, phase="entering", target=plan, plan=state.plan if plan.resume.source == "live" else None, plans=plans,
-        generation=plan.generation, ordered_at_s=at_s, aborting=None, failure=None, quiescing=None, repeat=(),
-        forming=None, considered=tuple(node.node_id for node in state.available), retries=state.retries + retried,
-        retry_step=max(state.retry_step, state.best_step) if retried else state.retry_step, shares_ordered=None,
-        stages_moved=remembered(state.stages_moved, state, at_s) if plan.cause == "rebalance" else state.stages_moved,
+        state, phase="entering", target=plan,
+        plan=state.plan if plan.resume.source == "live" else None, plans=plans,
+        generation=plan.generation, ordered_at_s=at_s, aborting=None, failure=None, quiescing=None,
+        repeat=(), forming=None, considered=tuple(node.node_id for node in state.available),
+        retries=state.retries + retried, retry_step=max(state.retry_step,
+        state.best_step) if retried else state.retry_step, shares_ordered=None,
+        stages_moved=remembered(state.stages_moved, state,
+        at_s) if plan.cause == "rebalance" else state.stages_moved,
     )  # fmt: skip
 
 
@@ -107,11 +118,13 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
         for worker in sorted(killed):
             state = process_failed(state, worker, f"worker {worker} did not answer the abort", at_s)
         return state
-    failure = state.failure or Failure("infrastructure", f"generation {action.generation} was aborted", at_s)
+    failure = state.failure or Failure(
+        "infrastructure", f"generation {action.generation} was aborted", at_s
+    )
     owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
     state = replace(
-        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, repeat=(), forming=None,
-        aborting=Aborting(action.generation, at_s, owing, failure),
+        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, repeat=(),
+        forming=None, aborting=Aborting(action.generation, at_s, owing, failure),
     )  # fmt: skip
     for worker in sorted(killed):
         state = process_failed(state, worker, failure.reason, at_s)
@@ -121,7 +134,11 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
 def _ordered_forward(state: State, action: RollForward, at_s: float) -> State:
     if state.aborting is None:
         return state
-    owing = frozenset(worker for worker, step in state.pending.items() if step == action.step and state.lives(worker))
+    owing = frozenset(
+        worker
+        for worker, step in state.pending.items()
+        if step == action.step and state.lives(worker)
+    )
     return replace(state, aborting=replace(state.aborting, forward=action, owing=owing, at_s=at_s))
 
 
@@ -138,11 +155,21 @@ def _ordered_cadence(state: State, action: SetCadence, at_s: float) -> State:
     if plan is None or plan.generation != action.generation:
         return state
     plan = replace(plan, peer_every=action.peer_every, durable_every=action.durable_every)
-    return replace(state, plan=plan, plans={**state.plans, plan.generation: plan}, cadence_at_s=at_s, n_copies_timed=0)
+    return replace(
+        state,
+        plan=plan,
+        plans={**state.plans, plan.generation: plan},
+        cadence_at_s=at_s,
+        n_copies_timed=0,
+    )
 
 
 def _ordered_shares(state: State, action: SetShares, at_s: float) -> State:
-    return replace(state, shares_ordered=(action, at_s), shares_moved=remembered(state.shares_moved, state, at_s))
+    return replace(
+        state,
+        shares_ordered=(action, at_s),
+        shares_moved=remembered(state.shares_moved, state, at_s),
+    )
 
 
 def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
@@ -150,8 +177,9 @@ def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
 
 
 ORDERS: dict[type, Callable[[State, Any, float], State]] = {
-    RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
-    EnterPlan: ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
+    RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine,
+    Prepare: _ordered_prepare, EnterPlan: ordered_plan, Abort: _ordered_abort,
+    Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
     SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
     RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: forming_groups.ordered,
         DropGroups: forming_groups.dropped,

@@ -1,7 +1,8 @@
 """How each event changes the State.
 
-Generation is the fencing token: a message counts only when it speaks of the running generation or of the one being entered.
-Two facts count whatever their generation: what a worker still holds (Quiesced), and that a process or node is gone.
+Generation is the fencing token: a message counts only when it speaks of the running generation or
+of the one being entered. Two facts count whatever their generation: what a worker still holds
+(Quiesced), and that a process or node is gone.
 """
 
 from __future__ import annotations
@@ -81,22 +82,33 @@ def billed(state: State, at_s: float) -> State:
         return state
     usd = state.usd + state.usd_per_h * passed_s / 3600
     node_s = state.node_s + passed_s * len(state.alive)
-    state = replace(state, usd=usd, billed_at_s=at_s, node_s=node_s, history=hazard.lived(state, passed_s))
+    state = replace(
+        state, usd=usd, billed_at_s=at_s, node_s=node_s, history=hazard.lived(state, passed_s)
+    )
     put_off = state.stop is not None and state.away is not None and not state.stop.limit
-    stop = limits.wish(state, at_s) if (state.stop is None or put_off) and state.phase not in ENDED else None
+    stop = (
+        limits.wish(state, at_s)
+        if (state.stop is None or put_off) and state.phase not in ENDED
+        else None
+    )
     return replace(state, stop=stop) if stop else state
 
 
 def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
-    found = (c for c in event.durable if c.generation not in state.distrusted and not corrupted(state, c.generation, c.step))
+    found = (
+        c
+        for c in event.durable
+        if c.generation not in state.distrusted and not corrupted(state, c.generation, c.step)
+    )
     durable = _newest_first((*found, *(state.durable if event.attached else ())))
     model = event.model
-    if event.attached and state.model is not None:  # its workers have told, and will not do so again
+    # its workers have told, and will not do so again
+    if event.attached and state.model is not None:
         model = replace(model, sample=model.sample or state.model.sample)
     known: dict[str, Any] = {
-        "run": event.run, "epoch": event.epoch, "job": Job.from_plain(event.job), "pools": event.pools, "model": model,
-        "hardware": event.hardware, "durable": durable, "billed_at_s": at_s,
-        "forms_ahead": event.forms_ahead,
+        "run": event.run, "epoch": event.epoch, "job": Job.from_plain(event.job),
+        "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
+        "billed_at_s": at_s, "forms_ahead": event.forms_ahead,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
@@ -112,8 +124,13 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             distrusted=state.distrusted,
             verified=state.verified,
             wrong=state.wrong,
-            first_started_at_s=at_s if state.first_started_at_s is None else state.first_started_at_s,
-            history={name: replace(seen, dry_since_s=None, deaths=0) for name, seen in state.history.items()},
+            first_started_at_s=at_s
+            if state.first_started_at_s is None
+            else state.first_started_at_s,
+            history={
+                name: replace(seen, dry_since_s=None, deaths=0)
+                for name, seen in state.history.items()
+            },
             unusable=state.unusable,
             unrepeatable=state.unrepeatable,
             **_losses_before(state, event),
@@ -130,13 +147,15 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         repeat = (*repeat, DropGroups(state.forming.plan.generation))
     unseen = frozenset(node.node_id for node in state.alive)
     return replace(
-        state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat, requests={}, instances={},
-        preparing={}, releasing=frozenset(), ordered_at_s=at_s, stop=None, forming=None, away=None,
+        state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat,
+        requests={}, instances={}, preparing={}, releasing=frozenset(), ordered_at_s=at_s,
+        stop=None, forming=None, away=None,
     )  # fmt: skip
 
 
 def _losses_before(state: State, event: DriverStarted) -> dict[str, Any]:
-    """What is known of losses; nothing where the program or the mathematics of the job were changed since."""
+    """What is known of losses; nothing where the program or the mathematics of the job were changed
+    since."""
     if state.job.fingerprint != event.job.get(KEY):
         return {}
     return {"probes": state.probes, "losses": state.losses}
@@ -156,7 +175,8 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     elif asked:
         del requests[asked.request_id]
     backoff = {name: b for name, b in state.backoff.items() if name != node.pool or b.deaths}
-    nodes = {name: n for name, n in state.nodes.items() if name != node.node_id}  # at the end: order of arrival
+    # at the end: order of arrival
+    nodes = {name: n for name, n in state.nodes.items() if name != node.node_id}
     nodes[node.node_id] = replace(node, status="ready", deadline_s=None)
     dead = frozenset(w for w in state.dead if w.node_id != node.node_id)
     refused = {name: why for name, why in state.refused.items() if name != node.node_id}
@@ -165,20 +185,23 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
         instances[node.pool] = replace(machines, starting=machines.starting - 1)
     return replace(
         state, nodes=nodes, instances=instances, requests=requests, backoff=backoff, dead=dead,
-        releasing=state.releasing - {node.node_id}, refused=refused, **without_faults(state, node.node_id),
+        releasing=state.releasing - {node.node_id}, refused=refused, **without_faults(state,
+        node.node_id),
     )  # fmt: skip
 
 
 def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
-    """It is quarantined by the next decision, and counts for its pool as a start that failed. Not where a node that was in use
-    lacks memory that may become free: it is looked at again."""
+    """It is quarantined by the next decision, and counts for its pool as a start that failed. Not
+    where a node that was in use lacks memory that may become free: it is looked at again."""
     state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
     if node is None or node.status in ("lost", "quarantined") or event.node_id in state.releasing:
         return state
     if event.may_pass and event.node_id not in state.born:
         return short_of_memory(state, node, event.reason, at_s)
     preparing = {name: t for name, t in state.preparing.items() if name != event.node_id}
-    return replace(state, preparing=preparing, refused={**state.refused, event.node_id: event.reason})
+    return replace(
+        state, preparing=preparing, refused={**state.refused, event.node_id: event.reason}
+    )
 
 
 def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
@@ -196,7 +219,8 @@ def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
         preparing={name: t for name, t in state.preparing.items() if name != event.node_id},
         dead=frozenset(w for w in state.dead if w.node_id != event.node_id),
         short={name: why for name, why in state.short.items() if name != event.node_id},
-        pinned_rounded=state.pinned_rounded - {event.node_id} | ({event.node_id} if event.pinned_rounded else set()),
+        pinned_rounded=state.pinned_rounded - {event.node_id}
+        | ({event.node_id} if event.pinned_rounded else set()),
     )
     return state if node.status == "draining" else set_status(state, event.node_id, "prepared")
 
@@ -207,9 +231,12 @@ def _notice(state: State, event: Notice, at_s: float) -> State:
         return state
     pool = state.pool(node.pool)
     if pool is not None and pool.ends_at_s is not None and event.deadline_s >= pool.ends_at_s:
-        state = replace(state, n_notices=state.n_notices + (node.status != "draining"))  # it was known, and is no hazard
+        # it was known, and is no hazard
+        state = replace(state, n_notices=state.n_notices + (node.status != "draining"))
     elif node.status != "draining":
-        state = hazard.taken(replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False)
+        state = hazard.taken(
+            replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False
+        )
     return set_status(state, event.node_id, "draining", event.deadline_s)
 
 
@@ -219,7 +246,9 @@ def _notice_withdrawn(state: State, event: NoticeWithdrawn, at_s: float) -> Stat
         return state
     if event.node_id in state.faulty_nodes:
         return set_status(state, event.node_id, "draining")
-    return set_status(state, event.node_id, "prepared" if event.node_id in state.prepared else "ready")
+    return set_status(
+        state, event.node_id, "prepared" if event.node_id in state.prepared else "ready"
+    )
 
 
 def _node_warned(state: State, event: NodeWarned, at_s: float) -> State:
@@ -250,7 +279,11 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     state = without(state, gone, why, at_s)
     lost = [name for name, n in state.nodes.items() if n.status == "lost"]
     forgotten = set(lost[:-KEPT_LOST_NODES])
-    nodes = {name: n for name, n in state.nodes.items() if name not in forgotten} if forgotten else state.nodes
+    nodes = (
+        {name: n for name, n in state.nodes.items() if name not in forgotten}
+        if forgotten
+        else state.nodes
+    )
     return forget(replace(state, nodes=nodes, dead=state.dead - gone), node.node_id)
 
 
@@ -274,15 +307,19 @@ def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:
     if target is None or event.generation != target.generation:
         return state
     failure = state.failure
-    if failure and failure.cause == "loss" and not (failure.workers | set(failure.kill)) & set(target.ranks):
+    if (
+        failure
+        and failure.cause == "loss"
+        and not (failure.workers | set(failure.kill)) & set(target.ranks)
+    ):
         failure = None  # only a sender went away, and its boxes had arrived
     digests = {step: text for step, text in state.digests.items() if step <= event.step}
     return seen(
         replace(
-            state, phase="running", plan=target, target=None, failure=failure, step=event.step, entered_step=event.step,
-            entered_at_s=at_s, holdings={}, commits={}, pending={}, quiesced=frozenset(),
-            digests=digests, probes=refused_layouts.until(state.probes, event.step), peer=None, below_step=None, last_step=None,
-            shares_ordered=None,
+            state, phase="running", plan=target, target=None, failure=failure, step=event.step,
+            entered_step=event.step, entered_at_s=at_s, holdings={}, commits={}, pending={},
+            quiesced=frozenset(), digests=digests, probes=refused_layouts.until(state.probes,
+            event.step), peer=None, below_step=None, last_step=None, shares_ordered=None,
             n_copies_timed=0, move_pace=paced(state, target, event),
         ),
         *target.nodes,
@@ -301,16 +338,24 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
     if state.target and event.generation == state.target.generation:
         state = _plan_entered(state, PlanEntered(event.generation, event.step - 1), at_s)
     plan = state.plan
-    if state.aborting and event.generation in state.plans and event.step == state.step + 1:  # said late
+    # said late
+    if state.aborting and event.generation in state.plans and event.step == state.step + 1:
         best = max(state.best_step, event.step)
-        state = replace(state, step=event.step, best_step=best, digests=digested(state.digests, event))
-        return state if event.generation in state.distrusted else replace(state, losses=with_loss(state.losses, event))
+        state = replace(
+            state, step=event.step, best_step=best, digests=digested(state.digests, event)
+        )
+        return (
+            state
+            if event.generation in state.distrusted
+            else replace(state, losses=with_loss(state.losses, event))
+        )
     if plan is None or event.generation != plan.generation or event.step <= state.step:
         return state
     progress = event.step > state.retry_step
     state = replace(
-        _timed(state, plan, event, at_s), step=event.step, best_step=max(state.best_step, event.step), last_step=event,
-        last_step_at_s=at_s, retries=0 if progress else state.retries, digests=digested(state.digests, event),
+        _timed(state, plan, event, at_s), step=event.step, best_step=max(state.best_step,
+        event.step), last_step=event, last_step_at_s=at_s, retries=0 if progress else state.retries,
+        digests=digested(state.digests, event),
         unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,
     )  # fmt: skip
     if event.skipped or math.isfinite(event.train_loss):
@@ -319,33 +364,45 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
 
 
 def _compared(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
-    """With the step's loss. Where it was done before and had another one, the layout computes something else, or steps of this
-    model do not repeat (see refused_layouts.py)."""
+    """With the step's loss. Where it was done before and had another one, the layout computes
+    something else, or steps of this model do not repeat (see refused_layouts.py)."""
     if plan.generation in state.distrusted or not refused_layouts.repeatable(state):
         return state
     same = redone_as_before(state.losses, event, event.step - state.entered_step, state.job)
     if same is not False:
         return replace(state, losses=with_loss(state.losses, event))
     before, _, generation = state.losses[event.step]
-    old = state.plans[generation].layout if generation in state.plans else refused_layouts.before(state, plan)
+    old = (
+        state.plans[generation].layout
+        if generation in state.plans
+        else refused_layouts.before(state, plan)
+    )
     if not refused_layouts.new_axes(plan.layout, old):
         return refused_layouts.without_repeats(state, event)
-    said = f"its train_loss is {event.train_loss:.6g} now that it is {refused_layouts.REDONE}, it was {before:.6g}"
+    said = (
+        f"its train_loss is {event.train_loss:.6g} now that it is {refused_layouts.REDONE}, it "
+        f"was {before:.6g}"
+    )
     return computes_else(state, plan.generation, event.step, said, at_s, old)
 
 
 def _timed(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
-    """Running means of the step time and of the wait for copies; how long a live transition stopped the run."""
+    """Running means of the step time and of the wait for copies; how long a live transition stopped
+    the run."""
     if event.step_time_s <= 0:
         return state  # nobody measured it
     first = event.step == state.entered_step + 1
     ordinary_s = event.step_time_s - event.data_s - event.copy_s
     step_time_s = state.step_time_s
     if not first or not step_time_s:
-        step_time_s = ordinary_s if not step_time_s or first else 0.8 * step_time_s + 0.2 * ordinary_s
+        step_time_s = (
+            ordinary_s if not step_time_s or first else 0.8 * step_time_s + 0.2 * ordinary_s
+        )
     pauses_s, worker_step_s = state.pauses_s, event.step_time_s * plan.layout.world_size
     if state.worker_step_s:
-        worker_step_s = state.worker_step_s if first else 0.9 * state.worker_step_s + 0.1 * worker_step_s
+        worker_step_s = (
+            state.worker_step_s if first else 0.9 * state.worker_step_s + 0.1 * worker_step_s
+        )
     if first and plan.resume.source == "live" and state.last_step_at_s:
         pause_s = at_s - state.last_step_at_s - plan.predicted_step_time_s
         pauses_s = (*pauses_s, max(0.0, pause_s))[-KEPT_PAUSES:]
@@ -353,11 +410,15 @@ def _timed(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
 
 
 def _text_of(event: StepDone) -> str:
-    return f"step {event.step}: train_loss is {event.train_loss} (sample digest {event.digest or 'not given'})"
+    return (
+        f"step {event.step}: train_loss is {event.train_loss} (sample digest "
+        f"{event.digest or 'not given'})"
+    )
 
 
 def digested(digests: Mapping[int, str], event: StepDone) -> dict[int, str]:
-    """Running digests of the sample ids, with the step's; without, where that of the step before is not known."""
+    """Running digests of the sample ids, with the step's; without, where that of the step before is
+    not known."""
     kept = dict(digests)
     if len(kept) >= KEPT_DIGESTS:
         for step in sorted(kept)[: KEPT_DIGESTS // 2]:
@@ -375,20 +436,28 @@ def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
     if corrupted(state, copy.generation, copy.step):
         return without_copies(state, [copy]) if copy.kind == "durable" else state
     if copy.kind == "durable":
-        stall_s = event.stall_s if not state.durable_stall_s else 0.5 * (state.durable_stall_s + event.stall_s)
+        stall_s = (
+            event.stall_s
+            if not state.durable_stall_s
+            else 0.5 * (state.durable_stall_s + event.stall_s)
+        )
         took_s = event.seconds if not state.durable_s else 0.5 * (state.durable_s + event.seconds)
         return replace(
-            state, durable=_newest_first((copy, *state.durable)), durable_stall_s=stall_s, durable_s=took_s, copy_failed=None,
-            copy_failures=0,
+            state, durable=_newest_first((copy, *state.durable)), durable_stall_s=stall_s,
+            durable_s=took_s, copy_failed=None, copy_failures=0,
         )  # fmt: skip
     if copy.kind != "peer" or state.plan is None or copy.generation != state.plan.generation:
         return state
-    return state if state.peer and state.peer.step >= copy.step else _copy_timed(replace(state, peer=copy), event)
+    return (
+        state
+        if state.peer and state.peer.step >= copy.step
+        else _copy_timed(replace(state, peer=copy), event)
+    )
 
 
 def _copy_timed(state: State, event: CopyStored) -> State:
-    """Running means of what a peer replica costs. The first of a generation counts only where nothing was measured before: its
-    buffers are new."""
+    """Running means of what a peer replica costs. The first of a generation counts only where
+    nothing was measured before: its buffers are new."""
     if event.copy.step == state.entered_step and state.copy_flight_s:
         return state
     weight = 0.3 if state.copy_flight_s else 1.0
@@ -403,12 +472,21 @@ def _copy_timed(state: State, event: CopyStored) -> State:
 
 def _newest_first(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
     by_uri = {(copy.step, copy.uri): copy for copy in copies}
-    return tuple(sorted(by_uri.values(), key=lambda copy: (-copy.step, -copy.generation))[:KEPT_COPIES])
+    return tuple(
+        sorted(by_uri.values(), key=lambda copy: (-copy.step, -copy.generation))[:KEPT_COPIES]
+    )
 
 
 def _price_seen(state: State, event: PriceSeen, at_s: float) -> State:
-    pools = tuple(replace(p, usd_per_node_h=event.usd_per_node_h) if p.name == event.pool else p for p in state.pools)
-    return replace(state, pools=pools, scores={**state.scores, event.pool: event.score} if event.score else state.scores)
+    pools = tuple(
+        replace(p, usd_per_node_h=event.usd_per_node_h) if p.name == event.pool else p
+        for p in state.pools
+    )
+    return replace(
+        state,
+        pools=pools,
+        scores={**state.scores, event.pool: event.score} if event.score else state.scores,
+    )
 
 
 def _pinning_failed(state: State, event: PinningFailed, at_s: float) -> State:
@@ -429,7 +507,8 @@ def _storage_seen(state: State, event: StorageSeen, at_s: float) -> State:
 
 
 def _plans_found(state: State, event: PlansFound, at_s: float) -> State:
-    """As if this driver had given the orders: what the workers say of these generations counts from here on."""
+    """As if this driver had given the orders: what the workers say of these generations counts from
+    here on."""
     for plan in event.plans:
         if plan.generation > state.generation:
             state = ordered_plan(state, EnterPlan(plan), at_s)
@@ -441,11 +520,12 @@ def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
 
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
-    DriverStarted: _driver_started, NodeReady: _node_ready, NodePrepared: _node_prepared, Notice: _notice,
-    NodeRefused: _node_refused, NodeWarned: _node_warned, InstancesSeen: _instances_seen,
-    NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
-    PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
-    PriceSeen: _price_seen, Progress: _progress, PinningFailed: _pinning_failed, StopAsked: _stop_asked,
-    StorageSeen: _storage_seen, PlansFound: _plans_found, **FAILURES, **COPIES, **refused_layouts.HANDLERS, **SPEEDS,
+    DriverStarted: _driver_started, NodeReady: _node_ready, NodePrepared: _node_prepared,
+    Notice: _notice, NodeRefused: _node_refused, NodeWarned: _node_warned,
+    InstancesSeen: _instances_seen, NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost,
+    RequestFailed: _request_failed, PlanEntered: _plan_entered, PlanFailed: _plan_failed,
+    StepDone: _step_done, CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,
+    PinningFailed: _pinning_failed, StopAsked: _stop_asked, StorageSeen: _storage_seen,
+    PlansFound: _plans_found, **FAILURES, **COPIES, **refused_layouts.HANDLERS, **SPEEDS,
     **SUSPECTS, **AHEAD,
 }  # fmt: skip

@@ -17,15 +17,18 @@ from elastic.types import Decided, DriverStarted, Event
 
 
 def fold(state: State, event: Event, at_s: float) -> State:
-    """The state after `event`, which became known at `at_s`. By a decision without orders only the bill continues."""
+    """The state after `event`, which became known at `at_s`. By a decision without orders only the
+    bill continues."""
     if not isinstance(event, Decided):
         handler = HANDLERS.get(type(event))
-        if isinstance(event, DriverStarted):  # clocks of two drivers may differ: the bill resumes from this one's
+        # clocks of two drivers may differ: the bill resumes from this one's
+        if isinstance(event, DriverStarted):
             until_s = at_s if event.attached else state.billed_at_s
             until_s = until_s if event.paid_until_s is None else min(at_s, event.paid_until_s)
             return HANDLERS[DriverStarted](billed(state, until_s), event, at_s)
         return handler(billed(state, at_s), event, at_s) if handler else state
-    state = billed(state, at_s)  # also of one without orders: the next driver's clock may be behind this line's
+    # also of one without orders: the next driver's clock may be behind this line's
+    state = billed(state, at_s)
     for action in event.decision.actions:
         order = ORDERS.get(type(action))
         state = order(state, action, at_s) if order else state

@@ -1,6 +1,8 @@
-"""A mapping that is never changed in place, of which one with another entry costs the root of its size, not all of it.
+"""A mapping that is never changed in place, of which one with another entry costs the root of its
+size, not all of it.
 
-What each of thousands of workers says when a generation ends is one event, and each event makes a new State.
+What each of thousands of workers says when a generation ends is one event, and each event makes a
+new State.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _GONE: Any = object()
 
 
 class Layered(Mapping[K, V], Generic[K, V]):
-    """`base` with the few newest changes above it; when these are more than the root of its size, they become a new base."""
+    """`base` with the few newest changes above it; when these are more than the root of its size,
+    they become a new base."""
 
     __slots__ = ("_above", "_base")
 

@@ -62,7 +62,8 @@ class PoolSeen:
 
     node_s: float = 0.0  # node-seconds
     reclaims: int = 0  # nodes that were taken, with a notice or without
-    warnings: int = 0  # nodes that the cloud said are likelier to be taken, and that were not taken since
+    # nodes that the cloud said are likelier to be taken, and that were not taken since
+    warnings: int = 0
     losses: int = 0  # nodes that were gone before they had been released
     start_s: float = 0.0  # from the request to the prepared node, a running mean; 0 = none yet
     deaths: int = 0  # starts in a row that ended before a node was prepared
@@ -85,18 +86,21 @@ class Failure:
 
 @dataclass(frozen=True)
 class Aborting:
-    """A generation that is being aborted: which workers still owe a Quiesced. Stays until the next plan is ordered."""
+    """A generation that is being aborted: which workers still owe a Quiesced. Stays until the next
+    plan is ordered."""
 
     generation: int
     at_s: float
     owing: frozenset[WorkerId]
     failure: Failure
-    forward: RollForward | None = None  # the step that those who missed its commit were told to apply; at most once
+    # the step that those who missed its commit were told to apply; at most once
+    forward: RollForward | None = None
 
 
 @dataclass(frozen=True)
 class Forming:
-    """Process groups that are made ahead for a plan that may come. `since_s`: since when any are; `nodes`: see standing_of."""
+    """Process groups that are made ahead for a plan that may come. `since_s`: since when any are;
+    `nodes`: see standing_of."""
 
     plan: Plan
     since_s: float
@@ -115,7 +119,8 @@ class Forming:
 
 @dataclass(frozen=True)
 class StopWish:
-    """A person's or the budget's wish to stop. `limit`: of the budget or the deadline, which wait for nobody."""
+    """A person's or the budget's wish to stop. `limit`: of the budget or the deadline, which wait
+    for nobody."""
 
     reason: str
     at_s: float
@@ -124,7 +129,8 @@ class StopWish:
 
 @dataclass(frozen=True)
 class Window:
-    """From `from_s` to `at_s` a unit of work took a worker `unit_s`, a mean of medians over `n_steps` steps up to `step`."""
+    """From `from_s` to `at_s` a unit of work took a worker `unit_s`, a mean of medians over
+    `n_steps` steps up to `step`."""
 
     from_s: float
     at_s: float
@@ -138,7 +144,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Moved:
-    """Shares or stages that were made to follow the measured speeds: when, and after how many measured steps."""
+    """Shares or stages that were made to follow the measured speeds: when, and after how many
+    measured steps."""
 
     at_s: float
     n_steps: int
@@ -159,30 +166,43 @@ class State:
     first_started_at_s: float | None = None  # the run's, whatever drivers it has had since
     unseen: frozenset[str] = frozenset()  # nodes that an attached driver has not heard of yet
     attached_at_s: float = 0.0
-    repeat: tuple[EnterPlan | Quiesce | Abort | DropGroups, ...] = ()  # orders that a driver that died may not have carried out
+    # orders that a driver that died may not have carried out
+    repeat: tuple[EnterPlan | Quiesce | Abort | DropGroups, ...] = ()
 
-    nodes: Mapping[str, Node] = field(default_factory=dict)  # in order of arrival; lost ones stay, with their status
-    prepared: frozenset[str] = frozenset()  # nodes whose workers all live and have imported the program
+    # in order of arrival; lost ones stay, with their status
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    # nodes whose workers all live and have imported the program
+    prepared: frozenset[str] = frozenset()
     prepared_at_s: float = 0.0  # when the last node was prepared
-    preparing: Mapping[str, float] = field(default_factory=dict)  # node -> when it was asked, or has made progress last
-    refused: Mapping[str, str] = field(default_factory=dict)  # nodes that may not take part -> why, until they are quarantined
+    # node -> when it was asked, or has made progress last
+    preparing: Mapping[str, float] = field(default_factory=dict)
+    # nodes that may not take part -> why, until they are quarantined
+    refused: Mapping[str, str] = field(default_factory=dict)
     releasing: frozenset[str] = frozenset()
-    faulty: Mapping[WorkerId, str] = field(default_factory=dict)  # whose device has failed -> how; until their node is left
+    # whose device has failed -> how; until their node is left
+    faulty: Mapping[WorkerId, str] = field(default_factory=dict)
     device_errors: tuple[tuple[int, str], ...] = ()  # step, node: of the newest such errors
     asserts: tuple[int, ...] = ()  # steps in which a device-side assert was reported, newest last
-    short: Mapping[str, str] = field(default_factory=dict)  # nodes on which memory was not free again -> what was missing
-    given_up: frozenset[str] = frozenset()  # nodes that we leave without being told to; released when no state is left on them
+    # nodes on which memory was not free again -> what was missing
+    short: Mapping[str, str] = field(default_factory=dict)
+    # nodes that we leave without being told to; released when no state is left on them
+    given_up: frozenset[str] = frozenset()
     dead: frozenset[WorkerId] = frozenset()  # processes that are continued nodes that are not
     requests: Mapping[str, Request] = field(default_factory=dict)
-    instances: Mapping[str, InstancesSeen] = field(default_factory=dict)  # pool -> its machines that are not nodes
+    # pool -> its machines that are not nodes
+    instances: Mapping[str, InstancesSeen] = field(default_factory=dict)
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
     n_requests: int = 0
     history: Mapping[str, PoolSeen] = field(default_factory=dict)  # pool -> what was seen of it
-    scores: Mapping[str, int] = field(default_factory=dict)  # pool -> its placement score, 1 to 10, where one is known
-    pinned_rounded: frozenset[str] = frozenset()  # nodes whose torch rounds pinned buffers up to a power of two bytes
-    unpinned: Mapping[str, str] = field(default_factory=dict)  # nodes whose host copies are in pageable memory -> why
+    # pool -> its placement score, 1 to 10, where one is known
+    scores: Mapping[str, int] = field(default_factory=dict)
+    # nodes whose torch rounds pinned buffers up to a power of two bytes
+    pinned_rounded: frozenset[str] = frozenset()
+    # nodes whose host copies are in pageable memory -> why
+    unpinned: Mapping[str, str] = field(default_factory=dict)
     warned: frozenset[str] = frozenset()  # nodes that the cloud said are likelier to be taken
-    born: Mapping[str, float] = field(default_factory=dict)  # nodes never prepared yet -> when they were asked for
+    # nodes never prepared yet -> when they were asked for
+    born: Mapping[str, float] = field(default_factory=dict)
 
     generation: int = 0  # the newest that was ever ordered
     plan: Plan | None = None  # the running one
@@ -196,7 +216,8 @@ class State:
     aborting: Aborting | None = None
     quiescing: tuple[int, float] | None = None  # generation, since when
     quiesced: frozenset[WorkerId] = frozenset()  # workers that have left the running generation
-    sent: frozenset[tuple[int, WorkerId]] = frozenset()  # generation, worker that only sent to it and has left
+    # generation, worker that only sent to it and has left
+    sent: frozenset[tuple[int, WorkerId]] = frozenset()
     considered: tuple[str, ...] = ()  # the nodes that the newest plan was made from
     stored_generation: int = 0  # a checkpoint of this generation was ordered, because of a notice
 
@@ -206,11 +227,14 @@ class State:
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
-    busy_at_s: float = 0.0  # when the plan's rank 0 has last said that it makes progress between steps
+    # when the plan's rank 0 has last said that it makes progress between steps
+    busy_at_s: float = 0.0
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
-    worker_step_s: float = 0.0  # worker-seconds per step, data and copies included; 0 = not measured
-    pauses_s: tuple[float, ...] = ()  # of the newest live transitions: from step to step, less an ordinary one
+    # worker-seconds per step, data and copies included; 0 = not measured
+    worker_step_s: float = 0.0
+    # of the newest live transitions: from step to step, less an ordinary one
+    pauses_s: tuple[float, ...] = ()
     copy_stall_s: float = 0.0  # of a peer replica; 0 = not measured
     copy_slowed_s: float = 0.0  # by which a peer replica made the steps of its flight longer
     copy_flight_s: float = 0.0  # from its boundary until it was stored
@@ -221,31 +245,41 @@ class State:
     peer: Copy | None = None  # the newest acknowledged peer replica
     durable: tuple[Copy, ...] = ()  # newest first
     verified: frozenset[str] = frozenset()  # URIs of checkpoints that were read back and are right
-    damaged: Mapping[str, str] = field(default_factory=dict)  # checkpoints that could not be read: URI -> what is wrong
+    # checkpoints that could not be read: URI -> what is wrong
+    damaged: Mapping[str, str] = field(default_factory=dict)
     copy_failed: CopyFailed | None = None  # the newest checkpoint that was not made
     copy_failed_at_s: float = 0.0
     copy_failures: int = 0  # in a row; of the last step's copy alone
     validation: Mapping[int, float] = field(default_factory=dict)  # step -> validation_loss
-    holdings: Mapping[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)  # as last reported by Quiesced
-    commits: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)  # that of the live step there, likewise
-    pending: Mapping[WorkerId, int] = field(default_factory=dict)  # step whose gradients are there, its commit was not seen
+    # as last reported by Quiesced
+    holdings: Mapping[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)
+    # that of the live step there, likewise
+    commits: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)
+    # step whose gradients are there, its commit was not seen
+    pending: Mapping[WorkerId, int] = field(default_factory=dict)
     distrusted: frozenset[int] = frozenset()  # generations whose content was found wrong
-    wrong: tuple[tuple[int, int], ...] = ()  # (g, s): of generations up to g, steps after s hold corrupted results
+    # (g, s): of generations up to g, steps after s hold corrupted results
+    wrong: tuple[tuple[int, int], ...] = ()
     spoilt: tuple[str, ...] = ()  # URIs of checkpoints of such steps, to be removed
     checked_step: int = 0  # of the newest comparison of ranks that found nothing
     suspects: frozenset[str] = frozenset()  # nodes that may have silently corrupted results
-    blamed: Mapping[str, str] = field(default_factory=dict)  # nodes that have -> what; quarantined by the next decision
+    # nodes that have -> what; quarantined by the next decision
+    blamed: Mapping[str, str] = field(default_factory=dict)
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
-    unusable: Mapping[str, str] = field(default_factory=dict)  # pp, tp, cp, dp or `layout ...` -> why (see refused_layouts.py)
-    astray: Mapping[int, int] = field(default_factory=dict)  # generations of such layouts -> the step that they began from
+    # pp, tp, cp, dp or `layout ...` -> why (see refused_layouts.py)
+    unusable: Mapping[str, str] = field(default_factory=dict)
+    # generations of such layouts -> the step that they began from
+    astray: Mapping[int, int] = field(default_factory=dict)
     probes: Mapping[int, float] = field(default_factory=dict)  # step -> loss of the probe sample
-    losses: Losses = field(default_factory=dict)  # step -> train_loss when it was done first, digest of its sample ids
+    # step -> train_loss when it was done first, digest of its sample ids
+    losses: Losses = field(default_factory=dict)
     unrepeatable: str = ""  # why a step that is done again is not compared with what it was
 
     speeds: Mapping[WorkerId, tuple[Window, ...]] = field(default_factory=dict)  # newest last
     timed_at_s: float = -1.0  # when the newest of them came
-    device_notes: Mapping[WorkerId, str] = field(default_factory=dict)  # what GPUs say of themselves
+    # what GPUs say of themselves
+    device_notes: Mapping[WorkerId, str] = field(default_factory=dict)
     shares_ordered: tuple[SetShares, float] | None = None  # not confirmed yet, since when
     shares_moved: tuple[Moved, ...] = ()  # newest last
     stages_moved: tuple[Moved, ...] = ()
@@ -261,12 +295,14 @@ class State:
     n_notices: int = 0
     node_s: float = 0.0  # node-seconds so far
     process_failures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    silences: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)  # node -> when, and what was known
+    # node -> when, and what was known
+    silences: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)
     fatal: str = ""
     stop: StopWish | None = None
     away: StorageSeen | None = None  # storage is, as seen last
     outcome_reason: str = ""
-    digests: Mapping[int, str] = field(default_factory=dict)  # step -> running digest of all sample digests up to it
+    # step -> running digest of all sample digests up to it
+    digests: Mapping[int, str] = field(default_factory=dict)
     usd: float = 0.0
     billed_at_s: float = 0.0
 
@@ -300,8 +336,13 @@ class State:
     def usd_per_h(self) -> float:
         """Of nodes, of machines that are not nodes yet or any more, and of the head."""
         prices = {pool.name: pool.usd_per_node_h for pool in self.pools}
-        machines = sum(prices.get(name, 0.0) * (seen.starting + seen.leaving) for name, seen in self.instances.items())
-        return sum(prices.get(node.pool, 0.0) for node in self.alive) + machines + self.head_usd_per_h
+        machines = sum(
+            prices.get(name, 0.0) * (seen.starting + seen.leaving)
+            for name, seen in self.instances.items()
+        )
+        return (
+            sum(prices.get(node.pool, 0.0) for node in self.alive) + machines + self.head_usd_per_h
+        )
 
     @property
     def head_usd_per_h(self) -> float:
@@ -310,7 +351,11 @@ class State:
     @property
     def starting_usd_per_h(self) -> float:
         """Of machines that are not nodes yet."""
-        return sum(pool.usd_per_node_h * seen.starting for pool in self.pools if (seen := self.instances.get(pool.name)))
+        return sum(
+            pool.usd_per_node_h * seen.starting
+            for pool in self.pools
+            if (seen := self.instances.get(pool.name))
+        )
 
     def usd_at(self, now_s: float) -> float:
         """The bill so far."""
@@ -331,7 +376,8 @@ class State:
 
     @cached_property
     def members(self) -> frozenset[WorkerId]:
-        """Every worker that takes part in the running generation or in the transition to the next."""
+        """Every worker that takes part in the running generation or in the transition to the
+        next."""
         found = self.plan.workers if self.plan else frozenset[WorkerId]()
         return found.union(self.target.workers, self.target.senders) if self.target else found
 
@@ -350,7 +396,11 @@ class State:
     def lives(self, worker: WorkerId) -> bool:
         """Is the process believed to be there?"""
         node = self.nodes.get(worker.node_id)
-        return node is not None and node.status not in ("lost", "quarantined") and worker not in self.dead
+        return (
+            node is not None
+            and node.status not in ("lost", "quarantined")
+            and worker not in self.dead
+        )
 
     def is_current(self, generation: int) -> bool:
         """Does a message of this generation count?"""
@@ -359,4 +409,8 @@ class State:
 
 def standing_of(state: State) -> tuple[tuple[str, str, float | None], ...]:
     """The nodes that there are, how they stand, and when they go."""
-    return tuple((node.node_id, node.status, node.deadline_s) for node in state.nodes.values() if node.status != "lost")
+    return tuple(
+        (node.node_id, node.status, node.deadline_s)
+        for node in state.nodes.values()
+        if node.status != "lost"
+    )

@@ -1,4 +1,5 @@
-"""Trained adapters as files: alone, under peft's names, or added to the weights that they were trained on."""
+"""Trained adapters as files: alone, under peft's names, or added to the weights that they were
+trained on."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class AdapterExport:
     def merged(self) -> tuple[Shapes, Parts]:
         """Every weight of the model, `base_layer` with alpha / r * lora_B lora_A added, in rows."""
         specs = [
-            s for s in trace(self.program).specs if s.tied_to is None and f".{DOWN}." not in s.fqn and f".{UP}." not in s.fqn
+            s
+            for s in trace(self.program).specs
+            if s.tied_to is None and f".{DOWN}." not in s.fqn and f".{UP}." not in s.fqn
         ]
         weights, stored = self.program.weights, {}
         if weights is not None:
@@ -68,7 +71,11 @@ class AdapterExport:
         step = max(1, ROWS_BYTES // row_bytes) if spec.shape else 1
         for at in range(0, n_rows, step):
             n = min(step, n_rows - at)
-            offsets, sizes = ((at, *(0,) * (len(spec.shape) - 1)), (n, *spec.shape[1:])) if spec.shape else ((), ())
+            offsets, sizes = (
+                ((at, *(0,) * (len(spec.shape) - 1)), (n, *spec.shape[1:]))
+                if spec.shape
+                else ((), ())
+            )
             part = self._base(spec, Box(MODEL + spec.fqn, offsets, sizes, spec.dtype), stored)
             if down is not None and up is not None:
                 part = part + (self.adapter.alpha / self.adapter.r) * (up[at : at + n] @ down)

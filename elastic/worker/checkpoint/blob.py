@@ -1,10 +1,12 @@
-"""One tensor as torch.save writes it: a zip file whose record `data/0` is the tensor's memory, stored as it is.
+"""One tensor as torch.save writes it: a zip file whose record `data/0` is the tensor's memory,
+stored as it is.
 
-Reading takes that record where it lies, so that nothing is unpickled and nothing copied; a blob that is laid out otherwise goes
-through torch.load(weights_only=True).
+Reading takes that record where it lies, so that nothing is unpickled and nothing copied; a blob
+that is laid out otherwise goes through torch.load(weights_only=True).
 
-Digests of blobs: `xxh3:<32 hex digits>` (XXH3-128, 13 GB/s on a core where SHA-256 makes 1 and CRC-32 makes 2), and the
-`crc32:<8 hex digits>` of files of version 1. They find accidents; who can write the files can also write the digests.
+Digests of blobs: `xxh3:<32 hex digits>` (XXH3-128, 13 GB/s on a core where SHA-256 makes 1 and
+CRC-32 makes 2), and the `crc32:<8 hex digits>` of files of version 1. They find accidents; who can
+write the files can also write the digests.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from torch import Tensor
 
 from elastic.types import Box
 
-LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and of its extra field
+# of a zip record: lengths of its name and of its extra field
+LOCAL_HEADER = struct.Struct("<26xHH")
 
 ZIP_RECORD, DATA_RECORD = b"PK\x03\x04", b"/data/0"
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and the only user of its memory as torch sees it: torch.save writes the whole storage of a view.
+    """On the CPU, contiguous, and the only user of its memory as torch sees it: torch.save writes
+    the whole storage of a view.
 
     Nothing is copied where the tensor is contiguous and on the CPU.
     """
@@ -40,7 +44,8 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def decode_blob(data: memoryview, box: Box, start: int | None = -1) -> Tensor:
-    """The tensor of `box`; it may look into `data`. `start`: where its memory begins there, -1 = to be found.
+    """The tensor of `box`; it may look into `data`. `start`: where its memory begins there, -1 = to
+    be found.
 
     Raises ValueError for anything but a tensor of that shape and dtype.
     """
@@ -50,7 +55,9 @@ def decode_blob(data: memoryview, box: Box, start: int | None = -1) -> Tensor:
     elif start is not None:
         check_head(data[:start])
     if start is not None:
-        return torch.frombuffer(data, dtype=dtype, count=box.n_elements, offset=start).reshape(box.sizes)
+        return torch.frombuffer(data, dtype=dtype, count=box.n_elements, offset=start).reshape(
+            box.sizes
+        )
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (RuntimeError, UnpicklingError, EOFError, KeyError) as error:
@@ -61,17 +68,22 @@ def decode_blob(data: memoryview, box: Box, start: int | None = -1) -> Tensor:
 
 
 def check_head(head: memoryview) -> None:
-    """Raises ValueError unless these bytes, up to the tensor's memory, begin as torch.save begins a blob."""
+    """Raises ValueError unless these bytes, up to the tensor's memory, begin as torch.save begins a
+    blob."""
     if head[:4] != ZIP_RECORD or DATA_RECORD not in bytes(head):
         raise ValueError("it does not begin as torch.save writes it")
 
 
 def find_data(data: memoryview, n_bytes: int) -> int | None:
-    """Where the tensor's memory begins, when the blob holds `n_bytes` of it, little-endian and uncompressed."""
+    """Where the tensor's memory begins, when the blob holds `n_bytes` of it, little-endian and
+    uncompressed."""
     try:
         with zipfile.ZipFile(_View(data)) as archive:
             records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
-        order, start = _content(data, records["byteorder"], 6), _content(data, records["data/0"], n_bytes)
+        order, start = (
+            _content(data, records["byteorder"], 6),
+            _content(data, records["data/0"], n_bytes),
+        )
     except (zipfile.BadZipFile, struct.error, KeyError, OSError):
         return None
     if order is None or bytes(data[order : order + 6]) != b"little" or "data/1" in records:
@@ -153,7 +165,8 @@ LENGTHS = {"xxh3": 32, "crc32": 8, "none": 0}
 
 
 def hasher_for(digest: str) -> Hasher:
-    """A fresh hasher of the kind that made `digest`. Raises ValueError for a kind that is not known."""
+    """A fresh hasher of the kind that made `digest`. Raises ValueError for a kind that is not
+    known."""
     kind, _, value = digest.partition(":")
     if kind not in KINDS or len(value) != LENGTHS[kind] or value.strip("0123456789abcdef"):
         raise ValueError(f"{digest!r} is no digest (xxh3:<32 hex digits>)")

@@ -1,12 +1,15 @@
 """The files of a checkpoint and their JSON, checked while it is read: nothing in it is trusted.
 
 checkpoints/step-00000040.g0003/
-    __0_0.distcp   boxes of rank 0, one torch.save blob after the other without gaps (DCP's file format)
+    __0_0.distcp   boxes of rank 0, one torch.save blob after the other without gaps (DCP's file
+                   format)
     rank-0.json    what lies where in it, a digest of each blob, the SHA-256 of all those digests
-    .metadata      DCP's index, a pickle: written for torch.distributed.checkpoint.load, never read here
+    .metadata      DCP's index, a pickle: written for torch.distributed.checkpoint.load, never read
+                   here
     commit.json    the marker, written last: size and SHA-256 of every other file, and of itself
 
-Version 1 (still readable) has a CRC-32 per blob and the SHA-256 of each shard's bytes. docs/checkpoints.md is the reference.
+Version 1 (still readable) has a CRC-32 per blob and the SHA-256 of each shard's bytes.
+docs/checkpoints.md is the reference.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class Fenced(ElasticError):
 class BlobEntry:
     """A box (or some rows of one) as a blob of `length` bytes at `offset` of its rank's file.
 
-    The tensor's memory lies at `data` of the blob; -1 = not known (version 1). `digest` is that of the whole blob.
+    The tensor's memory lies at `data` of the blob; -1 = not known (version 1). `digest` is that of
+    the whole blob.
     """
 
     box: Box
@@ -57,7 +61,8 @@ class BlobEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What rank `rank` has written. `sha256`: of the blobs' digests (version 1: of the shard's bytes)."""
+    """What rank `rank` has written. `sha256`: of the blobs' digests (version 1: of the shard's
+    bytes)."""
 
     rank: int
     n_bytes: int
@@ -100,15 +105,29 @@ def note_of(name: str, data: bytes) -> FileNote:
 
 
 def root_of(entries: Iterable[BlobEntry]) -> str:
-    """One SHA-256 for all blobs of a shard: as they lie one after the other, it speaks for every byte of the file."""
+    """One SHA-256 for all blobs of a shard: as they lie one after the other, it speaks for every
+    byte of the file."""
     return sha256("\n".join(entry.digest for entry in entries).encode()).hexdigest()
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     rows = [
-        {**asdict(e.box), "offset": e.offset, "length": e.length, "data": e.data, "digest": e.digest} for e in manifest.entries
+        {
+            **asdict(e.box),
+            "offset": e.offset,
+            "length": e.length,
+            "data": e.data,
+            "digest": e.digest,
+        }
+        for e in manifest.entries
     ]
-    data = {"version": VERSION, "rank": manifest.rank, "n_bytes": manifest.n_bytes, "sha256": manifest.sha256, "boxes": rows}
+    data = {
+        "version": VERSION,
+        "rank": manifest.rank,
+        "n_bytes": manifest.n_bytes,
+        "sha256": manifest.sha256,
+        "boxes": rows,
+    }
     return json.dumps(data, separators=(",", ":")).encode()
 
 
@@ -138,8 +157,13 @@ def decode_marker(data: bytes, where: str) -> Marker:
     def build(raw: dict[str, Any]) -> Marker:
         if raw.pop("sha256") != _digest(raw):
             raise ValueError("its own digest does not fit")
-        files = tuple(FileNote(_text(f["name"]), _natural(f["n_bytes"]), _text(f["sha256"])) for f in raw["files"])
-        step, generation, epoch, world_size = (_natural(raw[key]) for key in ("step", "generation", "epoch", "world_size"))
+        files = tuple(
+            FileNote(_text(f["name"]), _natural(f["n_bytes"]), _text(f["sha256"]))
+            for f in raw["files"]
+        )
+        step, generation, epoch, world_size = (
+            _natural(raw[key]) for key in ("step", "generation", "epoch", "world_size")
+        )
         return Marker(step, generation, epoch, world_size, dict(raw["meta"]), files)
 
     return _decode(data, where, build)
@@ -149,7 +173,11 @@ def _entry(raw: dict[str, Any], n_bytes: int, version: int) -> BlobEntry:
     offsets, sizes = (tuple(_natural(value) for value in raw[key]) for key in ("offsets", "sizes"))
     if raw["dtype"] not in DTYPE_BYTES or len(offsets) != len(sizes):
         raise ValueError(f"the box of {raw['fqn']} makes no sense")
-    box, offset, length = Box(_text(raw["fqn"]), offsets, sizes, raw["dtype"]), _natural(raw["offset"]), _natural(raw["length"])
+    box, offset, length = (
+        Box(_text(raw["fqn"]), offsets, sizes, raw["dtype"]),
+        _natural(raw["offset"]),
+        _natural(raw["length"]),
+    )
     if offset + length > n_bytes:
         raise ValueError(f"the box of {box.fqn} lies beyond the end of the file")
     if version == 1:
@@ -167,7 +195,9 @@ def _check_tiling(entries: Iterable[BlobEntry], n_bytes: int) -> None:
     at = 0
     for entry in entries:
         if entry.offset != at:
-            raise ValueError(f"the blob of {entry.box.fqn} does not begin where the one before ends")
+            raise ValueError(
+                f"the blob of {entry.box.fqn} does not begin where the one before ends"
+            )
         at += entry.length
     if at != n_bytes:
         raise ValueError(f"its blobs have {at} bytes, the file {n_bytes}")
@@ -177,7 +207,10 @@ def _decode(data: bytes, where: str, build: Callable[[dict[str, Any]], T]) -> T:
     try:
         raw = json.loads(data)
         if raw["version"] not in READABLE:
-            raise ValueError(f"version {raw['version']} is not known (this program writes {VERSION}, reads {READABLE})")
+            raise ValueError(
+                f"version {raw['version']} is not known (this program writes {VERSION}, reads "
+                f"{READABLE})"
+            )
         return build(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where}: not readable ({type(error).__name__}: {error})") from error

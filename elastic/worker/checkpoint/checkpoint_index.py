@@ -51,7 +51,8 @@ def read_marker(storage: Storage, folder: str) -> Marker | None:
 
 
 def find(storage: Storage, problems: list[str] | None = None) -> list[CheckpointInfo]:
-    """Committed checkpoints of a run, newest first; markers that are not whole are left out (and told in `problems`)."""
+    """Committed checkpoints of a run, newest first; markers that are not whole are left out (and
+    told in `problems`)."""
     out = []
     for key in storage.list(f"{FOLDER}/"):
         _, folder, *rest = key.split("/")
@@ -63,19 +64,33 @@ def find(storage: Storage, problems: list[str] | None = None) -> list[Checkpoint
             if marker is None:
                 continue
             if (marker.step, marker.generation) != (int(match[1]), int(match[2])):
-                raise Damaged(f"{storage.uri_of(key)}: it is the marker of step {marker.step}, generation {marker.generation}")
+                raise Damaged(
+                    f"{storage.uri_of(key)}: it is the marker of step {marker.step}, generation "
+                    f"{marker.generation}"
+                )
         except Damaged as error:
             if problems is not None:
                 problems.append(str(error))
             continue
         uri = storage.uri_of(f"{FOLDER}/{folder}")
         n_bytes = sum(note.n_bytes for note in marker.files)
-        out.append(CheckpointInfo(marker.step, marker.generation, uri, marker.meta, n_bytes, marker.epoch, marker.world_size))
+        out.append(
+            CheckpointInfo(
+                marker.step,
+                marker.generation,
+                uri,
+                marker.meta,
+                n_bytes,
+                marker.epoch,
+                marker.world_size,
+            )
+        )
     return sorted(out, key=lambda found: (found.step, found.generation), reverse=True)
 
 
 def find_valid(storage: Storage, deep: bool = True) -> tuple[CheckpointInfo | None, list[str]]:
-    """The newest checkpoint in which nothing is wrong, and what is wrong with newer ones (each names a file).
+    """The newest checkpoint in which nothing is wrong, and what is wrong with newer ones (each
+    names a file).
 
     deep: every byte is read and compared with its digest; else presence, sizes and the index only.
     """
@@ -88,8 +103,11 @@ def find_valid(storage: Storage, deep: bool = True) -> tuple[CheckpointInfo | No
     return None, problems
 
 
-def verify(uri: str, deep: bool = True, paced: Callable[[int], object] = lambda n_bytes: None) -> list[str]:
-    """What is wrong with a checkpoint, one text for each file; empty = nothing. `paced`: as Checkpoint.verify."""
+def verify(
+    uri: str, deep: bool = True, paced: Callable[[int], object] = lambda n_bytes: None
+) -> list[str]:
+    """What is wrong with a checkpoint, one text for each file; empty = nothing. `paced`: as
+    Checkpoint.verify."""
     try:
         checkpoint = open_checkpoint(uri)
     except Damaged as error:
@@ -105,7 +123,8 @@ def remove(uri: str) -> None:
 
 
 def remove_copy(storage: Storage, uri: str, epoch: int) -> None:
-    """Removes a checkpoint of this run. Raises Fenced when a newer driver (epoch) has taken over, SpecError for another's."""
+    """Removes a checkpoint of this run. Raises Fenced when a newer driver (epoch) has taken over,
+    SpecError for another's."""
     prefix, _, folder = uri.rpartition("/")
     if prefix != storage.uri_of(FOLDER) or not FOLDER_NAME.fullmatch(folder):
         raise SpecError(f"{uri}: it is no checkpoint of the run in {storage.uri}")
@@ -115,23 +134,28 @@ def remove_copy(storage: Storage, uri: str, epoch: int) -> None:
 
 
 def clean(storage: Storage, epoch: int, below_step: int | None = None) -> list[str]:
-    """Removes what interrupted saves (of steps below `below_step`; None = of any) and removals have left; returns the URIs.
+    """Removes what interrupted saves (of steps below `below_step`; None = of any) and removals have
+    left; returns the URIs.
 
-    Only folders without a marker, whole or not, under this run; raises Fenced when a newer driver (epoch) has taken over.
+    Only folders without a marker, whole or not, under this run; raises Fenced when a newer driver
+    (epoch) has taken over.
     """
     kept = {key.split("/")[1] for key in storage.list(f"{FOLDER}/") if key.endswith(f"/{MARKER}")}
     removed = []
     for folder in sorted({key.split("/")[1] for key in storage.list(f"{FOLDER}/")} - kept):
         match = FOLDER_NAME.fullmatch(folder)
         if match and (below_step is None or int(match[1]) < below_step):
-            check_epoch(storage, epoch, f"{storage.uri}: the driver of epoch {epoch} may not clean it")
+            check_epoch(
+                storage, epoch, f"{storage.uri}: the driver of epoch {epoch} may not clean it"
+            )
             storage.delete_folder(f"{FOLDER}/{folder}")
             removed.append(storage.uri_of(f"{FOLDER}/{folder}"))
     return removed
 
 
 def newest_epoch(storage: Storage) -> int:
-    """Of the drivers that have committed, and of the one that has taken the run over and may not have yet; 0 = none."""
+    """Of the drivers that have committed, and of the one that has taken the run over and may not
+    have yet; 0 = none."""
     sign = lease.newest(storage)
     return max([0 if sign is None else sign.epoch, *(item.epoch for item in find(storage))])
 
@@ -151,27 +175,40 @@ def _get(storage: Storage, name: str) -> bytes:
 
 
 def open_checkpoint(uri: str) -> Checkpoint:
-    """Opens a committed checkpoint: marker, index and the sizes of all files are checked, the data while it is read.
+    """Opens a committed checkpoint: marker, index and the sizes of all files are checked, the data
+    while it is read.
 
     Raises Damaged (a StateLost) naming the file that is missing, truncated or altered.
     """
     storage = open_storage(uri)
     marker = read_marker(storage, "")
     if marker is None:
-        raise Damaged(f"{storage.uri_of(MARKER)}: missing; there is no checkpoint, or its save was not finished")
+        raise Damaged(
+            f"{storage.uri_of(MARKER)}: missing; there is no checkpoint, or its save was not "
+            "finished"
+        )
     notes = {note.name: note for note in marker.files}
-    expected = {METADATA, *map(shard_name, range(marker.world_size)), *map(manifest_name, range(marker.world_size))}
+    expected = {
+        METADATA,
+        *map(shard_name, range(marker.world_size)),
+        *map(manifest_name, range(marker.world_size)),
+    }
     if set(notes) != expected:
         raise Damaged(
-            f"{storage.uri_of(MARKER)}: it names {len(notes)} files where {marker.world_size} ranks write {len(expected)}"
+            f"{storage.uri_of(MARKER)}: it names {len(notes)} files where {marker.world_size} "
+            f"ranks write {len(expected)}"
         )
     sizes = storage.sizes()
     for note in marker.files:
         check_size(storage, note, sizes)
     if sha256(_get(storage, METADATA)).hexdigest() != notes[METADATA].sha256:
-        raise Damaged(f"{storage.uri_of(METADATA)}: altered (its SHA-256 is not the one in {MARKER})")
+        raise Damaged(
+            f"{storage.uri_of(METADATA)}: altered (its SHA-256 is not the one in {MARKER})"
+        )
     manifests = []
-    texts = storage.each(partial(_get, storage, manifest_name(rank)) for rank in range(marker.world_size))
+    texts = storage.each(
+        partial(_get, storage, manifest_name(rank)) for rank in range(marker.world_size)
+    )
     for rank, text in enumerate(texts):
         note = notes[manifest_name(rank)]
         where = storage.uri_of(note.name)
@@ -179,7 +216,11 @@ def open_checkpoint(uri: str) -> Checkpoint:
             raise Damaged(f"{where}: altered (its SHA-256 is not the one in {MARKER})")
         manifest = decode_manifest(text, where)
         shard = notes[shard_name(rank)]
-        if (manifest.rank, manifest.n_bytes, manifest.sha256) != (rank, shard.n_bytes, shard.sha256):
+        if (manifest.rank, manifest.n_bytes, manifest.sha256) != (
+            rank,
+            shard.n_bytes,
+            shard.sha256,
+        ):
             raise Damaged(f"{where}: it does not describe {shard.name} as {MARKER} does")
         manifests.append(manifest)
     return Checkpoint(storage, marker, manifests)

@@ -1,7 +1,9 @@
-"""Reading an open checkpoint: what a rank needs, straight to where it belongs; see checkpoint_format.py for the files.
+"""Reading an open checkpoint: what a rank needs, straight to where it belongs; see
+checkpoint_format.py for the files.
 
-Blobs are read in a few threads. One that fills a contiguous part of its destination is read right into it; others, and runs of
-small ones, go through scratch memory, of which all threads together take one chunk at most.
+Blobs are read in a few threads. One that fills a contiguous part of its destination is read right
+into it; others, and runs of small ones, go through scratch memory, of which all threads together
+take one chunk at most.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from elastic.reshard.rank_boxes import Region, meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint.blob import Hasher, check_head, decode_blob, hasher_for
-from elastic.worker.checkpoint.checkpoint_format import MARKER, BlobEntry, Damaged, FileNote, Manifest, Marker, shard_name
+from elastic.worker.checkpoint.checkpoint_format import (
+    MARKER,
+    BlobEntry,
+    Damaged,
+    FileNote,
+    Manifest,
+    Marker,
+    shard_name,
+)
 
 SCRATCH_BYTES = 64 << 20  # of all threads together; a single larger blob still gets its size
 RUN_BYTES = 8 << 20  # small blobs that lie together are read at once, up to this much
@@ -47,10 +57,19 @@ class Checkpoint:
     """An open checkpoint. `tensors`: fqn -> (shape, dtype)."""
 
     def __init__(
-        self, storage: Storage, marker: Marker, manifests: list[Manifest], plain: Iterable[tuple[str, BlobEntry]] = ()
+        self,
+        storage: Storage,
+        marker: Marker,
+        manifests: list[Manifest],
+        plain: Iterable[tuple[str, BlobEntry]] = (),
     ) -> None:
         self._storage, self._marker, self._manifests = storage, marker, manifests
-        self.uri, self.step, self.generation, self.meta = storage.uri, marker.step, marker.generation, marker.meta
+        self.uri, self.step, self.generation, self.meta = (
+            storage.uri,
+            marker.step,
+            marker.generation,
+            marker.meta,
+        )
         self.n_bytes = sum(note.n_bytes for note in marker.files)
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         self._scratch = _Scratch(SCRATCH_BYTES)
@@ -72,11 +91,11 @@ class Checkpoint:
         self.fill([(box, out)])
 
     def fill(self, items: Iterable[tuple[Box, Tensor]]) -> int:
-        """Fills each tensor (of its box's sizes) from the stored boxes that it meets; only their blobs are read. Returns the
-        bytes read.
+        """Fills each tensor (of its box's sizes) from the stored boxes that it meets; only their
+        blobs are read. Returns the bytes read.
 
-        Raises SpecError where the checkpoint is of another model, Damaged where a blob is not what was written; the tensors
-        then hold anything.
+        Raises SpecError where the checkpoint is of another model, Damaged where a blob is not what
+        was written; the tensors then hold anything.
         """
         pieces = [piece for box, out in items for piece in self._pieces(box, out)]
         runs = list(_runs(pieces, self._storage.remote))
@@ -96,22 +115,32 @@ class Checkpoint:
         return sum(piece.entry.length for piece in pieces)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
-        """Raises SpecError, naming tensor and shapes, unless the checkpoint holds exactly the state `specs`."""
+        """Raises SpecError, naming tensor and shapes, unless the checkpoint holds exactly the state
+        `specs`."""
         wanted = {spec.fqn: (spec.shape, spec.dtype) for spec in specs if 0 not in spec.shape}
         for fqn, (shape, dtype) in wanted.items():
             if fqn not in self.tensors:
-                raise SpecError(f"{self.uri}: it has no tensor {fqn} (the model wants {list(shape)} {dtype}); other model?")
+                raise SpecError(
+                    f"{self.uri}: it has no tensor {fqn} (the model wants {list(shape)} {dtype}); "
+                    "other model?"
+                )
             if self.tensors[fqn] != (shape, dtype):
                 has = f"{list(self.tensors[fqn][0])} {self.tensors[fqn][1]}"
-                raise SpecError(f"{self.uri}: {fqn} is {has} there, the model wants {list(shape)} {dtype}; other model?")
+                raise SpecError(
+                    f"{self.uri}: {fqn} is {has} there, the model wants {list(shape)} {dtype}; "
+                    "other model?"
+                )
         extra = [fqn for fqn in self.tensors if fqn not in wanted]
         if extra:
-            more = f"{extra[0]} {list(self.tensors[extra[0]][0])}, which it has (and {len(extra) - 1} more)"
+            more = (
+                f"{extra[0]} {list(self.tensors[extra[0]][0])}, which it has (and "
+                f"{len(extra) - 1} more)"
+            )
             raise SpecError(f"{self.uri}: the model has no tensor {more}; other model?")
 
     def verify(self, paced: Callable[[int], object] = lambda n_bytes: None) -> list[str]:
-        """Reads every byte, from storage itself, and compares it with its digest; one text for each file that is wrong.
-        `paced` is told the bytes of each part."""
+        """Reads every byte, from storage itself, and compares it with its digest; one text for each
+        file that is wrong. `paced` is told the bytes of each part."""
         out = []
         shards = {shard_name(manifest.rank): manifest for manifest in self._manifests}
         sizes = self._storage.sizes()
@@ -124,7 +153,10 @@ class Checkpoint:
                     for entry in manifest.entries:
                         self._verify_blob(note.name, entry, paced)
                 elif _file_sha256(self._storage, note, paced) != note.sha256:
-                    raise Damaged(f"{self._storage.uri_of(note.name)}: altered (its SHA-256 is not the one in {MARKER})")
+                    raise Damaged(
+                        f"{self._storage.uri_of(note.name)}: altered (its SHA-256 is not the one "
+                        f"in {MARKER})"
+                    )
             except Damaged as error:
                 out.append(str(error))
             except (FileNotFoundError, StorageDamaged) as error:
@@ -133,7 +165,8 @@ class Checkpoint:
                 self._storage.forget(note.name)  # others have more use for that memory
         return out
 
-    # ------------------------------------------------------------------------------------------ what to read
+    # ------------------------------------------------------------------------------------------
+    # what to read
 
     def _add(self, name: str, entry: BlobEntry) -> None:
         box = entry.box
@@ -155,18 +188,29 @@ class Checkpoint:
                 pieces.append(_Piece(name, entry, box, out, shared))
                 filled += prod(shared[1])
         if filled != box.n_elements:
-            raise Damaged(f"{self.uri}: {box.fqn} has {filled} of the {box.n_elements} elements of {_show(box)}")
+            raise Damaged(
+                f"{self.uri}: {box.fqn} has {filled} of the {box.n_elements} elements of "
+                f"{_show(box)}"
+            )
         return pieces
 
     def _check_box(self, box: Box) -> None:
         if box.fqn not in self.tensors:
-            raise SpecError(f"{self.uri}: it has no tensor {box.fqn}; it is the checkpoint of another model")
+            raise SpecError(
+                f"{self.uri}: it has no tensor {box.fqn}; it is the checkpoint of another model"
+            )
         shape, dtype = self.tensors[box.fqn]
-        inside = len(shape) == len(box.sizes) and all(o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape))
+        inside = len(shape) == len(box.sizes) and all(
+            o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape)
+        )
         if not inside or dtype != box.dtype:
-            raise SpecError(f"{self.uri}: {box.fqn} is {list(shape)} {dtype} there, wanted is {_show(box)}; other model?")
+            raise SpecError(
+                f"{self.uri}: {box.fqn} is {list(shape)} {dtype} there, wanted is {_show(box)}; "
+                "other model?"
+            )
 
-    # ------------------------------------------------------------------------------------------ reading
+    # ------------------------------------------------------------------------------------------
+    # reading
 
     def _read_run(self, run: Sequence[_Piece]) -> None:
         """Blobs that lie one after the other in a file."""
@@ -195,11 +239,16 @@ class Checkpoint:
         """From scratch memory, of which the first `n_bytes` were read, to its place."""
         entry = piece.entry
         if n_bytes < entry.length or digest != entry.digest:
-            raise Damaged(f"{self._where(piece.name, entry)} is truncated or altered ({entry.length} bytes expected)")
+            raise Damaged(
+                f"{self._where(piece.name, entry)} is truncated or altered ({entry.length} bytes "
+                "expected)"
+            )
         try:
             tensor = decode_blob(data, entry.box, entry.data)
         except ValueError as error:
-            raise Damaged(f"{self._where(piece.name, entry)} is no tensor of that kind ({error})") from error
+            raise Damaged(
+                f"{self._where(piece.name, entry)} is no tensor of that kind ({error})"
+            ) from error
         target = piece.out[_window(piece.shared, piece.box.offsets)]
         target.copy_(tensor[_window(piece.shared, entry.box.offsets)])
 
@@ -212,13 +261,20 @@ class Checkpoint:
             if len(part):
                 n_bytes += self._read(piece, entry.offset + offset, part, hasher)
         if n_bytes != entry.length or hasher.text() != entry.digest:
-            raise Damaged(f"{self._where(piece.name, entry)} is truncated or altered ({n_bytes} of {entry.length} bytes)")
+            raise Damaged(
+                f"{self._where(piece.name, entry)} is truncated or altered ({n_bytes} of "
+                f"{entry.length} bytes)"
+            )
         try:
             check_head(head)
         except ValueError as error:
-            raise Damaged(f"{self._where(piece.name, entry)} is no tensor of that kind ({error})") from error
+            raise Damaged(
+                f"{self._where(piece.name, entry)} is no tensor of that kind ({error})"
+            ) from error
 
-    def _read(self, piece: _Piece, offset: int, into: memoryview, hasher: Hasher | None = None) -> int:
+    def _read(
+        self, piece: _Piece, offset: int, into: memoryview, hasher: Hasher | None = None
+    ) -> int:
         try:
             if hasher is None:
                 return self._storage.read_into(piece.name, offset, into)
@@ -231,18 +287,23 @@ class Checkpoint:
     def _verify_blob(self, name: str, entry: BlobEntry, paced: Callable[[int], object]) -> None:
         hasher = hasher_for(entry.digest)
         for offset in range(entry.offset, entry.offset + entry.length, VERIFY_BYTES):
-            part = self._storage.read(name, offset, min(VERIFY_BYTES, entry.offset + entry.length - offset))
+            part = self._storage.read(
+                name, offset, min(VERIFY_BYTES, entry.offset + entry.length - offset)
+            )
             hasher.update(memoryview(part))
             paced(len(part))
         if hasher.text() != entry.digest:
             raise Damaged(f"{self._where(name, entry)} is altered")
 
     def _where(self, name: str, entry: BlobEntry) -> str:
-        return f"{self._storage.uri_of(name)}: the blob of {_show(entry.box)} at byte {entry.offset}"
+        return (
+            f"{self._storage.uri_of(name)}: the blob of {_show(entry.box)} at byte {entry.offset}"
+        )
 
 
 class _Scratch:
-    """Memory that threads share: at most `limit` bytes are out at a time, unless a single piece is larger."""
+    """Memory that threads share: at most `limit` bytes are out at a time, unless a single piece is
+    larger."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used, self._free = limit, 0, threading.Condition()
@@ -283,9 +344,14 @@ def _runs(pieces: Iterable[_Piece], remote: bool) -> Iterator[list[_Piece]]:
 
 
 def _straight(piece: _Piece) -> memoryview | None:
-    """The memory of the destination that the whole blob fills; None where it must go through scratch memory."""
+    """The memory of the destination that the whole blob fills; None where it must go through
+    scratch memory."""
     entry, out = piece.entry, piece.out
-    if entry.data < 0 or entry.length <= SMALL_BYTES or piece.shared != (entry.box.offsets, entry.box.sizes):
+    if (
+        entry.data < 0
+        or entry.length <= SMALL_BYTES
+        or piece.shared != (entry.box.offsets, entry.box.sizes)
+    ):
         return None
     target = out.detach()[_window(piece.shared, piece.box.offsets)]
     if target.device.type != "cpu" or not target.is_contiguous():
@@ -303,13 +369,16 @@ def _show(box: Box) -> str:
 
 
 def check_size(storage: Storage, note: FileNote, sizes: Sizes) -> None:
-    """Raises Damaged where the file is not there or not of its size. `sizes`: of all files of the checkpoint."""
+    """Raises Damaged where the file is not there or not of its size. `sizes`: of all files of the
+    checkpoint."""
     where = storage.uri_of(note.name)
     if note.name not in sizes:
         raise Damaged(f"{where}: missing")
     n_bytes, _ = sizes[note.name]
     if n_bytes != note.n_bytes:
-        raise Damaged(f"{where}: truncated or altered ({n_bytes} bytes, {note.n_bytes} were committed)")
+        raise Damaged(
+            f"{where}: truncated or altered ({n_bytes} bytes, {note.n_bytes} were committed)"
+        )
 
 
 def _file_sha256(storage: Storage, note: FileNote, paced: Callable[[int], object]) -> str:

@@ -1,7 +1,8 @@
-"""Checkpoints of one rank, written behind the steps from a host copy. They outlive the generation that they are of.
+"""Checkpoints of one rank, written behind the steps from a host copy. They outlive the generation
+that they are of.
 
-A copy that falls due while the one before is still being written is left out: training never waits for storage. Ranks may
-decide differently; a copy without all its parts is never committed.
+A copy that falls due while the one before is still being written is left out: training never waits
+for storage. Ranks may decide differently; a copy without all its parts is never committed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from typing import Any, Protocol
 from elastic.errors import ElasticError, StateLost
 from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage
-from elastic.types import DTYPE_BYTES, CopyFailed, Event, Job, ModelProfile, Plan, ShardStored, WorkerId
+from elastic.types import (
+    DTYPE_BYTES,
+    CopyFailed,
+    Event,
+    Job,
+    ModelProfile,
+    Plan,
+    ShardStored,
+    WorkerId,
+)
 from elastic.types.grid import replica_key
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.checkpoint.disk_space import check_space
@@ -73,7 +83,9 @@ class NewestHostCopy:
 
     def serves(self, generation: int, rank: int, step: int) -> bool:
         same = (self.plan.generation, self.step) == (generation, step)
-        return same and replica_key(self.plan.layout, self.rank) == replica_key(self.plan.layout, rank)
+        return same and replica_key(self.plan.layout, self.rank) == replica_key(
+            self.plan.layout, rank
+        )
 
 
 @dataclass(frozen=True)
@@ -96,10 +108,14 @@ class Saving:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable-copy")
 
     @doing("copying")
-    def save(self, plan: Plan, state: TrainState, copy: BoundaryCopy | None = None, must: bool = False) -> None:
-        """Starts a checkpoint of this boundary from `copy` (else from a snapshot taken now), which it releases.
+    def save(
+        self, plan: Plan, state: TrainState, copy: BoundaryCopy | None = None, must: bool = False
+    ) -> None:
+        """Starts a checkpoint of this boundary from `copy` (else from a snapshot taken now), which
+        it releases.
 
-        While the one before is still being written it is left out -> CopyFailed; `must`: it is written after that one.
+        While the one before is still being written it is left out -> CopyFailed; `must`: it is
+        written after that one.
         """
         began = time.monotonic()
         self.place.at_phase("saving", state.step)
@@ -117,24 +133,29 @@ class Saving:
         self.writing = self._pool.submit(self._guarded, of, lambda: self._write(of, copy, stall_s))
 
     def write_for(self, plan: Plan, step: int, rank: int) -> None:
-        """Writes the part of another rank from equal boxes held here, behind the steps: it is slow or gone. Both may write: the
-        bytes are the same, and files appear whole. Reports CopyFailed where this worker does not hold them."""
+        """Writes the part of another rank from equal boxes held here, behind the steps: it is slow
+        or gone. Both may write: the bytes are the same, and files appear whole. Reports CopyFailed
+        where this worker does not hold them."""
         of = CheckpointPart(plan, step, rank)
         self._pool.submit(self._guarded, of, lambda: self._write_other(of))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
 
-    # ------------------------------------------------------------------------------------------ behind the steps
+    # ------------------------------------------------------------------------------------------
+    # behind the steps
 
     def _keep(self, plan: Plan, state: TrainState, copy: BoundaryCopy) -> None:
-        """Replicas hold the newest copy until the next, to write for each other; others would pay a whole host copy for it."""
+        """Replicas hold the newest copy until the next, to write for each other; others would pay a
+        whole host copy for it."""
         if self.kept is not None:
             self.kept.copy.release()
             self.kept = None
         if plan.layout.dp_replicate > 1:
             retain = getattr(copy, "retain", None)
-            self.kept = NewestHostCopy(plan, state.step, state.rank, retain() if retain else Snapshot(copy.wait()))
+            self.kept = NewestHostCopy(
+                plan, state.step, state.rank, retain() if retain else Snapshot(copy.wait())
+            )
 
     def _guarded(self, of: CheckpointPart, write: Callable[[], None]) -> None:
         try:
@@ -160,7 +181,10 @@ class Saving:
             if held.kind == "peer" and held.serves(number, of.rank, of.step):
                 self._write_boxes(of, held.tensors, 0.0)
                 return
-        raise StateLost(f"{self.place.me} holds no boxes of rank {of.rank} of generation {number} at step {of.step}")
+        raise StateLost(
+            f"{self.place.me} holds no boxes of rank {of.rank} of generation {number} at step "
+            f"{of.step}"
+        )
 
     def _write_boxes(self, of: CheckpointPart, tensors: Tensors, stall_s: float) -> None:
         began = time.monotonic()
@@ -171,10 +195,14 @@ class Saving:
         quota_gb = place.job.storage_quota_gb
         own_bytes = sum(box.n_bytes for box, _ in mine.values())
         check_space(place.storage, (step, number), (own_bytes, state_bytes(profile)), quota_gb)
-        n_bytes = checkpoint_writer.write_shard(place.storage, step, number, rank, list(mine.values()))
+        n_bytes = checkpoint_writer.write_shard(
+            place.storage, step, number, rank, list(mine.values())
+        )
         shapes = {spec.fqn: spec.shape for spec in state_specs(profile)}
         content = digest(mine, shapes, mine)
-        place.report(ShardStored(number, step, rank, n_bytes, time.monotonic() - began, stall_s, content))
+        place.report(
+            ShardStored(number, step, rank, n_bytes, time.monotonic() - began, stall_s, content)
+        )
 
 
 def state_bytes(profile: ModelProfile) -> int:

@@ -1,4 +1,5 @@
-"""What `elastic checkpoint` does: lists, exports weights, imports a state from elsewhere, removes."""
+"""What `elastic checkpoint` does: lists, exports weights, imports a state from elsewhere,
+removes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ BY_POSITION = re.compile(r"(^|\.)state\.\d+\.\w+$")
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A copy in a run's storage. An uncommitted one is being written, or was left by an interrupted save."""
+    """A copy in a run's storage. An uncommitted one is being written, or was left by an interrupted
+    save."""
 
     step: int
     generation: int
@@ -50,7 +52,14 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[ListedCheckp
     """Newest first; what is wrong with markers goes into `problems`."""
     out = [
         ListedCheckpoint(
-            f.step, f.generation, True, f.uri, f.n_bytes, _layout(f.meta), f.world_size, _number(f.meta.get("saved_at_s"))
+            f.step,
+            f.generation,
+            True,
+            f.uri,
+            f.n_bytes,
+            _layout(f.meta),
+            f.world_size,
+            _number(f.meta.get("saved_at_s")),
         )
         for f in checkpoint_index.find(run, problems)
     ]
@@ -68,36 +77,59 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[ListedCheckp
 
 
 def chosen(run: Storage, step: int | None) -> checkpoint_index.CheckpointInfo:
-    """The newest committed copy, or the newest of that step. Raises SpecError that names the steps there are."""
+    """The newest committed copy, or the newest of that step. Raises SpecError that names the steps
+    there are."""
     found = checkpoint_index.find(run)
     for item in found:
         if step is None or item.step == step:
             return item
     steps = ", ".join(str(item.step) for item in found) or "none"
-    raise SpecError(f"{run.uri}: no committed checkpoint{'' if step is None else f' of step {step}'}; steps there: {steps}")
+    raise SpecError(
+        f"{run.uri}: no committed checkpoint{'' if step is None else f' of step {step}'}; steps "
+        f"there: {steps}"
+    )
 
 
-# ------------------------------------------------------------------------------------------------ export
+# ------------------------------------------------------------------------------------------------
+# export
 
 
-def export(run: Storage, step: int | None, to: Storage, file_bytes: int | None = None) -> dict[str, Any]:
-    """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every byte read is checked."""
+def export(
+    run: Storage, step: int | None, to: Storage, file_bytes: int | None = None
+) -> dict[str, Any]:
+    """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
+    byte read is checked."""
     item = chosen(run, step)
     checkpoint = checkpoint_index.open_checkpoint(item.uri)
-    shapes = {fqn.removeprefix(MODEL): about for fqn, about in sorted(checkpoint.tensors.items()) if fqn.startswith(MODEL)}
+    shapes = {
+        fqn.removeprefix(MODEL): about
+        for fqn, about in sorted(checkpoint.tensors.items())
+        if fqn.startswith(MODEL)
+    }
 
     def parts(name: str) -> Iterator[Tensor]:
         shape, dtype = shapes[name]
         return (checkpoint.read(box) for box in parts_of(TensorSpec(MODEL + name, shape, dtype)))
 
     files = write_files(to, shapes, parts, FILE_BYTES if file_bytes is None else file_bytes)
-    return {"step": item.step, "from": item.uri, "to": to.uri, "files": files, "tensors": len(shapes)}
+    return {
+        "step": item.step,
+        "from": item.uri,
+        "to": to.uri,
+        "files": files,
+        "tensors": len(shapes),
+    }
 
 
-def export_for(run: Storage, step: int | None, to: Storage, program: Program, merged: bool = False) -> dict[str, Any]:
-    """The same with what the program puts beside the weights: a folder that its library loads. Of a program with adapters:
-    these alone, as peft has them, or (`merged`) the whole model with them added to its weights."""
-    beside = program.files() if program.files is not None and (merged or program.adapter is None) else {}
+def export_for(
+    run: Storage, step: int | None, to: Storage, program: Program, merged: bool = False
+) -> dict[str, Any]:
+    """The same with what the program puts beside the weights: a folder that its library loads. Of a
+    program with adapters: these alone, as peft has them, or (`merged`) the whole model with them
+    added to its weights."""
+    beside = (
+        program.files() if program.files is not None and (merged or program.adapter is None) else {}
+    )
     if program.adapter is None:
         if merged:
             raise SpecError("--merged: this job's program has no adapters")
@@ -109,10 +141,20 @@ def export_for(run: Storage, step: int | None, to: Storage, program: Program, me
             files = write_files(to, *trained.merged())
         else:
             files = write_files(to, *trained.alone(), single="adapter_model.safetensors")
-            beside = {"adapter_config.json": json.dumps(peft_config(program.adapter, program.weights), indent=1).encode()}
+            beside = {
+                "adapter_config.json": json.dumps(
+                    peft_config(program.adapter, program.weights), indent=1
+                ).encode()
+            }
     finally:
         trained.close()
-    done = {"step": item.step, "from": item.uri, "to": to.uri, "files": files, "tensors": trained.n_tensors}
+    done = {
+        "step": item.step,
+        "from": item.uri,
+        "to": to.uri,
+        "files": files,
+        "tensors": trained.n_tensors,
+    }
     return _with_files(done, to, beside)
 
 
@@ -134,7 +176,8 @@ def parts_of(spec: TensorSpec) -> Iterator[Box]:
         yield Box(spec.fqn, (start, *whole.offsets[1:]), (n, *spec.shape[1:]), spec.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ import
+# ------------------------------------------------------------------------------------------------
+# import
 
 
 class Tensors(Protocol):
@@ -146,10 +189,11 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """How to make a copy of a program's state from tensors under other names. `at_step`: where the run continues; None = as
-    many steps as the optimizer there counts, 0 where it counts none.
+    """How to make a copy of a program's state from tensors under other names. `at_step`: where the
+    run continues; None = as many steps as the optimizer there counts, 0 where it counts none.
 
-    `buffers`: gives the values of buffers, by fqn; asked only where one is missing there. `steps`: of the job, None = any.
+    `buffers`: gives the values of buffers, by fqn; asked only where one is missing there. `steps`:
+    of the job, None = any.
     """
 
     profile: ModelProfile
@@ -162,7 +206,8 @@ class ImportRequest:
 
 @dataclass
 class TensorMatch:
-    """Which tensor there becomes which here: fqn of the state -> name there; the others are made."""
+    """Which tensor there becomes which here: fqn of the state -> name there; the others are
+    made."""
 
     names: dict[str, str]
     converted: list[str]
@@ -170,10 +215,11 @@ class TensorMatch:
 
 
 def import_state(source: str, run: Storage, wanted: ImportRequest) -> dict[str, Any]:
-    """Makes a committed copy in an empty run from safetensors (a file or folder) or from a checkpoint of plain DCP.
+    """Makes a committed copy in an empty run from safetensors (a file or folder) or from a
+    checkpoint of plain DCP.
 
-    Moments are taken over where they are there, else they begin at 0. Raises SpecError naming the tensor that is missing or of
-    another shape.
+    Moments are taken over where they are there, else they begin at 0. Raises SpecError naming the
+    tensor that is missing or of another shape.
     """
     if checkpoint_index.find(run):
         raise SpecError(f"{run.uri}: this run has checkpoints already; import into a new run")
@@ -189,8 +235,8 @@ def import_state(source: str, run: Storage, wanted: ImportRequest) -> dict[str, 
     uri = checkpoint_writer.commit(run, step, 0, 1, newest_epoch(run), meta)
     moments = sum(fqn.startswith("optim.") for fqn in matched.names)
     return {
-        "uri": uri, "step": step, "n_bytes": n_bytes, "weights": len(matched.names) - moments, "moments": moments,
-        "converted": matched.converted, "ignored": matched.extra,
+        "uri": uri, "step": step, "n_bytes": n_bytes, "weights": len(matched.names) - moments,
+        "moments": moments, "converted": matched.converted, "ignored": matched.extra,
     }  # fmt: skip
 
 
@@ -199,10 +245,15 @@ def _step(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> int:
     step = wanted.at_step
     if step is None:
         counters = [name for fqn, name in matched.names.items() if fqn.startswith("optim.step.")]
-        counts = {int(tensors.read(Box(name, (), (), tensors.tensors[name][1]))) for name in counters}
+        counts = {
+            int(tensors.read(Box(name, (), (), tensors.tensors[name][1]))) for name in counters
+        }
         step = max(counts, default=0)
     if wanted.steps is not None and step >= wanted.steps:
-        raise SpecError(f"{tensors.uri}: it has done {step} steps, the job ends at step {wanted.steps}; give more steps")
+        raise SpecError(
+            f"{tensors.uri}: it has done {step} steps, the job ends at step {wanted.steps}; give "
+            "more steps"
+        )
     return step
 
 
@@ -219,8 +270,13 @@ def _open_source(source: str) -> tuple[Tensors, Any]:
 
 
 def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
-    """Names there, found by a common prefix of all weights (`model.`, `module.` ...) and one pattern of all moments."""
-    specs = {spec.fqn: spec for spec in state_specs(wanted.profile) if 0 not in spec.shape and spec.fqn != RNG}
+    """Names there, found by a common prefix of all weights (`model.`, `module.` ...) and one
+    pattern of all moments."""
+    specs = {
+        spec.fqn: spec
+        for spec in state_specs(wanted.profile)
+        if 0 not in spec.shape and spec.fqn != RNG
+    }
     weights = [fqn.removeprefix(MODEL) for fqn in specs if fqn.startswith(MODEL)]
     needed = [fqn for fqn in weights if not specs[MODEL + fqn].buffer]
     prefix = _prefix(list(tensors.tensors), needed, tensors.uri)
@@ -229,14 +285,21 @@ def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
     for fqn, name in found.names.items():
         shape, dtype = tensors.tensors[name]
         if shape != specs[fqn].shape:
-            raise SpecError(f"{tensors.uri}: {name} is {list(shape)}, the program's {fqn} is {list(specs[fqn].shape)}")
+            raise SpecError(
+                f"{tensors.uri}: {name} is {list(shape)}, the program's {fqn} is "
+                f"{list(specs[fqn].shape)}"
+            )
         if dtype != specs[fqn].dtype:
             found.converted.append(f"{name}: {dtype} -> {specs[fqn].dtype}")
     tied = {prefix + spec.fqn for spec in wanted.profile.specs if spec.tied_to is not None}
     used = set(found.names.values()) | tied | {RNG, LOSS_SCALE}
     found.extra = sorted(name for name in tensors.tensors if name not in used)
     # a single number counts steps or epochs; the place in a stream is that of another run
-    odd = [name for name in found.extra if prod(tensors.tensors[name][0]) != 1 and name != EXTRA + STATE]
+    odd = [
+        name
+        for name in found.extra
+        if prod(tensors.tensors[name][0]) != 1 and name != EXTRA + STATE
+    ]
     if odd and not wanted.ignore_extra:
         raise SpecError(_what_is_odd(tensors.uri, odd))
     return found
@@ -246,11 +309,14 @@ def _what_is_odd(uri: str, odd: list[str]) -> str:
     by_position = next((name for name in odd if BY_POSITION.search(name)), None)
     if by_position is not None:
         return (
-            f"{uri}: {by_position} names its parameter by a number, as optimizer.state_dict() does, and not which one that is; "
-            "save by names (get_optimizer_state_dict), or take the weights only: elastic checkpoint import --ignore-extra"
+            f"{uri}: {by_position} names its parameter by a number, as optimizer.state_dict() "
+            "does, and not which one that is; "
+            "save by names (get_optimizer_state_dict), or take the weights only: elastic "
+            "checkpoint import --ignore-extra"
         )
     return (
-        f"{uri}: the program has no tensor for {odd[0]} (and {len(odd) - 1} more); another model? elastic checkpoint import "
+        f"{uri}: the program has no tensor for {odd[0]} (and {len(odd) - 1} more); another model? "
+        "elastic checkpoint import "
         "--ignore-extra leaves them out"
     )
 
@@ -259,7 +325,10 @@ def _prefix(names: list[str], weights: list[str], uri: str) -> str:
     """What stands before every weight's name there; the shortest that fits."""
     if not weights:
         return ""
-    ends = sorted({name.removesuffix(weights[0]) for name in names if name.endswith(weights[0])}, key=lambda p: (len(p), p))
+    ends = sorted(
+        {name.removesuffix(weights[0]) for name in names if name.endswith(weights[0])},
+        key=lambda p: (len(p), p),
+    )
     fitting = [p for p in ends if p == "" or p.endswith(".")]
     have = set(names)
     for prefix in fitting:
@@ -267,15 +336,25 @@ def _prefix(names: list[str], weights: list[str], uri: str) -> str:
             return prefix
     prefix = fitting[0] if fitting else ""
     missing = [fqn for fqn in weights if prefix + fqn not in have]
-    raise SpecError(f"{uri}: it has no tensor {prefix}{missing[0]} (and {len(missing) - 1} more of {len(weights)} are missing)")
+    raise SpecError(
+        f"{uri}: it has no tensor {prefix}{missing[0]} (and {len(missing) - 1} more of "
+        f"{len(weights)} are missing)"
+    )
 
 
 def _all_moments(names: set[str], profile: ModelProfile, specs: Container[str]) -> dict[str, str]:
-    """The state of all optimizers, each of which may have been saved under a prefix of its own; or nothing of it."""
+    """The state of all optimizers, each of which may have been saved under a prefix of its own; or
+    nothing of it."""
     found: dict[str, str] = {}
     for i in range(len(profile.optimizers)):
-        own = [(spec.fqn, profile.kept_of(spec)) for spec in profile.specs if spec.optimizer == i and spec.tied_to is None]
-        wanted = [f"optim.{entry}.{fqn}" for fqn, kept in own for entry in (*kept.entries, *kept.scalars)]
+        own = [
+            (spec.fqn, profile.kept_of(spec))
+            for spec in profile.specs
+            if spec.optimizer == i and spec.tied_to is None
+        ]
+        wanted = [
+            f"optim.{entry}.{fqn}" for fqn, kept in own for entry in (*kept.entries, *kept.scalars)
+        ]
         wanted = [fqn for fqn in wanted if fqn in specs]
         moments = _moments(names, wanted)
         if wanted and not moments:
@@ -285,14 +364,16 @@ def _all_moments(names: set[str], profile: ModelProfile, specs: Container[str]) 
 
 
 def _moments(names: set[str], wanted: list[str]) -> dict[str, str]:
-    """All of an optimizer's state, as `<prefix>.state.<fqn>.<entry>` (get_state_dict) or as our own `optim.<entry>.<fqn>`; or
-    nothing of it."""
+    """All of an optimizer's state, as `<prefix>.state.<fqn>.<entry>` (get_state_dict) or as our own
+    `optim.<entry>.<fqn>`; or nothing of it."""
     entries = {fqn: fqn.removeprefix("optim.").split(".", 1) for fqn in wanted}
     if not entries:
         return {}
     first_entry, first = next(iter(entries.values()))
     tail = f"{first}.{first_entry}"
-    prefixes = sorted({name.removesuffix(tail) for name in names if name.endswith("." + tail)}, key=len)
+    prefixes = sorted(
+        {name.removesuffix(tail) for name in names if name.endswith("." + tail)}, key=len
+    )
     for prefix in prefixes:
         found = {fqn: f"{prefix}{name}.{entry}" for fqn, (entry, name) in entries.items()}
         if names.issuperset(found.values()):
@@ -300,14 +381,19 @@ def _moments(names: set[str], wanted: list[str]) -> dict[str, str]:
     return {fqn: fqn for fqn in wanted} if names.issuperset(wanted) else {}
 
 
-def _items(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> Iterator[tuple[Box, Tensor]]:
+def _items(
+    tensors: Tensors, wanted: ImportRequest, matched: TensorMatch
+) -> Iterator[tuple[Box, Tensor]]:
     """The state in parts, each read when it is written."""
     made: dict[str, Tensor] = {}
     first = first_values(wanted.profile)
     for spec in state_specs(wanted.profile):
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if spec.fqn == RNG:
-            yield Box(RNG, (0,), (2,), spec.dtype), torch.tensor([wanted.seed, wanted.at_step], dtype=dtype)
+            yield (
+                Box(RNG, (0,), (2,), spec.dtype),
+                torch.tensor([wanted.seed, wanted.at_step], dtype=dtype),
+            )
             continue
         name = matched.names.get(spec.fqn)
         for box in parts_of(spec):
@@ -324,11 +410,13 @@ def _items(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> Ite
                 yield box, torch.full(box.sizes, first.get(spec.fqn, 0.0), dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------ remove
+# ------------------------------------------------------------------------------------------------
+# remove
 
 
 def remove(run: Storage, step: int, force: bool = False) -> list[str]:
-    """Removes all copies of a step, uncommitted ones too; returns their URIs. Raises SpecError for the only good one."""
+    """Removes all copies of a step, uncommitted ones too; returns their URIs. Raises SpecError for
+    the only good one."""
     items = [item for item in listed(run) if item.step == step]
     if not items:
         steps = ", ".join(str(item.step) for item in listed(run)) or "none"
@@ -336,7 +424,10 @@ def remove(run: Storage, step: int, force: bool = False) -> list[str]:
     if not force and any(item.committed for item in items):
         others = [item for item in checkpoint_index.find(run) if item.step != step]
         if not any(not checkpoint_index.verify(item.uri, deep=False) for item in others):
-            raise SpecError(f"{run.uri}: step {step} is the only good checkpoint of this run; --force removes it all the same")
+            raise SpecError(
+                f"{run.uri}: step {step} is the only good checkpoint of this run; --force removes "
+                "it all the same"
+            )
     for item in items:
         checkpoint_index.remove(item.uri)
     return [item.uri for item in items]
@@ -345,7 +436,11 @@ def remove(run: Storage, step: int, force: bool = False) -> list[str]:
 def _layout(meta: dict[str, Any]) -> str:
     found = meta.get("layout")
     names = set(asdict(Layout()))
-    return str(Layout(**{key: value for key, value in found.items() if key in names})) if isinstance(found, dict) else ""
+    return (
+        str(Layout(**{key: value for key, value in found.items() if key in names}))
+        if isinstance(found, dict)
+        else ""
+    )
 
 
 def _number(value: object) -> float | None:

@@ -1,7 +1,7 @@
 """Checkpoints: every rank writes its boxes, then one commit marker makes them a checkpoint.
 
-No process group is used. The files are those of checkpoint_format.py. The reader takes its own JSON index and the tensors'
-memory where it lies in the blobs: nothing in a checkpoint is ever executed.
+No process group is used. The files are those of checkpoint_format.py. The reader takes its own JSON
+index and the tensors' memory where it lies in the blobs: nothing in a checkpoint is ever executed.
 """
 
 from __future__ import annotations
@@ -49,21 +49,32 @@ PIECE_BYTES = 1 << 20  # written, then hashed while it is in the cache
 SYNC_BYTES = 64 << 20  # of a local file are synced at a time, behind the writing
 
 
-def write_shard(storage: Storage, step: int, generation: int, rank: int, items: Iterable[tuple[Box, Tensor]]) -> int:
-    """Writes the boxes of one rank and its manifest; returns the bytes. Items may come from an iterator, one at a time.
+def write_shard(
+    storage: Storage, step: int, generation: int, rank: int, items: Iterable[tuple[Box, Tensor]]
+) -> int:
+    """Writes the boxes of one rank and its manifest; returns the bytes. Items may come from an
+    iterator, one at a time.
 
-    Memory: nothing beyond the items where they are contiguous and on the CPU, else one blob. Where the checkpoint is committed
-    already, nothing is written. Empty boxes are left out. Two writers of the same items write the same bytes.
+    Memory: nothing beyond the items where they are contiguous and on the CPU, else one blob. Where
+    the checkpoint is committed already, nothing is written. Empty boxes are left out. Two writers
+    of the same items write the same bytes.
     """
     folder = folder_of(step, generation)
     if read_marker(storage, folder) is not None:
         return storage.size(f"{folder}/{shard_name(rank)}")
     entries = []
-    with storage.create(f"{folder}/{shard_name(rank)}") as file, _without_crc(), ThreadPoolExecutor(1) as pool:
+    with (
+        storage.create(f"{folder}/{shard_name(rank)}") as file,
+        _without_crc(),
+        ThreadPoolExecutor(1) as pool,
+    ):
         sink = _Sink(file, pool, behind=not storage.remote)
         for box, tensor in items:
             if tuple(tensor.shape) != box.sizes or tensor.dtype != getattr(torch, box.dtype):
-                raise InternalError(f"{box.fqn}: box {box.sizes} {box.dtype} holds {tuple(tensor.shape)} {tensor.dtype}")
+                raise InternalError(
+                    f"{box.fqn}: box {box.sizes} {box.dtype} holds {tuple(tensor.shape)} "
+                    f"{tensor.dtype}"
+                )
             for part, rows in _parts(box, tensor.detach()):
                 entries.append(sink.add(part, alone(rows)))
         sink.wait()
@@ -72,17 +83,24 @@ def write_shard(storage: Storage, step: int, generation: int, rank: int, items: 
     return sink.n_bytes
 
 
-def commit(storage: Storage, step: int, generation: int, world_size: int, epoch: int, meta: dict[str, Any]) -> str:
-    """Makes the shards of `world_size` ranks a checkpoint; returns its URI. Doing it twice is the same as once.
+def commit(
+    storage: Storage, step: int, generation: int, world_size: int, epoch: int, meta: dict[str, Any]
+) -> str:
+    """Makes the shards of `world_size` ranks a checkpoint; returns its URI. Doing it twice is the
+    same as once.
 
-    `meta` is plain data and comes back in Found and Checkpoint. Raises Fenced when a newer driver (epoch) has taken
-    over, Damaged when a file is missing or a tensor has gaps.
+    `meta` is plain data and comes back in Found and Checkpoint. Raises Fenced when a newer driver
+    (epoch) has taken over, Damaged when a file is missing or a tensor has gaps.
     """
     folder = folder_of(step, generation)
     fence = f"{folder}: the driver of epoch {epoch} may not commit it"
     check_epoch(storage, epoch, fence)
-    texts = storage.each(partial(_manifest_text, storage, folder, rank) for rank in range(world_size))
-    manifests = [decode_manifest(text, f"{folder}/{manifest_name(rank)}") for rank, text in enumerate(texts)]
+    texts = storage.each(
+        partial(_manifest_text, storage, folder, rank) for rank in range(world_size)
+    )
+    manifests = [
+        decode_manifest(text, f"{folder}/{manifest_name(rank)}") for rank, text in enumerate(texts)
+    ]
     notes = [note_of(manifest_name(rank), text) for rank, text in enumerate(texts)]
     sizes = storage.sizes(f"{folder}/")  # one question for all files, however many ranks there are
     notes += [_shard_note(storage, folder, manifest, sizes) for manifest in manifests]
@@ -97,14 +115,17 @@ def commit(storage: Storage, step: int, generation: int, world_size: int, epoch:
             return storage.uri_of(folder)
         known = read_marker(storage, folder)
     if known is None or _shards(known) != _shards(marker):
-        raise Damaged(f"{folder}/{MARKER}: it is there, but it does not describe the files that are")
+        raise Damaged(
+            f"{folder}/{MARKER}: it is there, but it does not describe the files that are"
+        )
     return storage.uri_of(folder)
 
 
 class _Sink:
     """What torch.save writes to: the file, and the digest of the blob that is being written.
 
-    Bytes are hashed while they are in the processor's cache; on a local disk, what was written is synced behind the writing.
+    Bytes are hashed while they are in the processor's cache; on a local disk, what was written is
+    synced behind the writing.
     """
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor, behind: bool) -> None:
@@ -115,11 +136,18 @@ class _Sink:
 
     def add(self, box: Box, tensor: Tensor) -> BlobEntry:
         """Writes the tensor as the next blob. `tensor` is alone in its memory."""
-        self._hasher, self._start, self._memory, self._data_at = Xxh3(), self.n_bytes, tensor.data_ptr(), -1
+        self._hasher, self._start, self._memory, self._data_at = (
+            Xxh3(),
+            self.n_bytes,
+            tensor.data_ptr(),
+            -1,
+        )
         torch.save(tensor, cast(BinaryIO, self))
         if self._data_at < 0:
             raise InternalError(f"{box.fqn}: torch.save did not write the tensor's memory as it is")
-        return BlobEntry(box, self._start, self.n_bytes - self._start, self._hasher.text(), self._data_at)
+        return BlobEntry(
+            box, self._start, self.n_bytes - self._start, self._hasher.text(), self._data_at
+        )
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
@@ -129,7 +157,11 @@ class _Sink:
             self._file.write(view[at : at + PIECE_BYTES])
             self._hasher.update(view[at : at + PIECE_BYTES])
         self.n_bytes += len(view)
-        if self._behind and self.n_bytes - self._synced >= SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+        if (
+            self._behind
+            and self.n_bytes - self._synced >= SYNC_BYTES
+            and (self._syncing is None or self._syncing.done())
+        ):
             self.wait()
             self._synced = self.n_bytes
             self._syncing = self._pool.submit(os.fdatasync, self._file.fileno())
@@ -146,7 +178,8 @@ class _Sink:
 
 @contextmanager
 def _without_crc() -> Iterator[None]:
-    """torch.save's own CRC halves its speed, and torch.load does not look at it; blobs have one of ours."""
+    """torch.save's own CRC halves its speed, and torch.load does not look at it; blobs have one of
+    ours."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -156,7 +189,8 @@ def _without_crc() -> Iterator[None]:
 
 
 def _parts(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The box cut along dimension 0 into parts of at most CHUNK_BYTES (one row at least); nothing where it is empty."""
+    """The box cut along dimension 0 into parts of at most CHUNK_BYTES (one row at least); nothing
+    where it is empty."""
     if not box.n_elements:
         return
     if not box.sizes or box.n_bytes <= CHUNK_BYTES:
@@ -181,12 +215,16 @@ def _shard_note(storage: Storage, folder: str, manifest: Manifest, sizes: Sizes)
     key = f"{folder}/{shard_name(manifest.rank)}"
     n_bytes, _ = sizes.get(key, (-1, 0.0))
     if n_bytes != manifest.n_bytes:
-        raise Damaged(f"{storage.uri_of(key)}: {manifest.n_bytes} bytes were written, {max(0, n_bytes)} are there")
+        raise Damaged(
+            f"{storage.uri_of(key)}: {manifest.n_bytes} bytes were written, {max(0, n_bytes)} are "
+            "there"
+        )
     return FileNote(shard_name(manifest.rank), n_bytes, manifest.sha256)
 
 
 def _shapes(folder: str, manifests: Sequence[Manifest]) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor, by the far corner of its boxes. Raises Damaged where boxes overlap or leave a gap."""
+    """Shape of each tensor, by the far corner of its boxes. Raises Damaged where boxes overlap or
+    leave a gap."""
     parts: dict[str, dict[Box, None]] = {}
     for manifest in manifests:
         for entry in manifest.entries:
@@ -196,14 +234,22 @@ def _shapes(folder: str, manifests: Sequence[Manifest]) -> dict[str, tuple[int, 
         corners = [tuple(o + s for o, s in zip(box.offsets, box.sizes)) for box in boxes]
         shape = tuple(map(max, zip(*corners)))
         n_elements = sum(box.n_elements for box in boxes)
-        if len({(len(box.sizes), box.dtype) for box in boxes}) > 1 or n_elements != prod(shape) or _overlap(boxes):
-            raise Damaged(f"{folder}: the boxes of {fqn} hold {n_elements} elements of {prod(shape)} in shape {list(shape)}")
+        if (
+            len({(len(box.sizes), box.dtype) for box in boxes}) > 1
+            or n_elements != prod(shape)
+            or _overlap(boxes)
+        ):
+            raise Damaged(
+                f"{folder}: the boxes of {fqn} hold {n_elements} elements of {prod(shape)} in "
+                f"shape {list(shape)}"
+            )
         shapes[fqn] = shape
     return shapes
 
 
 def _overlap(boxes: Iterable[Box]) -> bool:
-    """Whether two of the boxes of one tensor have an element in common: a sweep along dimension 0."""
+    """Whether two of the boxes of one tensor have an element in common: a sweep along dimension
+    0."""
     ordered = sorted(boxes, key=lambda box: box.offsets)
     for i, one in enumerate(ordered):
         for two in ordered[i + 1 :]:

@@ -1,7 +1,9 @@
-"""DCP's index (`.metadata`), so that torch.distributed.checkpoint.load reads what checkpoint_writer.py wrote.
+"""DCP's index (`.metadata`), so that torch.distributed.checkpoint.load reads what
+checkpoint_writer.py wrote.
 
-The one private name of torch that checkpoints need, `_StorageInfo`, is here: DCP's FileSystemReader expects it in the index.
-tests/worker/checkpoint/test_checkpoint_writer.py loads through DCP and fails when it changes.
+The one private name of torch that checkpoints need, `_StorageInfo`, is here: DCP's FileSystemReader
+expects it in the index. tests/worker/checkpoint/test_checkpoint_writer.py loads through DCP and
+fails when it changes.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ OPTIM = "optim."
 def metadata(manifests: Sequence[Manifest], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     """The pickle of DCP's Metadata over all ranks' blobs; the first of equal boxes counts.
 
-    Optimizer state has two names, ours and that of torch's `get_optimizer_state_dict` (`optim.state.<parameter>.<entry>`).
+    Optimizer state has two names, ours and that of torch's `get_optimizer_state_dict`
+    (`optim.state.<parameter>.<entry>`).
     """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only a committer needs it
+    # slow to import, and only a committer needs it
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     chunks: dict[str, list[BlobEntry]] = {fqn: [] for fqn in shapes}
@@ -45,12 +49,23 @@ def metadata(manifests: Sequence[Manifest], shapes: Mapping[str, tuple[int, ...]
             alias = f"{OPTIM}state.{parameter}.{kind}"
             names[alias], tensors[alias] = ("optim", "state", parameter, kind), whole
             for chunk in whole.chunks:
-                storage[MetadataIndex(alias, chunk.offsets)] = storage[MetadataIndex(fqn, chunk.offsets)]
+                storage[MetadataIndex(alias, chunk.offsets)] = storage[
+                    MetadataIndex(fqn, chunk.offsets)
+                ]
     return pickle.dumps(Metadata(tensors, names, storage))
 
 
 def _tensor(shape: tuple[int, ...], entries: list[BlobEntry]) -> TensorStorageMetadata:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
 
-    chunks = [ChunkStorageMetadata(torch.Size(entry.box.offsets), torch.Size(entry.box.sizes)) for entry in entries]
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, entries[0].box.dtype)), torch.Size(shape), chunks)
+    chunks = [
+        ChunkStorageMetadata(torch.Size(entry.box.offsets), torch.Size(entry.box.sizes))
+        for entry in entries
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, entries[0].box.dtype)), torch.Size(shape), chunks
+    )

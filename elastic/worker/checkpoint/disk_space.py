@@ -1,4 +1,5 @@
-"""Is there room for another checkpoint? Asked before the first byte is written, so that a full disk harms nobody."""
+"""Is there room for another checkpoint? Asked before the first byte is written, so that a full disk
+harms nobody."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ class NoRoom(ElasticError):
     """The next copy would not fit the disk or the job's quota; the message has the numbers."""
 
 
-def check_space(storage: Storage, copy: tuple[int, int], sizes: tuple[int, int], quota_gb: float | None = None) -> None:
-    """Raises NoRoom unless the copy (step, generation) fits; sizes: (this rank's bytes, all ranks' bytes).
+def check_space(
+    storage: Storage, copy: tuple[int, int], sizes: tuple[int, int], quota_gb: float | None = None
+) -> None:
+    """Raises NoRoom unless the copy (step, generation) fits; sizes: (this rank's bytes, all ranks'
+    bytes).
 
     Once another rank has begun to write, only this rank's bytes are requested.
     """
@@ -31,7 +35,8 @@ def check_space(storage: Storage, copy: tuple[int, int], sizes: tuple[int, int],
     need = (own_bytes if begun else all_bytes) + MARGIN_BYTES
     if free < need:
         raise NoRoom(
-            f"{storage.uri}: {free / GB:.2f} GB are free, the copy of step {copy[0]} needs {need / GB:.2f} GB; "
+            f"{storage.uri}: {free / GB:.2f} GB are free, the copy of step {copy[0]} needs "
+            f"{need / GB:.2f} GB; "
             "free space there, or lower keep_last"
         )
 
@@ -41,6 +46,7 @@ def _check_quota(storage: Storage, copy: tuple[int, int], all_bytes: int, quota_
     used = sum(found.n_bytes for found in others)
     if used + all_bytes > quota_gb * GB:
         raise NoRoom(
-            f"storage_quota_gb={quota_gb:g}: {len(others)} copies hold {used / GB:.2f} GB, the copy of step {copy[0]} needs "
+            f"storage_quota_gb={quota_gb:g}: {len(others)} copies hold {used / GB:.2f} GB, the "
+            f"copy of step {copy[0]} needs "
             f"{all_bytes / GB:.2f} GB; raise it, or lower keep_last"
         )

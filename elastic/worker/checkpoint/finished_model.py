@@ -1,4 +1,5 @@
-"""The finished model on one CPU: built from a checkpoint, to let the program show what it has learned."""
+"""The finished model on one CPU: built from a checkpoint, to let the program show what it has
+learned."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from elastic.worker.program.weights import fill
 
 
 def load_model(program: Program, uri: str) -> nn.Module:
-    """The plain module with the weights and buffers of the checkpoint at `uri`, in evaluation mode."""
+    """The plain module with the weights and buffers of the checkpoint at `uri`, in evaluation
+    mode."""
     checkpoint = open_checkpoint(uri)
     model: nn.Module = program.model()
     n_read = 0
@@ -37,7 +39,10 @@ def load_model(program: Program, uri: str) -> nn.Module:
 def _read_frozen(program: Program, model: nn.Module) -> None:
     specs = trace(program).specs
     there = {
-        "model." + s.fqn: (Box("model." + s.fqn, (0,) * len(s.shape), s.shape, s.dtype), model.get_parameter(s.fqn))
+        "model." + s.fqn: (
+            Box("model." + s.fqn, (0,) * len(s.shape), s.shape, s.dtype),
+            model.get_parameter(s.fqn),
+        )
         for s in specs
         if s.reread and s.tied_to is None
     }

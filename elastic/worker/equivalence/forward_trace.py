@@ -1,5 +1,6 @@
-"""One forward pass of a program, followed: how its blocks are called, what is done between them, what draws random numbers,
-branches on values or writes buffers. On the meta device nothing is computed and no weight is stored, whatever the size."""
+"""One forward pass of a program, followed: how its blocks are called, what is done between them,
+what draws random numbers, branches on values or writes buffers. On the meta device nothing is
+computed and no weight is stored, whatever the size."""
 
 from __future__ import annotations
 
@@ -39,13 +40,24 @@ INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 INTERNAL = (str(Path(torch.__file__).parent), str(PACKAGE / "worker"))
 # their outputs have the shape of what they are given, and nothing of its values
 SHAPE_ONLY = frozenset(
-    f"{kind}{how}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint") for how in ("_like", "")
-) | {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "empty_strided", "arange"}
+    f"{kind}{how}"
+    for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+    for how in ("_like", "")
+) | {
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty_strided",
+    "empty_strided",
+    "arange",
+}
 
 
 @dataclass(frozen=True)
 class Op:
-    """An operation outside of all blocks, or one that looks at values or draws. `labels`: what its inputs were made from."""
+    """An operation outside of all blocks, or one that looks at values or draws. `labels`: what its
+    inputs were made from."""
 
     name: str
     where: str  # file and line of the program
@@ -57,7 +69,8 @@ class Op:
 
 @dataclass
 class Call:
-    """One call of a block. `before`: the operations since the block before, outside of all blocks."""
+    """One call of a block. `before`: the operations since the block before, outside of all
+    blocks."""
 
     block: int
     args: tuple[Any, ...]
@@ -75,15 +88,19 @@ class Followed:
 
     calls: list[Call] = field(default_factory=list)
     tail: list[Op] = field(default_factory=list)  # behind the last block
-    viewed: str = ""  # where the last part or other shape of something was taken outside of the blocks
+    # where the last part or other shape of something was taken outside of the blocks
+    viewed: str = ""
     draws: list[Op] = field(default_factory=list)
     branches: list[Op] = field(default_factory=list)  # values that Python has asked for
     written: dict[str, Labels] = field(default_factory=dict)  # buffers -> what was written from
-    modules: list[str] = field(default_factory=list)  # those with parameters, in the order of their calls
+    # those with parameters, in the order of their calls
+    modules: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of all operations
-    beside: list[Op] = field(default_factory=list)  # in blocks behind the first: what did not come through their arguments
+    # in blocks behind the first: what did not come through their arguments
+    beside: list[Op] = field(default_factory=list)
     weights_written: dict[str, str] = field(default_factory=dict)  # and where
-    keeps: list[str] = field(default_factory=list)  # attributes of modules with what was made from the samples
+    # attributes of modules with what was made from the samples
+    keeps: list[str] = field(default_factory=list)
     computes_in: str = ""  # the type of fewest bits that was made from the samples, '' = float32
     python_random: str = ""  # PYTHON or NUMPY, where it was drawn from
     truth: bool | None = None
@@ -92,13 +109,25 @@ class Followed:
 
 
 class Tracer:
-    """Follows forward passes of `model`. `truth`: what a truth value that Python asks for is, None = as it is, and true on the
-    meta device, where there is none; on a real device False is the opposite of what it is. `far`: what each number is."""
+    """Follows forward passes of `model`. `truth`: what a truth value that Python asks for is, None
+    = as it is, and true on the meta device, where there is none; on a real device False is the
+    opposite of what it is. `far`: what each number is."""
 
     def __init__(
-        self, program: Program, model: nn.Module, blocks: Iterable[str], truth: bool | None = None, far: int | None = None
+        self,
+        program: Program,
+        model: nn.Module,
+        blocks: Iterable[str],
+        truth: bool | None = None,
+        far: int | None = None,
     ) -> None:
-        self.program, self.model, self.blocks, self.truth, self.far = program, model, list(blocks), truth, far
+        self.program, self.model, self.blocks, self.truth, self.far = (
+            program,
+            model,
+            list(blocks),
+            truth,
+            far,
+        )
         self.found = Followed(truth=truth, blocks=tuple(self.blocks))
         self.stack: list[Call] = []
         self.ops: list[Op] = []
@@ -110,7 +139,8 @@ class Tracer:
         self.most_operations = sys.maxsize
         self.autocast: list[str] = []  # types that it would compute in where the operation is
 
-    # ------------------------------------------------------------------------------------------ labels
+    # ------------------------------------------------------------------------------------------
+    # labels
 
     def label(self, tensor: Tensor, labels: Labels) -> None:
         self.kept.append(tensor)
@@ -137,10 +167,12 @@ class Tracer:
         if name in self.persistent or self.of_samples(labels):
             self.found.written[name] = self.found.written.get(name, NONE) | labels
 
-    # ------------------------------------------------------------------------------------------ the pass
+    # ------------------------------------------------------------------------------------------ the
+    # pass
 
     def run(self, first: Any, keywords: Mapping[str, Any]) -> Followed:
-        """Calls the model in training mode, without gradients. `first`: its positional input. Raises what the model raises."""
+        """Calls the model in training mode, without gradients. `first`: its positional input.
+        Raises what the model raises."""
         self._label_model()
         for tensor in tensors_in(keywords):
             self.label(tensor, frozenset({KEYWORDS}))
@@ -153,7 +185,9 @@ class Tracer:
         with ExitStack() as stack:
             for i, name in enumerate(self.blocks):
                 block = self.model.get_submodule(name)
-                stack.callback(block.register_forward_pre_hook(self._enters(i), with_kwargs=True).remove)
+                stack.callback(
+                    block.register_forward_pre_hook(self._enters(i), with_kwargs=True).remove
+                )
                 stack.callback(block.register_forward_hook(self._leaves(), with_kwargs=True).remove)
             for name, module in self.model.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
@@ -173,14 +207,20 @@ class Tracer:
             if weights.get(name) != id(p):
                 self.found.weights_written.setdefault(name, "")
         for name, tensor in _held(self.model):
-            if _storage(tensor) not in held and self.of_samples(self.labels_of(tensor)) and name not in self.found.keeps:
+            if (
+                _storage(tensor) not in held
+                and self.of_samples(self.labels_of(tensor))
+                and name not in self.found.keeps
+            ):
                 self.found.keeps.append(name)
         return self.found
 
     def _enters(self, block: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given, others = self.labels_of((args, kwargs)), self.labels_of((args[1:], kwargs))
-            call = Call(block, args, kwargs, self.ops, depth=len(self.stack), given=given, others=others)
+            call = Call(
+                block, args, kwargs, self.ops, depth=len(self.stack), given=given, others=others
+            )
             self.ops = []
             self.found.calls.append(call)
             self.stack.append(call)
@@ -188,7 +228,9 @@ class Tracer:
         return hook
 
     def _leaves(self) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
             call = self.stack.pop()
             call.output = output
             if not self.stack:
@@ -204,7 +246,8 @@ class Tracer:
 
         return hook
 
-    # ------------------------------------------------------------------------------------------ operations
+    # ------------------------------------------------------------------------------------------
+    # operations
 
     def value(self, tensor: Tensor, real: Any) -> Any:
         """What Python is told that asks for a value."""
@@ -219,7 +262,11 @@ class Tracer:
         number = self.far if self.far is not None else int(self.truth is not False)
         number = number if tensor.dtype.is_signed else abs(number)
         if not tensor.is_floating_point() and not tensor.is_complex():
-            number = min(number, torch.iinfo(tensor.dtype).max) if number > 0 else max(number, torch.iinfo(tensor.dtype).min)
+            number = (
+                min(number, torch.iinfo(tensor.dtype).max)
+                if number > 0
+                else max(number, torch.iinfo(tensor.dtype).min)
+            )
         return torch.full((), number, dtype=tensor.dtype, device="cpu").item()
 
     def seen(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -231,11 +278,17 @@ class Tracer:
             raise RuntimeError("too many operations")
         given = (*args, *(kwargs or {}).values())
         labels = self.labels_of(given)
-        if plain and torch.Tag.nondeterministic_seeded in func.tags and _dropout_of(func, args, kwargs) != 0.0:
+        if (
+            plain
+            and torch.Tag.nondeterministic_seeded in func.tags
+            and _dropout_of(func, args, kwargs) != 0.0
+        ):
             self._note(self.found.draws, name, labels)
         made = list(tensors_in(out))
         if self.of_samples(labels):
-            self.found.computes_in = coarsest((self.found.computes_in, *self.autocast, *map(_type, made)))
+            self.found.computes_in = coarsest(
+                (self.found.computes_in, *self.autocast, *map(_type, made))
+            )
         storages = {_storage(x) for x in tensors_in(given)}
         fresh = NONE if name in SHAPE_ONLY else labels
         mutable = plain and func._schema.is_mutable
@@ -251,7 +304,9 @@ class Tracer:
         if not self.stack and plain and func.is_view:
             self.found.viewed = self._where()[0]
         elif not self.stack:
-            self.ops.append(Op(name, self._where()[0], labels, makes=frozenset(map(_storage, made))))
+            self.ops.append(
+                Op(name, self._where()[0], labels, makes=frozenset(map(_storage, made)))
+            )
 
     def _writes(self, args: Any) -> None:
         for tensor in tensors_in(args[:1]):
@@ -262,7 +317,9 @@ class Tracer:
 
     def _beside(self, name: str, labels: Labels) -> None:
         strange = (labels & {INPUT, *self.blocks}) - self.stack[0].given
-        if strange and not (self.found.beside and self.found.beside[-1].inside == self.blocks[self.stack[0].block]):
+        if strange and not (
+            self.found.beside and self.found.beside[-1].inside == self.blocks[self.stack[0].block]
+        ):
             self._note(self.found.beside, name, strange)
 
     def _note(self, notes: list[Op], name: str, labels: Labels) -> None:
@@ -272,7 +329,8 @@ class Tracer:
 
     @staticmethod
     def _where() -> tuple[str, bool]:
-        """File and line of the program's frame that is nearest, and whether that file is its own."""
+        """File and line of the program's frame that is nearest, and whether that file is its
+        own."""
         frame = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -299,7 +357,8 @@ class _Mode(TorchDispatchMode):
 
 
 class _Autocast(TorchFunctionMode):
-    """Which types autocast would compute in. It does nothing on the meta device, and operations below it do not see it."""
+    """Which types autocast would compute in. It does nothing on the meta device, and operations
+    below it do not see it."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -307,7 +366,9 @@ class _Autocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        self.tracer.autocast = [str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds]
+        self.tracer.autocast = [
+            str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds
+        ]
         return func(*args, **(kwargs or {}))
 
 
@@ -323,7 +384,11 @@ def _dropout_of(func: Any, args: Any, kwargs: Any) -> Any:
     """The probability of dropout that an operation is called with; None = it has none."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[i] if i < len(args) else (kwargs or {}).get("dropout_p", argument.default_value)
+            given = (
+                args[i]
+                if i < len(args)
+                else (kwargs or {}).get("dropout_p", argument.default_value)
+            )
             return float(given or 0.0)
     return None
 
@@ -348,8 +413,8 @@ def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 @contextmanager
 def eager_flex_attention() -> Iterator[None]:
-    """torch compiles it wherever it is called, which goes with no mode that follows operations, and refuses gradients on a CPU,
-    which it has where it is not compiled."""
+    """torch compiles it wherever it is called, which goes with no mode that follows operations, and
+    refuses gradients on a CPU, which it has where it is not compiled."""
     own = flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, flex_attention._validate_device
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     flex_attention._validate_device = lambda *_: None
@@ -361,8 +426,15 @@ def eager_flex_attention() -> Iterator[None]:
 
 @contextmanager
 def python_random(value: float) -> Iterator[list[str]]:
-    """`random.random()`, and what numpy has like it, gives `value`. What was drawn from is in the list afterwards."""
-    own = (random.random, np.random.rand, np.random.random, np.random.random_sample, np.random.uniform)
+    """`random.random()`, and what numpy has like it, gives `value`. What was drawn from is in the
+    list afterwards."""
+    own = (
+        random.random,
+        np.random.rand,
+        np.random.random,
+        np.random.random_sample,
+        np.random.uniform,
+    )
     state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
     found: list[str] = []
 
@@ -380,11 +452,22 @@ def python_random(value: float) -> Iterator[list[str]]:
         return own[4](low, high, size) * 0 + low + (high - low) * value
 
     random.random = drawn
-    np.random.rand, np.random.random, np.random.random_sample, np.random.uniform = rand, sample, sample, uniform
+    np.random.rand, np.random.random, np.random.random_sample, np.random.uniform = (
+        rand,
+        sample,
+        sample,
+        uniform,
+    )
     try:
         yield found
     finally:
-        random.random, np.random.rand, np.random.random, np.random.random_sample, np.random.uniform = own
+        (
+            random.random,
+            np.random.rand,
+            np.random.random,
+            np.random.random_sample,
+            np.random.uniform,
+        ) = own
         if random.getstate() != state:
             found.append(PYTHON)
         if not _same_state(np.random.get_state(legacy=False), numpy_state):
@@ -395,10 +478,15 @@ def python_random(value: float) -> Iterator[list[str]]:
 
 def _same_state(one: Any, other: Any) -> bool:
     mine, its = one["state"], other["state"]
-    return all(np.array_equal(mine[key], its[key]) for key in mine) and one["has_gauss"] == other["has_gauss"]
+    return (
+        all(np.array_equal(mine[key], its[key]) for key in mine)
+        and one["has_gauss"] == other["has_gauss"]
+    )
 
 
-def follow(program: Program, tracer: Tracer, batch: Batch, most_operations: int = sys.maxsize) -> Followed:
+def follow(
+    program: Program, tracer: Tracer, batch: Batch, most_operations: int = sys.maxsize
+) -> Followed:
     """A pass of the whole model over a batch on the model's device."""
     tracer.most_operations = most_operations
     keywords = keywords_of(program, {key: x.clone() for key, x in batch.items()})
@@ -413,4 +501,6 @@ def shape_of(value: Any) -> Any:
         return {key: shape_of(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [shape_of(item) for item in value]
-    return value if isinstance(value, int | float | str | bool | type(None)) else type(value).__name__
+    return (
+        value if isinstance(value, int | float | str | bool | type(None)) else type(value).__name__
+    )

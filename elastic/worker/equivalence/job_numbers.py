@@ -20,7 +20,8 @@ from elastic.worker.step.loss_scale import profile_of
 
 
 def model_profile_of(program: Program, job: Job) -> ModelProfile:
-    """Traces the model on the meta device and runs the first sample of the dataset there; allocates no weights.
+    """Traces the model on the meta device and runs the first sample of the dataset there; allocates
+    no weights.
 
     `sample` is None where samples are of unequal length (`microbatch_tokens`). Raises
     ProgramError for what the program raises there, SpecError where its dataset cannot be read.
@@ -33,7 +34,9 @@ def model_profile_of(program: Program, job: Job) -> ModelProfile:
     except ElasticError:
         raise
     except Exception as error:  # a boundary: the user's model may raise anything
-        raise ProgramError(f"{_where(job)}: on the meta device, where tensors have no values, it {_raised(error)}") from error
+        raise ProgramError(
+            f"{_where(job)}: on the meta device, where tensors have no values, it {_raised(error)}"
+        ) from error
 
 
 def _data(program: Program, job: Job) -> tuple[Any, Mapping[str, Any]]:
@@ -52,7 +55,9 @@ def structure_of_job(program: Program, job: Job) -> Structure:
     dataset, _ = _data(program, job)
     program = with_stream(with_job(program, job), dataset, job)
     try:
-        return structure_of(program, profile_of(program, job), batch_of(dataset, budget_of(job, dataset, 4), 1))
+        return structure_of(
+            program, profile_of(program, job), batch_of(dataset, budget_of(job, dataset, 4), 1)
+        )
     except ElasticError:
         raise
     except Exception as error:  # a boundary: the user's model may raise anything
@@ -60,7 +65,8 @@ def structure_of_job(program: Program, job: Job) -> Structure:
 
 
 def samples_of(program: Program, job: Job, n: int) -> list[Mapping[str, Any]]:
-    """The first few samples of the dataset, as `model_profile_of` sees the first one; none where they are of unequal length."""
+    """The first few samples of the dataset, as `model_profile_of` sees the first one; none where
+    they are of unequal length."""
     dataset, first = _data(program, job)
     if job.microbatch_tokens:
         return []

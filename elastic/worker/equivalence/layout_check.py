@@ -1,8 +1,10 @@
-"""`python -m elastic.worker.equivalence.layout_check OUT < ASKED`: which layouts compute what a program does.
+"""`python -m elastic.worker.equivalence.layout_check OUT < ASKED`: which layouts compute what a
+program does.
 
 A process of its own, without a GPU and beside whatever else starts; what it finds is kept
-(elastic/api/running/layout_question.py). First the structure (structure.py), without values and of any size; then, for each
-axis that it leaves open, loss and gradients of a small copy in two real processes (layout_values.py).
+(elastic/api/running/layout_question.py). First the structure (structure.py), without values and of
+any size; then, for each axis that it leaves open, loss and gradients of a small copy in two real
+processes (layout_values.py).
 """
 
 from __future__ import annotations
@@ -46,10 +48,14 @@ from elastic.worker.parallel.context_parallel import check_calls, check_possible
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 
-INSTALLED = tuple(f"{path}{os.sep}" for path in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], PACKAGE))
+INSTALLED = tuple(
+    f"{path}{os.sep}"
+    for path in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], PACKAGE)
+)
 SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
 READS_MOST = 10_000
-SETTINGS = (".py", ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini")  # files that say what a program is
+# files that say what a program is
+SETTINGS = (".py", ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini")
 READ_MOST_BYTES = 1 << 20  # of a file that counts as part of the program; larger ones are data
 COMPARE_S = 40.0
 PR_SET_PDEATHSIG = 1
@@ -57,9 +63,9 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """`axes`: that the run may use, of dp, tp, cp, pp; `tps`: sizes of tp besides the
-    smallest that are tried too; `trusted`: axes that are not to be checked. `most_s`: for comparing values on all axes; what
-    it does not suffice for is not compared."""
+    """`axes`: that the run may use, of dp, tp, cp, pp; `tps`: sizes of tp besides the smallest that
+    are tried too; `trusted`: axes that are not to be checked. `most_s`: for comparing values on all
+    axes; what it does not suffice for is not compared."""
 
     job: Job
     axes: Sequence[str] = tuple(FAMILIES)
@@ -71,8 +77,9 @@ class CheckRequest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found. `equal`: axis -> seconds that comparing took; `skipped`: why values were not compared, '' = they were.
-    `files`: that the program consists of or has read -> digest of their content; `packages` -> versions."""
+    """What was found. `equal`: axis -> seconds that comparing took; `skipped`: why values were not
+    compared, '' = they were. `files`: that the program consists of or has read -> digest of their
+    content; `packages` -> versions."""
 
     structure: Structure = Structure()
     equal: Mapping[str, float] | None = None
@@ -124,8 +131,12 @@ def check(asked: CheckRequest) -> Verdict:
 def _trusted(found: Structure, axes: Sequence[str]) -> Structure:
     """A person has said that these are right."""
     known = {f"no_{axis}": getattr(found, f"no_{axis}") for axis in axes}
-    notes = [f"{key.removeprefix('no_')} is trusted, though: {why}" for key, why in known.items() if why]
-    values: dict[str, Any] = asdict(found) | dict.fromkeys(known, "") | {"notes": (*found.notes, *notes)}
+    notes = [
+        f"{key.removeprefix('no_')} is trusted, though: {why}" for key, why in known.items() if why
+    ]
+    values: dict[str, Any] = (
+        asdict(found) | dict.fromkeys(known, "") | {"notes": (*found.notes, *notes)}
+    )
     return Structure(**values)
 
 
@@ -135,15 +146,29 @@ def _no_cp(program: Program, batch: Batch) -> str:
         check_possible(program, 2)
         check_calls(program, one, 2)
     except ElasticError as error:
-        return str(error).removeprefix("cp=2, but ").removesuffix("; take cp=1").removesuffix(", or take cp=1")
+        return (
+            str(error)
+            .removeprefix("cp=2, but ")
+            .removesuffix("; take cp=1")
+            .removesuffix(", or take cp=1")
+        )
     return ""
 
 
-def _compared(asked: CheckRequest, program: Program, profile: ModelProfile, batch: Batch, found: Verdict) -> Verdict:
+def _compared(
+    asked: CheckRequest, program: Program, profile: ModelProfile, batch: Batch, found: Verdict
+) -> Verdict:
     structure = found.structure
     closed = structure.close(profile)
-    possible = {"dp": True, "tp": closed.tp_limit > 1, "cp": True, "pp": closed.pipeline and closed.n_blocks > 1}
-    axes = [a for a in FAMILIES if a in asked.axes and possible[a] and not getattr(closed, f"no_{a}")]
+    possible = {
+        "dp": True,
+        "tp": closed.tp_limit > 1,
+        "cp": True,
+        "pp": closed.pipeline and closed.n_blocks > 1,
+    }
+    axes = [
+        a for a in FAMILIES if a in asked.axes and possible[a] and not getattr(closed, f"no_{a}")
+    ]
     if not axes:
         return found
     try:
@@ -151,22 +176,31 @@ def _compared(asked: CheckRequest, program: Program, profile: ModelProfile, batc
         batch = shortened(small, batch)
         check_rows(small, batch)
     except TooLarge as error:
-        return replace(found, skipped=f"too large to be compared on this machine: {error}", steady=False)
+        return replace(
+            found, skipped=f"too large to be compared on this machine: {error}", steady=False
+        )
     except Exception as error:  # noqa: BLE001 - the user's model
-        return replace(found, skipped=str(error) if isinstance(error, ElasticError) else told(error), steady=False)
+        return replace(
+            found,
+            skipped=str(error) if isinstance(error, ElasticError) else told(error),
+            steady=False,
+        )
     job, equal, limit, took = job_of_copy(asked.job), dict[str, float](), 0, 0.0
     until_s = time.monotonic() + asked.most_s
     for axis in axes:
         if time.monotonic() + took > until_s:
             notes = (
                 *structure.notes,
-                f"{axis} was not compared: comparing takes at most {asked.most_s:.0f} s, which are spent",
+                f"{axis} was not compared: comparing takes at most {asked.most_s:.0f} s, which "
+                "are spent",
             )
             structure, found = replace(structure, notes=notes), replace(found, steady=False)
             continue
         layout = FAMILIES[axis]
         if axis == "tp":
-            layout = Layout(tp=next(n for n in range(2, closed.tp_limit + 1) if closed.tp_limit % n == 0))
+            layout = Layout(
+                tp=next(n for n in range(2, closed.tp_limit + 1) if closed.tp_limit % n == 0)
+            )
         one = compare(small, job, batch, layout)
         took = one.seconds
         if one.problem:
@@ -174,7 +208,9 @@ def _compared(asked: CheckRequest, program: Program, profile: ModelProfile, batc
             structure = _closed(structure, axis, f"{one.layout}: {one.problem}{MENDS[axis]}")
             continue
         if one.unclear:
-            structure = replace(structure, notes=(*structure.notes, f"{axis} was compared {one.unclear}"))
+            structure = replace(
+                structure, notes=(*structure.notes, f"{axis} was compared {one.unclear}")
+            )
             continue
         equal[axis] = round(one.seconds, 3)
         if axis == "tp":
@@ -197,8 +233,11 @@ MENDS = {
 }
 
 
-def _largest_tp(asked: CheckRequest, small: SmallCopy, batch: Batch, limit: int) -> tuple[int, tuple[str, ...]]:
-    """Sizes of tp that the run may take, tried in as many processes: 0 = all; else up to the first that does not go."""
+def _largest_tp(
+    asked: CheckRequest, small: SmallCopy, batch: Batch, limit: int
+) -> tuple[int, tuple[str, ...]]:
+    """Sizes of tp that the run may take, tried in as many processes: 0 = all; else up to the first
+    that does not go."""
     for tp in sorted(set(asked.tps)):
         if tp > 2 and limit % tp == 0:
             one = compare(small, job_of_copy(asked.job), batch, Layout(tp=tp))
@@ -208,7 +247,8 @@ def _largest_tp(asked: CheckRequest, small: SmallCopy, batch: Batch, limit: int)
     return 0, ()
 
 
-# ------------------------------------------------------------------------------------------ what it was found of
+# ------------------------------------------------------------------------------------------ what it
+# was found of
 
 
 _read: set[str] = set()  # files that were opened since `note_reads`
@@ -225,12 +265,19 @@ def note_reads() -> None:
 
 
 def files_of(program: str | Path) -> dict[str, str]:
-    """The program's own files that are imported or were read: names (relative to its folder if they lie there) -> digests."""
+    """The program's own files that are imported or were read: names (relative to its folder if they
+    lie there) -> digests."""
     folder, found = Path(program).resolve().parent, {}
-    imported = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+    imported = {
+        str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())
+    }
     for file in {name for name in imported if name.endswith(".py")} | _read:
         path = Path(file)
-        if not path.is_absolute() or path.suffix not in SETTINGS or file.startswith((*INSTALLED, *SYSTEM)):
+        if (
+            not path.is_absolute()
+            or path.suffix not in SETTINGS
+            or file.startswith((*INSTALLED, *SYSTEM))
+        ):
             continue
         if path.is_file() and path.stat().st_size <= READ_MOST_BYTES:
             path = path.resolve()
@@ -242,7 +289,9 @@ def files_of(program: str | Path) -> dict[str, str]:
 def packages() -> dict[str, str]:
     """Versions of what is installed and imported."""
     found = {}
-    for name in {module.partition(".")[0] for module in list(sys.modules)} - sys.stdlib_module_names:
+    for name in {
+        module.partition(".")[0] for module in list(sys.modules)
+    } - sys.stdlib_module_names:
         try:
             found[name] = version(name)
         except (PackageNotFoundError, ValueError):  # the program's own, or one of another name

@@ -1,8 +1,10 @@
-"""Do the layouts compute what one process does? Loss and gradients of one batch of a small copy, in two real processes.
+"""Do the layouts compute what one process does? Loss and gradients of one batch of a small copy, in
+two real processes.
 
-The copy has the program's own modules with weights drawn at random (zeros that a fresh model begins with would hide much), few
-of its blocks where it is large, and no random numbers while it runs. The processes are forked from one that has torch and the
-program, meet over gloo on this machine, and run the very code that training runs: TrainState, Stepper, the pipeline's schedule.
+The copy has the program's own modules with weights drawn at random (zeros that a fresh model begins
+with would hide much), few of its blocks where it is large, and no random numbers while it runs. The
+processes are forked from one that has torch and the program, meet over gloo on this machine, and
+run the very code that training runs: TrainState, Stepper, the pipeline's schedule.
 """
 
 from __future__ import annotations
@@ -53,29 +55,38 @@ from elastic.worker.program.weights import cut
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.optimizer_step import Stepper
 
-FAMILIES = {"dp": Layout(dp_shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2), "cp": Layout(cp=2)}  # cp's takes longest
+# cp's takes longest
+FAMILIES = {"dp": Layout(dp_shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2), "cp": Layout(cp=2)}
 ROWS = 4  # samples of the batch
 WHOLE_MOST_PARAMETERS = 30_000_000  # of a model that is copied with all of its blocks
 BLOCKS = (3, 2)  # of a copy of a larger one: the first number where so many are not too large
 MOST_PARAMETERS = 400_000_000  # of a copy: beyond it nothing is compared
-BYTES = 40  # of memory for each: a model with its gradients, and what two ranks have of it and gather
-LONG, SHORT, LEAST = 128, 64, 8  # positions: of longer sequences so many are taken, where the model allows it
+# of memory for each: a model with its gradients, and what two ranks have of it and gather
+BYTES = 40
+# positions: of longer sequences so many are taken, where the model allows it
+LONG, SHORT, LEAST = 128, 64, 8
 LONGEST = 2048  # for cp, which cuts them
 MOST_FLOP = 4e11  # of the passes of one process
-LOSS_AGREES, GRADIENT_AGREES = 1e-4, 3e-4  # relative; a gradient's to the largest element of the tensor
-ROUNDING, ROUNDING_MOST = 4.0, 5e-2  # times what a lower precision inside of the model explains; differences that it may
+# relative; a gradient's to the largest element of the tensor
+LOSS_AGREES, GRADIENT_AGREES = 1e-4, 3e-4
+# times what a lower precision inside of the model explains; differences that it may
+ROUNDING, ROUNDING_MOST = 4.0, 5e-2
 SMALL = 1e-6  # of the largest element of all gradients: what is below is rounding
 FAMILY_MOST_S, MEET_S = 30.0, 20.0
 HERE = "127.0.0.1"
-LOST = "its ranks lose each other: each of them must call the same modules and give gradients to the same weights"
+LOST = (
+    "its ranks lose each other: each of them must call the same modules and give gradients to the "
+    "same weights"
+)
 WAITED = (
-    "its ranks wait for each other: each of them must call the same modules and give gradients to the same weights, and "
+    "its ranks wait for each other: each of them must call the same modules and give gradients to "
+    "the same weights, and "
     "forward must not use threads that were started when the program was imported"
 )
 FORKS = get_context("fork")
 NOT_OF_A_LAYOUT = (
-    "optimizer", "precision", "reduce_dtype", "compile", "float8", "guards", "noise_scale", "microbatch_tokens",
-    "clip_grad_norm", "layout",
+    "optimizer", "precision", "reduce_dtype", "compile", "float8", "guards", "noise_scale",
+    "microbatch_tokens", "clip_grad_norm", "layout",
 )  # fmt: skip
 
 
@@ -107,7 +118,8 @@ class SmallCopy:
         quiet(self.model)
         self.flop = 6.0 * n_multiplied(self.model)  # of a position's passes
         self._passes: list[tuple[Batch, Pass]] = []
-        self.long_batch: Batch | None = None  # with sequences of full length, where others are compared with short ones
+        # with sequences of full length, where others are compared with short ones
+        self.long_batch: Batch | None = None
         self.program = replace(
             program,
             model=self._build,
@@ -154,7 +166,9 @@ class SmallCopy:
             return copy.deepcopy(self.model)
         memo: dict[int, Any] = {}
         for p in self.model.parameters():
-            memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            memo[id(p)] = nn.Parameter(
+                torch.empty_like(p, device="meta"), requires_grad=p.requires_grad
+            )
         for b in self.model.buffers():
             memo[id(b)] = torch.empty_like(b, device="meta")
         return copy.deepcopy(self.model, memo)
@@ -170,14 +184,21 @@ class TooLarge(Exception):
 
 
 def n_multiplied(model: nn.Module) -> int:
-    """Parameters that are multiplied with at each position, at least 1: all but tables that are only looked up in."""
+    """Parameters that are multiplied with at each position, at least 1: all but tables that are
+    only looked up in."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    others = {
+        id(p)
+        for m in model.modules()
+        if not isinstance(m, nn.Embedding)
+        for p in m.parameters(recurse=False)
+    }
     return max(1, sum(p.numel() for p in model.parameters() if id(p) not in tables - others))
 
 
 def shorten(model: nn.Module, blocks: list[str], n: int) -> int:
-    """Leaves about n blocks of a model, some of each kind, where they stand in one list. Returns how many there are now."""
+    """Leaves about n blocks of a model, some of each kind, where they stand in one list. Returns
+    how many there are now."""
     parents = {name.rpartition(".")[0] for name in blocks}
     if len(parents) != 1 or len(blocks) <= n:
         return len(blocks)
@@ -210,14 +231,18 @@ def job_of_copy(job: Job) -> Job:
 
 
 def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
-    """Samples from all over the dataset; of a job with a budget of tokens, of a stream, or of a dataset with fewer, the first
-    one again and again."""
+    """Samples from all over the dataset; of a job with a budget of tokens, of a stream, or of a
+    dataset with fewer, the first one again and again."""
     from elastic.data.batches import item_of
 
     if budget is not None:
         part = budget.of_one(0, 1)
         return collate([item_of(dataset, 0, part.length)] * n_rows)
-    if not hasattr(dataset, "__len__") or len(dataset) < n_rows or type(dataset).__name__ == "Stream":
+    if (
+        not hasattr(dataset, "__len__")
+        or len(dataset) < n_rows
+        or type(dataset).__name__ == "Stream"
+    ):
         return collate([dict(item_of(dataset, 0, None)) for _ in range(n_rows)])
     try:
         return collate(spread_samples(dataset, n_rows))
@@ -225,12 +250,16 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
         return collate([dict(item_of(dataset, i, None)) for i in range(n_rows)])
 
 
-# ------------------------------------------------------------------------------------------ one layout
+# ------------------------------------------------------------------------------------------ one
+# layout
 
 
-def compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S) -> Compared:
-    """Runs the layout in processes of its own. Never raises for what the program does there. Ranks that have parts of the
-    sequences get these as long as this machine allows, of fewer samples where need be."""
+def compare(
+    small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S
+) -> Compared:
+    """Runs the layout in processes of its own. Never raises for what the program does there. Ranks
+    that have parts of the sequences get these as long as this machine allows, of fewer samples
+    where need be."""
     if layout.cp == 1 or small.long_batch is None:
         return _compare(small, job, batch, layout, most_s)
     n = positions(small.long_batch)
@@ -242,7 +271,10 @@ def compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: fl
         most = positions(batch)
     if most == n or found.problem:
         return found
-    return replace(found, unclear=f"with {most} of {n} positions only, since more are too much for this machine")
+    return replace(
+        found,
+        unclear=f"with {most} of {n} positions only, since more are too much for this machine",
+    )
 
 
 def _compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: float) -> Compared:
@@ -287,7 +319,10 @@ def _compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: f
         return judged
     times = _rounding(small, batch, layout.cp)
     if isinstance(times, str):
-        text = f"it cannot be compared: the loss does not repeat in one process, which draws random numbers by {times}"
+        text = (
+            "it cannot be compared: the loss does not repeat in one process, which draws random "
+            f"numbers by {times}"
+        )
         return replace(judged, problem=text)
     explained = judged.worst < ROUNDING_MOST and judged.off < ROUNDING_MOST
     return _judged(layout, answers, seconds, times) if explained else judged
@@ -308,8 +343,9 @@ def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, An
 
 
 def _rounding(small: SmallCopy, batch: Batch, cp: int) -> dict[str, float] | str:
-    """What rounding alone makes of the loss ('') and of each gradient of one process, as a multiple of what is allowed: between
-    float32 and float64. Empty where it cannot be told; a text where the loss is another one each time: what draws."""
+    """What rounding alone makes of the loss ('') and of each gradient of one process, as a multiple
+    of what is allowed: between float32 and float64. Empty where it cannot be told; a text where the
+    loss is another one each time: what draws."""
     here, there = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=_round, args=(there, small, batch, cp), daemon=True)
     process.start()
@@ -332,7 +368,11 @@ def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
     torch.set_num_threads(1)
     with Still(), python_random(0.999):
         once, again = _alone(small, batch, cp), _alone(small, batch, cp).loss
-        pipe.send({} if abs(once.loss - again) <= LOSS_AGREES * max(1e-3, abs(once.loss)) else draws_left())
+        pipe.send(
+            {}
+            if abs(once.loss - again) <= LOSS_AGREES * max(1e-3, abs(once.loss))
+            else draws_left()
+        )
         double = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
         exact = _alone(small, double, cp, torch.float64)
     most = max((float(g.abs().max()) for g in exact.gradients.values() if g.numel()), default=0.0)
@@ -340,22 +380,32 @@ def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
     for name, gradient in once.gradients.items():
         if gradient.numel():
             allowed = GRADIENT_AGREES * float(exact.gradients[name].abs().max()) + SMALL * most
-            found[name] = float((gradient - exact.gradients[name]).abs().max()) / max(allowed, 1e-30)
+            found[name] = float((gradient - exact.gradients[name]).abs().max()) / max(
+                allowed, 1e-30
+            )
     pipe.send({name: max(1.0, ROUNDING * value) for name, value in found.items()})
 
 
-def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times: Mapping[str, float]) -> Compared:
-    """`times`: how much more may differ than float32 explains, of the loss ('') and of each gradient."""
+def _judged(
+    layout: Layout, answers: list[dict[str, Any]], seconds: float, times: Mapping[str, float]
+) -> Compared:
+    """`times`: how much more may differ than float32 explains, of the loss ('') and of each
+    gradient."""
     whole = answers[0]["whole"]
     loss = sum(answer["loss"] for answer in answers)
-    differ = [(name, value, value / times.get(name, 1.0)) for a in answers for name, value in a["differ"].items()]
+    differ = [
+        (name, value, value / times.get(name, 1.0))
+        for a in answers
+        for name, value in a["differ"].items()
+    ]
     at, worst, beyond = max(differ, key=lambda found: found[2], default=("", 0.0, 0.0))
     problem, off = "", abs(loss - whole) / max(1e-3, abs(whole))
     if not off <= times.get("", 1.0) * LOSS_AGREES:
         first = next((a["first"] for a in answers if a["first"]), "")
         where = f"; {first} is the first to give something else" if first else ""
         problem = (
-            f"it computes another function: the loss of {ROWS} samples is {loss:.6g}, in one process it is {whole:.6g}{where}"
+            f"it computes another function: the loss of {ROWS} samples is {loss:.6g}, in one "
+            f"process it is {whole:.6g}{where}"
         )
     elif not beyond <= 1.0:
         by = f"{worst * GRADIENT_AGREES:.1%} of its largest element"
@@ -364,21 +414,43 @@ def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times
 
 
 def _rank(
-    pipe: Connection, small: SmallCopy, job: Job, *, batch: Batch, whole: Pass, layout: Layout, at: Rendezvous, me: int
+    pipe: Connection,
+    small: SmallCopy,
+    job: Job,
+    *,
+    batch: Batch,
+    whole: Pass,
+    layout: Layout,
+    at: Rendezvous,
+    me: int,
 ) -> None:
     torch.set_num_threads(1)
     try:
-        answer: tuple[str, Any] = ("done", _values(small, job, batch, whole=whole, layout=layout, at=at, me=me))
+        answer: tuple[str, Any] = (
+            "done",
+            _values(small, job, batch, whole=whole, layout=layout, at=at, me=me),
+        )
     except Exception as error:  # noqa: BLE001 - the boundary of the process
         lost = not isinstance(error, ElasticError) and is_collective_error(error)
-        answer = ("lost", "") if lost else ("raised", str(error) if isinstance(error, ElasticError) else told(error))
+        answer = (
+            ("lost", "")
+            if lost
+            else ("raised", str(error) if isinstance(error, ElasticError) else told(error))
+        )
     if answer[0] == "lost":
         time.sleep(0.5)  # who was the reason may still say so
     pipe.send(answer)
 
 
 def _values(
-    small: SmallCopy, job: Job, batch: Batch, *, whole: Pass, layout: Layout, at: Rendezvous, me: int
+    small: SmallCopy,
+    job: Job,
+    batch: Batch,
+    *,
+    whole: Pass,
+    layout: Layout,
+    at: Rendezvous,
+    me: int,
 ) -> dict[str, Any]:
     n_rows = len(next(iter(batch.values())))
     program, profile = small.program, small.profile
@@ -389,7 +461,9 @@ def _values(
         groups = Groups(1, layout, torch.device("cpu"))
         try:
             groups.join(at, me)
-            state = TrainState(program, profile, groups, layout=layout, layers=layers, rank=me, job=job)
+            state = TrainState(
+                program, profile, groups, layout=layout, layers=layers, rank=me, job=job
+            )
             _give(state, small)
             stepper = Stepper(program, job, plan, state, groups)
             state.train(not program.batch_dependent)
@@ -402,9 +476,12 @@ def _values(
             stepper.add_shared(own)
             differ = _differ(state, own, whole.gradients)
             take = stepper.sequence.shard.take if stepper.sequence.shard is not None else None
-            first = here.first_difference(whole.outputs, slice(start, start + plan.samples[dp]), take)
+            first = here.first_difference(
+                whole.outputs, slice(start, start + plan.samples[dp]), take
+            )
             return {
-                "whole": whole.loss, "loss": loss if stepper.speaks else 0.0, "differ": differ, "first": first,
+                "whole": whole.loss, "loss": loss if stepper.speaks else 0.0, "differ": differ,
+                "first": first,
             }  # fmt: skip
         except Exception:
             groups.abort()
@@ -412,10 +489,16 @@ def _values(
 
 
 class Outputs:
-    """What each module releases in forward passes of a batch, by name, in the order in which they are done."""
+    """What each module releases in forward passes of a batch, by name, in the order in which they
+    are done."""
 
     def __init__(self, models: Sequence[nn.Module], n_rows: int = ROWS) -> None:
-        self.models, self.n_rows, self.found, self.hooks = models, n_rows, dict[str, list[Tensor]](), list[Any]()
+        self.models, self.n_rows, self.found, self.hooks = (
+            models,
+            n_rows,
+            dict[str, list[Tensor]](),
+            list[Any](),
+        )
 
     def __enter__(self) -> Outputs:
         for model in self.models:
@@ -437,13 +520,20 @@ class Outputs:
         return hook
 
     def first_difference(self, whole: Outputs, rows: slice, take: Any) -> str:
-        """The first module whose output is another than in the whole model; '' = none that can be compared."""
+        """The first module whose output is another than in the whole model; '' = none that can be
+        compared."""
         for name in whole.found:
             expected, mine = _joined(whole.found[name]), _joined(self.found.get(name, []))
-            if expected is None or mine is None or expected.ndim < 1 or expected.shape[0] != whole.n_rows:
+            if (
+                expected is None
+                or mine is None
+                or expected.ndim < 1
+                or expected.shape[0] != whole.n_rows
+            ):
                 continue
             expected = expected[rows]
-            mine = mine[-expected.shape[0] :]  # a pipeline stage is called once before, with made-up values
+            # a pipeline stage is called once before, with made-up values
+            mine = mine[-expected.shape[0] :]
             if take is not None and expected.ndim > 1 and expected.shape != mine.shape:
                 expected = take(expected) if expected.shape[1] % (2 * 2) == 0 else expected
             if expected.shape == mine.shape and not torch.allclose(
@@ -455,7 +545,9 @@ class Outputs:
 
 def _joined(calls: list[Tensor]) -> Tensor | None:
     """Of several microbatches; None where they do not go together."""
-    if not calls or any(x.shape[1:] != calls[0].shape[1:] or not x.ndim or not x.is_floating_point() for x in calls):
+    if not calls or any(
+        x.shape[1:] != calls[0].shape[1:] or not x.ndim or not x.is_floating_point() for x in calls
+    ):
         return None
     return torch.cat(calls)
 
@@ -473,12 +565,17 @@ def _alone(small: SmallCopy, batch: Batch, cp: int, dtype: torch.dtype = torch.f
     """Of one process."""
     model = converted(copy.deepcopy(small.model), dtype).train(not small.program.batch_dependent)
     given = before_cut(small.program, batch) if cp > 1 else batch
-    with over(None) if cp > 1 else nullcontext(), Outputs([model], len(next(iter(batch.values())))) as outputs:
+    with (
+        over(None) if cp > 1 else nullcontext(),
+        Outputs([model], len(next(iter(batch.values())))) as outputs,
+    ):
         output = call_model(small.program, model, given)
     loss = loss_of(small.program, output, given)
     loss.backward()
     named = dict(model.named_parameters(remove_duplicate=False))
-    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items()}
+    gradients = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items()
+    }
     return Pass(float(loss.detach()), gradients, outputs)
 
 
@@ -493,12 +590,18 @@ def _give(state: TrainState, small: SmallCopy) -> None:
             tensor.zero_()
 
 
-def _differ(state: TrainState, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> dict[str, float]:
+def _differ(
+    state: TrainState, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+) -> dict[str, float]:
     """How far each gradient is off, as a multiple of what is allowed."""
     most = max((float(g.abs().max()) for g in whole.values() if g.numel()), default=0.0)
     off: dict[str, float] = {}
     for fqn, parameter in state.local.items():
-        if not parameter.requires_grad or f"model.{fqn}" not in state.tensors or not parameter.numel():
+        if (
+            not parameter.requires_grad
+            or f"model.{fqn}" not in state.tensors
+            or not parameter.numel()
+        ):
             continue
         box, _ = state.tensors[f"model.{fqn}"]
         expected = cut(whole[fqn], box)
@@ -510,7 +613,8 @@ def _differ(state: TrainState, own: Mapping[str, Tensor], whole: Mapping[str, Te
 
 
 def shortened(small: SmallCopy, batch: Batch) -> Batch:
-    """With the first positions of long sequences, where that is all the same to the model; not for cp (`compare`)."""
+    """With the first positions of long sequences, where that is all the same to the model; not for
+    cp (`compare`)."""
     n = positions(batch)
     if n <= LONG:
         return batch
@@ -518,7 +622,9 @@ def shortened(small: SmallCopy, batch: Batch) -> Batch:
     cut = first_positions(batch, max(LEAST, min(SHORT, allowed // LEAST * LEAST)))
     try:
         with torch.no_grad(), Still():
-            output = call_model(small.program, copy.deepcopy(small.model), {key: x[:1] for key, x in cut.items()})
+            output = call_model(
+                small.program, copy.deepcopy(small.model), {key: x[:1] for key, x in cut.items()}
+            )
             loss_of(small.program, output, {key: x[:1] for key, x in cut.items()})
     except Exception:  # noqa: BLE001 - the user's model: its length is its own
         return batch
@@ -527,7 +633,8 @@ def shortened(small: SmallCopy, batch: Batch) -> Batch:
 
 
 def longest(small: SmallCopy, batch: Batch) -> tuple[int, int]:
-    """Samples and positions of a batch whose passes this machine can do: all positions of one rather than some of each."""
+    """Samples and positions of a batch whose passes this machine can do: all positions of one
+    rather than some of each."""
     n, most = positions(batch), MOST_FLOP / small.flop
     for rows in (ROWS, 2, 1):
         if n * rows <= most and n <= LONGEST:
@@ -536,10 +643,13 @@ def longest(small: SmallCopy, batch: Batch) -> tuple[int, int]:
 
 
 def check_rows(small: SmallCopy, batch: Batch) -> None:
-    """Raises ProgramError where even one process has no finite loss, TooLarge where its passes would take too long."""
+    """Raises ProgramError where even one process has no finite loss, TooLarge where its passes
+    would take too long."""
     tokens = max((x.shape[1] for x in batch.values() if x.ndim > 1), default=1) * ROWS
     if small.flop * tokens > MOST_FLOP:
-        raise TooLarge(f"{small.flop * tokens:.1e} FLOP for {ROWS} samples, {MOST_FLOP:.0e} are done")
+        raise TooLarge(
+            f"{small.flop * tokens:.1e} FLOP for {ROWS} samples, {MOST_FLOP:.0e} are done"
+        )
     with torch.no_grad(), Still():
         model = copy.deepcopy(small.model)
         value = float(loss_of(small.program, call_model(small.program, model, batch), batch))

@@ -1,7 +1,8 @@
 """Random numbers switched off, for the time in which two computations are compared.
 
-Dropout keeps everything; what is drawn is the middle of what it may be. Of a model, `quiet` takes the probabilities of dropout
-that reach kernels which draw by themselves (attention, recurrent layers)."""
+Dropout keeps everything; what is drawn is the middle of what it may be. Of a model, `quiet` takes
+the probabilities of dropout that reach kernels which draw by themselves (attention, recurrent
+layers)."""
 
 from __future__ import annotations
 
@@ -72,12 +73,19 @@ class _Middle(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | given
+        given = {
+            a.name: value for a, value in zip(func._schema.arguments, args, strict=False)
+        } | kwargs
+        given = {
+            a.name: a.default_value for a in func._schema.arguments if a.has_default_value()
+        } | given
         if (found := _drawn(func, given, args, kwargs)) is not None:
             return found
         if given.get("dropout_p"):
-            at = next((i for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p"), len(args))
+            at = next(
+                (i for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p"),
+                len(args),
+            )
             if at < len(args):
                 args = (*args[:at], 0.0, *args[at + 1 :])
             else:
@@ -98,7 +106,11 @@ def _drawn(func: Any, given: dict[str, Any], args: Any, kwargs: dict[str, Any]) 
     if own is not None and name == "multinomial":
         n = int(given["num_samples"])
         order = own.argsort(dim=-1, descending=True, stable=True)
-        return order[..., :1].expand(*own.shape[:-1], n).clone() if given.get("replacement") else order[..., :n].clone()
+        return (
+            order[..., :1].expand(*own.shape[:-1], n).clone()
+            if given.get("replacement")
+            else order[..., :n].clone()
+        )
     if own is not None and name == "poisson":
         return own.clone()
     if (value := _middle(name, given)) is None:

@@ -1,5 +1,5 @@
-"""What stands for a large model and a large dataset: a few blocks of each kind with weights drawn at random, samples from all
-over, the first positions of sequences."""
+"""What stands for a large model and a large dataset: a few blocks of each kind with weights drawn
+at random, samples from all over, the first positions of sequences."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ PERTURBED = 0.05  # standard deviation of what is added to each weight, of its o
 
 
 def kept_blocks(blocks: Sequence[nn.Module], n: int) -> list[int]:
-    """Indices, in order: the first of each kind, then others from the front, the end and the middle, up to `n`.
+    """Indices, in order: the first of each kind, then others from the front, the end and the
+    middle, up to `n`.
 
-    Blocks are of one kind whose modules, parameters and settings are of equal classes, shapes and values. A setting that is
-    another in each block (its number) makes no kind."""
+    Blocks are of one kind whose modules, parameters and settings are of equal classes, shapes and
+    values. A setting that is another in each block (its number) makes no kind."""
     settings = [_settings(block) for block in blocks]
     counts: dict[Any, set[Any]] = {}
     for one in settings:
@@ -29,7 +30,10 @@ def kept_blocks(blocks: Sequence[nn.Module], n: int) -> list[int]:
     numbers = {key for key, values in counts.items() if len(values) == len(blocks)}
     first: dict[Any, int] = {}
     for i, (block, mine) in enumerate(zip(blocks, settings, strict=True)):
-        kind = (_shapes(block), frozenset((key, value) for key, value in mine.items() if key not in numbers))
+        kind = (
+            _shapes(block),
+            frozenset((key, value) for key, value in mine.items() if key not in numbers),
+        )
         first.setdefault(kind, i)
     kept = set(first.values())
     last = len(blocks) - 1
@@ -41,7 +45,10 @@ def kept_blocks(blocks: Sequence[nn.Module], n: int) -> list[int]:
 
 def _shapes(block: nn.Module) -> tuple[Any, ...]:
     tree = tuple((name, type(module)) for name, module in block.named_modules())
-    weights = tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters(remove_duplicate=False))
+    weights = tuple(
+        (name, tuple(p.shape), p.requires_grad)
+        for name, p in block.named_parameters(remove_duplicate=False)
+    )
     return tree, weights, tuple((name, tuple(b.shape)) for name, b in block.named_buffers())
 
 
@@ -70,13 +77,16 @@ def spread_samples(dataset: Any, n: int) -> list[dict[str, Any]]:
 
 
 def _spread(size: int, n: int) -> list[int]:
-    """Of each part of the dataset one, each at another place of it: what repeats with a period is seen too."""
+    """Of each part of the dataset one, each at another place of it: what repeats with a period is
+    seen too."""
     step = size / n
     return sorted({min(size - 1, int(i * step) + (i if step > n else 0)) for i in range(n)})
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(np.asarray(one[k]), np.asarray(other[k])) for k in one)
+    return one.keys() == other.keys() and all(
+        np.array_equal(np.asarray(one[k]), np.asarray(other[k])) for k in one
+    )
 
 
 def positions(batch: Batch) -> int:
@@ -91,20 +101,25 @@ def first_positions(batch: Batch, most: int) -> Batch:
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Complex numbers stay complex."""
     plural = torch.complex128 if dtype == torch.float64 else torch.complex64
-    changed: nn.Module = model._apply(lambda x: x.to(plural if x.is_complex() else dtype if x.is_floating_point() else x.dtype))
+    changed: nn.Module = model._apply(
+        lambda x: x.to(plural if x.is_complex() else dtype if x.is_floating_point() else x.dtype)
+    )
     return changed
 
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Weights as fresh modules of their kinds have them, where these say so; else of a usual size."""
+    """Weights as fresh modules of their kinds have them, where these say so; else of a usual
+    size."""
     torch.manual_seed(0)
     for module in model.modules():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
             continue
         for name, p in module.named_parameters(recurse=False):
-            p.normal_(std=p[0].numel() ** -0.5) if p.ndim > 1 else p.fill_(1.0 if name.endswith("weight") else 0.0)
+            p.normal_(std=p[0].numel() ** -0.5) if p.ndim > 1 else p.fill_(
+                1.0 if name.endswith("weight") else 0.0
+            )
 
 
 @torch.no_grad()
@@ -114,4 +129,7 @@ def perturb(model: nn.Module) -> None:
     for p in model.parameters():
         if p.is_floating_point():
             size = float(p.abs().mean()) or 1.0
-            p.add_(torch.randn(p.shape, generator=generator).to(p.dtype) * (PERTURBED * size if p.ndim else 0.01 * size))
+            p.add_(
+                torch.randn(p.shape, generator=generator).to(p.dtype)
+                * (PERTURBED * size if p.ndim else 0.01 * size)
+            )

@@ -1,4 +1,5 @@
-"""Two threads that take turns: the user's script and the training thread. One of them always waits for the other."""
+"""Two threads that take turns: the user's script and the training thread. One of them always waits
+for the other."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from elastic.worker.process.readback import Number
 class HandoffMessage:
     """What the script says when it hands over.
 
-    next: it wants a batch. step: it is done with its batch; `loss_sum` and `tokens` are those of this rank's samples, scalar
-    tensors where they are still on the device. ended: it has left the loop, `error` says why (None = in the ordinary way). next
-    and step: `error` is a collective that aborted.
+    next: it wants a batch. step: it is done with its batch; `loss_sum` and `tokens` are those of
+    this rank's samples, scalar tensors where they are still on the device. ended: it has left the
+    loop, `error` says why (None = in the ordinary way). next and step: `error` is a collective that
+    aborted.
     """
 
     kind: Literal["next", "step", "ended"]
@@ -27,7 +29,8 @@ class HandoffMessage:
 
 
 class Handoff:
-    """The script says a Word and waits for the answer; the training thread hears it, and answers when it likes."""
+    """The script says a Word and waits for the answer; the training thread hears it, and answers
+    when it likes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -45,7 +48,8 @@ class Handoff:
 
     @doing("handoff")
     def hear(self, wait_s: float | None = None) -> HandoffMessage | None:
-        """In the training thread: the word that is not answered yet; None = there was none within `wait_s`."""
+        """In the training thread: the word that is not answered yet; None = there was none within
+        `wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._word is not None, wait_s)
             return self._word

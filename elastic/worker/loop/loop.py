@@ -6,7 +6,8 @@ with elastic.loop(model=model, optimizer=opt, dataset=ds) as run:
         run.backward(loss_sum(run.model, batch))
         run.step()
 ```
-The script runs in a thread of its own; the same session as for a Program trains, and hands the script one batch at a time.
+The script runs in a thread of its own; the same session as for a Program trains, and hands the
+script one batch at a time.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ from elastic.worker.program.loop_program import (
 from elastic.worker.program.optimizers import by_name
 
 NO_HOST = (
-    "elastic.loop was entered outside of `elastic run --script FILE`: start the script with that; a program.py has no loop, it "
+    "elastic.loop was entered outside of `elastic run --script FILE`: start the script with that; "
+    "a program.py has no loop, it "
     "defines `program = elastic.Program(...)`"
 )
 
 
 PLAIN_START = (
-    "{file} enters elastic.loop, which neither python nor torchrun can start: `elastic run --script {file} -- ARGS` does, on "
+    "{file} enters elastic.loop, which neither python nor torchrun can start: `elastic run "
+    "--script {file} -- ARGS` does, on "
     "this machine (--local) or on a Ray cluster"
 )
 
@@ -73,16 +76,20 @@ here = _Here()  # the script's thread knows by whom it was started
 class loop:
     """What to train, out of a script.
 
-    model:       the whole, plain `nn.Module`, with its initial (or pretrained) weights; every process must build the same one.
-    optimizer:   over its parameters, element-wise, without state, or a dict of several by name; parameters that none holds are
-                 not trained.
-    dataset:     map-style: `len()` and `[sample id]` -> tensors or arrays of equal shape: one, or a tuple or dict of them.
-    blocks:      module-name pattern of the repeated blocks, as in "layers.*"; default: the longest list of equal modules.
-    tp, tp_limit, count, validation, extra_state: as in `elastic.Program`; `evaluate`: (model, batch) -> summed loss of a
-                 batch of the validation set. Both or none of the two.
+    model:       the whole, plain `nn.Module`, with its initial (or pretrained) weights; every
+                 process must build the same one.
+    optimizer:   over its parameters, element-wise, without state, or a dict of several by name;
+                 parameters that none holds are not trained.
+    dataset:     map-style: `len()` and `[sample id]` -> tensors or arrays of equal shape: one, or a
+                 tuple or dict of them.
+    blocks:      module-name pattern of the repeated blocks, as in "layers.*"; default: the longest
+                 list of equal modules.
+    tp, tp_limit, count, validation, extra_state: as in `elastic.Program`; `evaluate`: (model,
+                 batch) -> summed loss of a batch of the validation set. Both or none of the two.
     steps, global_batch, seed: what the job says where neither its job.yaml nor --set does.
 
-    Entering it gives a `Run`. Raises SpecError where it is wrong, or where no `elastic run --script` has started the script.
+    Entering it gives a `Run`. Raises SpecError where it is wrong, or where no `elastic run
+    --script` has started the script.
     """
 
     model: nn.Module
@@ -100,24 +107,37 @@ class loop:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.model).__name__ in ("DistributedDataParallel", "OptimizedModule") or not isinstance(self.model, nn.Module):
+        if type(self.model).__name__ in (
+            "DistributedDataParallel",
+            "OptimizedModule",
+        ) or not isinstance(self.model, nn.Module):
             raise SpecError(
-                f"elastic.loop: model is a {type(self.model).__name__}; give the plain nn.Module, not wrapped and not compiled"
+                f"elastic.loop: model is a {type(self.model).__name__}; give the plain nn.Module, "
+                "not wrapped and not compiled"
             )
-        if any(state for one in by_name(self.optimizer, WHERE).values() for state in one.state.values()):
+        if any(
+            state for one in by_name(self.optimizer, WHERE).values() for state in one.state.values()
+        ):
             raise SpecError(
-                "elastic.loop: the optimizer has state already; give a fresh one (elastic checkpoint import takes moments over)"
+                "elastic.loop: the optimizer has state already; give a fresh one (elastic "
+                "checkpoint import takes moments over)"
             )
         for needed in ("__len__", "__getitem__"):
             if not hasattr(self.dataset, needed):
                 kind = type(self.dataset).__name__
                 raise SpecError(
-                    f"elastic.loop: dataset is a {kind} without {needed}; it must be map-style: len() and [sample id]"
+                    f"elastic.loop: dataset is a {kind} without {needed}; it must be map-style: "
+                    "len() and [sample id]"
                 )
         if (self.validation is None) != (self.evaluate is None):
-            raise SpecError("elastic.loop: validation (a dataset) and evaluate ((model, batch) -> summed loss) belong together")
+            raise SpecError(
+                "elastic.loop: validation (a dataset) and evaluate ((model, batch) -> summed "
+                "loss) belong together"
+            )
         if GROUPS in self.extra_state:
-            raise SpecError(f"elastic.loop: extra_state['{GROUPS}'] is the optimizer's; choose another name")
+            raise SpecError(
+                f"elastic.loop: extra_state['{GROUPS}'] is the optimizer's; choose another name"
+            )
 
     def __enter__(self) -> Run:
         host = here.host
@@ -128,11 +148,14 @@ class loop:
         host.entered(run)
         return run
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         pass
 
     def _program(self) -> LoopProgram:
-        self.model.to("cpu")  # the whole of it takes no room on the device: run.model is this rank's part
+        # the whole of it takes no room on the device: run.model is this rank's part
+        self.model.to("cpu")
         factory = OptimizerFactory(self.model, self.optimizer)
         every = by_name(self.optimizer).values()
         trained = {id(p) for one in every for group in one.param_groups for p in group["params"]}
@@ -140,7 +163,9 @@ class loop:
             if id(parameter) not in trained:
                 parameter.requires_grad_(False)
         given = given_of(self.dataset[0])
-        dataset, validation = (d if given is dict else Numbered(d) for d in (self.dataset, self.validation))
+        dataset, validation = (
+            d if given is dict else Numbered(d) for d in (self.dataset, self.validation)
+        )
         settings = {"steps": self.steps, "global_batch": self.global_batch, "seed": self.seed}
         return LoopProgram(
             model=module_factory(self.model),
@@ -168,7 +193,8 @@ class loop:
         return None if evaluate is None else lambda model, batch: evaluate(model, given(batch))
 
 
-# ------------------------------------------------------------------------------------------------ inside the loop
+# ------------------------------------------------------------------------------------------------
+# inside the loop
 
 
 @dataclass(frozen=True)
@@ -192,12 +218,16 @@ class Outcome:
 class Run:
     """What `with elastic.loop(...) as run` gives. All of it belongs to the script's thread.
 
-    model:      this rank's part of the model; call it, read attributes of it. Rebuilt when the workers change.
-    optimizer:  the script's own (or the dict of them), over this rank's part; `step()` is run.step's.
-    step_index: optimizer steps done before that of the batch in hand; `epoch`: times that the dataset was gone through before;
-                `steps`: all that the job does.
-    committed:  of the last `step()`: was it done? If not, the step is done again: with the next batch.
-    train_loss: of the last committed step, over all ranks, per token (or sample); `grad_norm` likewise, before clipping.
+    model:      this rank's part of the model; call it, read attributes of it. Rebuilt when the
+                workers change.
+    optimizer:  the script's own (or the dict of them), over this rank's part; `step()` is
+                run.step's.
+    step_index: optimizer steps done before that of the batch in hand; `epoch`: times that the
+                dataset was gone through before; `steps`: all that the job does.
+    committed:  of the last `step()`: was it done? If not, the step is done again: with the next
+                batch.
+    train_loss: of the last committed step, over all ranks, per token (or sample); `grad_norm`
+                likewise, before clipping.
     rank, world_size: of this process now; they change when the workers do.
     """
 
@@ -210,7 +240,8 @@ class Run:
         self.committed = False
         self.train_loss = self.grad_norm = float("nan")
         self._batch: Mapping[str, torch.Tensor] | None = None
-        self._loss_sum: Number = 0.0  # of the batch in hand; on the device, where nobody has to wait for it
+        # of the batch in hand; on the device, where nobody has to wait for it
+        self._loss_sum: Number = 0.0
         self._n_backward = 0
         self._looked, self._mean = False, False  # at the first loss: is it a mean?
 
@@ -218,10 +249,12 @@ class Run:
         return self
 
     def __next__(self) -> Any:
-        """This rank's share of the next step, as the dataset gives it, collated, on this rank's device."""
+        """This rank's share of the next step, as the dataset gives it, collated, on this rank's
+        device."""
         if self._batch is not None:
             raise ProgramError(
-                f"the batch of step {self.step_index + 1} was left without run.step(); call it once for each batch"
+                f"the batch of step {self.step_index + 1} was left without run.step(); call it "
+                "once for each batch"
             )
         offer = self.handoff.say(HandoffMessage("next", error=self.model.take_error()))
         if offer is None:
@@ -231,13 +264,23 @@ class Run:
         return self.program.given(offer.batch)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of a loss that is a sum over this batch's tokens (or samples). May be called for parts of a batch; every
-        rank must call it equally often."""
+        """Backward of a loss that is a sum over this batch's tokens (or samples). May be called for
+        parts of a batch; every rank must call it equally often."""
         if self._batch is None:
-            raise ProgramError("run.backward was called without a batch in hand; it belongs between the batch and run.step()")
+            raise ProgramError(
+                "run.backward was called without a batch in hand; it belongs between the batch "
+                "and run.step()"
+            )
         if not isinstance(loss, torch.Tensor) or loss.ndim:
-            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise ProgramError(f"run.backward was given {found}; it must be the loss summed over the batch, a scalar tensor")
+            found = (
+                f"a tensor of shape {list(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise ProgramError(
+                f"run.backward was given {found}; it must be the loss summed over the batch, a "
+                "scalar tensor"
+            )
         self._n_backward += 1
         if not self._looked:
             self._mean = is_mean(loss, count_of(self.program, dict(self._batch)))
@@ -245,36 +288,45 @@ class Run:
             self._loss_sum = self._loss_sum + loss.detach().double()
 
     def step(self, clip_grad_norm: float | None = None) -> None:
-        """Commit and optimizer step, over all ranks; `clip_grad_norm`: instead of the job's. Returns when it is decided."""
+        """Commit and optimizer step, over all ranks; `clip_grad_norm`: instead of the job's.
+        Returns when it is decided."""
         if self._batch is None:
             raise ProgramError(
-                "run.step() was called without a batch in hand; call it once for each batch of `for batch in run`"
+                "run.step() was called without a batch in hand; call it once for each batch of "
+                "`for batch in run`"
             )
         if not self._n_backward and not self.model.broken:
-            raise ProgramError(f"run.step() of step {self.step_index + 1} without run.backward(loss) before it")
+            raise ProgramError(
+                f"run.step() of step {self.step_index + 1} without run.backward(loss) before it"
+            )
         tokens = count_there(self.program, dict(self._batch))
         if not self._looked:
             self._refuse_a_mean(int(tokens))
         self._batch = None
         join_default_stream(self._loss_sum)
-        word = HandoffMessage("step", self._loss_sum, tokens, clip_grad_norm, self.model.take_error())
+        word = HandoffMessage(
+            "step", self._loss_sum, tokens, clip_grad_norm, self.model.take_error()
+        )
         outcome: Outcome = self.handoff.say(word)
         self.committed = outcome.committed
         if outcome.committed:
             self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm
 
     def _refuse_a_mean(self, count: int) -> None:
-        """Looks once, at the first step whose batch can tell. Of a batch given in parts, each may be a sample with its mean."""
+        """Looks once, at the first step whose batch can tell. Of a batch given in parts, each may
+        be a sample with its mean."""
         if self._mean and self._n_backward == 1:
             raise ProgramError(
-                f"run.backward was given a mean over the batch; it must be the sum (reduction='sum', or mean * {count} here), "
+                "run.backward was given a mean over the batch; it must be the sum "
+                f"(reduction='sum', or mean * {count} here), "
                 "which elastic divides by the step's global count"
             )
         self._looked = count > 1 and not self.model.broken
 
 
 def _refuse_a_plain_start(frame: types.FrameType | None) -> None:
-    """`python FILE` and `torchrun FILE` end with one line, of rank 0, and exit code 2. Nothing where the caller is another."""
+    """`python FILE` and `torchrun FILE` end with one line, of rank 0, and exit code 2. Nothing
+    where the caller is another."""
     caller = frame.f_back.f_globals if frame is not None and frame.f_back is not None else {}
     file = caller.get("__file__")
     if caller.get("__name__") != "__main__" or not file:

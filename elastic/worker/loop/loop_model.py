@@ -1,8 +1,10 @@
-"""`run.model`: this rank's part of the model, called in the user's loop body, where a collective may abort at any time.
+"""`run.model`: this rank's part of the model, called in the user's loop body, where a collective
+may abort at any time.
 
-What aborts is noted and not raised: it would end the user's `for`. From then on calls return zeros of the true output's
-shape until `run.step()` (or the next batch) hands the error to the training thread, which leaves the generation and comes back
-with the state and the batch from which training continues.
+What aborts is noted and not raised: it would end the user's `for`. From then on calls return zeros
+of the true output's shape until `run.step()` (or the next batch) hands the error to the training
+thread, which leaves the generation and comes back with the state and the batch from which training
+continues.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from elastic.worker.process_groups.transport import is_collective_error
 
 
 class GenerationAborted(ConnectionAbortedError):
-    """A call had to return something and there was no way to know its shape. The script is started again from its top."""
+    """A call had to return something and there was no way to know its shape. The script is started
+    again from its top."""
 
 
 class LoopModel:
     """Calls and attributes go to the module of the generation that is running."""
 
     def __init__(self, build_meta: Callable[[], nn.Module]) -> None:
-        self.__dict__.update(_build_meta=build_meta, _module=None, _live=False, _error=None, _outlines={})
+        self.__dict__.update(
+            _build_meta=build_meta, _module=None, _live=False, _error=None, _outlines={}
+        )
 
     def attach(self, module: nn.Module) -> None:
         """A new generation: its module, and no error."""
@@ -62,7 +67,9 @@ class LoopModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._module is None:
-            raise ProgramError("run.model was called before the first batch; it is there inside `for batch in run`")
+            raise ProgramError(
+                "run.model was called before the first batch; it is there inside `for batch in run`"
+            )
         outputs: list[Any] = []
         key = repr(_outline((args, kwargs))) + str(self._module.training)
         if self.attempt(lambda: outputs.append(self._module(*args, **kwargs))):
@@ -74,22 +81,31 @@ class LoopModel:
         return _zeros(self._outlines[key], device)
 
     def _outline_on_meta(self, args: Any, kwargs: Any) -> Any:
-        """Shapes of the output of a call that has never come back, by a module without memory. Raises GenerationAborted."""
+        """Shapes of the output of a call that has never come back, by a module without memory.
+        Raises GenerationAborted."""
         try:
             module = self._build_meta().train(self._module.training)
             with torch.device("meta"):
                 args, kwargs = (_mapped(part, lambda t: t.to("meta")) for part in (args, kwargs))
                 return _outline(module(*args, **kwargs))
         except Exception as error:
-            raise GenerationAborted(f"a collective aborted in the first call of run.model ({self._error})") from error
+            raise GenerationAborted(
+                f"a collective aborted in the first call of run.model ({self._error})"
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         if self._module is None:
-            raise ProgramError(f"run.model.{name} was asked for before the first batch; it is there inside `for batch in run`")
+            raise ProgramError(
+                f"run.model.{name} was asked for before the first batch; it is there inside `for "
+                "batch in run`"
+            )
         return getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise ProgramError(f"run.model.{name} cannot be set: the model may be rebuilt at any step; set it before elastic.loop")
+        raise ProgramError(
+            f"run.model.{name} cannot be set: the model may be rebuilt at any step; set it before "
+            "elastic.loop"
+        )
 
 
 class _Shape:
@@ -114,7 +130,8 @@ def _zeros(outline: Any, device: torch.device) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """The same lists, tuples and mappings (a library's own ones too) with every `kind` in them changed."""
+    """The same lists, tuples and mappings (a library's own ones too) with every `kind` in them
+    changed."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Mapping):

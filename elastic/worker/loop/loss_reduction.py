@@ -1,4 +1,5 @@
-"""Is the loss that a loop gives a mean where a sum is asked for? Read from how it was computed, not from its value."""
+"""Is the loss that a loop gives a mean where a sum is asked for? Read from how it was computed, not
+from its value."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ from typing import Any
 import torch
 
 MEAN = 1  # torch's number of reduction="mean"
-SAME = ("ToCopy", "View", "Reshape", "UnsafeView", "Squeeze", "Unsqueeze", "Clone", "Alias", "Neg")  # the scale stays
+# the scale stays
+SAME = ("ToCopy", "View", "Reshape", "UnsafeView", "Squeeze", "Unsqueeze", "Clone", "Alias", "Neg")
 MOST_NODES = 32
 
 
 def is_mean(loss: torch.Tensor, count: int) -> bool:
-    """Whether the last thing done to the loss was to average it: by a reduction of torch, `.mean()`, or a division by `count`,
-    the samples or tokens of the batch. What cannot be seen (a compiled function, another scale) counts as a sum."""
+    """Whether the last thing done to the loss was to average it: by a reduction of torch,
+    `.mean()`, or a division by `count`, the samples or tokens of the batch. What cannot be seen (a
+    compiled function, another scale) counts as a sum."""
     return count > 1 and loss.grad_fn is not None and _averages(loss.grad_fn, count, MOST_NODES)
 
 

@@ -1,4 +1,5 @@
-"""The user's script: run in the driver until it enters `elastic.loop`, and in a worker to its end, in a thread of its own."""
+"""The user's script: run in the driver until it enters `elastic.loop`, and in a worker to its end,
+in a thread of its own."""
 
 from __future__ import annotations
 
@@ -42,10 +43,15 @@ AFTER_MOST_S = 300.0  # what comes after the loop may take this long before the 
 LOOK_S = 1.0
 RAY_TRAIN = re.compile(r"`(\w+)` cannot be used outside of a Ray Train training function")
 INSTEAD = {  # of what ray.train gives to its own workers
-    "report": "each step's loss and gradient norm are recorded without it; validation= and evaluate= of elastic.loop give more",
+    "report": "each step's loss and gradient norm are recorded without "
+    "it; validation= and evaluate= of "
+    "elastic.loop give more",
     "get_context": "run.rank and run.world_size say where this is",
-    "get_checkpoint": "the state is there when the loop begins; what else must be remembered is extra_state= of elastic.loop",
-    "get_dataset_shard": "give elastic.loop the whole dataset=; each batch is this rank's share of it",
+    "get_checkpoint": "the state is there when the loop begins; what else must "
+    "be remembered is extra_state= of "
+    "elastic.loop",
+    "get_dataset_shard": "give elastic.loop the whole dataset=; each batch is this "
+    "rank's share of it",
 }
 DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
 
@@ -70,7 +76,8 @@ class ScriptSource:
         module = types.ModuleType("__main__")
         module.__dict__.update(__file__=self.file, __builtins__=__builtins__)
         with self._in_place_of_main(module):
-            exec(compile(Path(self.file).read_bytes(), self.file, "exec"), module.__dict__)  # the user's own code
+            # the user's own code
+            exec(compile(Path(self.file).read_bytes(), self.file, "exec"), module.__dict__)
 
     @contextmanager
     def _in_place_of_main(self, module: types.ModuleType) -> Iterator[None]:
@@ -91,22 +98,30 @@ class ScriptSource:
 
     def told(self, error: BaseException) -> str:
         """In one line: the innermost line of the script, and what was raised."""
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == self.file
+        ]
         where = f"{self.file}, line {frames[-1].lineno}" if frames else self.file
         what = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
         if found := RAY_TRAIN.match(str(error)):
-            what = _instead(found.group(1), [frame.name for frame in traceback.extract_tb(error.__traceback__)])
+            what = _instead(
+                found.group(1), [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            )
         return " ".join(f"{where}: {what}".split())
 
 
 def _instead(asked: str, frames: Sequence[str]) -> str:
-    """What a script is told that asks Ray Train, which has not started it. `frames`: names of functions, outermost first."""
+    """What a script is told that asks Ray Train, which has not started it. `frames`: names of
+    functions, outermost first."""
     prepare = next((name for name in frames if name.startswith("prepare_")), "")
     advice = DONE_ALREADY if prepare else INSTEAD.get(asked, DONE_ALREADY)
     return f"ray.train's {prepare or asked} has no meaning in elastic.loop, leave it out: {advice}"
 
 
-# ------------------------------------------------------------------------------------------------ in the driver
+# ------------------------------------------------------------------------------------------------
+# in the driver
 
 
 class _Entered(BaseException):
@@ -122,7 +137,8 @@ class _Capture:
 
 
 def capture(file: Path, args: Sequence[str], seed: int) -> LoopProgram:
-    """Runs the script until it enters `elastic.loop`: the program that it has made. Raises SpecError where it never does."""
+    """Runs the script until it enters `elastic.loop`: the program that it has made. Raises
+    SpecError where it never does."""
     source = ScriptSource(str(file), tuple(args), seed)
     here.host = _Capture()
     try:
@@ -131,7 +147,9 @@ def capture(file: Path, args: Sequence[str], seed: int) -> LoopProgram:
         return entered.program
     except SystemExit as error:
         said = " ".join(args) or "no arguments"
-        raise SpecError(f"{file}: it ended before it entered elastic.loop (exit code {error.code}, with {said})") from error
+        raise SpecError(
+            f"{file}: it ended before it entered elastic.loop (exit code {error.code}, with {said})"
+        ) from error
     except Exception as error:  # a boundary: the user's script may raise anything
         raise SpecError(f"before it entered elastic.loop: {source.told(error)}") from error
     finally:
@@ -139,19 +157,22 @@ def capture(file: Path, args: Sequence[str], seed: int) -> LoopProgram:
     raise SpecError(f"{file}: it ended before it entered elastic.loop")
 
 
-# ------------------------------------------------------------------------------------------------ in a worker
+# ------------------------------------------------------------------------------------------------
+# in a worker
 
 
 AGAIN = object()  # the answer to a script that has ended: from its top
 
 
 class Script:
-    """The script of a job, in its own thread; the training thread calls all methods but `entered` and `_work`.
+    """The script of a job, in its own thread; the training thread calls all methods but `entered`
+    and `_work`.
 
-    The script stands before its next batch, or works on one, or waits in run.step() until it is decided what became of the
-    step: done here, done elsewhere (the state that is taken over is that of a later step), or to be done again. Where a
-    collective has aborted outside of run.model, or steps are done again that the script is past, it is started from its top;
-    what it must remember is extra state.
+    The script stands before its next batch, or works on one, or waits in run.step() until it is
+    decided what became of the step: done here, done elsewhere (the state that is taken over is that
+    of a later step), or to be done again. Where a collective has aborted outside of run.model, or
+    steps are done again that the script is past, it is started from its top; what it must remember
+    is extra state.
     """
 
     def __init__(self, source: ScriptSource, device: torch.device) -> None:
@@ -164,11 +185,13 @@ class Script:
         self._inside = False
 
     def start(self) -> LoopProgram:
-        """Returns when the script stands before its loop. Raises ProgramError where it never comes there."""
+        """Returns when the script stands before its loop. Raises ProgramError where it never comes
+        there."""
         threading.Thread(target=self._work, name="script", daemon=True).start()
         return self._stand(0).program
 
-    # ------------------------------------------------------------------------------------------ the script's thread
+    # ------------------------------------------------------------------------------------------ the
+    # script's thread
 
     def entered(self, run: Run) -> None:
         if self._inside:
@@ -189,25 +212,36 @@ class Script:
             self.source.run()
         except SystemExit as error:
             if error.code not in (None, 0):
-                return HandoffMessage("ended", error=ProgramError(f"{self.source.file}: it left by sys.exit({error.code!r})"))
+                return HandoffMessage(
+                    "ended",
+                    error=ProgramError(f"{self.source.file}: it left by sys.exit({error.code!r})"),
+                )
         except BaseException as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
             return HandoffMessage("ended", error=self._why(error))
         if self.run is None:
-            return HandoffMessage("ended", error=ProgramError(f"{self.source.file}: it ended before it entered elastic.loop"))
+            return HandoffMessage(
+                "ended",
+                error=ProgramError(f"{self.source.file}: it ended before it entered elastic.loop"),
+            )
         return HandoffMessage("ended")
 
     def _why(self, error: BaseException) -> BaseException:
-        """A collective that aborted outside of run.model, and memory that gave out, stay what they are."""
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (self._inside and is_collective_error(error)):
+        """A collective that aborted outside of run.model, and memory that gave out, stay what they
+        are."""
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+            self._inside and is_collective_error(error)
+        ):
             return error.with_traceback(None)
         if not isinstance(error, ElasticError):  # what ours say in one line is all
             self.source.print_traceback(error)
         return ProgramError(self.source.told(error))
 
-    # ------------------------------------------------------------------------------------------ the training thread
+    # ------------------------------------------------------------------------------------------ the
+    # training thread
 
     def _stand(self, step: int) -> Run:
-        """Waits until the script stands before its next batch, from wherever it is; `step`: steps that are done."""
+        """Waits until the script stands before its next batch, from wherever it is; `step`: steps
+        that are done."""
         while True:
             word = self.handoff.hear()
             assert word is not None
@@ -224,7 +258,8 @@ class Script:
                 self.handoff.answer(AGAIN)
 
     def begin(self, plan: Plan, state: TrainState, job: Job, extra: ExtraState) -> Program:
-        """A generation begins: its state goes to the script's own objects. Returns the program that they make."""
+        """A generation begins: its state goes to the script's own objects. Returns the program that
+        they make."""
         run = self._stand(state.step)
         program = with_job(run.program, job)
         extra.objects = dict(program.extra_state)
@@ -235,9 +270,11 @@ class Script:
         run.step_index = state.step
         return program
 
-    def compute(self, batch: Mapping[str, torch.Tensor], step: int, epoch: int) -> tuple[Number, Number]:
-        """One pass through the loop's body up to run.step(): loss sum and tokens of this rank, scalar tensors where they are
-        still on the device. Raises what aborted there."""
+    def compute(
+        self, batch: Mapping[str, torch.Tensor], step: int, epoch: int
+    ) -> tuple[Number, Number]:
+        """One pass through the loop's body up to run.step(): loss sum and tokens of this rank,
+        scalar tensors where they are still on the device. Raises what aborted there."""
         self.offered = step
         self.handoff.answer(OfferedBatch(batch, step, epoch))
         word = self._heard(step)
@@ -245,8 +282,8 @@ class Script:
         return word.loss_sum, word.tokens
 
     def applied(self, commit: Commit, step: int, live: bool = True) -> None:
-        """The step is done. Returns when the script stands before the next one, or has left the loop after the last; `live`:
-        collectives that aborted on the way there are raised."""
+        """The step is done. Returns when the script stands before the next one, or has left the
+        loop after the last; `live`: collectives that aborted on the way there are raised."""
         self.handoff.answer(Outcome(True, commit.train_loss, commit.grad_norm))
         assert self.run is not None
         if live:
@@ -262,13 +299,15 @@ class Script:
         if word.kind == "ended" and not last:
             assert self.run is not None
             raise ProgramError(
-                f"{self.source.file}: it left its loop at step {step} of {self.run.steps}; a loop ends by itself after the "
+                f"{self.source.file}: it left its loop at step {step} of {self.run.steps}; a loop "
+                "ends by itself after the "
                 "last step, and `steps` says how many there are"
             )
         return word
 
     def finish(self, tick: Callable[[], None], aborted: Callable[[], bool]) -> None:
-        """All steps are done: the loop ends, and what comes after it is waited for. An error there is told in the log."""
+        """All steps are done: the loop ends, and what comes after it is waited for. An error there
+        is told in the log."""
         self.finished = True
         until_s = time.monotonic() + AFTER_MOST_S
         while time.monotonic() < until_s:
@@ -283,7 +322,9 @@ class Script:
             if word is not None:
                 self.handoff.answer(None)
         log.warning(
-            "%s: what comes after its loop takes more than %.0f s and is not waited for", self.source.file, AFTER_MOST_S
+            "%s: what comes after its loop takes more than %.0f s and is not waited for",
+            self.source.file,
+            AFTER_MOST_S,
         )
 
     def leave(self) -> None:

@@ -1,8 +1,10 @@
-"""Activation checkpointing: what a block's forward pass leaves in memory for its backward pass, and what is computed again.
+"""Activation checkpointing: what a block's forward pass leaves in memory for its backward pass, and
+what is computed again.
 
-none: everything stays. full: only the block's inputs stay. selective: outputs of matrix products and of attention stay as well,
-so that only cheap element-wise work is done twice. Random numbers (dropout) are the same in both passes. The numbers of a step
-do not change: it may differ from layout to layout.
+none: everything stays. full: only the block's inputs stay. selective: outputs of matrix products
+and of attention stay as well, so that only cheap element-wise work is done twice. Random numbers
+(dropout) are the same in both passes. The numbers of a step do not change: it may differ from
+layout to layout.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 # kept by `selective`; names that this torch does not have are left out
 KEPT = (
@@ -25,9 +31,11 @@ KEPT = (
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Each block's forward pass is wrapped in place; names of modules and parameters stay as they were.
+    """Each block's forward pass is wrapped in place; names of modules and parameters stay as they
+    were.
 
-    The wrapping lies inside of the hooks that gather a block's parameters, so that both passes find them gathered.
+    The wrapping lies inside of the hooks that gather a block's parameters, so that both passes find
+    them gathered.
     """
     if mode == "none":
         return

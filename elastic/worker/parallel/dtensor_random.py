@@ -1,7 +1,8 @@
 """Random operations on DTensors: who draws is settled when a generation is entered.
 
-torch settles it at the first such operation on CUDA, with a broadcast over the default group. Workers that only send, and those
-that have settled it in an earlier generation, would not take part in that, and the others would wait for them.
+torch settles it at the first such operation on CUDA, with a broadcast over the default group.
+Workers that only send, and those that have settled it in an earlier generation, would not take part
+in that, and the others would wait for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch.distributed.tensor import _random
 
 
 def settle_random(mesh: DeviceMesh | None) -> None:
-    """Without a collective: each step seeds its ranks (worker.step.optimizer_step.seed), those of one tp group equally."""
+    """Without a collective: each step seeds its ranks (worker.step.optimizer_step.seed), those of
+    one tp group equally."""
     if mesh is not None and mesh.device_type == "cuda":
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)

@@ -1,8 +1,10 @@
-"""How a model is held and computed in one generation: what the job and its layout say besides the axes.
+"""How a model is held and computed in one generation: what the job and its layout say besides the
+axes.
 
-One meaning in every layout: parameters, gradients and optimizer state have the program's dtype (float32); forward and backward
-pass run in `precision`; gradients are added up over ranks and microbatches in `reduce_dtype`; the model's output, and so the
-loss, is float32 again. FSDP2 does the casts, also where nothing is sharded: the axis fsdp then has one rank.
+One meaning in every layout: parameters, gradients and optimizer state have the program's dtype
+(float32); forward and backward pass run in `precision`; gradients are added up over ranks and
+microbatches in `reduce_dtype`; the model's output, and so the loss, is float32 again. FSDP2 does
+the casts, also where nothing is sharded: the axis fsdp then has one rank.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def needs_fsdp(job: Job, layout: Layout) -> bool:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """`compute`: dtype of forward and backward pass, None = that of the parameters. `gives_output`: does the rank compute the
-    model's output?"""
+    """`compute`: dtype of forward and backward pass, None = that of the parameters. `gives_output`:
+    does the rank compute the model's output?"""
 
     activation_checkpointing: str = "none"
     zero_stage: int = 3
@@ -81,7 +83,8 @@ class ModelOptions:
 
 
 def to_empty(model: nn.Module, device: torch.device, offload: bool) -> None:
-    """Memory for a module of the meta device: on `device`; with `offload` only buffers are there, parameters in host memory."""
+    """Memory for a module of the meta device: on `device`; with `offload` only buffers are there,
+    parameters in host memory."""
     model.to_empty(device="cpu" if offload else device)
     if offload and device.type != "cpu":
         for module in model.modules():
@@ -90,8 +93,9 @@ def to_empty(model: nn.Module, device: torch.device, offload: bool) -> None:
 
 
 def begin_microbatch(model: nn.Module, zero_stage: int, last: bool) -> None:
-    """Before the backward pass of one of several microbatches. Replicas add up their gradients in the last one only; with ZeRO
-    stage 1 the shards do too, and parameters stay gathered until then."""
+    """Before the backward pass of one of several microbatches. Replicas add up their gradients in
+    the last one only; with ZeRO stage 1 the shards do too, and parameters stay gathered until
+    then."""
     if not isinstance(model, FSDPModule):
         return
     if zero_stage == 1:

@@ -25,12 +25,18 @@ from elastic.worker.program.model_profile import block_names, tp_styles
 
 
 def parallelize(
-    model: nn.Module, program: Program, profile: ModelProfile, mesh: DeviceMesh | None, options: ModelOptions
+    model: nn.Module,
+    program: Program,
+    profile: ModelProfile,
+    mesh: DeviceMesh | None,
+    options: ModelOptions,
 ) -> nn.Module:
-    """Cuts the module's parameters for this rank's stage mesh (axes among dp_replicate, fsdp, tp); None = a single rank."""
+    """Cuts the module's parameters for this rank's stage mesh (axes among dp_replicate, fsdp, tp);
+    None = a single rank."""
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
     found = [model.get_submodule(name) for name in block_names(model, program.blocks)]
-    blocks = [block for block in found if next(block.parameters(), None) is not None]  # without those of other stages
+    # without those of other stages
+    blocks = [block for block in found if next(block.parameters(), None) is not None]
     if mesh is not None and "tp" in names:
         _apply_tp(model, program, mesh["tp"])
         tie_again(model, profile)
@@ -42,7 +48,8 @@ def parallelize(
         fully_shard(model, mesh=dp_mesh, **options.of_root())
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # plain sums: the loss is divided by the step's global token count after the commit all-reduce
+                # plain sums: the loss is divided by the step's global token count after the commit
+                # all-reduce
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
     return model
@@ -54,7 +61,9 @@ def _apply_tp(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
     for name, style in named.items():
         # without those that are whole on each rank, and pass-throughs of other stages
         if style not in WHOLE and next(model.get_submodule(name).parameters(), None) is not None:
-            inside = any(other.startswith(f"{name}.") and "colwise" in how for other, how in named.items())
+            inside = any(
+                other.startswith(f"{name}.") and "colwise" in how for other, how in named.items()
+            )
             styles[name] = _gather(inside) if style == "gather" else STYLES[style]()
     if styles:
         parallelize_module(model, mesh, styles)
@@ -69,19 +78,31 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "rowwise_scatter": lambda: RowwiseParallel(output_layouts=SEQUENCE),
     "vocab_scatter": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
-    "scatter": lambda: PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=SEQUENCE),
-    "sequence_colwise_gather": lambda: ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate()),
-    "sequence_colwise_loss": lambda: ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False),
+    "scatter": lambda: PrepareModuleOutput(
+        output_layouts=Replicate(), desired_output_layouts=SEQUENCE
+    ),
+    "sequence_colwise_gather": lambda: ColwiseParallel(
+        input_layouts=SEQUENCE, output_layouts=Replicate()
+    ),
+    "sequence_colwise_loss": lambda: ColwiseParallel(
+        input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False
+    ),
 }
 
 
 def _gather(for_cut_modules: bool) -> ParallelStyle:
-    """Modules that are cut by columns take a DTensor: the gradients of their input are then reduced and scattered at once."""
-    return PrepareModuleInput(input_layouts=SEQUENCE, desired_input_layouts=Replicate(), use_local_output=not for_cut_modules)
+    """Modules that are cut by columns take a DTensor: the gradients of their input are then reduced
+    and scattered at once."""
+    return PrepareModuleInput(
+        input_layouts=SEQUENCE,
+        desired_input_layouts=Replicate(),
+        use_local_output=not for_cut_modules,
+    )
 
 
 def tie_again(model: nn.Module, profile: ModelProfile) -> None:
-    """Cutting two tied parameters, or giving a plain module memory, leaves two tensors: make them one again."""
+    """Cutting two tied parameters, or giving a plain module memory, leaves two tensors: make them
+    one again."""
     present = dict(model.named_parameters(remove_duplicate=False))
     for spec in profile.specs:
         if spec.tied_to and spec.fqn in present and spec.tied_to in present:

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup, get_global_rank
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, _utils
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    _utils,
+)
 
 from elastic.errors import PeerGarbled, ProgramError
 from elastic.program import Program
@@ -25,10 +31,14 @@ class PassThrough(nn.Module):
         return x
 
 
-def cut_stage(model: nn.Module, program: Program, profile: ModelProfile, layers: tuple[int, ...], stage: int) -> nn.Module:
-    """Puts pass-through modules in the place of every module that another stage holds; names stay as they were.
+def cut_stage(
+    model: nn.Module, program: Program, profile: ModelProfile, layers: tuple[int, ...], stage: int
+) -> nn.Module:
+    """Puts pass-through modules in the place of every module that another stage holds; names stay
+    as they were.
 
-    What stands outside of the blocks is preempted as a whole, with what its forward does besides its own modules."""
+    What stands outside of the blocks is preempted as a whole, with what its forward does besides
+    its own modules."""
     if len(layers) < 2:
         return model
     mine = set(stage_blocks(layers, stage))
@@ -42,7 +52,11 @@ def cut_stage(model: nn.Module, program: Program, profile: ModelProfile, layers:
     ends = dict(_ends(model, blocks))
     drop |= {name for name in ends if any(fqn.startswith(name + ".") for fqn in of_ends)}
     if program.stage is None:
-        plain = {name: profile.n_blocks if behind else -1 for name, behind in ends.items() if _is_plain(model, name)}
+        plain = {
+            name: profile.n_blocks if behind else -1
+            for name, behind in ends.items()
+            if _is_plain(model, name)
+        }
         drop |= {name for name, end in plain.items() if end not in mine}
     for name in drop:
         parent, _, leaf = name.rpartition(".")
@@ -51,13 +65,17 @@ def cut_stage(model: nn.Module, program: Program, profile: ModelProfile, layers:
 
 
 def _ends(model: nn.Module, blocks: list[str]) -> Iterator[tuple[str, bool]]:
-    """The outermost modules with a forward of their own that hold no block and lie in none, and whether they are registered
-    behind the first block."""
+    """The outermost modules with a forward of their own that hold no block and lie in none, and
+    whether they are registered behind the first block."""
     behind, outermost = False, ""
     for name, module in model.named_modules():
         if any(name == block or name.startswith(block + ".") for block in blocks):
             behind = True
-        elif not name or (outermost and name.startswith(outermost + ".")) or any(b.startswith(name + ".") for b in blocks):
+        elif (
+            not name
+            or (outermost and name.startswith(outermost + "."))
+            or any(b.startswith(name + ".") for b in blocks)
+        ):
             continue
         elif type(module).forward is not nn.Module.forward:  # containers have none
             outermost = name
@@ -65,8 +83,9 @@ def _ends(model: nn.Module, blocks: list[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _is_plain(model: nn.Module, name: str) -> bool:
-    """Is it a module of torch.nn that has nothing of its own (a dropout, an activation)? Like those with parameters, one of the
-    ends has it. Any other class (tables of positions, masks) may be what every stage calls."""
+    """Is it a module of torch.nn that has nothing of its own (a dropout, an activation)? Like those
+    with parameters, one of the ends has it. Any other class (tables of positions, masks) may be
+    what every stage calls."""
     module = model.get_submodule(name)
     plain = type(module).__module__.startswith("torch.nn.modules.")
     return plain and not [*module.parameters(), *module.buffers()]
@@ -87,9 +106,9 @@ def _contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any,
 
 
 class _Stage(PipelineStage):
-    """torch calls a stage once with memory as it finds it, to learn the shapes of what it gives; guards in a model that raise
-    for what is not finite must not see that. It tells the stages before and behind it those shapes with pickle; here they go
-    by `wire`."""
+    """torch calls a stage once with memory as it finds it, to learn the shapes of what it gives;
+    guards in a model that raise for what is not finite must not see that. It tells the stages
+    before and behind it those shapes with pickle; here they go by `wire`."""
 
     def _to_tensor(self, arg: Any) -> torch.Tensor:
         found: torch.Tensor = super()._to_tensor(arg)
@@ -105,16 +124,23 @@ class _Stage(PipelineStage):
     def _recv_meta(self, src_stage: int) -> Any:
         behind = src_stage > self.stage_index
         heard = self._hear(src_stage, or_none=behind)
-        metas: Any = tuple(meta and _utils._TensorMeta(torch.Size(meta.shape), *meta[1:]) for meta in heard)
+        metas: Any = tuple(
+            meta and _utils._TensorMeta(torch.Size(meta.shape), *meta[1:]) for meta in heard
+        )
         return _utils._StageBackwardMeta(metas) if behind else _utils._StageForwardMeta(metas)
 
     def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        """torch 2.11 has this instead: it sends nothing to stages of the same rank, and so to none here."""
+        """torch 2.11 has this instead: it sends nothing to stages of the same rank, and so to none
+        here."""
         before, behind = self.stage_index - 1, self.stage_index + 1
         ranks, mine = self.stage_index_to_group_rank, self.group_rank
         if not self.is_first and ranks[before] != mine:
             heard = self._hear(before, or_none=False)
-            args = tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in heard if m)
+            args = tuple(
+                torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta")
+                for m in heard
+                if m
+            )
         self.stage_index_to_group_rank = dict.fromkeys(ranks, mine)
         try:
             outputs = super()._shape_inference(args, kwargs)  # type: ignore[misc]
@@ -128,7 +154,10 @@ class _Stage(PipelineStage):
     def _tell(self, tensors: Sequence[Any], stage: int) -> None:
         """`tensors`: themselves, or torch's metadata of them; None = no gradient."""
         if any(hasattr(t, "placements") for t in tensors):
-            raise ProgramError(f"stage {self.stage_index} hands a DTensor to stage {stage}: call `.to_local()` on it")
+            raise ProgramError(
+                f"stage {self.stage_index} hands a DTensor to stage {stage}: call `.to_local()` "
+                "on it"
+            )
         rank, group = self._peer(stage)
         wire.send_metas([_meta_of(tensor) for tensor in tensors], rank, group, self.device)
 
@@ -152,12 +181,18 @@ def _meta_of(tensor: Any) -> wire.TensorMeta | None:
 
 
 class Pipeline:
-    """This rank's stages under the layout's schedule: 1F1B (GPipe where there are fewer microbatches than stages), GPipe, or
-    interleaved 1F1B, where a rank has several stages (Narayanan et al. 2021, section 2.2). `n`: microbatches; all of one
-    shape for as long as the pipeline lives."""
+    """This rank's stages under the layout's schedule: 1F1B (GPipe where there are fewer
+    microbatches than stages), GPipe, or interleaved 1F1B, where a rank has several stages
+    (Narayanan et al. 2021, section 2.2). `n`: microbatches; all of one shape for as long as the
+    pipeline lives."""
 
     def __init__(
-        self, stage_modules: Sequence[nn.Module], group: ProcessGroup, layout: Layout, n: int, device: torch.device
+        self,
+        stage_modules: Sequence[nn.Module],
+        group: ProcessGroup,
+        layout: Layout,
+        n: int,
+        device: torch.device,
     ) -> None:
         me = group.rank()
         self.device = device
@@ -175,7 +210,9 @@ class Pipeline:
         ]
         self.schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
         if len(stages) > 1:
-            self.schedule = ScheduleInterleaved1F1B(list(stages), n, loss_fn=self._loss_of, scale_grads=False)
+            self.schedule = ScheduleInterleaved1F1B(
+                list(stages), n, loss_fn=self._loss_of, scale_grads=False
+            )
         else:
             kind = ScheduleGPipe if layout.schedule == "gpipe" or n < layout.pp else Schedule1F1B
             self.schedule = kind(stages[0], n, loss_fn=self._loss_of, scale_grads=False)
@@ -186,11 +223,18 @@ class Pipeline:
         return self._loss(output, range(numbers[0], numbers[-1] + 1))
 
     def run(
-        self, inputs: Any, keywords: dict[str, Any], n_rows: int, *, loss: Callable[[Any, range], torch.Tensor], train: bool
+        self,
+        inputs: Any,
+        keywords: dict[str, Any],
+        n_rows: int,
+        *,
+        loss: Callable[[Any, range], torch.Tensor],
+        train: bool,
     ) -> torch.Tensor:
-        """Forward (and backward) of `n_rows` samples; `inputs`: the first stage's, `keywords`: every stage's arguments;
-        `loss(output, rows)` gets the row numbers of a microbatch. They stay on the host: the loss is computed inside of the
-        schedule, where waiting for the device would be a bubble.
+        """Forward (and backward) of `n_rows` samples; `inputs`: the first stage's, `keywords`:
+        every stage's arguments; `loss(output, rows)` gets the row numbers of a microbatch. They
+        stay on the host: the loss is computed inside of the schedule, where waiting for the device
+        would be a bubble.
 
         Returns the loss sum on the last stage, zero elsewhere: a scalar tensor on the device.
         """

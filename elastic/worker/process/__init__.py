@@ -1,1 +1,2 @@
-"""The worker process itself: environment, allocators, CUDA streams, GPU health, injected faults, what it is doing."""
+"""The worker process itself: environment, allocators, CUDA streams, GPU health, injected faults,
+what it is doing."""

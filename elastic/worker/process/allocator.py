@@ -1,4 +1,5 @@
-"""The allocators, the C library's and CUDA's, set for a process that lives through many generations."""
+"""The allocators, the C library's and CUDA's, set for a process that lives through many
+generations."""
 
 from __future__ import annotations
 
@@ -14,21 +15,26 @@ LARGE_BYTES = 4 << 20
 KEEP_BYTES = 64 << 20
 
 
-CUDA_SETTING = "expandable_segments:True"  # shards of one layout fit into the holes that those of another left
-# Pinned host memory: larger blocks are neither rounded up to a power of two nor kept by torch when they are freed. Buffers are
-# used again by elastic.worker.state.host_copy, so that torch's own cache would only hold those of earlier shard sizes.
+# shards of one layout fit into the holes that those of another left
+CUDA_SETTING = "expandable_segments:True"
+# Pinned host memory: larger blocks are neither rounded up to a power of two nor kept by torch when
+# they are freed. Buffers are used again by elastic.worker.state.host_copy, so that torch's own
+# cache would only hold those of earlier shard sizes.
 PINNED_SETTING = "pinned_max_cached_size_mb:64"
-SETTINGS, OLD_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # the older name of the same
+# the older name of the same
+SETTINGS, OLD_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def cuda_environment() -> dict[str, str]:
     """What should stand in the environment before CUDA memory is allocated."""
-    return {SETTINGS: ",".join([CUDA_SETTING, *([PINNED_SETTING] if knows_pinned_setting() else [])])}
+    return {
+        SETTINGS: ",".join([CUDA_SETTING, *([PINNED_SETTING] if knows_pinned_setting() else [])])
+    }
 
 
 def knows_pinned_setting() -> bool:
-    """Does the installed torch know PINNED_SETTING? A build for CUDA refuses a key that it does not know. Without importing
-    it: by the header of its allocators' settings, which every wheel has."""
+    """Does the installed torch know PINNED_SETTING? A build for CUDA refuses a key that it does not
+    know. Without importing it: by the header of its allocators' settings, which every wheel has."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         return False
@@ -37,9 +43,12 @@ def knows_pinned_setting() -> bool:
 
 
 def rounds_pinned() -> bool:
-    """Does torch round pinned buffers up to a power of two bytes? It does unless one of its two limits for that is set."""
+    """Does torch round pinned buffers up to a power of two bytes? It does unless one of its two
+    limits for that is set."""
     settings = os.environ.get(SETTINGS, "") + os.environ.get(OLD_SETTINGS, "")
-    return not any(key in settings for key in ("pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"))
+    return not any(
+        key in settings for key in ("pinned_max_cached_size_mb", "pinned_max_round_threshold_mb")
+    )
 
 
 def settle_cuda_allocator() -> None:
@@ -50,18 +59,25 @@ def settle_cuda_allocator() -> None:
 
 
 def settle_allocator() -> bool:
-    """Blocks of 4 MiB and more go back to the system when they are freed. False: this C library has no `mallopt`.
+    """Blocks of 4 MiB and more go back to the system when they are freed. False: this C library has
+    no `mallopt`.
 
-    glibc raises its threshold for separate mappings to the largest block freed so far, at most 32 MiB. Then shards, gathered
-    layers and copies of all sizes share one heap, which gets holes: at 1 GB of state over four CPU workers a process grew from
-    2.8 to 6.5 GB within a hundred steps; with a fixed threshold it stays at 2.3. Any fixed value turns the raising off.
+    glibc raises its threshold for separate mappings to the largest block freed so far, at most 32
+    MiB. Then shards, gathered layers and copies of all sizes share one heap, which gets holes: at 1
+    GB of state over four CPU workers a process grew from 2.8 to 6.5 GB within a hundred steps; with
+    a fixed threshold it stays at 2.3. Any fixed value turns the raising off.
     """
     mallopt = _of_libc("mallopt")
-    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)) and bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES))
+    return (
+        mallopt is not None
+        and bool(mallopt(M_MMAP_THRESHOLD, LARGE_BYTES))
+        and bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES))
+    )
 
 
 def trim() -> bool:
-    """Free pages in the middle of the heaps go back to the system too. Takes some ten milliseconds, without Python's lock."""
+    """Free pages in the middle of the heaps go back to the system too. Takes some ten milliseconds,
+    without Python's lock."""
     malloc_trim = _of_libc("malloc_trim")
     return malloc_trim is not None and bool(malloc_trim(0))
 

@@ -11,7 +11,8 @@ MADE_UP = "storage does not answer (made up by a drill)"
 
 
 class CutOff:
-    """Until when this worker does not reach its peers, and storage. Set by a call, asked for by any thread."""
+    """Until when this worker does not reach its peers, and storage. Set by a call, asked for by any
+    thread."""
 
     def __init__(self) -> None:
         self._peers_until_s = self._storage_until_s = 0.0

@@ -1,7 +1,7 @@
 """What a thread of a worker is doing, as the code that does it says: `with doing("copying"): ...`.
 
-A driver asks it of a worker that makes no progress (stall_site.py), and decides by it over the life of that worker. Without
-torch: the driver's side reads the words too.
+A driver asks it of a worker that makes no progress (stall_site.py), and decides by it over the life
+of that worker. Without torch: the driver's side reads the words too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,20 @@ from types import FrameType
 from typing import Literal
 
 Doing = Literal["", "own", "others", "device", "batch", "compiling", "copying"]  # '' = not known
-Said = Literal["others", "device", "batch", "copying", "handoff"]  # handoff: waits until the other of two threads hands over
-Part = Literal["own", "others", "done"]  # of the work of a GPU: what it does now by itself, or with others, or nothing
-DEVICE = "device:"  # beside the names of groups, then the kind of part: how many parts a GPU has done
-PATIENT: dict[Doing, str] = {"batch": "waits for its batch", "compiling": "compiles", "copying": "stores a copy"}
+# handoff: waits until the other of two threads hands over
+Said = Literal["others", "device", "batch", "copying", "handoff"]
+# of the work of a GPU: what it does now by itself, or with others, or nothing
+Part = Literal["own", "others", "done"]
+# beside the names of groups, then the kind of part: how many parts a GPU has done
+DEVICE = "device:"
+PATIENT: dict[Doing, str] = {
+    "batch": "waits for its batch",
+    "compiling": "compiles",
+    "copying": "stores a copy",
+}
 
-_said: dict[int, list[tuple[FrameType, Said]]] = {}  # by thread, the innermost last, with the frame that said it
+# by thread, the innermost last, with the frame that said it
+_said: dict[int, list[tuple[FrameType, Said]]] = {}
 
 
 class doing(ContextDecorator):
@@ -38,5 +46,6 @@ class doing(ContextDecorator):
 
 
 def said(thread: int) -> dict[FrameType, Said]:
-    """By the thread of this identity: the frames in which it has said what it is doing. From any thread."""
+    """By the thread of this identity: the frames in which it has said what it is doing. From any
+    thread."""
     return dict(_said.get(thread, ()))

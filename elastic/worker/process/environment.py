@@ -1,4 +1,5 @@
-"""The environment of every process that trains: the one table of what torch, NCCL and the C library read when they are loaded.
+"""The environment of every process that trains: the one table of what torch, NCCL and the C library
+read when they are loaded.
 
 Imports nothing of torch's, so that it can be applied before that is loaded.
 """
@@ -13,26 +14,38 @@ log = logging.getLogger(__name__)
 
 # Without these a survivor ends or hangs with the one that died; a user's other value is overridden.
 REQUIRED = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else the watchdog ends the process when a peer is gone
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor ends the process when the watchdog is slow
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else a CUDA error ends the process before it is reported
+    # else the watchdog ends the process when a peer is gone
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # else a monitor ends the process when the watchdog is slow
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # else a CUDA error ends the process before it is reported
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # after an error the watchdog sleeps four times this with its lock held (60 s)
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # else a communicator cannot be aborted while it is set up
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",  # seconds that set-up holds the lock which abort needs; 30 minutes by default
+    # after an error the watchdog sleeps four times this with its lock held (60 s)
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    # else a communicator cannot be aborted while it is set up
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+    # seconds that set-up holds the lock which abort needs; 30 minutes by default
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
 }
 # The user's own value stays.
 DEFAULTS = {
     "OMP_NUM_THREADS": "1",
-    # torch's TCPStore asks the DNS for the name of each peer, for its log. Unanswered, the resolver asks again after 5 s.
+    # torch's TCPStore asks the DNS for the name of each peer, for its log. Unanswered, the resolver
+    # asks again after 5 s.
     "RES_OPTIONS": "timeout:1 attempts:3",
 }
 ENVIRONMENT = REQUIRED | DEFAULTS
 
 
 def settle(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Applies the table. Returns the values that it has overridden, by name; the log has them too."""
-    overridden = {name: environment[name] for name, value in REQUIRED.items() if environment.get(name, value) != value}
+    """Applies the table. Returns the values that it has overridden, by name; the log has them
+    too."""
+    overridden = {
+        name: environment[name]
+        for name, value in REQUIRED.items()
+        if environment.get(name, value) != value
+    }
     for name, value in overridden.items():
         log.warning("%s=%s is not what recovery needs, and is overridden", name, value)
     environment.update(REQUIRED)

@@ -1,8 +1,9 @@
-"""What a drill lets a worker's device do: compute slowly, stall, silently corrupt results, fail; and what it lets layouts
-do. For trials only.
+"""What a drill lets a worker's device do: compute slowly, stall, silently corrupt results, fail;
+and what it lets layouts do. For trials only.
 
-The hooks on the model's blocks (elastic/worker/step/block_timing.py) ask for it in each pass, so that what is timed, compared
-and waited for is what a device that is really slow, stuck or broken would show.
+The hooks on the model's blocks (elastic/worker/step/block_timing.py) ask for it in each pass, so
+that what is timed, compared and waited for is what a device that is really slow, stuck or broken
+would show.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-FORWARD = 1 / 3  # of the work of a pass there and back (the backward pass has two products for each of the forward pass)
+# of the work of a pass there and back (the backward pass has two products for each of the forward
+# pass)
+FORWARD = 1 / 3
 WRONG = 1.0 + 2.0**-6  # what the elements of a wrong result are multiplied by
 PLACES = ("forward", "backward", "optimizer", "host_copy", "move")  # where a device can fail
 MADE_UP = "CUDA error: uncorrectable ECC error encountered (made up by a drill)"
@@ -23,8 +26,9 @@ OTHER = 1.5  # what a block's output is multiplied by in a layout that computes 
 
 @dataclass(frozen=True)
 class Slowness:
-    """A pass takes `factor` times as long; with `unit_s` > 0 a sample takes unit_s x factor seconds at least through one block,
-    there and back. `jitter`: up to this part more or less, drawn anew for each step."""
+    """A pass takes `factor` times as long; with `unit_s` > 0 a sample takes unit_s x factor seconds
+    at least through one block, there and back. `jitter`: up to this part more or less, drawn anew
+    for each step."""
 
     factor: float = 1.0
     unit_s: float = 0.0
@@ -35,18 +39,22 @@ class Slowness:
         return self.factor != 1.0 or self.unit_s > 0
 
     def missing_s(self, took_s: float, rows: int, part: float) -> float:
-        """What is missing of a pass that has taken `took_s` and is this part of the way there and back."""
-        wanted_s = rows * self.unit_s * self.factor * part if self.unit_s > 0 else took_s * self.factor
+        """What is missing of a pass that has taken `took_s` and is this part of the way there and
+        back."""
+        wanted_s = (
+            rows * self.unit_s * self.factor * part if self.unit_s > 0 else took_s * self.factor
+        )
         return max(0.0, wanted_s - took_s)
 
 
 @dataclass
 class DeviceFaults:
-    """What is the matter with this worker's device; changed by `inject_fault` from any thread, asked for by the training
-    thread.
+    """What is the matter with this worker's device; changed by `inject_fault` from any thread,
+    asked for by the training thread.
 
-    `layout`: not the device, but layouts: one that has several ranks on an axis on which the one before had one computes
-    something else than the model, from now on; `other`: that of the generation that is here does."""
+    `layout`: not the device, but layouts: one that has several ranks on an axis on which the one
+    before had one computes something else than the model, from now on; `other`: that of the
+    generation that is here does."""
 
     slowness: Slowness = Slowness()
     wrong: bool = False
@@ -60,10 +68,15 @@ class DeviceFaults:
     _now: Slowness = Slowness()
 
     def inject_fault(
-        self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0, place: str = "forward"
+        self,
+        kind: str,
+        factor: float = 1.0,
+        unit_s: float = 0.0,
+        jitter: float = 0.0,
+        place: str = "forward",
     ) -> None:
-        """`slow`, `stall`, `corrupt` or `device_error` (in this one of PLACES), as in a drill; `layout` is its wrong_layout.
-        Raises ValueError for another kind or place."""
+        """`slow`, `stall`, `corrupt` or `device_error` (in this one of PLACES), as in a drill;
+        `layout` is its wrong_layout. Raises ValueError for another kind or place."""
         match kind:
             case "slow":
                 self.slowness = self._now = Slowness(factor, unit_s, jitter)
@@ -77,10 +90,14 @@ class DeviceFaults:
                 self.layout = True
             case _:
                 what = f"{kind}' in '{place}" if kind == "device_error" else kind
-                raise ValueError(f"a device can be slow, stall, corrupt or fail, or layouts be wrong: not '{what}'")
+                raise ValueError(
+                    "a device can be slow, stall, corrupt or fail, or layouts be wrong: not "
+                    f"'{what}'"
+                )
 
     def check(self, place: str) -> None:
-        """Raises the made-up AcceleratorError where the device fails in this place, or has failed."""
+        """Raises the made-up AcceleratorError where the device fails in this place, or has
+        failed."""
         if self.lost or self._fails_in == place:
             self.lost = True
             raise torch.AcceleratorError(MADE_UP)
@@ -114,7 +131,11 @@ class DeviceFaults:
         """What becomes of what a block gives."""
         if self._fails_in == "backward" and output.requires_grad:
             output.register_hook(lambda gradient: self.check("backward"))
-        return self.corrupted(output) * OTHER if self.other and output.is_floating_point() else self.corrupted(output)
+        return (
+            self.corrupted(output) * OTHER
+            if self.other and output.is_floating_point()
+            else self.corrupted(output)
+        )
 
     @staticmethod
     def wait(seconds: float) -> None:

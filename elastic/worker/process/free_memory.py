@@ -11,13 +11,17 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes() -> int:
-    """What processes here can still take: the kernel's estimate, or less where a control group allows less. Files that it
-    keeps in memory count as free, since it lets go of them."""
+    """What processes here can still take: the kernel's estimate, or less where a control group
+    allows less. Files that it keeps in memory count as free, since it lets go of them."""
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) * 1024
     with suppress(OSError, ValueError):  # no control group, or "max"
-        most, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        most, used = (
+            int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+        stat = dict(
+            line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines()
+        )
         free = min(free, max(0, most - used + int(stat.get("inactive_file", 0))))
     return free
 

@@ -1,8 +1,8 @@
-"""What a GPU says of itself that may explain why it is slow or fails: read through NVML every few seconds, and its critical Xid
-errors as they come, in a thread of its own.
+"""What a GPU says of itself that may explain why it is slow or fails: read through NVML every few
+seconds, and its critical Xid errors as they come, in a thread of its own.
 
-Only where `pynvml` (of the package nvidia-ml-py) can be imported and the worker trains on CUDA; elsewhere nothing is watched.
-What a driver or a GPU does not tell is left out of the sentence.
+Only where `pynvml` (of the package nvidia-ml-py) can be imported and the worker trains on CUDA;
+elsewhere nothing is watched. What a driver or a GPU does not tell is left out of the sentence.
 """
 
 from __future__ import annotations
@@ -23,27 +23,38 @@ log = logging.getLogger(__name__)
 PACKAGE = "pynvml"
 EVERY_S = 10.0
 HOT_C = 85  # degrees Celsius; most boards lower their clocks a little above
-LOWERED = {  # nvmlClocksEventReason* as bits (nvml.h), of those that are no rest and no wish of a person
-    0x4: "the power limit", 0x8: "a hardware slowdown", 0x20: "the temperature (software)", 0x40: "the temperature (hardware)",
-    0x80: "the power brake",
+# nvmlClocksEventReason* as bits (nvml.h), of those that are no rest and no wish of a person
+LOWERED = {
+    0x4: "the power limit", 0x8: "a hardware slowdown", 0x20: "the temperature (software)",
+    0x40: "the temperature (hardware)", 0x80: "the power brake",
 }  # fmt: skip
 POWER_CAP = 0x4  # by itself what every busy GPU does
 LINKS_MOST = 18
 XID_CRITICAL = 0x8  # nvmlEventTypeXidCriticalError
 XID_WAIT_MS = 500
-LOST = {  # Xid errors after which the GPU must be reset, with all processes on it ("XID Errors", docs.nvidia.com/deploy)
-    62: "its microcontroller has halted", 79: "it has fallen off the bus", 95: "an uncontained memory error",
-    119: "its system processor does not answer", 120: "an error of its system processor", 140: "an unrecovered memory error",
+# Xid errors after which the GPU must be reset, with all processes on it ("XID Errors",
+# docs.nvidia.com/deploy)
+LOST = {
+    62: "its microcontroller has halted", 79: "it has " "fallen off " "the bus",
+    95: "an uncontained memory error", 119: "its system processor does not answer",
+    120: "an " "error " "of " "its " "system processor", 140: "an unrecovered memory error",
 }  # fmt: skip
 CORRECTED, UNCORRECTED, VOLATILE, LINK_REPLAYS, LINK_RECOVERIES = 0, 1, 0, 0, 1
 Counters = dict[str, int]
 
 
 class DeviceNotes:
-    """Watches one GPU; `report` gets a DeviceNoted when the sentence is another one, and a WorkerFailed of kind `device` (once)
-    after an Xid error that no process on that GPU outlives. Errors count from the first look on."""
+    """Watches one GPU; `report` gets a DeviceNoted when the sentence is another one, and a
+    WorkerFailed of kind `device` (once) after an Xid error that no process on that GPU outlives.
+    Errors count from the first look on."""
 
-    def __init__(self, me: WorkerId, device: torch.device, report: Callable[[Event], None], every_s: float = EVERY_S) -> None:
+    def __init__(
+        self,
+        me: WorkerId,
+        device: torch.device,
+        report: Callable[[Event], None],
+        every_s: float = EVERY_S,
+    ) -> None:
         self.me, self.report, self.every_s = me, report, every_s
         self._note = ""
         self._first: Counters | None = None
@@ -78,7 +89,8 @@ class DeviceNotes:
                 return
 
     def _registered(self) -> Any:
-        """An event set for the GPU's critical Xid errors; None: this driver, package or GPU has none."""
+        """An event set for the GPU's critical Xid errors; None: this driver, package or GPU has
+        none."""
         nvml: Any = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
@@ -127,7 +139,9 @@ class DeviceNotes:
         old = "nvmlDeviceGetCurrentClocksThrottleReasons"  # its name before driver 535
         bits = self._ask(asked if hasattr(self._nvml, asked) else old) or 0
         why = [word for bit, word in LOWERED.items() if bits & bit]
-        return [f"clocks lowered by {' and '.join(why)}"] if bits & sum(LOWERED) & ~POWER_CAP else []
+        return (
+            [f"clocks lowered by {' and '.join(why)}"] if bits & sum(LOWERED) & ~POWER_CAP else []
+        )
 
     def _heat(self) -> list[str]:
         celsius = self._ask("nvmlDeviceGetTemperature", 0) or 0
@@ -139,15 +153,20 @@ class DeviceNotes:
             return []
         _, uncorrectable, pending, failed = found
         return [text for yes, text in (
-            (uncorrectable, f"{uncorrectable} rows of its memory remapped after errors that were not corrected"),
-            (pending, "a row is to be remapped: the GPU must be reset"),
-            (failed, "a row could not be remapped: the GPU must be replaced"),
+            (uncorrectable,
+            f"{uncorrectable} rows of its memory remapped after errors that were not corrected"),
+            (pending, "a row is to be remapped: the GPU must be reset"), (failed,
+            "a row could not be remapped: the GPU must be replaced"),
         ) if yes]  # fmt: skip
 
     def _counters(self) -> Counters:
         found = {
-            "corrected memory errors": self._ask("nvmlDeviceGetTotalEccErrors", CORRECTED, VOLATILE),
-            "uncorrected memory errors": self._ask("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE),
+            "corrected memory errors": self._ask(
+                "nvmlDeviceGetTotalEccErrors", CORRECTED, VOLATILE
+            ),
+            "uncorrected memory errors": self._ask(
+                "nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE
+            ),
             "PCIe replays": self._ask("nvmlDeviceGetPcieReplayCounter"),
         }
         links = [
@@ -178,8 +197,8 @@ def _nvml() -> Any:
 
 
 def _handle(nvml: Any, device: torch.device) -> Any:
-    """By the GPU's own id: NVML numbers the machine's GPUs, whichever of them this process may see. torch leaves out whether it
-    is a whole GPU's or that of a part (MIG)."""
+    """By the GPU's own id: NVML numbers the machine's GPUs, whichever of them this process may see.
+    torch leaves out whether it is a whole GPU's or that of a part (MIG)."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     if uuid.startswith(("GPU-", "MIG-")):
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -199,15 +218,20 @@ def _rounded(n: int) -> str:
 
 
 def memory_holders(device: torch.device) -> tuple[tuple[int, int], ...]:
-    """(process id, bytes) of the processes that hold memory of this GPU, the largest first, as far as NVML tells; bytes 0 = not
-    known. () where there is no NVML, or it tells nothing."""
+    """(process id, bytes) of the processes that hold memory of this GPU, the largest first, as far
+    as NVML tells; bytes 0 = not known. () where there is no NVML, or it tells nothing."""
     nvml = _nvml() if device.type == "cuda" else None
     if nvml is None:
         return ()
     try:
         nvml.nvmlInit()
         found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, device))
-        return tuple(sorted(((int(p.pid), int(p.usedGpuMemory or 0)) for p in found), key=lambda held: (-held[1], held[0])))
+        return tuple(
+            sorted(
+                ((int(p.pid), int(p.usedGpuMemory or 0)) for p in found),
+                key=lambda held: (-held[1], held[0]),
+            )
+        )
     except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own; the refusal names nobody then
         log.info("NVML does not tell who holds memory: %s", error)
         return ()

@@ -1,7 +1,9 @@
-"""What threads beside the training thread need on CUDA: their current device, and streams of their own. Elsewhere nothing.
+"""What threads beside the training thread need on CUDA: their current device, and streams of their
+own. Elsewhere nothing.
 
-CUDA's current device belongs to a thread, and is 0 in a new one: a stream that is made there without a device lies on another
-GPU than the tensors, and an event recorded on it says nothing of their copies.
+CUDA's current device belongs to a thread, and is 0 in a new one: a stream that is made there
+without a device lies on another GPU than the tensors, and an event recorded on it says nothing of
+their copies.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def run_on(device: torch.device, work: Callable[..., Any]) -> Callable[..., Any]
 
 
 def boundary(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind all work that the calling thread has given the device so far. None: not a CUDA device."""
+    """An event behind all work that the calling thread has given the device so far. None: not a
+    CUDA device."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -47,7 +50,8 @@ def waitable(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 class SideStream:
-    """A stream of the lowest priority, made at its first use; that of the training's own is no higher."""
+    """A stream of the lowest priority, made at its first use; that of the training's own is no
+    higher."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,7 +59,8 @@ class SideStream:
 
     @contextmanager
     def behind(self, event: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
-        """Inside, work goes to this stream, behind the event. Gives the stream; None: not a CUDA device."""
+        """Inside, work goes to this stream, behind the event. Gives the stream; None: not a CUDA
+        device."""
         if self.device.type != "cuda":
             yield None
             return

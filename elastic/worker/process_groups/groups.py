@@ -1,9 +1,10 @@
 """Process groups of one generation: made together, aborted together.
 
-They are made without torch's tables of groups, of which a process has one set (`form`), and put into them when the generation
-before has left (`join`): so they can be made while that one trains. All groups hang on one TCPStore that the driver's side
-hosts. On gloo a blocked collective is freed by shutting the generation's own connected sockets (`abort`); what NCCL needs
-besides is in elastic.worker.process_groups.transport.
+They are made without torch's tables of groups, of which a process has one set (`form`), and put
+into them when the generation before has left (`join`): so they can be made while that one trains.
+All groups hang on one TCPStore that the driver's side hosts. On gloo a blocked collective is freed
+by shutting the generation's own connected sockets (`abort`); what NCCL needs besides is in
+elastic.worker.process_groups.transport.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The private names of torch, each with a test in test_groups.py. DTensor caches what it has worked out about a mesh, and meshes
-# compare equal without their groups: a cached mesh finds its groups by the names that it was made with.
+# The private names of torch, each with a test in test_groups.py. DTensor caches what it has worked
+# out about a mesh, and meshes compare equal without their groups: a cached mesh finds its groups by
+# the names that it was made with.
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +40,14 @@ from elastic.worker.process_groups import rendezvous, wire
 from elastic.worker.process_groups.control_tree import Control, Pairs, connect
 from elastic.worker.process_groups.network_interfaces import interface_of
 from elastic.worker.process_groups.sockets import address_of, inodes, knock, listening, shut
-from elastic.worker.process_groups.transport import Host, Pretended, Transport, enlist, forget_groups, transport_of
+from elastic.worker.process_groups.transport import (
+    Host,
+    Pretended,
+    Transport,
+    enlist,
+    forget_groups,
+    transport_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +55,16 @@ CONNECT_S = 5.0
 LOOK_S = 0.02
 LOOK_MOST_S = 10.0  # after an abort, for pairs that connect just then
 
-Key = tuple[tuple[int, ...], tuple[str, ...], str]  # a mesh by its ranks and axes, and one of these axes
-_known_names: dict[Key, set[Any]] = {}  # the names by which cached meshes look for their group: those of every generation
+# a mesh by its ranks and axes, and one of these axes
+Key = tuple[tuple[int, ...], tuple[str, ...], str]
+# the names by which cached meshes look for their group: those of every generation
+_known_names: dict[Key, set[Any]] = {}
 
 
 def keep_names(mesh: DeviceMesh) -> bool:
-    """Lets the groups of this mesh answer to the names that equal meshes of earlier generations know, so that what DTensor has
-    cached stays right. False: such a name is another group's now; the cache was cleared instead."""
+    """Lets the groups of this mesh answer to the names that equal meshes of earlier generations
+    know, so that what DTensor has cached stays right. False: such a name is another group's now;
+    the cache was cleared instead."""
     names = mesh.mesh_dim_names or ()
     mine: dict[Key, dist.ProcessGroup] = {}
     for n in range(1, len(names) + 1):
@@ -80,15 +92,21 @@ def keep_names(mesh: DeviceMesh) -> bool:
 class Groups:
     """The groups of one generation as one rank sees them.
 
-    `world`, the default group, spans all participants (ranks of the plan first, then workers that only send); messages go over
-    it, and those of peer replicas over `copies`. `control` is for numbers from all participants, `commit` for those of the
-    plan's ranks. Above MESH_MOST ranks these four have no full mesh of connections
-    (elastic.worker.process_groups.control_tree). `mesh` is this rank's pipeline stage with the axes dp_replicate, fsdp (=
-    dp_shard x cp), tp that are larger than 1; with `fsdp` that axis is there in any case.
+    `world`, the default group, spans all participants (ranks of the plan first, then workers that
+    only send); messages go over it, and those of peer replicas over `copies`. `control` is for
+    numbers from all participants, `commit` for those of the plan's ranks. Above MESH_MOST ranks
+    these four have no full mesh of connections (elastic.worker.process_groups.control_tree). `mesh`
+    is this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are
+    larger than 1; with `fsdp` that axis is there in any case.
     """
 
     def __init__(
-        self, generation: int, layout: Layout, device: torch.device, fsdp: bool = False, transport: Transport | None = None
+        self,
+        generation: int,
+        layout: Layout,
+        device: torch.device,
+        fsdp: bool = False,
+        transport: Transport | None = None,
     ) -> None:
         self.generation = generation
         self.fsdp = fsdp
@@ -102,24 +120,30 @@ class Groups:
         self.copies: dist.ProcessGroup | None = None
         self.tie: dist.ProcessGroup | None = None  # first and last stage of this rank's pipeline
         self._world: dist.ProcessGroup | None = None
-        self._made: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []  # with their ranks, the world first
+        # with their ranks, the world first
+        self._made: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
         self._rows: list[dist.ProcessGroup] = []  # of trees: torch need not know of them
-        self._near: set[int] = set()  # the participants that this one is connected with from the start
+        # the participants that this one is connected with from the start
+        self._near: set[int] = set()
         self._pairs: list[Pairs] = []
         self._listeners: list[tuple[int, Any]] = []  # family and address
         self._secret = ""
-        self._axes: list[tuple[str, int, dist.ProcessGroup]] = []  # of the mesh: name, size, this rank's group
+        # of the mesh: name, size, this rank's group
+        self._axes: list[tuple[str, int, dist.ProcessGroup]] = []
         self._formed = self._enlisted = False
-        self._device_groups: list[dist.ProcessGroup] = []  # those that tensors on the device go through, the world first
+        # those that tensors on the device go through, the world first
+        self._device_groups: list[dist.ProcessGroup] = []
         self._addresses: set[tuple[str, int]] = set()  # at which the participants listen
         self._store_port = 0
         self._before: set[int] = set()
         self._store: Store | None = None
-        self._counted: tuple[tuple[str, int, tuple[Any, ...]], ...] = ()  # name, first rank, backends of the groups that count
+        # name, first rank, backends of the groups that count
+        self._counted: tuple[tuple[str, int, tuple[Any, ...]], ...] = ()
         self._aborted = False
         self._joining = threading.Event()
         self._n_participants = 0
-        self._has_device = self._whole = True  # has this participant, have all of them a device that works?
+        # has this participant, have all of them a device that works?
+        self._has_device = self._whole = True
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -133,7 +157,8 @@ class Groups:
 
     @property
     def wire(self) -> tuple[dist.ProcessGroup, torch.device]:
-        """By which state moves, and of which memory: host memory where a participant has lost its device."""
+        """By which state moves, and of which memory: host memory where a participant has lost its
+        device."""
         return self.transport.wire(self.world, self.device, self._whole)
 
     def lose_device(self) -> None:
@@ -145,15 +170,17 @@ class Groups:
         return self._aborted
 
     def join(self, at: Rendezvous, me: int) -> None:
-        """The groups of this process from now on, made now unless they are `formed` already. Raises as `form`."""
+        """The groups of this process from now on, made now unless they are `formed` already. Raises
+        as `form`."""
         if not self._formed:
             self.form(at, me)
         self.check()
         self._enlist()
 
     def form(self, at: Rendezvous, me: int) -> None:
-        """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it. Other groups may
-        be in use meanwhile: nothing here is known to torch before `join`.
+        """Meets the other participants and makes all groups. Blocks until everyone is there;
+        `abort` frees it. Other groups may be in use meanwhile: nothing here is known to torch
+        before `join`.
 
         Raises PeerGarbled where somebody came who does not know the secret."""
         self._n_participants = len(at.participants)
@@ -177,12 +204,22 @@ class Groups:
             interface = interface_of(there.getsockname()[0])
         if interface is not None:  # the way to the store is the way to the others
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        tcp = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False)
+        tcp = TCPStore(
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=CONNECT_S),
+            wait_for_workers=False,
+        )
         tcp.set_timeout(timeout)
-        self._store_port = port  # known to `abort` from here on: a connection that it shuts while it is made is made again
+        # known to `abort` from here on: a connection that it shuts while it is made is made again
+        self._store_port = port
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
-        self._store, self._secret = PrefixStore(rendezvous.place(self.generation, secret), tcp), secret
+        self._store, self._secret = (
+            PrefixStore(rendezvous.place(self.generation, secret), tcp),
+            secret,
+        )
         self._make_world(me, n_participants, timeout)
         if me < self.layout.world_size:
             self._make_groups(me, timeout)
@@ -194,7 +231,8 @@ class Groups:
         self.transport.warm_up([group for group in cold if group.size() > 1])
 
     def pretend(self, rank: int) -> None:
-        """Groups of a layout without the other ranks: collectives return at once and move nothing. For rehearsals."""
+        """Groups of a layout without the other ranks: collectives return at once and move nothing.
+        For rehearsals."""
         self.transport, self._store = Pretended(), HashStore()
         timeout, self._n_participants = timedelta(seconds=CONNECT_S), self.layout.world_size
         self._make_world(rank, self._n_participants, timeout)
@@ -213,7 +251,12 @@ class Groups:
     def _tree(self, name: str, me: int, n: int, timeout: timedelta) -> Control:
         assert self._store is not None
         tree, rows = control_tree(n), []
-        for level, row in ((level, row) for level, rows in enumerate(tree) for row in rows if me in row and len(row) > 1):
+        for level, row in (
+            (level, row)
+            for level, rows in enumerate(tree)
+            for row in rows
+            if me in row and len(row) > 1
+        ):
             store = PrefixStore(f"{name}/{level}/", self._store)
             made = self.transport.host_only().make(store, str(row[0]), row, row.index(me), timeout)
             self._near.update(row)
@@ -225,9 +268,12 @@ class Groups:
         self._pairs.append(Pairs())
         return self._pairs[-1]
 
-    def _make(self, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh") -> dist.ProcessGroup:
+    def _make(
+        self, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh"
+    ) -> dist.ProcessGroup:
         assert self._store is not None
-        store = PrefixStore("0/", self._store) if self._made else self._store  # below the default group's, as torch has them
+        # below the default group's, as torch has them
+        store = PrefixStore("0/", self._store) if self._made else self._store
         made = self.transport.make(store, name, ranks, ranks.index(me), timeout, host)
         self._made.append((made, tuple(ranks)))
         if not isinstance(host, Pairs):
@@ -237,12 +283,20 @@ class Groups:
     def _make_groups(self, rank: int, timeout: timedelta) -> None:
         layout = self.layout
         everyone = list(range(layout.world_size))
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # never the default group: its name means another set each time
+        # never the default group: its name means another set each time
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
         def new(ranks: list[int], host: Host = "mesh") -> dist.ProcessGroup:
-            """Its name counts the groups made before it: equal in each generation of that layout."""
+            """Its name counts the groups made before it: equal in each generation of that
+            layout."""
             words = "_".join(map(str, [*ranks, len(self._made)]))
-            return self._make(hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest(), ranks, rank, timeout, host)
+            return self._make(
+                hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest(),
+                ranks,
+                rank,
+                timeout,
+                host,
+            )
 
         def group(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)
@@ -269,7 +323,9 @@ class Groups:
             self.pp = on_device(mine(("pp",)))
         fsdp = layout.dp_shard * layout.cp
         if layout.dp_replicate > 1:
-            self._axes.append(("dp_replicate", layout.dp_replicate, on_device(mine(("dp_replicate",)))))
+            self._axes.append(
+                ("dp_replicate", layout.dp_replicate, on_device(mine(("dp_replicate",))))
+            )
         if fsdp > 1 or layout.dp_replicate > 1 or self.fsdp:
             self._axes.append(("fsdp", fsdp, on_device(mine(("dp_shard", "cp")))))
         if layout.tp > 1:
@@ -289,11 +345,15 @@ class Groups:
         if self._axes:
             rank = self.world.rank()
             sizes = [size for _, size, _ in self._axes]
-            ranks = torch.tensor(stage_ranks(self.layout, coordinates(self.layout, rank).pp)).view(sizes)
+            ranks = torch.tensor(stage_ranks(self.layout, coordinates(self.layout, rank).pp)).view(
+                sizes
+            )
             groups = [group for _, _, group in self._axes]
             names = tuple(name for name, _, _ in self._axes)
             source = groups[0] if len(groups) == 1 else groups
-            self.mesh = DeviceMesh.from_group(source, self.device.type, mesh=ranks, mesh_dim_names=names)
+            self.mesh = DeviceMesh.from_group(
+                source, self.device.type, mesh=ranks, mesh_dim_names=names
+            )
             keep_names(self.mesh)
         self._count()
 
@@ -303,11 +363,13 @@ class Groups:
         return group
 
     def _count(self) -> None:
-        """Which groups' numbers say who has not come. Not those of a pipeline of more than two: the messages of a stage in the
-        middle are more than those of the others."""
+        """Which groups' numbers say who has not come. Not those of a pipeline of more than two: the
+        messages of a stage in the middle are more than those of the others."""
         names = {id(group): name for name, group in (("tie", self.tie), ("cp", self.cp))}
         merged = "dp_shard" if self.layout.cp == 1 else "dp_shard x cp"
-        names.update({id(group): merged if axis == "fsdp" else axis for axis, _, group in self._axes})
+        names.update(
+            {id(group): merged if axis == "fsdp" else axis for axis, _, group in self._axes}
+        )
         if self.pp is not None:
             names[id(self.pp)] = "pp" if self.layout.pp == 2 else ""
         self._counted = tuple(
@@ -317,8 +379,9 @@ class Groups:
         )
 
     def arrived(self) -> tuple[tuple[str, int, int], ...]:
-        """Of each group that this rank is in: its axis, its first rank, and how many collectives this rank has begun there.
-        From any thread. Of the commit's tree only the lowest row: in the others a rank comes after its whole row."""
+        """Of each group that this rank is in: its axis, its first rank, and how many collectives
+        this rank has begun there. From any thread. Of the commit's tree only the lowest row: in the
+        others a rank comes after its whole row."""
         with suppress(RuntimeError):  # a backend that does not count
             row = ROW if self.commit.size > MESH_MOST else self.commit.size
             plan = ("plan", self.commit.rank // row * row, self.commit.n_begun)
@@ -329,18 +392,20 @@ class Groups:
         return ()
 
     def _share_addresses(self, me: int) -> None:
-        """Tells those that this rank has a connection to where it listens: by that `abort` knows the generation's connections
-        from all others."""
+        """Tells those that this rank has a connection to where it listens: by that `abort` knows
+        the generation's connections from all others."""
         assert self._store is not None
         self._listeners = listening(self._before)
         self._store.set(f"addresses/{me}", json.dumps(self._own_words([])))
         near = sorted(self._near)
-        for rank, words in zip(near, self._store.multi_get([f"addresses/{i}" for i in near]), strict=True):
+        for rank, words in zip(
+            near, self._store.multi_get([f"addresses/{i}" for i in near]), strict=True
+        ):
             self._addresses.update(wire.addresses(words, rank)[1])
 
     def _tell_all(self) -> None:
-        """Tells all participants whether this one's device works, and where its pairs connect. Raises PeerGarbled where one
-        says anything else."""
+        """Tells all participants whether this one's device works, and where its pairs connect.
+        Raises PeerGarbled where one says anything else."""
         mine = self._own_words([pairs.words(self.control.rank) for pairs in self._pairs])
         for rank, words in enumerate(wire.gather_words(mine, self.control)):
             has_device, theirs, pairs = wire.addresses(words, rank)
@@ -353,31 +418,37 @@ class Groups:
         return [self._has_device, [address_of(at) for _, at in self._listeners], pairs]
 
     def connect(self, group: dist.ProcessGroup, peers: Collection[int]) -> None:
-        """Before the first messages between this rank of `world` or `copies` and these; each of them calls it for this one. In
-        a mesh they are connected."""
+        """Before the first messages between this rank of `world` or `copies` and these; each of
+        them calls it for this one. In a mesh they are connected."""
         if group.size() > MESH_MOST:
             connect(group, peers, self._secret, self.generation)
 
     def abort(self) -> None:
         """Breaks off everything that waits on this generation. Safe from another thread, and twice.
 
-        gloo first: where a commit cannot come through any more, nobody applies what an aborted kernel has left (`check`). While
-        the participants still meet, or where pairs connect when they need it, connections are made all the time, and one that
-        is made after the look would wait for a peer that is gone: the look is repeated until `join` has ended (of pairs: until
+        gloo first: where a commit cannot come through any more, nobody applies what an aborted
+        kernel has left (`check`). While the participants still meet, or where pairs connect when
+        they need it, connections are made all the time, and one that is made after the look would
+        wait for a peer that is gone: the look is repeated until `join` has ended (of pairs: until
         this generation is closed), and who waits to be connected to is freed too."""
         self._aborted = True
         try:
             self._shut_own()
         finally:
-            if self._joining.is_set() or self._pairs:  # before the communicators, which may keep this thread for long
-                threading.Thread(target=self._shut_until_joined, name="abort-join", daemon=True).start()
+            # before the communicators, which may keep this thread for long
+            if self._joining.is_set() or self._pairs:
+                threading.Thread(
+                    target=self._shut_until_joined, name="abort-join", daemon=True
+                ).start()
             left = self.transport.abort(list(self._device_groups))
         if left:
-            log.warning("generation %d: %d communicators could not be aborted", self.generation, left)
+            log.warning(
+                "generation %d: %d communicators could not be aborted", self.generation, left
+            )
 
     def check(self) -> None:
-        """After results of the device were read, before they are believed: an aborted kernel ends like one that is done.
-        Raises ConnectionAbortedError when this generation was aborted."""
+        """After results of the device were read, before they are believed: an aborted kernel ends
+        like one that is done. Raises ConnectionAbortedError when this generation was aborted."""
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted")
 
@@ -408,7 +479,8 @@ class Groups:
         if made:
             self.transport.take_down(made)
         if self.mesh is not None:
-            self.mesh._pg_registry.clear()  # cached meshes must not keep the sockets of groups that are gone
+            # cached meshes must not keep the sockets of groups that are gone
+            self.mesh._pg_registry.clear()
         self.mesh = self.pp = self.cp = self.copies = self.tie = self._world = None
         self.control = self.commit = Control(0, 1, ())
         self._counted, self._device_groups, self._axes, self._pairs = (), [], [], []

@@ -1,5 +1,6 @@
-"""Which network interface an address of this host belongs to (Linux). gloo left alone takes the one that the host's own name
-resolves to, and on many machines that is loopback (127.0.1.1 in /etc/hosts): peers on other hosts then reach nobody."""
+"""Which network interface an address of this host belongs to (Linux). gloo left alone takes the one
+that the host's own name resolves to, and on many machines that is loopback (127.0.1.1 in
+/etc/hosts): peers on other hosts then reach nobody."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             try:
-                told = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, struct.pack(f"{NAME_BYTES}s", name.encode()))
+                told = fcntl.ioctl(
+                    asked.fileno(), SIOCGIFADDR, struct.pack(f"{NAME_BYTES}s", name.encode())
+                )
             except OSError:  # it has none
                 continue
             if told[AT] == wanted.packed:

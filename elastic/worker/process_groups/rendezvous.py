@@ -1,9 +1,10 @@
-"""Where the ranks of a generation meet: a store that listens at one address, a place in it that nobody can guess, and a proof
-that all who came were told of it.
+"""Where the ranks of a generation meet: a store that listens at one address, a place in it that
+nobody can guess, and a proof that all who came were told of it.
 
-torch's TCPStore lets everyone in and lists its keys to whoever asks, so the place alone keeps nobody out who looks twice. That
-no stranger has come in a rank's place is known once each has shown what only who knows the secret can: the secret itself went
-over Ray, and is in no store and in no journal.
+torch's TCPStore lets everyone in and lists its keys to whoever asks, so the place alone keeps
+nobody out who looks twice. That no stranger has come in a rank's place is known once each has shown
+what only who knows the secret can: the secret itself went over Ray, and is in no store and in no
+journal.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from elastic.worker.process.environment import DEFAULTS
 
 log = logging.getLogger(__name__)
-os.environ.setdefault("RES_OPTIONS", DEFAULTS["RES_OPTIONS"])  # of the process that hosts a store, too
+# of the process that hosts a store, too
+os.environ.setdefault("RES_OPTIONS", DEFAULTS["RES_OPTIONS"])
 
 SECRET_BYTES = PROOF_BYTES = 32
 BACKLOG = 4096
@@ -34,15 +36,17 @@ def new_secret() -> str:
 
 
 def host_store(host: str, timeout_s: float = STORE_S) -> TCPStore:
-    """A store that this process hosts, and that listens at `host` only. At all addresses where that is a name, which others may
-    resolve otherwise, or an address that this machine does not have itself (behind NAT)."""
+    """A store that this process hosts, and that listens at `host` only. At all addresses where that
+    is a name, which others may resolve otherwise, or an address that this machine does not have
+    itself (behind NAT)."""
     timeout = timedelta(seconds=timeout_s)
     listener = _listener("127.0.0.1" if host == "localhost" else host)
     if listener is None:
         return TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     port = int(listener.getsockname()[1])
     return TCPStore(
-        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener.detach()
     )  # fmt: skip
 
 
@@ -54,7 +58,11 @@ def _listener(host: str) -> socket.socket | None:
     try:
         return socket.create_server((host, 0), family=family, backlog=BACKLOG)
     except OSError as error:
-        log.warning("the store of a generation listens at all addresses: %s cannot be listened at (%s)", host, error)
+        log.warning(
+            "the store of a generation listens at all addresses: %s cannot be listened at (%s)",
+            host,
+            error,
+        )
         return None
 
 

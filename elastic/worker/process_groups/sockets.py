@@ -1,13 +1,14 @@
-"""This process's TCP connections, as the kernel knows them: gloo has no call that frees a collective that waits, so the
-connections of a generation are found and shut.
+"""This process's TCP connections, as the kernel knows them: gloo has no call that frees a
+collective that waits, so the connections of a generation are found and shut.
 
-How they are shut matters. gloo (transport/tcp/pair.cc) frees whoever waits for a connection when it reads its end, but for two:
-a send that the kernel refused (EPIPE) or has not taken yet, and a message of which a part has come. Those wait for the group's
-timeout. So reading is shut first, which no send notices. When gloo has let go of the connection, the kernel continues to take
-what the peer sends, and it is read and thrown away: a socket that had said its end would answer with a reset, and the peer's
-next send would be refused before its gloo has read of the end. Who is told to abort as well shuts its own side in that
-time; who is not hears of the end afterwards. What is left: a part of a large message of a peer that was killed. A worker that
-is not freed is replaced.
+How they are shut matters. gloo (transport/tcp/pair.cc) frees whoever waits for a connection when it
+reads its end, but for two: a send that the kernel refused (EPIPE) or has not taken yet, and a
+message of which a part has come. Those wait for the group's timeout. So reading is shut first,
+which no send notices. When gloo has let go of the connection, the kernel continues to take what the
+peer sends, and it is read and thrown away: a socket that had said its end would answer with a
+reset, and the peer's next send would be refused before its gloo has read of the end. Who is told to
+abort as well shuts its own side in that time; who is not hears of the end afterwards. What is left:
+a part of a large message of a peer that was killed. A worker that is not freed is replaced.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ def listening(skip: Collection[int]) -> list[tuple[int, Any]]:
 
 
 def knock(family: int, address: Any, n: int) -> None:
-    """Comes to gloo's listener as each of the connections that may be waited for, and goes again: whoever waits for a peer that
-    died before it could connect hears that its connection was closed. (gloo/transport/tcp/listener.cc: a peer says the number
-    of its connection, eight bytes, and the listener keeps what comes before it is asked for.)"""
+    """Comes to gloo's listener as each of the connections that may be waited for, and goes again:
+    whoever waits for a peer that died before it could connect hears that its connection was closed.
+    (gloo/transport/tcp/listener.cc: a peer says the number of its connection, eight bytes, and the
+    listener keeps what comes before it is asked for.)"""
     for number in range(n):
         with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
             sock.settimeout(KNOCK_S)
@@ -81,14 +83,17 @@ def knock(family: int, address: Any, n: int) -> None:
 
 
 def address_of(name: Any) -> tuple[str, int]:
-    """Host and port of a socket's name. Host '' = every address of this machine; an IPv4 address is never written as IPv6."""
+    """Host and port of a socket's name. Host '' = every address of this machine; an IPv4 address is
+    never written as IPv6."""
     host = str(name[0]).removeprefix("::ffff:").split("%")[0]
     return "" if host in ("0.0.0.0", "::") else host, int(name[1])
 
 
-def shut(skip: Collection[int], addresses: Collection[tuple[str, int]], store_port: int, at_once: bool) -> None:
-    """Ends the connections but those inodes that go to the store, or have one of the addresses at either end. `at_once`:
-    nothing is sent over them yet."""
+def shut(
+    skip: Collection[int], addresses: Collection[tuple[str, int]], store_port: int, at_once: bool
+) -> None:
+    """Ends the connections but those inodes that go to the store, or have one of the addresses at
+    either end. `at_once`: nothing is sent over them yet."""
     found: dict[int, socket.socket] = {}
     for fd in list(own_sockets()):
         with suppress(OSError):
@@ -107,7 +112,9 @@ def shut(skip: Collection[int], addresses: Collection[tuple[str, int]], store_po
     while any(_is_same(fd, sock) for fd, sock in found.items()) and time.monotonic() < ends_s:
         time.sleep(LOOK_S)
     if found:
-        threading.Thread(target=_say_the_end, args=(found,), name="abort-linger", daemon=True).start()
+        threading.Thread(
+            target=_say_the_end, args=(found,), name="abort-linger", daemon=True
+        ).start()
 
 
 def _is_of(sock: socket.socket, addresses: Collection[tuple[str, int]], store_port: int) -> bool:
@@ -118,7 +125,9 @@ def _is_of(sock: socket.socket, addresses: Collection[tuple[str, int]], store_po
         ends = address_of(sock.getpeername()), address_of(sock.getsockname())
     except OSError:
         return False
-    return ends[0][1] == store_port or any(end in addresses or ("", end[1]) in addresses for end in ends)
+    return ends[0][1] == store_port or any(
+        end in addresses or ("", end[1]) in addresses for end in ends
+    )
 
 
 def _is_same(fd: int, sock: socket.socket) -> bool:

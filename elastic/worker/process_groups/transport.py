@@ -1,4 +1,5 @@
-"""Over what the collectives of a generation go: all that differs between gloo and NCCL in making, aborting and taking down."""
+"""Over what the collectives of a generation go: all that differs between gloo and NCCL in making,
+aborting and taking down."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-# Private, each with a test in test_transport.py: torch's tables of groups, which init_process_group and new_group fill while
-# they make a group, and destroy_process_group clears only when every shutdown has worked.
+# Private, each with a test in test_transport.py: torch's tables of groups, which init_process_group
+# and new_group fill while they make a group, and destroy_process_group clears only when every
+# shutdown has worked.
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update_default_pg, _world
@@ -27,24 +29,27 @@ from elastic.worker.process_groups.control_tree import Pairs
 
 log = logging.getLogger(__name__)
 
-# The connections of a group for tensors in host memory: each rank with each other, or those of Pairs; `device`: where another
-# backend than gloo takes the device's tensors, none.
+# The connections of a group for tensors in host memory: each rank with each other, or those of
+# Pairs; `device`: where another backend than gloo takes the device's tensors, none.
 Host = Literal["mesh", "device"] | Pairs
 
 COLLECTIVE_WORDS = (
-    "gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "rendezvous", "store",
-    "process group", "timed out waiting", "timeout", "peer closed", "wait for", "connectfullmesh",
+    "gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "rendezvous",
+    "store", "process group", "timed out waiting", "timeout", "peer closed", "wait for",
+    "connectfullmesh",
 )  # fmt: skip
 OURS = (f"{PACKAGE}{os.sep}", f"{Path(torch.__file__).resolve().parent}{os.sep}")
 PYTHON, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
 ABORT_MOST_S = 10.0  # for all communicators of a generation, which are aborted at once
 TAKE_DOWN_MOST_S = 10.0
-# NCCL's own time limit of a collective. The driver finds out who hangs, and a watchdog that wakes holds locks that abort needs.
+# NCCL's own time limit of a collective. The driver finds out who hangs, and a watchdog that wakes
+# holds locks that abort needs.
 NCCL_TIMEOUT = timedelta(days=1)
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Did a process group or its store raise this (a peer is gone), and not the user's code? Pipelining wraps such errors."""
+    """Did a process group or its store raise this (a peer is gone), and not the user's code?
+    Pipelining wraps such errors."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, dist.DistError):
@@ -59,11 +64,14 @@ def is_collective_error(error: BaseException) -> bool:
 
 
 def _raised_by_program(error: BaseException) -> bool:
-    """Its innermost frame is neither torch's nor ours (Python's own library aside), and it was raised there: torch's C++ code
-    has no frame of its own, and its errors are RuntimeErrors at the place that called it. Unknown without a traceback."""
+    """Its innermost frame is neither torch's nor ours (Python's own library aside), and it was
+    raised there: torch's C++ code has no frame of its own, and its errors are RuntimeErrors at the
+    place that called it. Unknown without a traceback."""
     trace, place = error.__traceback__, None
     while trace is not None:
-        if not (file := trace.tb_frame.f_code.co_filename).startswith("<frozen") and not _of_python(file):
+        if not (file := trace.tb_frame.f_code.co_filename).startswith("<frozen") and not _of_python(
+            file
+        ):
             place = trace
         trace = trace.tb_next
     if place is None or place.tb_frame.f_code.co_filename.startswith(OURS):
@@ -77,15 +85,23 @@ def _of_python(file: str) -> bool:
 
 
 class Transport:
-    """gloo: connections are made with the group, and shutting them frees who waits (elastic.worker.process_groups.sockets)."""
+    """gloo: connections are made with the group, and shutting them frees who waits
+    (elastic.worker.process_groups.sockets)."""
 
     backend = "gloo"
 
     def make(
-        self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh"
+        self,
+        store: Store,
+        name: str,
+        ranks: Sequence[int],
+        me: int,
+        timeout: timedelta,
+        host: Host = "mesh",
     ) -> dist.ProcessGroup:
-        """A group of these ranks, in which this one is the `me`-th. Waits for all of them, if their host memory is a `mesh`.
-        torch does not know of it until `enlist`: its tables may still be those of another generation."""
+        """A group of these ranks, in which this one is the `me`-th. Waits for all of them, if their
+        host memory is a `mesh`. torch does not know of it until `enlist`: its tables may still be
+        those of another generation."""
         store = PrefixStore(f"{name}/", store)
         group = dist.ProcessGroup(store, me, len(ranks))
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -94,23 +110,36 @@ class Transport:
         group._set_group_desc("undefined")
         return group
 
-    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta, host: Host) -> None:
+    def _connect(
+        self,
+        group: Any,
+        store: Store,
+        name: str,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        host: Host,
+    ) -> None:
         gloo = gloo_of(PrefixStore("cpu/", store), group.rank(), group.size(), timeout, host)
         gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), GroupName(name)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Sets up what is made at first use. Collective: each rank gives its groups in the one order of the layout's axes."""
+        """Sets up what is made at first use. Collective: each rank gives its groups in the one
+        order of the layout's axes."""
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> int:
-        """Frees what waits in a kernel. Returns how many groups could not be aborted within ABORT_MOST_S."""
+        """Frees what waits in a kernel. Returns how many groups could not be aborted within
+        ABORT_MOST_S."""
         return 0
 
     def host_only(self) -> Transport:
-        """That of a participant whose device has failed: it meets the others, and only its host memory can be sent."""
+        """That of a participant whose device has failed: it meets the others, and only its host
+        memory can be sent."""
         return HostOnly()
 
-    def wire(self, world: dist.ProcessGroup, device: torch.device, whole: bool) -> tuple[dist.ProcessGroup, torch.device]:
+    def wire(
+        self, world: dist.ProcessGroup, device: torch.device, whole: bool
+    ) -> tuple[dist.ProcessGroup, torch.device]:
         """By which state moves, and of which memory. `whole`: every participant has its device."""
         return world, device if whole else torch.device("cpu")
 
@@ -132,9 +161,10 @@ class HostOnly(Transport):
 class Nccl(Transport):
     """NCCL for tensors on `device`, gloo for those in host memory.
 
-    A communicator is set up at its group's first use, by all of its ranks; a batch of sends and receives by some of them would
-    wait for the others. `abort` of a group frees its own communicator only, may block while another one's kernel hangs, and
-    raises nothing in those that waited: their results are garbage (`Groups.check`).
+    A communicator is set up at its group's first use, by all of its ranks; a batch of sends and
+    receives by some of them would wait for the others. `abort` of a group frees its own
+    communicator only, may block while another one's kernel hangs, and raises nothing in those that
+    waited: their results are garbage (`Groups.check`).
     """
 
     backend = "cpu:gloo,cuda:nccl"
@@ -145,13 +175,27 @@ class Nccl(Transport):
     def communicator(self, group: dist.ProcessGroup) -> Any:
         return group._get_backend(self.device)
 
-    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta, host: Host) -> None:
+    def _connect(
+        self,
+        group: Any,
+        store: Store,
+        name: str,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        host: Host,
+    ) -> None:
         if host != "device":
             super()._connect(group, store, name, ranks, timeout, host)
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout, options.global_ranks_in_group, options.group_name = NCCL_TIMEOUT, list(ranks), GroupName(name)
-        nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", store), group.rank(), group.size(), options)
+        options._timeout, options.global_ranks_in_group, options.group_name = (
+            NCCL_TIMEOUT,
+            list(ranks),
+            GroupName(name),
+        )
+        nccl = dist.ProcessGroupNCCL(
+            PrefixStore("cuda/", store), group.rank(), group.size(), options
+        )
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
     def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -161,7 +205,10 @@ class Nccl(Transport):
             float(one)  # one after the other: two that are set up at once can wait for each other
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> int:
-        threads = [threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True) for group in groups]
+        threads = [
+            threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True)
+            for group in groups
+        ]
         for thread in threads:
             thread.start()
         ends_s = time.monotonic() + ABORT_MOST_S
@@ -172,7 +219,9 @@ class Nccl(Transport):
     def _abort(self, group: dist.ProcessGroup) -> None:
         try:
             self.communicator(group).abort()
-        except RuntimeError as error:  # of a device that is gone, too: it waits for nothing any more
+        except (
+            RuntimeError
+        ) as error:  # of a device that is gone, too: it waits for nothing any more
             log.warning("a communicator could not be aborted: %s", error)
 
     def counters(self, group: dist.ProcessGroup) -> tuple[Any, ...]:
@@ -180,12 +229,16 @@ class Nccl(Transport):
         return (*(super().counters(group) if in_host_memory else ()), self.communicator(group))
 
     def take_down(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Its shutdown may raise, or wait for a peer that is gone: after TAKE_DOWN_MOST_S a thread is left to it."""
+        """Its shutdown may raise, or wait for a peer that is gone: after TAKE_DOWN_MOST_S a thread
+        is left to it."""
         thread = threading.Thread(target=_shut_down, args=(groups,), name="take-down", daemon=True)
         thread.start()
         thread.join(TAKE_DOWN_MOST_S)
         if thread.is_alive():
-            log.warning("the process groups are still being taken down after %.0f s, and are forgotten", TAKE_DOWN_MOST_S)
+            log.warning(
+                "the process groups are still being taken down after %.0f s, and are forgotten",
+                TAKE_DOWN_MOST_S,
+            )
 
 
 class Pretended(Transport):
@@ -196,7 +249,15 @@ class Pretended(Transport):
     def host_only(self) -> Transport:
         return self
 
-    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta, host: Host) -> None:
+    def _connect(
+        self,
+        group: Any,
+        store: Store,
+        name: str,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        host: Host,
+    ) -> None:
         import torch.testing._internal.distributed.fake_pg
         from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -207,7 +268,9 @@ class Pretended(Transport):
             group._register_backend(torch.device(device), custom, fake)
 
 
-def gloo_of(store: Store, rank: int, size: int, timeout: timedelta, host: Host) -> dist.ProcessGroupGloo:
+def gloo_of(
+    store: Store, rank: int, size: int, timeout: timedelta, host: Host
+) -> dist.ProcessGroupGloo:
     """Of the network interfaces that GLOO_SOCKET_IFNAME names, Pairs use the first."""
     if not isinstance(host, Pairs):
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -216,7 +279,11 @@ def gloo_of(store: Store, rank: int, size: int, timeout: timedelta, host: Host) 
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     how: dict[str, Any] = {"interface": interface} if interface else {}
     create = gloo.create_device if interface else gloo.create_default_device
-    options._timeout, options._threads, options._devices = timeout, 2, [create(**how, lazy_init=True)]
+    options._timeout, options._threads, options._devices = (
+        timeout,
+        2,
+        [create(**how, lazy_init=True)],
+    )
     made: dist.ProcessGroupGloo = gloo(host.store, rank, size, options)
     return made
 
@@ -230,9 +297,12 @@ def _shut_down(groups: Sequence[dist.ProcessGroup]) -> None:
             log.warning("a process group could not be shut down: %s", error)
 
 
-def enlist(groups: Sequence[tuple[dist.ProcessGroup, Sequence[int]]], backend: str, store: Store) -> None:
-    """Tells torch of groups, each with its ranks, as init_process_group and new_group do; the first becomes the default group.
-    Names are free again, and another default group can be enlisted, after `forget_groups`."""
+def enlist(
+    groups: Sequence[tuple[dist.ProcessGroup, Sequence[int]]], backend: str, store: Store
+) -> None:
+    """Tells torch of groups, each with its ranks, as init_process_group and new_group do; the first
+    becomes the default group. Names are free again, and another default group can be enlisted,
+    after `forget_groups`."""
     kind = dist.Backend(backend)
     for group, ranks in groups:
         name = group.group_name
@@ -252,8 +322,8 @@ def forget_groups() -> None:
     """As destroy_process_group does when every shutdown has worked."""
     _update_default_pg(None)
     for known in (
-        _world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config, _world.pg_to_tag, _world.tags_to_pg,
-        _world.pg_coalesce_state,
+        _world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config,
+        _world.pg_to_tag, _world.tags_to_pg, _world.pg_coalesce_state,
     ):  # fmt: skip
         known.clear()
     _unregister_all_process_groups()

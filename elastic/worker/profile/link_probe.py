@@ -1,5 +1,6 @@
-"""The link between two workers of different nodes: one listens for one connection, the other connects, sends, and is told what
-arrived. Nothing listens but for these seconds, and only to who knows the token.
+"""The link between two workers of different nodes: one listens for one connection, the other
+connects, sends, and is told what arrived. Nothing listens but for these seconds, and only to who
+knows the token.
 """
 
 from __future__ import annotations
@@ -49,14 +50,21 @@ def listen(name: str, host: str) -> Door:
     server = socket.create_server((host, 0), backlog=VISITORS_MOST)
     server.settimeout(OPEN_S)
     token = secrets.token_bytes(TOKEN_BYTES)
-    threading.Thread(target=_serve, args=(server, token), name="admission-door", daemon=True).start()
+    threading.Thread(
+        target=_serve, args=(server, token), name="admission-door", daemon=True
+    ).start()
     return Door(name, host, int(server.getsockname()[1]), token)
 
 
 def _serve(server: socket.socket, token: bytes) -> None:
-    """Each visitor is heard in a thread of its own: one that says nothing keeps nobody else waiting. Who does not know the
-    token is sent away, and the door stays open for the one who does."""
-    end_s, served, room = time.monotonic() + OPEN_S, threading.Event(), threading.Semaphore(VISITORS_MOST)
+    """Each visitor is heard in a thread of its own: one that says nothing keeps nobody else
+    waiting. Who does not know the token is sent away, and the door stays open for the one who
+    does."""
+    end_s, served, room = (
+        time.monotonic() + OPEN_S,
+        threading.Event(),
+        threading.Semaphore(VISITORS_MOST),
+    )
     with server:
         while not served.is_set() and (left_s := end_s - time.monotonic()) > 0:
             server.settimeout(min(left_s, LOOK_S))
@@ -69,10 +77,17 @@ def _serve(server: socket.socket, token: bytes) -> None:
             if not room.acquire(blocking=False):
                 visitor.close()
                 continue
-            threading.Thread(target=_hear, args=(visitor, token, served, room), name="admission-visitor", daemon=True).start()
+            threading.Thread(
+                target=_hear,
+                args=(visitor, token, served, room),
+                name="admission-visitor",
+                daemon=True,
+            ).start()
 
 
-def _hear(visitor: socket.socket, token: bytes, served: threading.Event, room: threading.Semaphore) -> None:
+def _hear(
+    visitor: socket.socket, token: bytes, served: threading.Event, room: threading.Semaphore
+) -> None:
     with visitor, suppress(OSError):
         visitor.settimeout(TOKEN_MOST_S)
         if secrets.compare_digest(_read(visitor, TOKEN_BYTES), token) and not served.is_set():
@@ -103,7 +118,11 @@ def measure(door: Door) -> Link:
             n_bytes, crc = _ANSWER.unpack(_read(visitor, _ANSWER.size))
             took_s = time.monotonic() - began_s
     except OSError as error:
-        return Link(door.name, problem=f"{door.name} cannot be reached at {door.host}:{door.port} ({error.strerror or error})")
+        return Link(
+            door.name,
+            problem=f"{door.name} cannot be reached at {door.host}:{door.port} "
+            f"({error.strerror or error})",
+        )
     if (n_bytes, crc) != (len(payload), zlib.crc32(payload)):
         return Link(door.name, problem=f"what it sends to {door.name} arrives altered")
     return Link(door.name, len(payload) / max(took_s, 1e-6))

@@ -1,4 +1,5 @@
-"""Measures this machine for a job: starts processes of its own, waits for what they find, and leaves none behind."""
+"""Measures this machine for a job: starts processes of its own, waits for what they find, and
+leaves none behind."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ LAST_LINES = 3
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """`job`, `some`: with a few samples of its dataset; its passes are run too, where they are not too large.
-    `samples`: of a step, on all ranks; `seconds`: of measuring, once the processes are there; `storage`: URI, '' = is not
-    measured; `sizes`: () = as many processes as this machine bears."""
+    """`job`, `some`: with a few samples of its dataset; its passes are run too, where they are not
+    too large. `samples`: of a step, on all ranks; `seconds`: of measuring, once the processes are
+    there; `storage`: URI, '' = is not measured; `sizes`: () = as many processes as this machine
+    bears."""
 
     model: ModelProfile
     precision: str = "float32"
@@ -47,8 +49,8 @@ class MeasureRequest:
 
 
 def measure(wanted: MeasureRequest) -> dict[str, Any]:
-    """What the processes have found, as plain data with units in its names. Raises SpecError where the machine is too small,
-    InternalError where one of the processes ends early."""
+    """What the processes have found, as plain data with units in its names. Raises SpecError where
+    the machine is too small, InternalError where one of the processes ends early."""
     asked = _asked(wanted)
     limit_s = 60 + 4 * wanted.seconds
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
@@ -60,7 +62,10 @@ def measure(wanted: MeasureRequest) -> dict[str, Any]:
         try:
             for rank in range(max(asked["sizes"])):
                 processes.append(_started(Path(folder), rank))
-            return _found(Path(folder), processes, limit_s) | {"processes": asked["sizes"], "dtypes": asked["dtypes"]}
+            return _found(Path(folder), processes, limit_s) | {
+                "processes": asked["sizes"],
+                "dtypes": asked["dtypes"],
+            }
         finally:
             for process in processes:
                 process.kill()
@@ -69,7 +74,8 @@ def measure(wanted: MeasureRequest) -> dict[str, Any]:
 
 
 def accelerator_here() -> str:
-    """What this machine computes with, named as Ray names accelerators: CPU, or as in H100 for an "NVIDIA H100 80GB HBM3"."""
+    """What this machine computes with, named as Ray names accelerators: CPU, or as in H100 for an
+    "NVIDIA H100 80GB HBM3"."""
     if not torch.cuda.is_available():
         return "CPU"
     words = torch.cuda.get_device_name(0).replace("-", " ").split()
@@ -86,7 +92,13 @@ def _asked(wanted: MeasureRequest) -> dict[str, Any]:
     return {
         "device": "cuda" if on_gpu else "cpu",
         "sizes": list(sizes),
-        "dtypes": list(dict.fromkeys([wanted.precision, "bfloat16", "float32"] if on_gpu else [wanted.precision, "float32"])),
+        "dtypes": list(
+            dict.fromkeys(
+                [wanted.precision, "bfloat16", "float32"]
+                if on_gpu
+                else [wanted.precision, "float32"]
+            )
+        ),
         "matmuls": [asdict(one) for one in matmuls],
         "attentions": [asdict(one) for one in sample.attentions] if sample is not None else [],
         "hidden_elements": hidden // item,
@@ -94,13 +106,16 @@ def _asked(wanted: MeasureRequest) -> dict[str, Any]:
         "times": max(1, -(-wanted.samples // max(sizes))),
         "seconds": wanted.seconds,
         "storage": wanted.storage,
-        "program": wanted.job.plain() if wanted.job and wanted.some and _runs_here(wanted, sizes) else None,
+        "program": wanted.job.plain()
+        if wanted.job and wanted.some and _runs_here(wanted, sizes)
+        else None,
         "sample_flop": sample.flop if sample is not None else 0.0,
     }
 
 
 def _runs_here(wanted: MeasureRequest, sizes: Sequence[int]) -> bool:
-    """Are weights, gradients and what a pass keeps small enough for so many processes, and a pass short enough?"""
+    """Are weights, gradients and what a pass keeps small enough for so many processes, and a pass
+    short enough?"""
     sample, on_gpu = wanted.model.sample, torch.cuda.is_available()
     if sample is None or not sample.flop:
         return False
@@ -117,13 +132,18 @@ def _sizes(n_gpus: int) -> tuple[int, ...]:
         return tuple(sorted({1, n_gpus} | {2**i for i in range(1, 10) if 2**i <= n_gpus}))
     most = free_host_bytes() // PROCESS_BYTES
     if not most:
-        raise SpecError(f"{free_host_bytes() / 2**30:.2f} GiB of memory are free; measuring needs {PROCESS_BYTES / 2**30:.2f}")
+        raise SpecError(
+            f"{free_host_bytes() / 2**30:.2f} GiB of memory are free; measuring needs "
+            f"{PROCESS_BYTES / 2**30:.2f}"
+        )
     return tuple(n for n in SIZES if n <= most)
 
 
 def _started(folder: Path, rank: int) -> subprocess.Popen[bytes]:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
+    )
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", measure_process.__name__, str(folder), str(rank)],
@@ -131,29 +151,39 @@ def _started(folder: Path, rank: int) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
-def _found(folder: Path, processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> dict[str, Any]:
+def _found(
+    folder: Path, processes: Sequence[subprocess.Popen[bytes]], limit_s: float
+) -> dict[str, Any]:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         with suppress(FileNotFoundError):
             return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
         for rank, process in enumerate(processes):
             if process.poll():
-                raise InternalError(f"measuring process {rank} ended with {process.returncode}: {_last(folder, rank)}")
+                raise InternalError(
+                    f"measuring process {rank} ended with {process.returncode}: "
+                    f"{_last(folder, rank)}"
+                )
         time.sleep(LOOK_S)
     raise InternalError(f"measuring did not end within {limit_s:.0f} s: {_last(folder, 0)}")
 
 
 def _last(folder: Path, rank: int) -> str:
     lines = (folder / f"log-{rank}").read_text(errors="replace").split("\n")
-    return " / ".join([line.strip() for line in lines if line.strip()][-LAST_LINES:]) or "it said nothing"
+    return (
+        " / ".join([line.strip() for line in lines if line.strip()][-LAST_LINES:])
+        or "it said nothing"
+    )
 
 
-# ------------------------------------------------------------------------------------------ as a HardwareProfile
+# ------------------------------------------------------------------------------------------ as a
+# HardwareProfile
 
 
 def hardware_of(found: dict[str, Any], accelerator_type: str) -> HardwareProfile:
-    """The numbers that the planner knows by name. The large product is the peak, so `reached` is 1. Links between nodes are
-    measured only where all nodes are on one machine: the embedded cluster, on CPUs."""
+    """The numbers that the planner knows by name. The large product is the peak, so `reached` is 1.
+    Links between nodes are measured only where all nodes are on one machine: the embedded cluster,
+    on CPUs."""
     plain = HardwareProfile(accelerator_type)
     collectives = found["collectives"]
     n_bytes_per_s, hop_s = _ring(collectives)
@@ -174,24 +204,47 @@ def hardware_of(found: dict[str, Any], accelerator_type: str) -> HardwareProfile
         "op_bytes_per_s": found["op_bytes_per_s"],
         "storage_write_bytes_per_s": found.get("storage_write_bytes_per_s", 0.0),
         "storage_read_bytes_per_s": found.get("storage_read_bytes_per_s", 0.0),
-        "products": tuple((one["rows"], one["k"], one["n"], one["flop_per_s"]) for one in found["products"]),
-        "crowded": tuple((one["processes"], one["flop_per_s"]) for one in crowded if "flop_per_s" in one),
-        "crowded_passes": tuple((one["processes"], one["passes_flop_per_s"]) for one in crowded if "passes_flop_per_s" in one),
+        "products": tuple(
+            (one["rows"], one["k"], one["n"], one["flop_per_s"]) for one in found["products"]
+        ),
+        "crowded": tuple(
+            (one["processes"], one["flop_per_s"]) for one in crowded if "flop_per_s" in one
+        ),
+        "crowded_passes": tuple(
+            (one["processes"], one["passes_flop_per_s"])
+            for one in crowded
+            if "passes_flop_per_s" in one
+        ),
         "crowded_bytes": tuple((one["processes"], one["bytes_per_s"]) for one in crowded),
-        "collectives": tuple((one["op"], one["ranks"], one["alpha_s"], one["beta_s_per_byte"]) for one in collectives),
+        "collectives": tuple(
+            (one["op"], one["ranks"], one["alpha_s"], one["beta_s_per_byte"]) for one in collectives
+        ),
     }
     if accelerator_type == "CPU" and n_bytes_per_s:
         values |= {"link_bytes_per_s": n_bytes_per_s, "link_hop_s": hop_s}
-    known = {name: value for name, value in values.items() if value and value != getattr(plain, name)}
-    return replace(plain, **known, measured=tuple(name for name in known if name not in ("units", "memory_bytes", "arch")))
+    known = {
+        name: value for name, value in values.items() if value and value != getattr(plain, name)
+    }
+    return replace(
+        plain,
+        **known,
+        measured=tuple(name for name in known if name not in ("units", "memory_bytes", "arch")),
+    )
 
 
 def _ring(collectives: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """Bytes/s of one rank's link and seconds of each step, from the smallest group's all_gather and reduce_scatter: a ring of n
-    sends (n - 1) / n of the bytes in n - 1 steps (Thakur et al. 2005, section 4.1)."""
-    known = [one for one in collectives if one["op"] in ("all_gather", "reduce_scatter") and one["beta_s_per_byte"]]
+    """Bytes/s of one rank's link and seconds of each step, from the smallest group's all_gather and
+    reduce_scatter: a ring of n sends (n - 1) / n of the bytes in n - 1 steps (Thakur et al. 2005,
+    section 4.1)."""
+    known = [
+        one
+        for one in collectives
+        if one["op"] in ("all_gather", "reduce_scatter") and one["beta_s_per_byte"]
+    ]
     few = [one for one in known if one["ranks"] == min(other["ranks"] for other in known)]
     if not few:
         return 0.0, 0.0
     rates = [(one["ranks"] - 1) / one["ranks"] / one["beta_s_per_byte"] for one in few]
-    return sum(rates) / len(rates), sum(one["alpha_s"] / (one["ranks"] - 1) for one in few) / len(few)
+    return sum(rates) / len(rates), sum(one["alpha_s"] / (one["ranks"] - 1) for one in few) / len(
+        few
+    )

@@ -1,7 +1,9 @@
-"""One of the processes that `measure` starts: python -m elastic.worker.profile.measure_process FOLDER RANK.
+"""One of the processes that `measure` starts: python -m elastic.worker.profile.measure_process
+FOLDER RANK.
 
-Rank 0 is timed alone while the others wait; then all of them compute at once, as many as a node may have; then they talk.
-What was found is in FOLDER/found.json. A process ends with the one that started it: its standard input is closed then.
+Rank 0 is timed alone while the others wait; then all of them compute at once, as many as a node may
+have; then they talk. What was found is in FOLDER/found.json. A process ends with the one that
+started it: its standard input is closed then.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from elastic.types import Attention, Job, Matmul
 
 ALONE, CROWDED, TALK = 0.3, 0.45, 0.25  # shares of the time
 LEAD_S = 0.01  # from the word to begin until all begin
-WINDOW_S, WINDOW_MOST_S, CALLS = 0.25, 2.0, 4  # in which they compute at once: so many calls, if it is not too long
+# in which they compute at once: so many calls, if it is not too long
+WINDOW_S, WINDOW_MOST_S, CALLS = 0.25, 2.0, 4
 TIMEOUT_S = 120.0
 ARCHITECTURES = {  # compute capability -> as the catalog names it
-    (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada", (9, 0): "Hopper",
-    (10, 0): "Blackwell", (10, 3): "Blackwell", (12, 0): "Blackwell",
+    (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada", (9,
+    0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell", (12, 0): "Blackwell",
 }  # fmt: skip
 
 
@@ -63,33 +66,44 @@ class _Member:
             torch.cuda.set_device(self.device)
         self.settle: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank,
-            world_size=max(asked["sizes"]), timeout=timedelta(seconds=TIMEOUT_S),
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store",
+            rank=rank, world_size=max(asked["sizes"]), timeout=timedelta(seconds=TIMEOUT_S),
         )  # fmt: skip
         self.rank, self.asked, self.limits = rank, asked, CallLimits.of(self.device)
         self.among = Among(tuple(asked["sizes"]), self.device, self.settle)
         self.dtypes: dict[str, Any] = {name: getattr(torch, name) for name in asked["dtypes"]}
         self.dtype = self.dtypes[asked["dtypes"][0]]
         self.passes = self._passes(folder)
-        self.matmuls = fitting([Matmul(**one) for one in asked["matmuls"]], asked["times"], self.limits)
+        self.matmuls = fitting(
+            [Matmul(**one) for one in asked["matmuls"]], asked["times"], self.limits
+        )
 
     def measured(self) -> dict[str, Any]:
         alone = self._alone() if self.rank == 0 else {}
         self.among.together()
         crowded = self._crowded(CROWDED * self.asked["seconds"])
-        collectives = self.among.collectives(TALK * self.asked["seconds"]) if self.among.groups else []
+        collectives = (
+            self.among.collectives(TALK * self.asked["seconds"]) if self.among.groups else []
+        )
         self.among.together()
         return alone | {"crowded": crowded, "collectives": collectives} | _chip(self.device)
 
-    # ------------------------------------------------------------------------------------------ one process
+    # ------------------------------------------------------------------------------------------ one
+    # process
 
     def _alone(self) -> dict[str, Any]:
         from elastic.worker.profile import measured_ops as ops
         from elastic.worker.profile.timings import medians_s
 
         large = Matmul(*3 * (self.limits.large,))
-        calls = {f"large {name}": ops.product(large, dtype, self.device) for name, dtype in self.dtypes.items()}
-        calls |= {f"product {i}": ops.product(one, self.dtype, self.device) for i, one in enumerate(self.matmuls)}
+        calls = {
+            f"large {name}": ops.product(large, dtype, self.device)
+            for name, dtype in self.dtypes.items()
+        }
+        calls |= {
+            f"product {i}": ops.product(one, self.dtype, self.device)
+            for i, one in enumerate(self.matmuls)
+        }
         work = {f"large {name}": ops.product_flop(large) for name in self.dtypes}
         work |= {f"product {i}": ops.product_flop(one) for i, one in enumerate(self.matmuls)}
         given = [Attention(**one) for one in self.asked["attentions"]]
@@ -107,12 +121,18 @@ class _Member:
         seconds = medians_s(calls, 0.8 * ALONE * self.asked["seconds"], self.settle)
         cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
         rates = {name: work[name] / seconds[name] for name in calls}
-        return self._named(rates) | {"cpu_share": cpu_share} | self._stored(0.2 * ALONE * self.asked["seconds"])
+        return (
+            self._named(rates)
+            | {"cpu_share": cpu_share}
+            | self._stored(0.2 * ALONE * self.asked["seconds"])
+        )
 
     def _ordinary(self) -> tuple[Callable[[], object], int]:
         from elastic.worker.profile.measured_ops import ordinary
 
-        n_elements = min(self.asked["hidden_elements"] * self.asked["times"], self.limits.n_bytes // 16)
+        n_elements = min(
+            self.asked["hidden_elements"] * self.asked["times"], self.limits.n_bytes // 16
+        )
         width = min(max(16, self.asked["width"]), n_elements)
         return ordinary(max(1, n_elements // width), width, self.dtype, self.device)
 
@@ -127,9 +147,13 @@ class _Member:
             "op_bytes_per_s": rates["ordinary"],
             "launch_s": 1 / rates["launch"],
             "memory_bytes_per_s": rates["memory"],
-            "copy_bytes_per_s": {way: rates[way] for way in ("to_device", "to_host") if way in rates},
+            "copy_bytes_per_s": {
+                way: rates[way] for way in ("to_device", "to_host") if way in rates
+            },
         }
-        return found | ({"attention_flop_per_s": rates["attention"]} if "attention" in rates else {})
+        return found | (
+            {"attention_flop_per_s": rates["attention"]} if "attention" in rates else {}
+        )
 
     def _stored(self, for_s: float) -> dict[str, Any]:
         from elastic.worker.profile.measured_ops import stored
@@ -144,19 +168,26 @@ class _Member:
             clean()
         return {f"storage_{way}_bytes_per_s": n_bytes / took for way, took in seconds.items()}
 
-    # ------------------------------------------------------------------------------------------ many at once
+    # ------------------------------------------------------------------------------------------
+    # many at once
 
     def _crowded(self, for_s: float) -> list[dict[str, Any]]:
-        """For 1, 2 ... processes that compute at once: what each of them reaches in the job's products, and in the rest."""
+        """For 1, 2 ... processes that compute at once: what each of them reaches in the job's
+        products, and in the rest."""
         from elastic.worker.profile.measured_ops import mixed
         from elastic.worker.profile.timings import LEAST, MOST
 
         works: dict[str, tuple[Callable[[], object], float]] = {"bytes_per_s": self._ordinary()}
         if self.passes is not None:
-            works["passes_flop_per_s"] = self.passes, self.asked["sample_flop"] * self.asked["times"]
+            works["passes_flop_per_s"] = (
+                self.passes,
+                self.asked["sample_flop"] * self.asked["times"],
+            )
         if self.matmuls:
             works["flop_per_s"] = mixed(self.matmuls, self.dtype, self.device)
-        found: dict[tuple[int, str], list[float]] = {(n, name): [] for n in self.asked["sizes"] for name in works}
+        found: dict[tuple[int, str], list[float]] = {
+            (n, name): [] for n in self.asked["sizes"] for name in works
+        }
         took_s = dict.fromkeys(found, 0.0)
         began = time.perf_counter()
         for repetition in range(MOST + 1):  # the first one does not count
@@ -164,16 +195,31 @@ class _Member:
                 break
             for n, name in found:
                 self.among.together()
-                window_s = min(WINDOW_MOST_S, max(WINDOW_S, CALLS * took_s[n, name])) if repetition else 0.0
-                start_s, window_s = self.among.said(time.monotonic() + LEAD_S), self.among.said(window_s)
-                rate, took_s[n, name] = self._rate(*works[name], start_s, window_s) if self.rank < n else (0.0, 0.0)
+                window_s = (
+                    min(WINDOW_MOST_S, max(WINDOW_S, CALLS * took_s[n, name]))
+                    if repetition
+                    else 0.0
+                )
+                start_s, window_s = (
+                    self.among.said(time.monotonic() + LEAD_S),
+                    self.among.said(window_s),
+                )
+                rate, took_s[n, name] = (
+                    self._rate(*works[name], start_s, window_s) if self.rank < n else (0.0, 0.0)
+                )
                 mean = self.among.mean(rate, n)
                 found[n, name] += [mean] if repetition else []
-        return [{"processes": n} | {name: median(found[n, name]) for name in works} for n in self.asked["sizes"]]
+        return [
+            {"processes": n} | {name: median(found[n, name]) for name in works}
+            for n in self.asked["sizes"]
+        ]
 
-    def _rate(self, call: Callable[[], object], work: float, start_s: float, window_s: float) -> tuple[float, float]:
-        """Work per second within a window that all processes have in common, on the clock that they have in common, so that
-        none computes while others have not begun or have ended; and seconds of a call. A window of 0 s: of one call."""
+    def _rate(
+        self, call: Callable[[], object], work: float, start_s: float, window_s: float
+    ) -> tuple[float, float]:
+        """Work per second within a window that all processes have in common, on the clock that they
+        have in common, so that none computes while others have not begun or have ended; and seconds
+        of a call. A window of 0 s: of one call."""
         time.sleep(max(0.0, start_s - time.monotonic()))
         done, end_s = 0.0, start_s + window_s
         while True:
@@ -189,7 +235,8 @@ class _Member:
             done += 1
 
     def _passes(self, folder: Path) -> Callable[[], object] | None:
-        """The program's own forward and backward pass of a batch; None where it is too large for this, or fails."""
+        """The program's own forward and backward pass of a batch; None where it is too large for
+        this, or fails."""
         if not self.asked["program"]:
             return None
         run: Callable[[], object] | None = None
@@ -227,7 +274,11 @@ def _chip(device: Any) -> dict[str, Any]:
     import torch
 
     if device.type != "cuda":
-        rows = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        rows = [
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         name = rows[0].partition(":")[2].strip() if rows else "unknown CPU"
         return {
             "chip": name,
@@ -237,8 +288,9 @@ def _chip(device: Any) -> dict[str, Any]:
         }
     about = torch.cuda.get_device_properties(device)
     return {
-        "chip": about.name, "units": about.multi_processor_count, "memory_bytes": about.total_memory,
-        "arch": ARCHITECTURES.get((about.major, about.minor), ""), "torch": torch.__version__,
+        "chip": about.name, "units": about.multi_processor_count,
+        "memory_bytes": about.total_memory, "arch": ARCHITECTURES.get((about.major, about.minor),
+        ""), "torch": torch.__version__,
     }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Collectives between processes of one machine: seconds for each size, and the line through them."""
+"""Collectives between processes of one machine: seconds for each size, and the line through
+them."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ Call = Callable[[], object]
 
 
 class Among:
-    """The first n ranks, for as long as they are measured; every rank of the world calls all of it."""
+    """The first n ranks, for as long as they are measured; every rank of the world calls all of
+    it."""
 
-    def __init__(self, sizes: tuple[int, ...], device: torch.device, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...], device: torch.device, settle: Callable[[], None]
+    ) -> None:
         self.device, self.settle = device, settle
         self.groups = {n: dist.new_group(list(range(n))) for n in sizes if n > 1}
         self.rank = dist.get_rank()
@@ -49,7 +53,8 @@ class Among:
         return float(word[0]) / n
 
     def collectives(self, for_s: float) -> list[dict[str, Any]]:
-        """For each operation and number of ranks: `seconds` by size, `alpha_s` and `beta_s_per_byte`."""
+        """For each operation and number of ranks: `seconds` by size, `alpha_s` and
+        `beta_s_per_byte`."""
         sizes = GPU_SIZES if self.device.type == "cuda" else SIZES
         calls = {
             (op, n, n_bytes): self._call(op, n, n_bytes)
@@ -107,7 +112,17 @@ class Among:
 
 def _row(op: str, n: int, took: dict[tuple[str, int, int], list[float]]) -> dict[str, Any]:
     ways = 2 if op == "send" else 1
-    seconds = {size: median(values) / ways for (o, m, size), values in took.items() if (o, m) == (op, n) and any(values)}
+    seconds = {
+        size: median(values) / ways
+        for (o, m, size), values in took.items()
+        if (o, m) == (op, n) and any(values)
+    }
     alpha, beta = fitted(list(seconds.items())) if seconds else (0.0, 0.0)
     shown = {str(size): value for size, value in seconds.items()}
-    return {"op": op, "ranks": n, "alpha_s": alpha, "beta_s_per_byte": beta, "seconds_by_bytes": shown}
+    return {
+        "op": op,
+        "ranks": n,
+        "alpha_s": alpha,
+        "beta_s_per_byte": beta,
+        "seconds_by_bytes": shown,
+    }

@@ -1,4 +1,5 @@
-"""What one process is timed at: products, attention, ordinary operations, memory, copies between host and device, storage."""
+"""What one process is timed at: products, attention, ordinary operations, memory, copies between
+host and device, storage."""
 
 from __future__ import annotations
 
@@ -37,17 +38,24 @@ class CallLimits:
 
     @staticmethod
     def of(device: torch.device) -> CallLimits:
-        return CallLimits(8192, 4e12, 1 << 30) if device.type == "cuda" else CallLimits(768, 1e9, 64 << 20)
+        return (
+            CallLimits(8192, 4e12, 1 << 30)
+            if device.type == "cuda"
+            else CallLimits(768, 1e9, 64 << 20)
+        )
 
 
 def fitting(matmuls: Iterable[Matmul], times: int, limits: CallLimits) -> list[Matmul]:
-    """With the rows of `times` samples, or fewer where a product would be too large; those of no use at all are left out."""
+    """With the rows of `times` samples, or fewer where a product would be too large; those of no
+    use at all are left out."""
     found: dict[tuple[int, int, int], float] = {}
     for one in matmuls:
         most = min(limits.flop / (2 * one.k * one.n), limits.n_bytes / 4 / max(one.k, one.n))
         rows = int(min(one.rows * times // max(1, one.experts), most))
         if rows >= 1 and one.k * one.n * 4 <= limits.n_bytes:
-            found[rows, one.k, one.n] = found.get((rows, one.k, one.n), 0.0) + one.count * max(1, one.experts)
+            found[rows, one.k, one.n] = found.get((rows, one.k, one.n), 0.0) + one.count * max(
+                1, one.experts
+            )
     heavy = sorted(found, key=lambda shape: -shape[0] * shape[1] * shape[2] * found[shape])[:8]
     return [Matmul(*shape, count=found[shape]) for shape in heavy]
 
@@ -70,7 +78,9 @@ def product_flop(one: Matmul) -> float:
     return 2.0 * BACKWARD * one.rows * one.k * one.n
 
 
-def mixed(matmuls: Sequence[Matmul], dtype: torch.dtype, device: torch.device) -> tuple[Call, float]:
+def mixed(
+    matmuls: Sequence[Matmul], dtype: torch.dtype, device: torch.device
+) -> tuple[Call, float]:
     """All products of a mean block, each about as often as it is there; and their FLOP."""
     least = min((one.count for one in matmuls), default=1.0)
     often = [(product(one, dtype, device), max(1, round(one.count / least))) for one in matmuls]
@@ -83,14 +93,21 @@ def mixed(matmuls: Sequence[Matmul], dtype: torch.dtype, device: torch.device) -
     return call, sum(product_flop(one) * times for one, (_, times) in zip(matmuls, often))
 
 
-def attended(one: Attention, times: int, dtype: torch.dtype, device: torch.device, limits: CallLimits) -> tuple[Call, float]:
-    """Forward and backward pass of `times` samples, or of a part of the sequence where that is too much; and its FLOP, three
-    times that of the forward pass."""
+def attended(
+    one: Attention, times: int, dtype: torch.dtype, device: torch.device, limits: CallLimits
+) -> tuple[Call, float]:
+    """Forward and backward pass of `times` samples, or of a part of the sequence where that is too
+    much; and its FLOP, three times that of the forward pass."""
     queries, keys, heads = one.queries, one.keys, (one.heads, one.kv_heads)
-    while queries > 16 and one.flop / (one.queries * one.keys) * queries * keys * times > limits.flop:
+    while (
+        queries > 16 and one.flop / (one.queries * one.keys) * queries * keys * times > limits.flop
+    ):
         queries, keys, times = queries // 2, keys // 2, max(1, times // 2)
     q = _made((times, heads[0], queries, one.head_dim), dtype, device).requires_grad_()
-    k, v = (_made((times, heads[1], keys, one.head_dim), dtype, device).requires_grad_() for _ in range(2))
+    k, v = (
+        _made((times, heads[1], keys, one.head_dim), dtype, device).requires_grad_()
+        for _ in range(2)
+    )
     grad, causal = torch.ones_like(q), one.causal and queries == keys
 
     def call() -> None:
@@ -106,8 +123,8 @@ def attended(one: Attention, times: int, dtype: torch.dtype, device: torch.devic
 
 
 def ordinary(n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Call, int]:
-    """What a block does besides products and attention: a norm, a turn of halves, a gate, a sum; and the bytes that these read
-    and write, counted as those of a sample are."""
+    """What a block does besides products and attention: a norm, a turn of halves, a gate, a sum;
+    and the bytes that these read and write, counted as those of a sample are."""
     x = _made((n_rows, max(2, width - width % 2)), dtype, device)
 
     def chain(given: Tensor) -> Tensor:
@@ -147,13 +164,15 @@ def small_ops(device: torch.device) -> Call:
 
 
 def summed(device: torch.device, limits: CallLimits) -> tuple[Call, int]:
-    """A sum of two large tensors, and the bytes that it reads and writes: the third kernel of STREAM (McCalpin 1995)."""
+    """A sum of two large tensors, and the bytes that it reads and writes: the third kernel of
+    STREAM (McCalpin 1995)."""
     a, b, c = (torch.zeros(limits.n_bytes // 4, device=device) for _ in range(3))
     return (lambda: torch.add(a, b, out=c)), 3 * limits.n_bytes
 
 
 def copied(device: torch.device, limits: CallLimits) -> tuple[dict[str, Call], int]:
-    """Between host and device, both ways, from pinned memory; on a CPU from memory to memory. And the bytes of one copy."""
+    """Between host and device, both ways, from pinned memory; on a CPU from memory to memory. And
+    the bytes of one copy."""
     on_gpu = device.type == "cuda"
     host = torch.zeros(limits.n_bytes // 4, pin_memory=on_gpu)
     there = torch.zeros(limits.n_bytes // 4, device=device)
@@ -164,8 +183,8 @@ def copied(device: torch.device, limits: CallLimits) -> tuple[dict[str, Call], i
 
 
 def stored(uri: str, limits: CallLimits) -> tuple[dict[str, Call], Call, int]:
-    """Writes and reads one object in a run's storage; a call that takes it away, and the folder that was not there; its
-    bytes."""
+    """Writes and reads one object in a run's storage; a call that takes it away, and the folder
+    that was not there; its bytes."""
     fresh = "://" not in uri and not Path(uri).exists()
     storage = open_storage(uri)
     data, back = os.urandom(limits.storage_bytes), bytearray(limits.storage_bytes)

@@ -1,8 +1,10 @@
-"""Whether this worker's node may take part in the run: versions, memory, a matmul, the program, a link to a neighbor.
+"""Whether this worker's node may take part in the run: versions, memory, a matmul, the program, a
+link to a neighbor.
 
-What costs nothing is looked at before the program is opened, the rest beside that. Most nodes that are bad are so from their
-start (a wrong image, memory that others use, a GPU that computes wrongly, a security group that lets nothing through): here it
-costs seconds, in a generation it would cost the whole run a recovery.
+What costs nothing is looked at before the program is opened, the rest beside that. Most nodes that
+are bad are so from their start (a wrong image, memory that others use, a GPU that computes wrongly,
+a security group that lets nothing through): here it costs seconds, in a generation it would cost
+the whole run a recovery.
 """
 
 from __future__ import annotations
@@ -30,17 +32,21 @@ from elastic.worker.profile.link_probe import Door, Link, measure
 log = logging.getLogger(__name__)
 
 PERIOD = 7  # of the matrices, in every direction
-CPU_SIZE, GPU_SIZE = 64 * PERIOD, 512 * PERIOD  # a power of 2 times the period: every sum is exact, also in bfloat16
-NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # Ray then leaves CUDA_VISIBLE_DEVICES as it is
+# a power of 2 times the period: every sum is exact, also in bfloat16
+CPU_SIZE, GPU_SIZE = 64 * PERIOD, 512 * PERIOD
+# Ray then leaves CUDA_VISIBLE_DEVICES as it is
+NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 END_MOST_S = 30.0  # what is not over by then is not waited for
-FREE_MOST_S = 60.0  # the driver frees the memory of a process that was killed in seconds, with a kernel that hangs in longer
+# the driver frees the memory of a process that was killed in seconds, with a kernel that hangs in
+# longer
+FREE_MOST_S = 60.0
 FREE_EVERY_S = 0.5
 NCCL_HANGS = "2.26."
 
 
 class NodeRejected(Exception):
-    """Why this node may not take part, in one line. `may_pass`: it lacks memory of a GPU, which others hold. `neighbors`: the
-    nodes that it did not reach."""
+    """Why this node may not take part, in one line. `may_pass`: it lacks memory of a GPU, which
+    others hold. `neighbors`: the nodes that it did not reach."""
 
     def __init__(self, why: str, may_pass: bool = False, neighbors: tuple[str, ...] = ()) -> None:
         super().__init__(why)
@@ -49,8 +55,9 @@ class NodeRejected(Exception):
 
 @dataclass
 class Checks:
-    """Of one worker that starts. `linked`: the first of its node, which looks at the link too. `tick`: is called while it waits
-    for memory. Each of `begin`, `program`, `end` raises Refused."""
+    """Of one worker that starts. `linked`: the first of its node, which looks at the link too.
+    `tick`: is called while it waits for memory. Each of `begin`, `program`, `end` raises
+    Refused."""
 
     entry: Entry
     device: torch.device
@@ -68,7 +75,11 @@ class Checks:
         """What is known at once; the rest begins in the background."""
         self._began_s = time.monotonic()
         terms = self.entry.terms
-        if self.device.type == "cuda" and not self.linked and (why := shared_gpu(os.environ, torch.cuda.device_count())):
+        if (
+            self.device.type == "cuda"
+            and not self.linked
+            and (why := shared_gpu(os.environ, torch.cuda.device_count()))
+        ):
             raise NodeRejected(why)
         self._versions = versions()
         if different := version_differences(terms.versions, self._versions):
@@ -77,12 +88,16 @@ class Checks:
             log.warning(why)
         gpu_bytes = free_gpu_bytes(self.device)
         if gpu_bytes < terms.gpu_bytes:
-            gpu_bytes = awaited(terms.gpu_bytes, lambda: free_gpu_bytes(self.device), tick=self.tick)
+            gpu_bytes = awaited(
+                terms.gpu_bytes, lambda: free_gpu_bytes(self.device), tick=self.tick
+            )
         self._free = free_host_bytes(), gpu_bytes
         if why := too_little(terms, *self._free):
             if terms.host_bytes > self._free[0]:
                 raise NodeRejected(why)
-            raise NodeRejected(f"{why} (still, after {FREE_MOST_S:.0f} s{held_by(self.device)})", may_pass=True)
+            raise NodeRejected(
+                f"{why} (still, after {FREE_MOST_S:.0f} s{held_by(self.device)})", may_pass=True
+            )
         if self.linked and terms.mark is not None:
             self._mark = background(answer, terms.mark)
         self._speed = background(_timed, multiply, self.device)
@@ -102,7 +117,9 @@ class Checks:
         try:
             flop_per_s, speed_s = self._speed.result(END_MOST_S)
         except TimeoutError:
-            raise NodeRejected(f"a matmul of {CPU_SIZE} to {GPU_SIZE} rows did not end within {END_MOST_S:.0f} s") from None
+            raise NodeRejected(
+                f"a matmul of {CPU_SIZE} to {GPU_SIZE} rows did not end within {END_MOST_S:.0f} s"
+            ) from None
         mark = self._found_mark()
         link, link_s = self._found_link()
         if link is not None and link.problem:
@@ -110,7 +127,16 @@ class Checks:
         waited_s = time.monotonic() - asked_s
         name, bytes_per_s = (link.name, link.bytes_per_s) if link is not None else ("", 0.0)
         took_s = self._spent_s + max(speed_s, link_s)
-        return Admission(round(took_s, 4), round(waited_s, 4), self._versions, flop_per_s, *self._free, bytes_per_s, name, mark)
+        return Admission(
+            round(took_s, 4),
+            round(waited_s, 4),
+            self._versions,
+            flop_per_s,
+            *self._free,
+            bytes_per_s,
+            name,
+            mark,
+        )
 
     def _found_mark(self) -> str:
         mark = self.entry.terms.mark
@@ -119,7 +145,9 @@ class Checks:
         try:
             self._mark.result(END_MOST_S)
         except TimeoutError:
-            raise NodeRejected(apart(mark.uri, f"no answer within {END_MOST_S:.0f} s on this node from")) from None
+            raise NodeRejected(
+                apart(mark.uri, f"no answer within {END_MOST_S:.0f} s on this node from")
+            ) from None
         return mark.text
 
     def _found_link(self) -> tuple[Link | None, float]:
@@ -129,7 +157,8 @@ class Checks:
             return None, END_MOST_S
 
     def refusal(self) -> NodeRejected | None:
-        """That of the node, where the checks come to it by now or soon; for a program that could not be opened there."""
+        """That of the node, where the checks come to it by now or soon; for a program that could
+        not be opened there."""
         try:
             if self._speed is not None:
                 self.end()
@@ -144,7 +173,8 @@ def _timed(what: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     return found, time.monotonic() - began_s
 
 
-# ------------------------------------------------------------------------------------------ versions and memory
+# ------------------------------------------------------------------------------------------
+# versions and memory
 
 
 def versions() -> dict[str, str]:
@@ -160,25 +190,35 @@ def doubtful(found: Mapping[str, str]) -> str:
     if not f"{found.get('NCCL', '')}.".startswith(NCCL_HANGS):
         return ""
     return (
-        f"NCCL {found['NCCL']} was reported to hang now and then while communicators are set up in the non-blocking mode that "
+        f"NCCL {found['NCCL']} was reported to hang now and then while communicators are set up "
+        "in the non-blocking mode that "
         "elastic needs (pytorch issues 153960 and 154055); take 2.21 to 2.25, or 2.27 and later"
     )
 
 
 def shared_gpu(environment: Mapping[str, str], n_visible: int) -> str:
-    """For a worker that is not the first of its node, whose GPU is the first that it sees: why that is another worker's GPU
-    too. '' = Ray shows each worker its own GPU only."""
+    """For a worker that is not the first of its node, whose GPU is the first that it sees: why that
+    is another worker's GPU too. '' = Ray shows each worker its own GPU only."""
     if environment.get(NOSET, "").lower() not in ("1", "true") or n_visible < 2:
         return ""
-    return f"{NOSET} is set, so every worker of the node sees all {n_visible} GPUs and would take cuda:0: unset it for Ray"
+    return (
+        f"{NOSET} is set, so every worker of the node sees all {n_visible} GPUs and would take "
+        "cuda:0: unset it for Ray"
+    )
 
 
 def too_little(terms: Terms, host_bytes: int, gpu_bytes: int) -> str:
     """'' = the memory is enough, as far as is known."""
     if terms.host_bytes > host_bytes:
-        return f"{_gib(host_bytes)} of host memory are free, the job needs {_gib(terms.host_bytes)} there"
+        return (
+            f"{_gib(host_bytes)} of host memory are free, the job needs {_gib(terms.host_bytes)} "
+            "there"
+        )
     if terms.gpu_bytes > gpu_bytes:
-        return f"{_gib(gpu_bytes)} of a GPU's memory are free, the job needs {_gib(terms.gpu_bytes)} there"
+        return (
+            f"{_gib(gpu_bytes)} of a GPU's memory are free, the job needs {_gib(terms.gpu_bytes)} "
+            "there"
+        )
     return ""
 
 
@@ -186,8 +226,8 @@ def awaited(
     n_bytes: int, free: Callable[[], int], *, clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep, tick: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
-    """Free bytes, once there are `n_bytes`, or after FREE_MOST_S: what a process that was killed has held is free some seconds
-    later. `clock`, `sleep`: seconds."""
+    """Free bytes, once there are `n_bytes`, or after FREE_MOST_S: what a process that was killed
+    has held is free some seconds later. `clock`, `sleep`: seconds."""
     until_s = clock() + FREE_MOST_S
     while (found := free()) < n_bytes and clock() < until_s:
         tick()
@@ -224,11 +264,13 @@ def answer(mark: Mark) -> None:
     raise NodeRejected(apart(mark.uri, what))
 
 
-# ------------------------------------------------------------------------------------------ a matmul
+# ------------------------------------------------------------------------------------------ a
+# matmul
 
 
 def multiply(device: torch.device, matmul: Callable[..., torch.Tensor] = torch.matmul) -> float:
-    """FLOP/s of a product of known value. Raises Refused where it comes out wrong, or not at all."""
+    """FLOP/s of a product of known value. Raises Refused where it comes out wrong, or not at
+    all."""
     try:
         return _multiply(device, matmul)
     except RuntimeError as error:
@@ -239,8 +281,9 @@ def multiply(device: torch.device, matmul: Callable[..., torch.Tensor] = torch.m
 def _multiply(device: torch.device, matmul: Callable[..., torch.Tensor]) -> float:
     """FLOP/s.
 
-    a[i, k] = (i + 2 k) mod 7 - 3 and b[k, j] = (3 k + j) mod 7 - 3 repeat every 7, so that each element of the product is
-    size / 7 times one of 49 integers of at most 28: exact in float32, TF32 and bfloat16, whatever the order of the sums."""
+    a[i, k] = (i + 2 k) mod 7 - 3 and b[k, j] = (3 k + j) mod 7 - 3 repeat every 7, so that each
+    element of the product is size / 7 times one of 49 integers of at most 28: exact in float32,
+    TF32 and bfloat16, whatever the order of the sums."""
     on_gpu = device.type == "cuda"
     size, dtype = (GPU_SIZE, torch.bfloat16) if on_gpu else (CPU_SIZE, torch.float32)
     n = torch.arange(size, device=device)
@@ -253,20 +296,27 @@ def _multiply(device: torch.device, matmul: Callable[..., torch.Tensor]) -> floa
     _settle(device)
     took_s = time.monotonic() - began_s
     few = _known(size // PERIOD).to(device)
-    wrong = int((c != few[n % PERIOD][:, n % PERIOD].to(dtype)).sum())  # a NaN differs from everything
+    # a NaN differs from everything
+    wrong = int((c != few[n % PERIOD][:, n % PERIOD].to(dtype)).sum())
     finite = "" if not wrong or bool(c.isfinite().all()) else ", some are no numbers"
     if on_gpu:
         del a, b, c
         torch.cuda.empty_cache()
     if wrong:
-        raise NodeRejected(f"it computes wrongly: {wrong} of {size * size} elements of a product on {device.type}{finite}")
+        raise NodeRejected(
+            f"it computes wrongly: {wrong} of {size * size} elements of a product on "
+            f"{device.type}{finite}"
+        )
     return 2.0 * size**3 / max(took_s, 1e-9)
 
 
 def _known(times: int) -> torch.Tensor:
     """[7, 7]: the elements of the product by row and column mod 7, in Python's integers."""
     every = range(PERIOD)
-    rows = [[sum(((i + 2 * k) % PERIOD - 3) * ((3 * k + j) % PERIOD - 3) for k in every) for j in every] for i in every]
+    rows = [
+        [sum(((i + 2 * k) % PERIOD - 3) * ((3 * k + j) % PERIOD - 3) for k in every) for j in every]
+        for i in every
+    ]
     return torch.tensor(rows, dtype=torch.float32) * times
 
 
@@ -279,8 +329,8 @@ def _settle(device: torch.device) -> None:
 
 
 def try_links(doors: Callable[[], Sequence[Door]]) -> Link | None:
-    """The first neighbor that is reached; None = nobody was there to be asked. Where none of several is reached, the node is
-    at fault and not one of them."""
+    """The first neighbor that is reached; None = nobody was there to be asked. Where none of
+    several is reached, the node is at fault and not one of them."""
     failed: list[Link] = []
     for door in doors():
         found = measure(door)

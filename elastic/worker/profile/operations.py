@@ -1,4 +1,5 @@
-"""What a forward pass does, counted as its operations are dispatched: products, attention, bytes that all others move."""
+"""What a forward pass does, counted as its operations are dispatched: products, attention, bytes
+that all others move."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ OPERANDS = {
     "_grouped_mm": 0,
     "_scaled_grouped_mm": 0,
 }  # first one
-NOTHING = frozenset({"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-LOOKUPS = frozenset(
-    {"embedding", "index", "index_select", "gather", "take", "nll_loss_forward"}
-)  # read a few rows of the first
+NOTHING = frozenset(
+    {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+)
+# read a few rows of the first
+LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "take", "nll_loss_forward"})
 
 
 @dataclass
@@ -52,7 +54,8 @@ class Counted:
 
 @dataclass
 class Operations:
-    """`cuts`: `n` or `k` by the storage of a parameter that tp cuts (`cuts_of`); `parameters`: storages of all of them."""
+    """`cuts`: `n` or `k` by the storage of a parameter that tp cuts (`cuts_of`); `parameters`:
+    storages of all of them."""
 
     cuts: Mapping[int, str]
     parameters: frozenset[int]
@@ -60,7 +63,8 @@ class Operations:
     ends: Counted = field(default_factory=Counted)
 
     def count(self, inside: bool, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """One dispatched operation. What is done on real tensors (a table that a model keeps) is not the sample's doing."""
+        """One dispatched operation. What is done on real tensors (a table that a model keeps) is
+        not the sample's doing."""
         name = func.overloadpacket.__name__
         given, made = list(tensors_in(args)), list(tensors_in(out))
         if func.is_view or name in NOTHING or not all(x.is_meta for x in (*given, *made)):
@@ -75,9 +79,9 @@ class Operations:
             place.n_ops += 1
 
     def attend(self, inside: bool, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> None:
-        """Of one sample: query [1, heads, queries, head_dim], key and value [1, kv_heads, keys, head_dim]; values of another
-        size count by the mean of both. Under a mask that is given as a tensor, kernels compute all of it: such attention is
-        not causal here and has no window."""
+        """Of one sample: query [1, heads, queries, head_dim], key and value [1, kv_heads, keys,
+        head_dim]; values of another size count by the mean of both. Under a mask that is given as a
+        tensor, kernels compute all of it: such attention is not causal here and has no window."""
         heads, kv_heads = (prod(x.shape[:-2]) for x in (query, key))
         head_dim = (query.shape[-1] + value.shape[-1]) // 2
         one = Attention(query.shape[-2], key.shape[-2], heads, kv_heads, head_dim, causal)
@@ -101,9 +105,14 @@ class Operations:
 
 
 def operations_of(model: nn.Module, cut_dims: Mapping[str, int]) -> Operations:
-    """`cut_dims`: name of a parameter -> the dimension that tp cuts; a weight is [n, k], as nn.Linear has it."""
+    """`cut_dims`: name of a parameter -> the dimension that tp cuts; a weight is [n, k], as
+    nn.Linear has it."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    cuts = {_storage(named[name]): ("n", "k")[dim] for name, dim in cut_dims.items() if named[name].ndim == 2}
+    cuts = {
+        _storage(named[name]): ("n", "k")[dim]
+        for name, dim in cut_dims.items()
+        if named[name].ndim == 2
+    }
     return Operations(cuts, frozenset(map(_storage, named.values())))
 
 
@@ -111,12 +120,22 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _convolution(x: Tensor, weight: Tensor, out: Tensor, transposed: bool, groups: int) -> dict[Matmul, int]:
+def _convolution(
+    x: Tensor, weight: Tensor, out: Tensor, transposed: bool, groups: int
+) -> dict[Matmul, int]:
     """As the product of its patches and its kernels, once per group."""
     kernel = prod(weight.shape[2:])
     if transposed:
-        return {Matmul(x.shape[0] * prod(x.shape[2:]), x.shape[1] // groups, weight.shape[1] * kernel): groups}
-    return {Matmul(out.shape[0] * prod(out.shape[2:]), weight.shape[1] * kernel, out.shape[1] // groups): groups}
+        return {
+            Matmul(
+                x.shape[0] * prod(x.shape[2:]), x.shape[1] // groups, weight.shape[1] * kernel
+            ): groups
+        }
+    return {
+        Matmul(
+            out.shape[0] * prod(out.shape[2:]), weight.shape[1] * kernel, out.shape[1] // groups
+        ): groups
+    }
 
 
 def _moved(name: str, given: Iterable[Tensor], made: Iterable[Tensor]) -> int:

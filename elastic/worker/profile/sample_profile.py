@@ -1,8 +1,10 @@
-"""What one sample asks of a program: its passes are run once on the meta device, where nothing is computed nor stored.
+"""What one sample asks of a program: its passes are run once on the meta device, where nothing is
+computed nor stored.
 
-Products, attention and what the other operations move are counted as they are dispatched, in eager mode. Of memory counts
-what autograd keeps, each piece once, without parameters and the batch. Attention counts as the fused kernels do it
-(FlashAttention: Dao et al. 2022, section 3.1): queries, keys, values, output and one float32 per row are kept.
+Products, attention and what the other operations move are counted as they are dispatched, in eager
+mode. Of memory counts what autograd keeps, each piece once, without parameters and the batch.
+Attention counts as the fused kernels do it (FlashAttention: Dao et al. 2022, section 3.1): queries,
+keys, values, output and one float32 per row are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from elastic.models.attention import AttentionUse, over
 from elastic.program import Program
 from elastic.types import Job, SampleProfile
 from elastic.worker.parallel.activation_checkpointing import kept_ops
-from elastic.worker.parallel.context_parallel import before_cut, check_sum, sequence_length, tensors_in
+from elastic.worker.parallel.context_parallel import (
+    before_cut,
+    check_sum,
+    sequence_length,
+    tensors_in,
+)
 from elastic.worker.profile.operations import operations_of
 from elastic.worker.program.calls import call_model, count_of, loss_of
 from elastic.worker.program.loop_program import LoopProgram
@@ -42,12 +49,14 @@ GROUPED = torch.ops.aten._grouped_mm.default  # rows by expert
 
 
 def sample_profile(program: Program, job: Job, sample: Mapping[str, Any]) -> SampleProfile | None:
-    """`sample`: an item of the dataset. None where the program cannot be run on the meta device, a script computes its loss, or
-    samples are of unequal length (`microbatch_tokens`)."""
+    """`sample`: an item of the dataset. None where the program cannot be run on the meta device, a
+    script computes its loss, or samples are of unequal length (`microbatch_tokens`)."""
     try:
         return traced_sample(program, job, sample)
     except Exception as error:  # noqa: BLE001 - the user's model on a device that it was not written for
-        log.info("what a sample asks of the model is not known: %s", " ".join(str(error).split())[:200])
+        log.info(
+            "what a sample asks of the model is not known: %s", " ".join(str(error).split())[:200]
+        )
         return None
 
 
@@ -56,16 +65,20 @@ def traced_sample(program: Program, job: Job, sample: Mapping[str, Any]) -> Samp
     if isinstance(program, LoopProgram) or job.microbatch_tokens:
         return None
     return _Run(
-        program, collate([dict(sample)]), None if job.precision == "float32" else getattr(torch, job.precision)
+        program,
+        collate([dict(sample)]),
+        None if job.precision == "float32" else getattr(torch, job.precision),
     ).profile()
 
 
 @dataclass
 class _Kept:
-    """Bytes that stay for the backward pass, by block; each storage counts where it was seen first."""
+    """Bytes that stay for the backward pass, by block; each storage counts where it was seen
+    first."""
 
     bytes_at: dict[int, int] = field(default_factory=dict)
-    seen: dict[int, Tensor] = field(default_factory=dict)  # the tensors are held, so that no two have one address
+    # the tensors are held, so that no two have one address
+    seen: dict[int, Tensor] = field(default_factory=dict)
 
     def without(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -105,7 +118,9 @@ class _Run:
         blocks = [model.get_submodule(name) for name in block_names(model, self.program.blocks)]
         with ExitStack() as stack:
             for i, block in enumerate(blocks):
-                stack.callback(block.register_forward_pre_hook(self._enters(i), with_kwargs=True).remove)
+                stack.callback(
+                    block.register_forward_pre_hook(self._enters(i), with_kwargs=True).remove
+                )
                 stack.callback(block.register_forward_hook(self._leaves(i)).remove)
             if not self.program.no_cp:
                 self.seen = stack.enter_context(over(None))
@@ -122,7 +137,8 @@ class _Run:
 
     def _found(self, n_blocks: int, output: Any) -> SampleProfile:
         bytes_of = {"none": self.none, "selective": self.selective, "full": self.full}
-        out_bytes = sum(x.numel() * max(4, x.element_size()) for x in tensors_in(output))  # released, and its gradient
+        # released, and its gradient
+        out_bytes = sum(x.numel() * max(4, x.element_size()) for x in tensors_in(output))
         styles = self.program.tp.values()
         inside, ends, n = self.operations.blocks, self.operations.ends, max(1, n_blocks)
         found = SampleProfile(
@@ -156,7 +172,8 @@ class _Run:
         except Exception:  # noqa: BLE001 - the user's count
             return sequence
 
-    # ------------------------------------------------------------------------------------------ the passes
+    # ------------------------------------------------------------------------------------------ the
+    # passes
 
     def _enters(self, block: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -181,7 +198,8 @@ class _Run:
         return tensor
 
     def _loss(self, output: Any, batch: Batch) -> None:
-        """What it keeps; a loss that looks at values is not run here, and counts as the log-softmax of the output."""
+        """What it keeps; a loss that looks at values is not run here, and counts as the log-softmax
+        of the output."""
         given = output.float() if output.is_floating_point() else output
         try:
             loss_of(self.program, given, batch)
@@ -189,7 +207,8 @@ class _Run:
             self.none.add(OUTSIDE, torch.empty_like(given))
             self.operations.ends.moved_bytes += 2 * given.numel() * given.element_size()
 
-    # ------------------------------------------------------------------------------------------ may the sequence be cut?
+    # ------------------------------------------------------------------------------------------ may
+    # the sequence be cut?
 
     def _no_cp(self, n_blocks: int, output: Any, n: int) -> str:
         if self.program.no_cp:
@@ -208,7 +227,10 @@ class _Run:
         if not m:
             return f"a sequence of {n} positions is too short"
         chosen = torch.linspace(0, n - 1, m).long()
-        batch = {key: x[:, chosen] if x.ndim > 1 and x.shape[1] == n else x for key, x in self.batch.items()}
+        batch = {
+            key: x[:, chosen] if x.ndim > 1 and x.shape[1] == n else x
+            for key, x in self.batch.items()
+        }
         torch.manual_seed(0)
         made_up = torch.randn(1, m, *cut[0].shape[2:])
         try:
@@ -226,7 +248,8 @@ def _with_sequence(output: Any, n: int) -> list[Tensor]:
 
 
 class _Outputs(TorchDispatchMode):
-    """Operations, and outputs of what `selective` does not compute twice. A value that is asked for is 1: there is none."""
+    """Operations, and outputs of what `selective` does not compute twice. A value that is asked for
+    is 1: there is none."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -235,7 +258,8 @@ class _Outputs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
-        if func is GROUPED and args[0].is_meta and args[0].dtype != torch.bfloat16:  # the meta device knows no other
+        # the meta device knows no other
+        if func is GROUPED and args[0].is_meta and args[0].dtype != torch.bfloat16:
             out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         else:
             out = func(*args, **(kwargs or {}))
@@ -258,7 +282,9 @@ class _Attention(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self._attend(*args, **(kwargs or {}))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, is_causal: bool = False, **__: Any) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, is_causal: bool = False, **__: Any
+    ) -> Tensor:
         run = self.run
         out, row_sums = _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
         run.operations.attend(run.place != OUTSIDE, query, key, value, is_causal)

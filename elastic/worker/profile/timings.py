@@ -1,4 +1,5 @@
-"""How measured times become numbers: medians of repetitions that take turns, and a line through them."""
+"""How measured times become numbers: medians of repetitions that take turns, and a line through
+them."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ def medians_s(
     settle: Callable[[], None] = nothing,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Seconds of each call: the median of repetitions that take turns, so that what disturbs the machine for a while disturbs
-    all alike. Goes on for `for_s` seconds, but repeats each LEAST to MOST times. The first call of each does not count."""
+    """Seconds of each call: the median of repetitions that take turns, so that what disturbs the
+    machine for a while disturbs all alike. Goes on for `for_s` seconds, but repeats each LEAST to
+    MOST times. The first call of each does not count."""
     began = clock()
     many = {name: _many(call, settle, clock) for name, call in calls.items()}
     took: dict[str, list[float]] = {name: [] for name in calls}
@@ -33,7 +35,9 @@ def medians_s(
     return {name: median(values) for name, values in took.items()}
 
 
-def _many(call: Callable[[], object], settle: Callable[[], None], clock: Callable[[], float]) -> int:
+def _many(
+    call: Callable[[], object], settle: Callable[[], None], clock: Callable[[], float]
+) -> int:
     """How often it is called in one repetition."""
     _timed(call, 1, settle, clock)
     n = 1
@@ -42,7 +46,9 @@ def _many(call: Callable[[], object], settle: Callable[[], None], clock: Callabl
     return n
 
 
-def _timed(call: Callable[[], object], n: int, settle: Callable[[], None], clock: Callable[[], float]) -> float:
+def _timed(
+    call: Callable[[], object], n: int, settle: Callable[[], None], clock: Callable[[], float]
+) -> float:
     settle()
     began = clock()
     for _ in range(n):
@@ -52,17 +58,25 @@ def _timed(call: Callable[[], object], n: int, settle: Callable[[], None], clock
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(bytes, seconds) -> alpha (seconds) and beta (seconds per byte) of seconds = alpha + beta bytes, neither below 0: least
-    squares of the relative errors, so that the small sizes tell alpha and the large ones beta."""
+    """(bytes, seconds) -> alpha (seconds) and beta (seconds per byte) of seconds = alpha + beta
+    bytes, neither below 0: least squares of the relative errors, so that the small sizes tell alpha
+    and the large ones beta."""
     weights = [1 / seconds**2 for _, seconds in points]
     w = sum(weights)
     x = sum(weight * n for weight, (n, _) in zip(weights, points)) / w
     y = sum(weight * seconds for weight, (_, seconds) in zip(weights, points)) / w
     spread = sum(weight * (n - x) ** 2 for weight, (n, _) in zip(weights, points))
-    beta = sum(weight * (n - x) * (seconds - y) for weight, (n, seconds) in zip(weights, points)) / spread if spread else 0.0
+    beta = (
+        sum(weight * (n - x) * (seconds - y) for weight, (n, seconds) in zip(weights, points))
+        / spread
+        if spread
+        else 0.0
+    )
     if beta <= 0:
         return y, 0.0
     if y < beta * x:  # through 0
         square = sum(weight * n * n for weight, (n, _) in zip(weights, points))
-        return 0.0, sum(weight * n * seconds for weight, (n, seconds) in zip(weights, points)) / square
+        return 0.0, sum(
+            weight * n * seconds for weight, (n, seconds) in zip(weights, points)
+        ) / square
     return y - beta * x, beta

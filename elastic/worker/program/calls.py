@@ -22,7 +22,9 @@ def inputs_of(program: Program, batch: Batch) -> Any:
     for key in ("input", "input_ids"):
         if key in batch:
             return batch[key]
-    raise ProgramError(f"a sample has the keys {sorted(batch)}; name one of them 'input', or give Program.inputs")
+    raise ProgramError(
+        f"a sample has the keys {sorted(batch)}; name one of them 'input', or give Program.inputs"
+    )
 
 
 def keywords_of(program: Program, batch: Batch) -> dict[str, Any]:
@@ -36,7 +38,8 @@ def call_model(program: Program, model: nn.Module, batch: Batch) -> Any:
 
 
 def cut_rows(n_rows: int, n: int) -> list[range]:
-    """The rows of each of `n` microbatches, as `torch.tensor_split` cuts them: the first ones have one more."""
+    """The rows of each of `n` microbatches, as `torch.tensor_split` cuts them: the first ones have
+    one more."""
     base, more = divmod(n_rows, n)
     starts = [i * base + min(i, more) for i in range(n + 1)]
     return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
@@ -59,12 +62,14 @@ def first_rows(output: Any, n: int) -> Any:
 
 
 def count_of(program: Program, batch: Batch) -> int:
-    """Tokens (or samples) that the loss sums over. The host waits where the batch is on a device."""
+    """Tokens (or samples) that the loss sums over. The host waits where the batch is on a
+    device."""
     return int(count_there(program, batch))
 
 
 def count_there(program: Program, batch: Batch) -> int | torch.Tensor:
-    """The same, where it has to be computed as a scalar tensor on the batch's device, which nobody waits for."""
+    """The same, where it has to be computed as a scalar tensor on the batch's device, which nobody
+    waits for."""
     if program.count is not None:
         found = program.count(batch)
         return found if isinstance(found, torch.Tensor) and found.numel() == 1 else int(found)
@@ -76,9 +81,16 @@ def count_there(program: Program, batch: Batch) -> int | torch.Tensor:
 def loss_of(program: Program, output: Any, batch: Batch) -> torch.Tensor:
     """The program's loss, a scalar. Raises ProgramError when it is none."""
     value = program.loss(output, batch)
-    if isinstance(value, DTensor):  # of logits that are cut over tp: the same on each of these ranks
+    # of logits that are cut over tp: the same on each of these ranks
+    if isinstance(value, DTensor):
         value = value.full_tensor()
     if not isinstance(value, torch.Tensor) or value.ndim:
-        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ProgramError(f"Program.loss returned {found}; it must return the sum over the batch, a scalar tensor")
+        found = (
+            f"a tensor of shape {list(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
+        raise ProgramError(
+            f"Program.loss returned {found}; it must return the sum over the batch, a scalar tensor"
+        )
     return value

@@ -1,4 +1,5 @@
-"""What a step came to, as all ranks know it after its commit. Numbers only: the driver's side reads it too."""
+"""What a step came to, as all ranks know it after its commit. Numbers only: the driver's side reads
+it too."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Commit:
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Commit:
         square_norm, loss_sum, tokens, one, two, overflowed, *blocks = numbers
-        return cls(square_norm, loss_sum, tokens, (int(one), int(two)), bool(overflowed), tuple(blocks))
+        return cls(
+            square_norm, loss_sum, tokens, (int(one), int(two)), bool(overflowed), tuple(blocks)
+        )
 
     @property
     def train_loss(self) -> float:
@@ -39,7 +42,11 @@ class Commit:
     @property
     def grad_norm(self) -> float:
         """Of the gradient of the mean loss."""
-        return math.sqrt(self.square_norm) / max(1.0, self.tokens) if self.square_norm >= 0 else math.nan
+        return (
+            math.sqrt(self.square_norm) / max(1.0, self.tokens)
+            if self.square_norm >= 0
+            else math.nan
+        )
 
     @property
     def finite(self) -> bool:
@@ -48,7 +55,10 @@ class Commit:
     @property
     def block_norms(self) -> list[float]:
         """Of the gradient of the mean loss in each part of the model."""
-        return [math.sqrt(square) / max(1.0, self.tokens) if square >= 0 else math.nan for square in self.block_square_norms]
+        return [
+            math.sqrt(square) / max(1.0, self.tokens) if square >= 0 else math.nan
+            for square in self.block_square_norms
+        ]
 
 
 def step_done(
@@ -59,29 +69,35 @@ def step_done(
     skipped: bool = False,
     shape: tuple[float, float] = (0.0, 0.0),
 ) -> StepDone:
-    """The report of a step. `times`: seconds of the step, of waiting for data, of waiting for copies; 0 = nobody measured.
-    `shape`: imbalance of the ranks' tokens, share of the places that were filled up. Of what is measured only digits that mean
-    something: there is a line of it for every step of a run."""
+    """The report of a step. `times`: seconds of the step, of waiting for data, of waiting for
+    copies; 0 = nobody measured. `shape`: imbalance of the ranks' tokens, share of the places that
+    were filled up. Of what is measured only digits that mean something: there is a line of it for
+    every step of a run."""
     sums, grad_norm = (commit.train_loss, int(commit.tokens)), float(f"{commit.grad_norm:.7g}")
     step_s, data_s, copy_s = (round(t, 6) for t in times)
     imbalance, pad_share = (round(x, 4) for x in shape)
-    skipped = skipped or commit.overflowed or not commit.finite  # the update of such a step is never made
+    # the update of such a step is never made
+    skipped = skipped or commit.overflowed or not commit.finite
     return StepDone(
-        generation, step, *sums, step_s, data_s, copy_s, grad_norm, digest_text(commit.samples), skipped, imbalance, pad_share
+        generation, step, *sums, step_s, data_s, copy_s, grad_norm, digest_text(commit.samples),
+        skipped, imbalance, pad_share
     )  # fmt: skip
 
 
 @dataclass
 class StepReports:
-    """Every step is told of once: by rank 0, or, where that is gone or has missed the commit, by what another has left with;
-    and what a guard has found in it by the first rank that says so."""
+    """Every step is told of once: by rank 0, or, where that is gone or has missed the commit, by
+    what another has left with; and what a guard has found in it by the first rank that says so."""
 
     steps: dict[int, int] = field(default_factory=dict)  # generation -> newest step told of
-    tripped: dict[int, int] = field(default_factory=dict)  # generation -> newest step that a guard has tripped at
-    skipped: dict[int, int] = field(default_factory=dict)  # generation -> newest step that a guard has left out
+    # generation -> newest step that a guard has tripped at
+    tripped: dict[int, int] = field(default_factory=dict)
+    # generation -> newest step that a guard has left out
+    skipped: dict[int, int] = field(default_factory=dict)
 
     def add(self, event: Event) -> list[Event]:
-        """The event, after the step that it is the first word of; nothing where all has been said."""
+        """The event, after the step that it is the first word of; nothing where all has been
+        said."""
         match event:
             case PlanEntered():
                 self.steps[event.generation] = event.step
@@ -108,4 +124,6 @@ class StepReports:
         if live is None or not event.commit or self.steps.get(live.generation) != live.step - 1:
             return []
         skipped = self.skipped.get(live.generation) == live.step
-        return self._step(step_done(live.generation, live.step, Commit.of(event.commit), skipped=skipped))
+        return self._step(
+            step_done(live.generation, live.step, Commit.of(event.commit), skipped=skipped)
+        )

@@ -1,7 +1,9 @@
-"""What a program's optimizers keep, and the proof that they may be cut, by dry steps on tiny replicas.
+"""What a program's optimizers keep, and the proof that they may be cut, by dry steps on tiny
+replicas.
 
-Ranks give an optimizer their own parts of the tensors. That is exact where the update of a part is that part of the whole
-tensor's update, where all state is of the parameter's shape or scalar, and where it begins as constants.
+Ranks give an optimizer their own parts of the tensors. That is exact where the update of a part is
+that part of the whole tensor's update, where all state is of the parameter's shape or scalar, and
+where it begins as constants.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class OptimizerEntries:
 
 
 def what_they_keep(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
-    """Found by dry steps. Raises ProgramError (SpecError for an optimizer of job.yaml) that names the one that cannot be cut,
-    SpecError for a parameter that does not belong to exactly one."""
+    """Found by dry steps. Raises ProgramError (SpecError for an optimizer of job.yaml) that names
+    the one that cannot be cut, SpecError for a parameter that does not belong to exactly one."""
     if program.optimizer is None:
         return OptimizerEntries()
     if not isinstance(program.optimizer, JobOptimizer):
@@ -53,7 +55,10 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
         program.optimizer.check_names(spec.fqn for spec in every)
     owners = Optimizers(program, every, {}).of
     names = list(dict.fromkeys(owners.values()))
-    alike = {(owners[spec.fqn], re.sub(r"\d+", "*", spec.fqn), len(spec.shape)): spec for spec in reversed(every)}
+    alike = {
+        (owners[spec.fqn], re.sub(r"\d+", "*", spec.fqn), len(spec.shape)): spec
+        for spec in reversed(every)
+    }
     replicas = list(reversed(alike.values()))
 
     whole = _Dry(program, every, replicas, WHOLE)
@@ -64,10 +69,14 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     _check_first_step(whole, _Dry(program, every, replicas, WHOLE), kept)
     for number in range(1, DRY_STEPS):
         whole.step(number)
-    _check_settings(whole, before, any(isinstance(held, Settings) for held in program.extra_state.values()))
+    _check_settings(
+        whole, before, any(isinstance(held, Settings) for held in program.extra_state.values())
+    )
     _check_moved(whole)
     _check_parts(whole, _Dry(program, every, replicas, PART), kept)
-    return OptimizerEntries(tuple(kept.values()), {fqn: names.index(name) for fqn, name in owners.items()})
+    return OptimizerEntries(
+        tuple(kept.values()), {fqn: names.index(name) for fqn, name in owners.items()}
+    )
 
 
 class _Notes(dict[str, Any]):
@@ -85,8 +94,8 @@ class _Notes(dict[str, Any]):
 
 @dataclass
 class _Dry:
-    """The optimizers of `every` parameter over replicas of some of them, of `rows` rows per dimension 0, with the same
-    gradients whatever the rows."""
+    """The optimizers of `every` parameter over replicas of some of them, of `rows` rows per
+    dimension 0, with the same gradients whatever the rows."""
 
     program: Program
     every: list[TensorSpec]
@@ -97,15 +106,19 @@ class _Dry:
         generator = torch.Generator().manual_seed(1)
         self.values = {s.fqn: torch.rand(_tiny(s), generator=generator) + 0.5 for s in self.specs}
         self.gradients = [
-            {s.fqn: torch.rand(_tiny(s), generator=generator) - 0.3 for s in self.specs} for _ in range(DRY_STEPS)
+            {s.fqn: torch.rand(_tiny(s), generator=generator) - 0.3 for s in self.specs}
+            for _ in range(DRY_STEPS)
         ]
-        self.named = {fqn: nn.Parameter(self._part(value).clone()) for fqn, value in self.values.items()}
+        self.named = {
+            fqn: nn.Parameter(self._part(value).clone()) for fqn, value in self.values.items()
+        }
         self.optimizers = Optimizers(self.program, self.every, self.named)
         if self.optimizers.begun:
             self._begin()
 
     def _begin(self) -> None:
-        """State that is there before the first step is made once more, of tensors that have values."""
+        """State that is there before the first step is made once more, of tensors that have
+        values."""
         assert self.program.optimizer is not None
         fqns = {id(parameter): fqn for fqn, parameter in self.named.items()}
         for optimizer in by_name(self.program.optimizer(list(self.named.items()))).values():
@@ -133,11 +146,18 @@ class _Dry:
                 optimizer.step()
             except Exception as error:  # a boundary: any optimizer may raise anything
                 text = f"{type(error).__name__}: {line_of(error)}"
-                why = "it communicates" if "process group" in text.lower() else "a plain step() fails"
-                raise ProgramError(f"optimizer {shown(name, optimizer)}: {why} ({text}); {ONLY}") from error
+                why = (
+                    "it communicates" if "process group" in text.lower() else "a plain step() fails"
+                )
+                raise ProgramError(
+                    f"optimizer {shown(name, optimizer)}: {why} ({text}); {ONLY}"
+                ) from error
 
     def settings(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in self.optimizers.groups]
+        return [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in self.optimizers.groups
+        ]
 
 
 def _tiny(spec: TensorSpec) -> list[int]:
@@ -145,7 +165,8 @@ def _tiny(spec: TensorSpec) -> list[int]:
 
 
 def _note(dry: _Dry) -> dict[str, _Notes]:
-    """From now on the first value of each state entry is noted; some are there before the first step."""
+    """From now on the first value of each state entry is noted; some are there before the first
+    step."""
     noted: defaultdict[torch.Tensor, _Notes] = defaultdict(_Notes)
     for optimizer in dry.optimizers.each.values():
         for parameter, state in optimizer.state.items():
@@ -159,19 +180,30 @@ def _entries(dry: _Dry, noted: Mapping[str, _Notes], name: str) -> OptimizerSpec
     found: dict[str, OptimizerSpec] = {}
     for fqn in dry.owned(name):
         state, parameter = noted[fqn], dry.named[fqn]
-        like = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape and v.ndim)
+        like = tuple(
+            k
+            for k, v in state.items()
+            if isinstance(v, torch.Tensor) and v.shape == parameter.shape and v.ndim
+        )
         scalar = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim == 0)
         odd = [k for k, v in state.items() if k not in like and k not in scalar and v is not None]
         if odd:
             raise ProgramError(
-                f"{dry.name(fqn)}: state '{odd[0]}' of {fqn} is neither a scalar tensor nor of the parameter's shape; " + ONLY
+                (
+                    f"{dry.name(fqn)}: state '{odd[0]}' of {fqn} is neither a scalar tensor nor of "
+                    "the parameter's shape; "
+                )
+                + ONLY
             )
-        first = tuple((key, value) for key in (*like, *scalar) if (value := _constant(state.first[key])))
+        first = tuple(
+            (key, value) for key in (*like, *scalar) if (value := _constant(state.first[key]))
+        )
         found[fqn] = OptimizerSpec(like, scalar, first, name)
     if len(set(found.values())) > 1:
         one, other = list(dict(zip(found.values(), found)).values())[:2]
         raise ProgramError(
-            f"{dry.name(one)} keeps different entries for {one} and {other}; make two optimizers of it: a dict of them by name"
+            f"{dry.name(one)} keeps different entries for {one} and {other}; make two optimizers "
+            "of it: a dict of them by name"
         )
     return next(iter(found.values()), OptimizerSpec(name=name))
 
@@ -195,13 +227,15 @@ def _check_first_step(done: _Dry, filled: _Dry, kept: Mapping[str, OptimizerSpec
     for fqn, parameter in done.named.items():
         if not torch.allclose(parameter, filled.named[fqn], rtol=1e-5, atol=1e-7):
             raise ProgramError(
-                f"{done.name(fqn)}: its state does not begin as constants ({fqn}), as with dampening; such an optimizer "
+                f"{done.name(fqn)}: its state does not begin as constants ({fqn}), as with "
+                "dampening; such an optimizer "
                 "cannot be set up before its first step"
             )
 
 
 def _check_settings(dry: _Dry, before: list[dict[str, Any]], kept: bool) -> None:
-    """Settings that a step changes are part of the training state of a script (`kept`), and of nothing else."""
+    """Settings that a step changes are part of the training state of a script (`kept`), and of
+    nothing else."""
     after = iter(zip(before, dry.settings(), strict=True))
     for name, optimizer in dry.optimizers.each.items():
         for _ in optimizer.param_groups:
@@ -209,8 +243,10 @@ def _check_settings(dry: _Dry, before: list[dict[str, Any]], kept: bool) -> None
             changed = [key for key in old if old[key] != new.get(key)]
             if changed and not kept:
                 raise ProgramError(
-                    f"optimizer {shown(name, optimizer)}: a step changes '{changed[0]}' in its param_groups, which is no part "
-                    "of the training state; only optimizers whose state is in `state` can be moved between layouts"
+                    f"optimizer {shown(name, optimizer)}: a step changes '{changed[0]}' in its "
+                    "param_groups, which is no part "
+                    "of the training state; only optimizers whose state is in `state` can be "
+                    "moved between layouts"
                 )
 
 
@@ -220,7 +256,8 @@ def _check_moved(dry: _Dry) -> None:
         still = all(torch.equal(dry.named[fqn], dry.values[fqn]) for fqn in dry.owned(name))
         if still and any(float(group["lr"]) for group in optimizer.param_groups):
             raise ProgramError(
-                f"optimizer {shown(name, optimizer)}: {DRY_STEPS} steps leave its parameters as they are; it must step the "
+                f"optimizer {shown(name, optimizer)}: {DRY_STEPS} steps leave its parameters as "
+                "they are; it must step the "
                 "tensors that are in its param_groups"
             )
 
@@ -230,15 +267,25 @@ def _check_parts(whole: _Dry, part: _Dry, kept: Mapping[str, OptimizerSpec]) -> 
         part.step(number)
     for fqn, parameter in whole.named.items():
         pairs = [(parameter, part.named[fqn])]
-        pairs += [(whole.state(fqn)[key], part.state(fqn)[key]) for key in kept[whole.optimizers.of[fqn]].entries]
+        pairs += [
+            (whole.state(fqn)[key], part.state(fqn)[key])
+            for key in kept[whole.optimizers.of[fqn]].entries
+        ]
         for mine, other in pairs:
             cut = mine[:PART] if mine.ndim else mine
             if not torch.allclose(cut, other, rtol=1e-5, atol=1e-7):
                 raise ProgramError(
-                    f"{whole.name(fqn)} is not element-wise: a step on a part of {fqn} depends on the rest of it; " + ONLY
+                    (
+                        f"{whole.name(fqn)} is not element-wise: a step on a part of {fqn} "
+                        "depends on "
+                        "the rest of it; "
+                    )
+                    + ONLY
                 )
 
 
 def with_kept(specs: Sequence[TensorSpec], kept: OptimizerEntries) -> tuple[TensorSpec, ...]:
     """Each with the index of its optimizer."""
-    return tuple(replace(spec, optimizer=kept.of.get(spec.tied_to or spec.fqn, 0)) for spec in specs)
+    return tuple(
+        replace(spec, optimizer=kept.of.get(spec.tied_to or spec.fqn, 0)) for spec in specs
+    )

@@ -1,8 +1,10 @@
-"""Objects with a state of their own (a learning rate schedule, an average of the weights) as boxes of the training state.
+"""Objects with a state of their own (a learning rate schedule, an average of the weights) as boxes
+of the training state.
 
-The state of each object is one box `extra.<name>` of bytes, equal on every rank and never cut: two lengths, JSON, the bytes of
-its tensors. Nothing in it is ever executed or unpickled. The box is larger than the state was at first (`capacity`), since
-numbers grow by some digits; tensors must keep their shapes.
+The state of each object is one box `extra.<name>` of bytes, equal on every rank and never cut: two
+lengths, JSON, the bytes of its tensors. Nothing in it is ever executed or unpickled. The box is
+larger than the state was at first (`capacity`), since numbers grow by some digits; tensors must
+keep their shapes.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class ExtraState:
-    """The objects of a Program, and their state as it was when the program was loaded: that of a fresh start."""
+    """The objects of a Program, and their state as it was when the program was loaded: that of a
+    fresh start."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.objects = dict(objects)
-        self.first = {name: encode(name, _state_of(name, held)) for name, held in self.objects.items()}
+        self.first = {
+            name: encode(name, _state_of(name, held)) for name, held in self.objects.items()
+        }
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """What the model's profile says of the boxes."""
@@ -47,7 +52,8 @@ class ExtraState:
                 _write(name, data, tensors[EXTRA + name][1])
 
     def note(self, tensors: Tensors) -> None:
-        """Fills the boxes with the objects' state as it is now. Raises ProgramError where it has outgrown its box."""
+        """Fills the boxes with the objects' state as it is now. Raises ProgramError where it has
+        outgrown its box."""
         for name, held in self.objects.items():
             _write(name, encode(name, _state_of(name, held)), tensors[EXTRA + name][1])
 
@@ -64,27 +70,37 @@ def capacity(n_bytes: int) -> int:
 
 
 def _state_of(name: str, held: Any) -> Any:
-    if isinstance(held, type) or not (hasattr(held, "state_dict") and hasattr(held, "load_state_dict")):
-        kind = f"the class {held.__name__}" if isinstance(held, type) else f"a {type(held).__name__}"
-        raise SpecError(f"extra_state['{name}'] is {kind}; it must be an object with state_dict() and load_state_dict()")
+    if isinstance(held, type) or not (
+        hasattr(held, "state_dict") and hasattr(held, "load_state_dict")
+    ):
+        kind = (
+            f"the class {held.__name__}" if isinstance(held, type) else f"a {type(held).__name__}"
+        )
+        raise SpecError(
+            f"extra_state['{name}'] is {kind}; it must be an object with state_dict() and "
+            "load_state_dict()"
+        )
     return held.state_dict()
 
 
 def _write(name: str, data: bytes, into: torch.Tensor) -> None:
     if HEAD_BYTES + len(data) > into.numel():
         raise ProgramError(
-            f"extra_state['{name}']: its state takes {len(data)} bytes now, its box holds {into.numel() - HEAD_BYTES}; "
+            f"extra_state['{name}']: its state takes {len(data)} bytes now, its box holds "
+            f"{into.numel() - HEAD_BYTES}; "
             "tensors and lists in it must keep their sizes from the start on"
         )
     whole = bytearray(len(data).to_bytes(HEAD_BYTES, "little") + data)
     into[: len(whole)].copy_(torch.frombuffer(whole, dtype=torch.uint8))
 
 
-# ------------------------------------------------------------------------------------------------ bytes
+# ------------------------------------------------------------------------------------------------
+# bytes
 
 
 def encode(name: str, value: Any) -> bytes:
-    """Numbers, texts, lists, dicts and tensors as bytes. Raises ProgramError that names anything else."""
+    """Numbers, texts, lists, dicts and tensors as bytes. Raises ProgramError that names anything
+    else."""
     parts: list[bytes] = []
     tree = _tree(value, f"extra_state['{name}']", parts)
     head = json.dumps(tree, separators=(",", ":")).encode()
@@ -113,12 +129,18 @@ def _tree(value: Any, where: str, parts: list[bytes]) -> Any:
         return _tensor_tree(value, parts)
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[_tree(k, where, parts), _tree(v, f"{where}[{k!r}]", parts)] for k, v in value.items()]}
+        return {
+            kind: [
+                [_tree(k, where, parts), _tree(v, f"{where}[{k!r}]", parts)]
+                for k, v in value.items()
+            ]
+        }
     if isinstance(value, list | tuple):
         items = [_tree(item, f"{where}[{i}]", parts) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     raise ProgramError(
-        f"{where} is a {type(value).__name__}; a state_dict() may hold numbers, texts, None, lists, tuples, dicts and tensors"
+        f"{where} is a {type(value).__name__}; a state_dict() may hold numbers, texts, None, "
+        "lists, tuples, dicts and tensors"
     )
 
 
@@ -127,7 +149,9 @@ def _tensor_tree(value: torch.Tensor | np.ndarray[Any, Any], parts: list[bytes])
     tensor = torch.as_tensor(value).detach().cpu().contiguous()
     at = sum(map(len, parts))
     parts.append(tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return {kind: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, len(parts[-1])]}
+    return {
+        kind: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, len(parts[-1])]
+    }
 
 
 def _value(tree: Any, data: bytes) -> Any:
@@ -151,6 +175,10 @@ def _tensor(kind: str, content: list[Any], data: bytes) -> Any:
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"unknown dtype {dtype}")
     found: torch.dtype = getattr(torch, dtype)
-    flat = torch.frombuffer(bytearray(data[at : at + n_bytes]), dtype=found) if n_bytes else torch.empty(0, dtype=found)
+    flat = (
+        torch.frombuffer(bytearray(data[at : at + n_bytes]), dtype=found)
+        if n_bytes
+        else torch.empty(0, dtype=found)
+    )
     tensor = flat.reshape(shape)
     return tensor.numpy() if kind == "array" else tensor

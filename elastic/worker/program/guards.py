@@ -1,6 +1,8 @@
-"""Guards: functions of what all ranks have seen in a commit, so that all of them, and a rank that rolls forward, agree.
+"""Guards: functions of what all ranks have seen in a commit, so that all of them, and a rank that
+rolls forward, agree.
 
-What they remember (the last losses and norms) is a box of the training state: it is rolled back, resized and stored with it.
+What they remember (the last losses and norms) is a box of the training state: it is rolled back,
+resized and stored with it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from elastic.types import BlockNormRule, GradNormRule, GuardRule, GuardRules, Jo
 from elastic.worker.program.commit import Commit
 
 MEMORY = "guards"  # name of the memory among the extra state
-MAD_TO_SIGMA = 1.4826  # median absolute deviation of a normal distribution -> its standard deviation
+# median absolute deviation of a normal distribution -> its standard deviation
+MAD_TO_SIGMA = 1.4826
 SPREAD_LEAST = 0.01  # of a logarithm: below that a loss is as good as constant
 
 
@@ -34,7 +37,8 @@ class Trip:
     more: str = ""  # why not what the guard does at first
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 
 @dataclass
@@ -49,7 +53,9 @@ class RecentValues:
 
     def as_tensor(self) -> torch.Tensor:
         """float64 [size]; NaN where there is no value yet."""
-        return torch.tensor([math.nan] * (self.size - len(self.values)) + self.values, dtype=torch.float64)
+        return torch.tensor(
+            [math.nan] * (self.size - len(self.values)) + self.values, dtype=torch.float64
+        )
 
     def take(self, tensor: torch.Tensor) -> None:
         self.values = [value for value in tensor.tolist() if not math.isnan(value)][-self.size :]
@@ -59,7 +65,9 @@ class GuardMemory:
     """What the guards of a job remember between steps; extra state of the program."""
 
     def __init__(self, rules: GuardRules) -> None:
-        self.losses, self.norms = (RecentValues(rule.window if rule else 1) for rule in (rules.loss_spike, rules.grad_norm))
+        self.losses, self.norms = (
+            RecentValues(rule.window if rule else 1) for rule in (rules.loss_spike, rules.grad_norm)
+        )
         self.in_a_row = 0  # steps that were skipped, one after another
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,58 +93,88 @@ class GuardMemory:
 def needs_memory(rules: GuardRules) -> bool:
     """Does any guard skip steps, or compare with steps before?"""
     return any(
-        getattr(rule, "z", None) or rule.do == "skip" or (rule.do, rule.again) == ("rollback", "skip") for rule in rules.watched
+        getattr(rule, "z", None)
+        or rule.do == "skip"
+        or (rule.do, rule.again) == ("rollback", "skip")
+        for rule in rules.watched
     )
 
 
 def with_memory(program: Program, job: Job) -> Program:
-    """The program with the guards' memory as extra state, where they need one. Raises SpecError where its name is taken."""
+    """The program with the guards' memory as extra state, where they need one. Raises SpecError
+    where its name is taken."""
     rules = job.guards
     if not needs_memory(rules) or isinstance(program.extra_state.get(MEMORY), GuardMemory):
         return program
     if MEMORY in program.extra_state:
-        raise SpecError(f"extra_state['{MEMORY}']: the name is taken by the job's guards; choose another")
+        raise SpecError(
+            f"extra_state['{MEMORY}']: the name is taken by the job's guards; choose another"
+        )
     return replace(program, extra_state={**program.extra_state, MEMORY: GuardMemory(rules)})
 
 
-# ------------------------------------------------------------------------------------------------ judgment
+# ------------------------------------------------------------------------------------------------
+# judgment
 
 
 def deviations(values: Sequence[float], value: float) -> tuple[float, float]:
-    """How many robust standard deviations `value` lies above the median of `values`; and the median."""
+    """How many robust standard deviations `value` lies above the median of `values`; and the
+    median."""
     middle = median(values)
     spread = MAD_TO_SIGMA * median([abs(other - middle) for other in values])
     return (value - middle) / max(spread, SPREAD_LEAST), middle
 
 
-def judge(rules: GuardRules, memory: GuardMemory | None, commit: Commit, blocks: Mapping[str, float]) -> tuple[str, str] | None:
-    """The first guard that trips, and why; None = the step is good. `blocks`: norm of the gradient of each block, where it was
-    asked for in this step."""
+def judge(
+    rules: GuardRules, memory: GuardMemory | None, commit: Commit, blocks: Mapping[str, float]
+) -> tuple[str, str] | None:
+    """The first guard that trips, and why; None = the step is good. `blocks`: norm of the gradient
+    of each block, where it was asked for in this step."""
     if not commit.finite or commit.overflowed:
-        return "not_finite", f"train_loss {commit.train_loss:.6g}, gradient norm {commit.grad_norm:.6g}"
-    found = _spike("train_loss", commit.train_loss, rules.loss_spike, memory.losses if memory else None)
+        return (
+            "not_finite",
+            f"train_loss {commit.train_loss:.6g}, gradient norm {commit.grad_norm:.6g}",
+        )
+    found = _spike(
+        "train_loss", commit.train_loss, rules.loss_spike, memory.losses if memory else None
+    )
     if found:
         return "loss_spike", found
     rule, norm = rules.grad_norm, commit.grad_norm
     window = memory.norms if memory else None
-    found = (_bounds("gradient norm", norm, rule) or _spike("gradient norm", norm, rule, window)) if rule else ""
+    found = (
+        (_bounds("gradient norm", norm, rule) or _spike("gradient norm", norm, rule, window))
+        if rule
+        else ""
+    )
     if found:
         return "grad_norm", found
     for name, value in blocks.items():
-        found = _bounds(f"gradient norm of {name}", value, rules.block_norm) if rules.block_norm else ""
+        found = (
+            _bounds(f"gradient norm of {name}", value, rules.block_norm) if rules.block_norm else ""
+        )
         if found:
             return "block_norm", found
     return None
 
 
-def _spike(what: str, value: float, rule: LossSpikeRule | GradNormRule | None, window: RecentValues | None) -> str:
-    if rule is None or not rule.z or window is None or value <= 0 or len(window.values) < rule.after:
+def _spike(
+    what: str, value: float, rule: LossSpikeRule | GradNormRule | None, window: RecentValues | None
+) -> str:
+    if (
+        rule is None
+        or not rule.z
+        or window is None
+        or value <= 0
+        or len(window.values) < rule.after
+    ):
         return ""
     z, middle = deviations(window.values, math.log(value))
     if z <= rule.z:
         return ""
     return (
-        f"{what} {value:.6g} is {z:.1f} robust deviations above the median {math.exp(middle):.6g} of the last "
+        f"{what} {value:.6g} is {z:.1f} robust deviations above the median {math.exp(middle):.6g} "
+        "of the last "
         f"{len(window.values)} steps (at most {rule.z:g})"
     )
 
@@ -149,15 +187,29 @@ def _bounds(what: str, value: float, rule: GradNormRule | BlockNormRule) -> str:
     return ""
 
 
-def trip_of(found: tuple[str, str], rule: GuardRule, step: int, before: Sequence[tuple[str, int]], in_a_row: int) -> Trip:
-    """What is done about it. `before`: guards and steps that the run was rolled back for; `in_a_row`: steps just skipped."""
+def trip_of(
+    found: tuple[str, str],
+    rule: GuardRule,
+    step: int,
+    before: Sequence[tuple[str, int]],
+    in_a_row: int,
+) -> Trip:
+    """What is done about it. `before`: guards and steps that the run was rolled back for;
+    `in_a_row`: steps just skipped."""
     guard, reason = found
     do, more = rule.do, ""
     steps = [s for name, s in before if name == guard]
     if do == "rollback" and (step in steps or len(steps) >= rule.rollbacks):
         do = rule.again
         more = f"again, after {'one roll-back' if len(steps) == 1 else f'{len(steps)} roll-backs'}"
-        more += ": the step is skipped" if do == "skip" else ": look at these samples and at the learning rate"
+        more += (
+            ": the step is skipped"
+            if do == "skip"
+            else ": look at these samples and at the learning rate"
+        )
     if do == "skip" and in_a_row >= rule.in_a_row:
-        do, more = "stop", f"{in_a_row} steps in a row were skipped before it: this is no single bad batch"
+        do, more = (
+            "stop",
+            f"{in_a_row} steps in a row were skipped before it: this is no single bad batch",
+        )
     return Trip(guard, step, do, f"step {step}: {reason}", more)

@@ -24,12 +24,15 @@ def _with_optimizer(program: Program, job: Job) -> Program:
         return program
     if given and program.optimizer is not None:
         where = "elastic.loop has one" if job.script else "Program.optimizer is another"
-        raise SpecError(f"job.yaml: key 'optimizer' gives an optimizer, and {where}; give one of them")
+        raise SpecError(
+            f"job.yaml: key 'optimizer' gives an optimizer, and {where}; give one of them"
+        )
     if given:
         return replace(program, optimizer=JobOptimizer(given))
     if program.optimizer is None:
         raise SpecError(
-            "no optimizer: give Program.optimizer, or `optimizer: {path: torch.optim.AdamW, lr: 3.0e-4}` in job.yaml"
+            "no optimizer: give Program.optimizer, or `optimizer: {path: torch.optim.AdamW, lr: "
+            "3.0e-4}` in job.yaml"
         )
     return program
 
@@ -42,9 +45,15 @@ def _with_rates(program: Program, job: Job) -> Program:
         return program
     if job.script:
         key = "lr_schedule" if given else "lr_scaling"
-        raise SpecError(f"job.yaml: key '{key}': a script that enters elastic.loop sets its own learning rates; leave it out")
+        raise SpecError(
+            f"job.yaml: key '{key}': a script that enters elastic.loop sets its own learning "
+            "rates; leave it out"
+        )
     if given and own is not None:
-        raise SpecError("job.yaml: key 'lr_schedule' gives a schedule, and Program.lr_factor is another; give one of them")
+        raise SpecError(
+            "job.yaml: key 'lr_schedule' gives a schedule, and Program.lr_factor is another; give "
+            "one of them"
+        )
     return replace(program, lr_factor=Rates(schedule(given, job.steps) if given else own, by))
 
 

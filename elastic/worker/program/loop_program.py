@@ -23,8 +23,9 @@ Own = Optimizer | dict[str, Optimizer]  # what a script gives: one, or several b
 
 @dataclass(frozen=True)
 class LoopProgram(Program):
-    """`settings`: keys of a job.yaml that the script gave itself. `evaluation`: (model, batch) -> summed loss. `given`: turns
-    a batch, which is a dict inside, into what the script's dataset gives."""
+    """`settings`: keys of a job.yaml that the script gave itself. `evaluation`: (model, batch) ->
+    summed loss. `given`: turns a batch, which is a dict inside, into what the script's dataset
+    gives."""
 
     settings: Mapping[str, int] = field(default_factory=dict)
     evaluation: Callable[[Any, Any], Any] | None = None
@@ -33,34 +34,48 @@ class LoopProgram(Program):
 
 def no_loss(output: Any, batch: Any) -> Any:
     """A loop has no loss function of its own: its body computes the loss."""
-    raise ProgramError("a job whose script enters elastic.loop computes its loss in the script; Program.loss is not called")
+    raise ProgramError(
+        "a job whose script enters elastic.loop computes its loss in the script; Program.loss is "
+        "not called"
+    )
 
 
-# ------------------------------------------------------------------------------------------------ the model
+# ------------------------------------------------------------------------------------------------
+# the model
 
 
 def module_factory(module: nn.Module) -> Callable[[], nn.Module]:
-    """Copies of the module on the device that is the default when it is called: with its values, or (meta) without memory."""
+    """Copies of the module on the device that is the default when it is called: with its values, or
+    (meta) without memory."""
 
     def build() -> nn.Module:
         device = torch.get_default_device()
         memo: dict[int, Any] = {}
         for parameter in module.parameters():
-            value = torch.empty_like(parameter, device="meta") if device.type == "meta" else parameter.detach()
+            value = (
+                torch.empty_like(parameter, device="meta")
+                if device.type == "meta"
+                else parameter.detach()
+            )
             memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for buffer in module.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta") if device.type == "meta" else buffer.detach().clone()
+            memo[id(buffer)] = (
+                torch.empty_like(buffer, device="meta")
+                if device.type == "meta"
+                else buffer.detach().clone()
+            )
         return copy.deepcopy(module, memo)
 
     return build
 
 
-# ------------------------------------------------------------------------------------------------ the optimizer
+# ------------------------------------------------------------------------------------------------
+# the optimizer
 
 
 class OptimizerFactory:
-    """Optimizers like the script's own: of their classes, with their groups and settings, over other tensors of the same
-    names."""
+    """Optimizers like the script's own: of their classes, with their groups and settings, over
+    other tensors of the same names."""
 
     def __init__(self, module: nn.Module, optimizer: Own) -> None:
         names: dict[int, str] = {}
@@ -73,19 +88,26 @@ class OptimizerFactory:
                 strange = [p for p in group["params"] if id(p) not in names]
                 if strange:
                     raise SpecError(
-                        f"elastic.loop: the optimizer holds a parameter of shape {list(strange[0].shape)} that the model does "
+                        "elastic.loop: the optimizer holds a parameter of shape "
+                        f"{list(strange[0].shape)} that the model does "
                         "not have; make it of the parameters of the model that you give"
                     )
                 self.names.setdefault(key, []).append([names[id(p)] for p in group["params"]])
 
     def __call__(self, named: Iterable[tuple[str, nn.Parameter]]) -> Own:
         have = dict(named)
-        made = {key: self._like(own, self.names[key], have) for key, own in by_name(self.optimizer).items()}
+        made = {
+            key: self._like(own, self.names[key], have)
+            for key, own in by_name(self.optimizer).items()
+        }
         return made.get("", made)
 
-    def _like(self, own: Optimizer, names: list[list[str]], have: Mapping[str, nn.Parameter]) -> Optimizer:
+    def _like(
+        self, own: Optimizer, names: list[list[str]], have: Mapping[str, nn.Parameter]
+    ) -> Optimizer:
         made: Optimizer = object.__new__(type(own))
-        made.__dict__.update({key: value for key, value in own.__dict__.items() if key != "step"})  # schedulers wrap `step`
+        # schedulers wrap `step`
+        made.__dict__.update({key: value for key, value in own.__dict__.items() if key != "step"})
         made.state = defaultdict(dict)
         made.param_groups = [
             {**group, "params": [have[name] for name in here if name in have]}
@@ -95,8 +117,8 @@ class OptimizerFactory:
 
 
 def rebind(optimizer: Own, made: dict[str, Optimizer]) -> None:
-    """Gives the script's own optimizers the tensors and the state of those that were made like them, and their places; their
-    settings stay."""
+    """Gives the script's own optimizers the tensors and the state of those that were made like
+    them, and their places; their settings stay."""
     for key, own in by_name(optimizer).items():
         for group, new in zip(own.param_groups, made[key].param_groups, strict=True):
             group["params"] = new["params"]
@@ -105,7 +127,8 @@ def rebind(optimizer: Own, made: dict[str, Optimizer]) -> None:
 
 
 class Settings:
-    """The optimizers' learning rates and other settings, as extra state: whoever changes them, they travel with the model."""
+    """The optimizers' learning rates and other settings, as extra state: whoever changes them, they
+    travel with the model."""
 
     def __init__(self, optimizer: Own) -> None:
         self.each = by_name(optimizer, WHERE)
@@ -116,14 +139,17 @@ class Settings:
 
     def state_dict(self) -> dict[str, Any]:
         skip = ("params", "param_names")
-        return {"groups": [{k: v for k, v in group.items() if k not in skip} for group in self.groups]}
+        return {
+            "groups": [{k: v for k, v in group.items() if k not in skip} for group in self.groups]
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for group, saved in zip(self.groups, state["groups"], strict=True):
             group.update(saved)
 
 
-# ------------------------------------------------------------------------------------------------ the data
+# ------------------------------------------------------------------------------------------------
+# the data
 
 
 @dataclass(frozen=True)
@@ -137,7 +163,10 @@ class Numbered:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         item = self.dataset[index]
-        return {str(i): part for i, part in enumerate(item if isinstance(item, tuple | list) else (item,))}
+        return {
+            str(i): part
+            for i, part in enumerate(item if isinstance(item, tuple | list) else (item,))
+        }
 
 
 def as_tuple(batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -149,11 +178,15 @@ def as_tensor(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def given_of(item: Any) -> Callable[[Mapping[str, torch.Tensor]], Any]:
-    """How a batch of such items is given to the script. Raises SpecError where an item is none that can be stacked."""
+    """How a batch of such items is given to the script. Raises SpecError where an item is none that
+    can be stacked."""
     if isinstance(item, Mapping):
         return dict
     if isinstance(item, tuple | list):
         return as_tuple
     if isinstance(item, torch.Tensor | np.ndarray):
         return as_tensor
-    raise SpecError(f"elastic.loop: a sample is a {type(item).__name__}; it must be a dict or tuple of tensors, or a tensor")
+    raise SpecError(
+        f"elastic.loop: a sample is a {type(item).__name__}; it must be a dict or tuple of "
+        "tensors, or a tensor"
+    )

@@ -1,4 +1,5 @@
-"""Traces a Program on the meta device: which tensors there are and how they may be cut. Allocates no weights."""
+"""Traces a Program on the meta device: which tensors there are and how they may be cut. Allocates
+no weights."""
 
 from __future__ import annotations
 
@@ -40,8 +41,11 @@ BRACKETS = re.compile(r"\\\[(.+?)\\\]")  # escaped
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """`layers.*.attn.w[qkv]`: `*` stands for one part of a module name, brackets as in file names."""
-    parts = [BRACKETS.sub(_one_of, re.escape(p).replace(r"\*", "[^.]+")) for p in pattern.split(".")]
+    """`layers.*.attn.w[qkv]`: `*` stands for one part of a module name, brackets as in file
+    names."""
+    parts = [
+        BRACKETS.sub(_one_of, re.escape(p).replace(r"\*", "[^.]+")) for p in pattern.split(".")
+    ]
     return re.compile(r"\.".join(parts) + r"\Z")
 
 
@@ -67,18 +71,31 @@ def tp_styles(model: nn.Module, program: Program) -> dict[str, str]:
 def cut_dims(model: nn.Module, program: Program) -> dict[str, int]:
     """Name of a parameter -> the dimension that tp cuts, of those that it cuts."""
     styles = tp_styles(model, program)
-    named = {f"{module}.{leaf}": dim for module, style in styles.items() for leaf, dim in CUT[style].items()}
-    return {name: named[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in named}
+    named = {
+        f"{module}.{leaf}": dim
+        for module, style in styles.items()
+        for leaf, dim in CUT[style].items()
+    }
+    return {
+        name: named[name]
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if name in named
+    }
 
 
 def check_patterns(model: nn.Module, program: Program) -> None:
-    """Raises ProgramError for a pattern that matches no module of the whole model, with the names that are near it."""
+    """Raises ProgramError for a pattern that matches no module of the whole model, with the names
+    that are near it."""
     patterns = {pattern: f"Program.tp['{pattern}']" for pattern in program.tp}
-    if program.blocks != Program.blocks:  # where the default matches nothing the model has no blocks
+    # where the default matches nothing the model has no blocks
+    if program.blocks != Program.blocks:
         patterns[program.blocks] = f"Program.blocks='{program.blocks}'"
     for pattern, where in patterns.items():
         if not block_names(model, pattern):
-            raise ProgramError(f"{where}: no module is named like this{near(pattern, model)}; a pattern names modules")
+            raise ProgramError(
+                f"{where}: no module is named like this{near(pattern, model)}; a pattern names "
+                "modules"
+            )
 
 
 def _not_cut(model: nn.Module, styles: dict[str, str]) -> str:
@@ -86,17 +103,28 @@ def _not_cut(model: nn.Module, styles: dict[str, str]) -> str:
     for name, style in styles.items():
         module = model.get_submodule(name)
         if CUT.get(style) and not isinstance(module, nn.Linear | nn.Embedding):
-            return f"Program.tp names {name}, a {type(module).__name__}; '{style}' cuts nn.Linear and nn.Embedding only"
+            return (
+                f"Program.tp names {name}, a {type(module).__name__}; '{style}' cuts nn.Linear "
+                "and nn.Embedding only"
+            )
     return ""
 
 
 def near(pattern: str, model: nn.Module) -> str:
     """Module names like the pattern, numbers written as `*`; that of a parameter's module first."""
-    names = dict.fromkeys(re.sub(r"\.[0-9]+(?=\.|$)", ".*", name) for name, _ in model.named_modules() if name)
+    names = dict.fromkeys(
+        re.sub(r"\.[0-9]+(?=\.|$)", ".*", name) for name, _ in model.named_modules() if name
+    )
     owner = pattern.rpartition(".")[0]
     found = [owner] if owner in names else []
-    found += [name for name in difflib.get_close_matches(pattern, list(names), 3, 0.5) if name not in found]
-    return f"; near it: {', '.join(found)}" if found else f"; there are {', '.join(list(names)[:6])}"
+    found += [
+        name
+        for name in difflib.get_close_matches(pattern, list(names), 3, 0.5)
+        if name not in found
+    ]
+    return (
+        f"; near it: {', '.join(found)}" if found else f"; there are {', '.join(list(names)[:6])}"
+    )
 
 
 def build_meta(program: Program) -> nn.Module:
@@ -111,8 +139,9 @@ def build_meta(program: Program) -> nn.Module:
 def trace(program: Program) -> ModelProfile:
     """Parameters, buffers, blocks, tp cuts and optimizer entries of a Program.
 
-    Raises ProgramError when an optimizer is not element-wise or a pattern matches nothing, SpecError when a parameter is not in
-    exactly one optimizer or the program's weights are not those of its model (their headers are read).
+    Raises ProgramError when an optimizer is not element-wise or a pattern matches nothing,
+    SpecError when a parameter is not in exactly one optimizer or the program's weights are not
+    those of its model (their headers are read).
     """
     model = build_meta(program)
     check_patterns(model, program)
@@ -128,19 +157,23 @@ def trace(program: Program) -> ModelProfile:
         if spec.tp_dim is not None:
             limit = math.gcd(limit, spec.shape[spec.tp_dim])
     extra = ExtraState(program.extra_state).specs()
-    no_pp = "" if program.pipeline else NO_PIPELINE.get(type(program).__name__, "Program.pipeline is False")
+    no_pp = (
+        ""
+        if program.pipeline
+        else NO_PIPELINE.get(type(program).__name__, "Program.pipeline is False")
+    )
     if program.evaluate is not None:
         no_pp = no_pp or "Program.evaluate wants the whole model"
     return ModelProfile(
-        len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1, limit), extra, not no_pp,
-        n_expert_params(model), no_pp=no_pp, no_tp=no_tp,
+        len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1,
+        limit), extra, not no_pp, n_expert_params(model), no_pp=no_pp, no_tp=no_tp,
     )  # fmt: skip
 
 
 def n_expert_params(model: nn.Module) -> int:
-    """Parameters of experts, as far as the module tree tells them: tensors of three dimensions, the first of which is the
-    `num_experts` of their module (as transformers has them), and what is registered under `experts.0`, `experts.1` ...
-    0 where it does not tell them."""
+    """Parameters of experts, as far as the module tree tells them: tensors of three dimensions, the
+    first of which is the `num_experts` of their module (as transformers has them), and what is
+    registered under `experts.0`, `experts.1` ... 0 where it does not tell them."""
     n = 0
     for name, module in model.named_modules():
         counts = {getattr(module, attribute, None) for attribute in EXPERT_COUNTS}
@@ -150,7 +183,9 @@ def n_expert_params(model: nn.Module) -> int:
     return n
 
 
-def _specs(model: nn.Module, blocks: list[str], styles: dict[str, str], reread: bool) -> tuple[TensorSpec, ...]:
+def _specs(
+    model: nn.Module, blocks: list[str], styles: dict[str, str], reread: bool
+) -> tuple[TensorSpec, ...]:
     specs: list[TensorSpec] = []
     first_name: dict[int, str] = {}
     seen_block = False
@@ -166,12 +201,17 @@ def _specs(model: nn.Module, blocks: list[str], styles: dict[str, str], reread: 
         trainable = not buffer and tensor.requires_grad
         dtype = str(tensor.dtype).removeprefix("torch.")
         frozen = reread and not buffer and not trainable
-        specs.append(TensorSpec(fqn, tuple(tensor.shape), dtype, tp_dim, block, tied_to, trainable, buffer, frozen))
+        specs.append(
+            TensorSpec(
+                fqn, tuple(tensor.shape), dtype, tp_dim, block, tied_to, trainable, buffer, frozen
+            )
+        )
     return tuple(specs)
 
 
 def fresh_buffers(program: Program, seed: int) -> dict[str, torch.Tensor]:
-    """Values of the persistent buffers of a model that was just initialized, and of extra_state; builds it on the CPU."""
+    """Values of the persistent buffers of a model that was just initialized, and of extra_state;
+    builds it on the CPU."""
     torch.manual_seed(seed)
     model = program.model()
     if program.init is not None:

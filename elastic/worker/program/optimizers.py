@@ -1,4 +1,5 @@
-"""Optimizers: one or several, out of a Program or by import path out of job.yaml, each over its part of what a rank holds."""
+"""Optimizers: one or several, out of a Program or by import path out of job.yaml, each over its
+part of what a rank holds."""
 
 from __future__ import annotations
 
@@ -24,16 +25,20 @@ OWN_KEYS = ("path", "no_decay", "parameters")
 
 
 def by_name(made: object, where: str = "Program.optimizer") -> dict[str, Optimizer]:
-    """Name -> optimizer; the only one is named ''. Raises SpecError where it is neither one nor a dict of them."""
+    """Name -> optimizer; the only one is named ''. Raises SpecError where it is neither one nor a
+    dict of them."""
     if isinstance(made, Optimizer):
         return {"": made}
     if not isinstance(made, Mapping) or not made:
         kind = "an empty dict" if isinstance(made, Mapping) else type(made).__name__
-        raise SpecError(f"{where} must give a torch.optim.Optimizer, or a dict of them by name, not {kind}")
+        raise SpecError(
+            f"{where} must give a torch.optim.Optimizer, or a dict of them by name, not {kind}"
+        )
     for name, one in made.items():
         if not isinstance(name, str) or not name or not isinstance(one, Optimizer):
             raise SpecError(
-                f"{where} gives {name!r}: {type(one).__name__}; a dict of optimizers has texts as names and a "
+                f"{where} gives {name!r}: {type(one).__name__}; a dict of optimizers has texts as "
+                "names and a "
                 "torch.optim.Optimizer for each"
             )
     return dict(made)
@@ -45,23 +50,31 @@ def shown(name: str, optimizer: Optimizer) -> str:
 
 
 class Optimizers:
-    """A program's optimizers over some tensors of its model; one may have none of them, as on a pipeline stage.
+    """A program's optimizers over some tensors of its model; one may have none of them, as on a
+    pipeline stage.
 
-    Program.optimizer is called with all trainable parameters of the whole model, in their whole shapes and without memory, on
-    every rank: what it makes of names and shapes is the same in every layout. Then the tensors that are here take the places
-    of those, and what is not here is left out. Raises SpecError unless each parameter has exactly one optimizer.
+    Program.optimizer is called with all trainable parameters of the whole model, in their whole
+    shapes and without memory, on every rank: what it makes of names and shapes is the same in every
+    layout. Then the tensors that are here take the places of those, and what is not here is left
+    out. Raises SpecError unless each parameter has exactly one optimizer.
     """
 
-    def __init__(self, program: Program, specs: Iterable[TensorSpec], tensors: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, program: Program, specs: Iterable[TensorSpec], tensors: Mapping[str, nn.Parameter]
+    ) -> None:
         wholes = {
-            spec.fqn: nn.Parameter(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta"))
+            spec.fqn: nn.Parameter(
+                torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+            )
             for spec in specs
             if spec.trainable and not spec.buffer and spec.tied_to is None
         }
         names = {id(whole): fqn for fqn, whole in wholes.items()}
         self.each = by_name(_called(program, wholes))
         self.of = _owners(self.each, names)
-        self.begun = any(state for optimizer in self.each.values() for state in optimizer.state.values())
+        self.begun = any(
+            state for optimizer in self.each.values() for state in optimizer.state.values()
+        )
         for optimizer in self.each.values():
             optimizer.state.clear()
             for group in optimizer.param_groups:
@@ -87,7 +100,8 @@ class Optimizers:
             group["lr"] = lr * factor
 
     def step(self) -> None:
-        """Of all of them, also where one has no parameter here: what it counts in its settings is the same on every rank."""
+        """Of all of them, also where one has no parameter here: what it counts in its settings is
+        the same on every rank."""
         for optimizer in self.each.values():
             optimizer.step()
 
@@ -99,7 +113,9 @@ def _called(program: Program, wholes: Mapping[str, nn.Parameter]) -> object:
     except ElasticError:
         raise
     except Exception as error:  # a boundary: the user's function may raise anything
-        raise SpecError(f"Program.optimizer raised {type(error).__name__}: {line_of(error)}") from error
+        raise SpecError(
+            f"Program.optimizer raised {type(error).__name__}: {line_of(error)}"
+        ) from error
 
 
 def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str, str]:
@@ -111,33 +127,41 @@ def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str
                 fqn = names.get(id(parameter))
                 if fqn is None:
                     raise SpecError(
-                        f"optimizer {shown(name, optimizer)} has a tensor of shape {list(parameter.shape)} that it was not "
+                        f"optimizer {shown(name, optimizer)} has a tensor of shape "
+                        f"{list(parameter.shape)} that it was not "
                         "given; make each of the parameters in the (name, parameter) pairs"
                     )
                 if fqn in owners:
                     raise SpecError(
-                        f"parameter {fqn} is in two optimizers, '{owners[fqn]}' and '{name}'; each trainable parameter must be "
+                        f"parameter {fqn} is in two optimizers, '{owners[fqn]}' and '{name}'; "
+                        "each trainable parameter must be "
                         "in exactly one"
                     )
                 owners[fqn] = name
     missing = [fqn for fqn in names.values() if fqn not in owners]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        where = "any optimizer" if len(each) > 1 else f"the optimizer ({shown('', next(iter(each.values())))})"
+        where = (
+            "any optimizer"
+            if len(each) > 1
+            else f"the optimizer ({shown('', next(iter(each.values())))})"
+        )
         raise SpecError(
-            f"parameter {missing[0]}{more} is not in {where}; each trainable parameter must be in exactly one (requires_grad "
+            f"parameter {missing[0]}{more} is not in {where}; each trainable parameter must be in "
+            "exactly one (requires_grad "
             "False in the model freezes it)"
         )
     return owners
 
 
-# ------------------------------------------------------------------------------------------------ by import path
+# ------------------------------------------------------------------------------------------------
+# by import path
 
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """One optimizer of a job. `key`: where it stands in job.yaml; `patterns`: of the names of its parameters, None = those that
-    no other pattern matches."""
+    """One optimizer of a job. `key`: where it stands in job.yaml; `patterns`: of the names of its
+    parameters, None = those that no other pattern matches."""
 
     key: str
     kind: type[Optimizer]
@@ -149,14 +173,25 @@ class OptimizerPart:
     def of(cls, key: str, given: Mapping[str, Any]) -> OptimizerPart:
         kind = class_of(given["path"], key)
         patterns = given.get("parameters")
-        keywords = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k not in OWN_KEYS}
-        part = cls(key, kind, None if patterns is None else tuple(patterns), tuple(given.get("no_decay") or ()), keywords)
+        keywords = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k not in OWN_KEYS
+        }
+        part = cls(
+            key,
+            kind,
+            None if patterns is None else tuple(patterns),
+            tuple(given.get("no_decay") or ()),
+            keywords,
+        )
         part.check_keywords()
         return part
 
     def make(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
         if not named:
-            raise SpecError(f"job.yaml: key '{self.key}': no parameter is left for it; leave it out, or give it `parameters`")
+            raise SpecError(
+                f"job.yaml: key '{self.key}': no parameter is left for it; leave it out, or give "
+                "it `parameters`"
+            )
         decayed = [p for name, p in named if not matched(name, self.no_decay)]
         spared = [p for name, p in named if matched(name, self.no_decay)]
         groups: list[Any] = [{"params": decayed}] if decayed else []
@@ -165,12 +200,16 @@ class OptimizerPart:
         try:
             return self.kind(groups, **self.keywords)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise SpecError(f"job.yaml: {self.key} {self.kind.__name__}: {line_of(error)}") from error
+            raise SpecError(
+                f"job.yaml: {self.key} {self.kind.__name__}: {line_of(error)}"
+            ) from error
 
     @property
     def may_fuse(self) -> bool:
         ours = self.kind.__module__.startswith("torch.optim") and self.kind.__name__ in FUSED
-        return ours and not {"fused", "foreach", "capturable", "differentiable"} & set(self.keywords)
+        return ours and not {"fused", "foreach", "capturable", "differentiable"} & set(
+            self.keywords
+        )
 
     def check_names(self, known: Sequence[str]) -> None:
         """Raises SpecError for a pattern that matches no parameter."""
@@ -179,7 +218,8 @@ class OptimizerPart:
                 if not any(fnmatchcase(name, pattern) for name in known):
                     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
                     raise SpecError(
-                        f"job.yaml: key '{self.key}.{key}': no parameter is named like '{pattern}'; near it: {', '.join(near)}"
+                        f"job.yaml: key '{self.key}.{key}': no parameter is named like "
+                        f"'{pattern}'; near it: {', '.join(near)}"
                     )
 
     def check_keywords(self) -> None:
@@ -192,14 +232,19 @@ class OptimizerPart:
             if key not in names:
                 near = difflib.get_close_matches(key, names, n=1)
                 more = f"did you mean '{near[0]}'?" if near else f"it takes {', '.join(names)}"
-                raise SpecError(f"job.yaml: unknown key '{self.key}.{key}' of {self.kind.__name__}; {more}")
+                raise SpecError(
+                    f"job.yaml: unknown key '{self.key}.{key}' of {self.kind.__name__}; {more}"
+                )
         if self.no_decay and "weight_decay" not in names:
-            raise SpecError(f"job.yaml: key '{self.key}.no_decay': {self.kind.__name__} has no weight_decay")
+            raise SpecError(
+                f"job.yaml: key '{self.key}.no_decay': {self.kind.__name__} has no weight_decay"
+            )
 
 
 class JobOptimizer:
-    """Makes what a job's `optimizer` names: one (`path`, what its class takes, `no_decay`: patterns of parameter names), or
-    several by name, each with `parameters`: patterns of the names of its own; one without them has the rest."""
+    """Makes what a job's `optimizer` names: one (`path`, what its class takes, `no_decay`: patterns
+    of parameter names), or several by name, each with `parameters`: patterns of the names of its
+    own; one without them has the rest."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         several = "path" not in given
@@ -212,11 +257,19 @@ class JobOptimizer:
         every = list(named)
         if "" in self.parts:
             return self.parts[""].make(every)
-        taken = {name for name, _ in every if any(matched(name, part.patterns or ()) for part in self.parts.values())}
+        taken = {
+            name
+            for name, _ in every
+            if any(matched(name, part.patterns or ()) for part in self.parts.values())
+        }
         made = {}
         for key, part in self.parts.items():
             patterns = part.patterns
-            own = [(n, p) for n, p in every if (n not in taken if patterns is None else matched(n, patterns))]
+            own = [
+                (n, p)
+                for n, p in every
+                if (n not in taken if patterns is None else matched(n, patterns))
+            ]
             made[key] = part.make(own)
         return made
 
@@ -230,7 +283,11 @@ class JobOptimizer:
         """Fused kernels, where the class has them and all of its tensors here are on CUDA."""
         for name, optimizer in each.items():
             here = [p for group in optimizer.param_groups for p in group["params"]]
-            if self.parts[name].may_fuse and here and all(p.is_cuda and p.is_floating_point() for p in here):
+            if (
+                self.parts[name].may_fuse
+                and here
+                and all(p.is_cuda and p.is_floating_point() for p in here)
+            ):
                 for group in optimizer.param_groups:
                     group["fused"] = True
 
@@ -240,12 +297,15 @@ def matched(name: str, patterns: Iterable[str]) -> bool:
 
 
 def class_of(path: str, key: str = "optimizer") -> type[Optimizer]:
-    """The optimizer class at `package.module.Class`, which stands under `key` of job.yaml. Raises SpecError."""
+    """The optimizer class at `package.module.Class`, which stands under `key` of job.yaml. Raises
+    SpecError."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError) as error:
-        raise SpecError(f"job.yaml: key '{key}.path': '{path}' cannot be imported: {line_of(error)}") from error
+        raise SpecError(
+            f"job.yaml: key '{key}.path': '{path}' cannot be imported: {line_of(error)}"
+        ) from error
     except AttributeError:
         names = [n for n, v in vars(importlib.import_module(module)).items() if isinstance(v, type)]
         near = difflib.get_close_matches(name, names, n=1)

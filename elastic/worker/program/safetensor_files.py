@@ -1,8 +1,8 @@
 """Weights as safetensors: written as a stream, read through the `safetensors` package.
 
-A file is the length of its header (u64, little-endian), the header (JSON: name -> dtype, shape, offsets), then the tensors'
-bytes (https://github.com/huggingface/safetensors, Format). Several files come with model.safetensors.index.json, as
-transformers has it.
+A file is the length of its header (u64, little-endian), the header (JSON: name -> dtype, shape,
+offsets), then the tensors' bytes (https://github.com/huggingface/safetensors, Format). Several
+files come with model.safetensors.index.json, as transformers has it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NAME_MOST = 200  # characters of a bad name that an error shows
 FILE_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
-    "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 DTYPES = {short: name for name, short in NAMES.items()}
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
@@ -34,10 +34,14 @@ Parts = Callable[[str], Iterator[Tensor]]  # the tensor's rows, in order, a piec
 
 
 def write_files(
-    storage: Storage, shapes: Shapes, parts: Parts, file_bytes: int = FILE_BYTES, single: str = "model.safetensors"
+    storage: Storage,
+    shapes: Shapes,
+    parts: Parts,
+    file_bytes: int = FILE_BYTES,
+    single: str = "model.safetensors",
 ) -> list[str]:
-    """Writes the tensors in order, at most `file_bytes` in a file where they are smaller; returns the names of the files.
-    `single`: the file's name where one is enough."""
+    """Writes the tensors in order, at most `file_bytes` in a file where they are smaller; returns
+    the names of the files. `single`: the file's name where one is enough."""
     groups = _groups(shapes, file_bytes)
     names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     if len(groups) == 1:
@@ -47,7 +51,10 @@ def write_files(
     if len(groups) == 1:
         return names
     weight_map = {fqn: name for name, group in zip(names, groups) for fqn in group}
-    index = {"metadata": {"total_size": sum(_n_bytes(*shapes[fqn]) for fqn in weight_map)}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(_n_bytes(*shapes[fqn]) for fqn in weight_map)},
+        "weight_map": weight_map,
+    }
     storage.put(INDEX, json.dumps(index, indent=1).encode())
     return [*names, INDEX]
 
@@ -88,7 +95,8 @@ def _n_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 class SafetensorFiles:
-    """Tensors of one file, or of a folder with several. `tensors`: name -> (shape, dtype). Close it."""
+    """Tensors of one file, or of a folder with several. `tensors`: name -> (shape, dtype). Close
+    it."""
 
     def __init__(self, path: Path) -> None:
         self.uri = str(path)
@@ -103,11 +111,16 @@ class SafetensorFiles:
 
     def read(self, box: Box) -> Tensor:
         """Raises SpecError where the file ends early."""
-        from safetensors import SafetensorError  # not at the top: certify runs where it is not installed
+        # not at the top: certify runs where it is not installed
+        from safetensors import SafetensorError
 
         where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))
         try:
-            found: Tensor = self._of[box.fqn].get_slice(box.fqn)[where] if where else self._of[box.fqn].get_tensor(box.fqn)
+            found: Tensor = (
+                self._of[box.fqn].get_slice(box.fqn)[where]
+                if where
+                else self._of[box.fqn].get_tensor(box.fqn)
+            )
         except SafetensorError as error:
             raise SpecError(f"{self.uri}: {box.fqn} cannot be read: {error}") from error
         return found
@@ -121,7 +134,9 @@ class SafetensorFiles:
                 about = opened.get_slice(name)
                 dtype = DTYPES.get(about.get_dtype())
                 if dtype is None:
-                    raise SpecError(f"{file}: {name} is of dtype {about.get_dtype()}, which is not read here")
+                    raise SpecError(
+                        f"{file}: {name} is of dtype {about.get_dtype()}, which is not read here"
+                    )
                 if name in self.tensors:
                     raise SpecError(f"{file}: {name} is in another file too")
                 self.tensors[name], self._of[name] = (tuple(about.get_shape()), dtype), opened
@@ -130,20 +145,34 @@ class SafetensorFiles:
 
 
 def safetensor_paths(path: Path) -> list[Path]:
-    """The file itself, or those of a folder. Raises SpecError where the index names what is not there."""
+    """The file itself, or those of a folder. Raises SpecError where the index names what is not
+    there."""
     if path.is_file():
         return [path]
     if not (path / INDEX).is_file():
         found = sorted(path.glob("*.safetensors"))
         odd = [file for file in found if not file.is_file()]
         if odd:
-            raise SpecError(f"{odd[0]}: no regular file; take it away, or give the one file that is meant")
+            raise SpecError(
+                f"{odd[0]}: no regular file; take it away, or give the one file that is meant"
+            )
         if not found:
-            raise SpecError(f"{path}: neither a .safetensors file nor a folder with some, nor a checkpoint of DCP (.metadata)")
+            raise SpecError(
+                f"{path}: neither a .safetensors file nor a folder with some, nor a checkpoint of "
+                "DCP (.metadata)"
+            )
         return found
     try:
         names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError, MemoryError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         raise SpecError(f"{path / INDEX}: not readable ({type(error).__name__}: {error})") from None
     bad = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if bad:

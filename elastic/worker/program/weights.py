@@ -1,7 +1,8 @@
-"""Pretrained weights from a local folder of safetensors: each rank reads the byte ranges of its own boxes, a chunk at a time.
+"""Pretrained weights from a local folder of safetensors: each rank reads the byte ranges of its own
+boxes, a chunk at a time.
 
-Ranges are read with pread, not mapped: mapped pages count as memory of the process until the system takes them back, and a box
-that is cut along columns touches all of them.
+Ranges are read with pread, not mapped: mapped pages count as memory of the process until the system
+takes them back, and a box that is cut along columns touches all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from elastic.types import DTYPE_BYTES, Box, TensorSpec
 from elastic.worker.program.safetensor_files import DTYPES, SafetensorFiles, safetensor_paths
 
 CHUNK_BYTES = 16 << 20
-RUN_BYTES = 4096  # shorter pieces of a row are not read one by one: whole rows are, and cut in memory
+# shorter pieces of a row are not read one by one: whole rows are, and cut in memory
+RUN_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class WeightFiles:
     def __init__(self, path: str | Path) -> None:
         self.uri = str(path)
         if not Path(path).exists():
-            raise SpecError(f"{path}: no such file or folder; weights are a local folder with safetensors, or one file")
+            raise SpecError(
+                f"{path}: no such file or folder; weights are a local folder with safetensors, or "
+                "one file"
+            )
         checked = SafetensorFiles(Path(path))  # every header, and that no file ends early
         checked.close()
         self.tensors: dict[str, StoredTensor] = {}
@@ -56,14 +61,17 @@ class WeightFiles:
             for name, about in json.loads(opened.read(n_header)).items():
                 if name != "__metadata__":
                     start = 8 + n_header + about["data_offsets"][0]
-                    self.tensors[name] = StoredTensor(len(self._files), start, tuple(about["shape"]), DTYPES[about["dtype"]])
+                    self.tensors[name] = StoredTensor(
+                        len(self._files), start, tuple(about["shape"]), DTYPES[about["dtype"]]
+                    )
             self._files.append(opened.fileno())
 
     def close(self) -> None:
         self._stack.close()
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """The part of `name` that `box` says, converted to the target's dtype; a chunk of rows at a time."""
+        """The part of `name` that `box` says, converted to the target's dtype; a chunk of rows at a
+        time."""
         stored = self.tensors[name]
         if not box.n_elements:
             return
@@ -77,14 +85,21 @@ class WeightFiles:
             part = self._rows(stored, box.offsets[1:], box.sizes[1:], box.offsets[0] + at, n)
             target.narrow(0, at, n).copy_(part)
 
-    def _rows(self, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], first: int, n: int) -> Tensor:
+    def _rows(
+        self, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], first: int, n: int
+    ) -> Tensor:
         """[n, *sizes]: rows from `first` on, of each the part at `offsets`."""
         dtype: torch.dtype = getattr(torch, stored.dtype)
         rest = stored.shape[1:]
         width, item = prod(rest), DTYPE_BYTES[stored.dtype]
         inner = prod(rest[1:])
         whole = tuple(sizes) == rest
-        if rest and not whole and tuple(sizes[1:]) == rest[1:] and sizes[0] * inner * item >= RUN_BYTES:
+        if (
+            rest
+            and not whole
+            and tuple(sizes[1:]) == rest[1:]
+            and sizes[0] * inner * item >= RUN_BYTES
+        ):
             memory = bytearray(n * sizes[0] * inner * item)
             run = len(memory) // n
             for i in range(n):
@@ -107,10 +122,13 @@ class WeightFiles:
             done += n
 
 
-# ------------------------------------------------------------------------------------------------ names
+# ------------------------------------------------------------------------------------------------
+# names
 
 
-def found_names(weights: Weights, files: WeightFiles, specs: Iterable[TensorSpec]) -> dict[str, str]:
+def found_names(
+    weights: Weights, files: WeightFiles, specs: Iterable[TensorSpec]
+) -> dict[str, str]:
     """Canonical fqn -> name in the files, of what is there; a tied tensor under any of its names.
 
     Raises SpecError that names the first tensor that is missing, or of another shape.
@@ -122,32 +140,56 @@ def found_names(weights: Weights, files: WeightFiles, specs: Iterable[TensorSpec
         others.setdefault(spec.tied_to or spec.fqn, []).append(spec.fqn)
     missing: list[str] = []
     for fqn, tied in others.items():
-        found = next((there for one in tied for there in _candidates(weights.name(one)) if there in files.tensors), None)
+        found = next(
+            (
+                there
+                for one in tied
+                for there in _candidates(weights.name(one))
+                if there in files.tensors
+            ),
+            None,
+        )
         if found is not None:
             names[fqn] = found
         elif not wanted[fqn].buffer and weights.fresh is None:
             missing.append(fqn)
     if missing:
-        more = f" (and {len(missing) - 1} more of {len(others)} are missing)" if len(missing) > 1 else ""
-        raise SpecError(f"{files.uri}: it has no tensor {weights.name(missing[0])}{more}; weights of another model?")
+        more = (
+            f" (and {len(missing) - 1} more of {len(others)} are missing)"
+            if len(missing) > 1
+            else ""
+        )
+        raise SpecError(
+            f"{files.uri}: it has no tensor {weights.name(missing[0])}{more}; weights of another "
+            "model?"
+        )
     for fqn, name in names.items():
         if files.tensors[name].shape != wanted[fqn].shape:
             raise SpecError(
-                f"{files.uri}: {name} is {list(files.tensors[name].shape)}, the program's {fqn} is {list(wanted[fqn].shape)}"
+                f"{files.uri}: {name} is {list(files.tensors[name].shape)}, the program's {fqn} "
+                f"is {list(wanted[fqn].shape)}"
             )
     if not names:
-        raise SpecError(f"{files.uri}: none of its {len(files.tensors)} tensors is one of the program's; another model?")
+        raise SpecError(
+            f"{files.uri}: none of its {len(files.tensors)} tensors is one of the program's; "
+            "another model?"
+        )
     return names
 
 
 def _candidates(name: str) -> tuple[str, ...]:
     """Also without the name of the whole (a base model that was saved alone), or below it."""
     first, _, rest = name.partition(".")
-    return (name, rest, f"model.{name}") if rest and first in ("model", "transformer") else (name, f"model.{name}")
+    return (
+        (name, rest, f"model.{name}")
+        if rest and first in ("model", "transformer")
+        else (name, f"model.{name}")
+    )
 
 
 def check_weights(program: Program, specs: Sequence[TensorSpec]) -> None:
-    """Reads the headers only. Raises SpecError where the files do not give the program what it needs."""
+    """Reads the headers only. Raises SpecError where the files do not give the program what it
+    needs."""
     if program.weights is None:
         return
     files = WeightFiles(program.weights.path)
@@ -157,16 +199,27 @@ def check_weights(program: Program, specs: Sequence[TensorSpec]) -> None:
     finally:
         files.close()
     if unread:
-        raise SpecError(f"{files.uri}: it has no tensor {unread[0]}, which is frozen: only weights that are there can be")
+        raise SpecError(
+            f"{files.uri}: it has no tensor {unread[0]}, which is frozen: only weights that are "
+            "there can be"
+        )
 
 
-# ------------------------------------------------------------------------------------------------ filling
+# ------------------------------------------------------------------------------------------------
+# filling
 
 
-def fill(program: Program, specs: Sequence[TensorSpec], tensors: Mapping[str, tuple[Box, Tensor]], seed: int) -> list[str]:
-    """Fills `model.*` boxes from the program's weights, one chunk of memory at a time; returns the buffers that are not there.
+def fill(
+    program: Program,
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, tuple[Box, Tensor]],
+    seed: int,
+) -> list[str]:
+    """Fills `model.*` boxes from the program's weights, one chunk of memory at a time; returns the
+    buffers that are not there.
 
-    Parameters that are not there get `Weights.fresh` under a seed of their own, whatever the layout.
+    Parameters that are not there get `Weights.fresh` under a seed of their own, whatever the
+    layout.
     """
     weights = program.weights
     assert weights is not None
@@ -203,5 +256,7 @@ def _fresh(weights: Weights, fqn: str, shape: tuple[int, ...], seed: int) -> Ten
     made: Any = weights.fresh(fqn, shape)
     if not isinstance(made, Tensor) or tuple(made.shape) != shape:
         found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
-        raise SpecError(f"Weights.fresh('{fqn}') must return a tensor of shape {list(shape)}, not {found}")
+        raise SpecError(
+            f"Weights.fresh('{fqn}') must return a tensor of shape {list(shape)}, not {found}"
+        )
     return made

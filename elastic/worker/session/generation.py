@@ -1,4 +1,5 @@
-"""One generation as one worker lives it: meet, build, take over the state, step, leave with the state in hand."""
+"""One generation as one worker lives it: meet, build, take over the state, step, leave with the
+state in hand."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ from elastic.data.open_datasets import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
 from elastic.reshard.rank_boxes import RNG, boxes
-from elastic.types import Evaluated, GuardTripped, NoiseSeen, Plan, PlanEntered, Probed, SetCadence, SetShares, SharesSet
+from elastic.types import (
+    Evaluated,
+    GuardTripped,
+    NoiseSeen,
+    Plan,
+    PlanEntered,
+    Probed,
+    SetCadence,
+    SetShares,
+    SharesSet,
+)
 from elastic.types.grid import axes_of, rank_of
 from elastic.types.rank_timing import RankTimes
 from elastic.worker.parallel.dtensor_random import settle_random
@@ -60,11 +71,16 @@ class Generation:
     """Enter, run and leave one generation."""
 
     def __init__(
-        self, place: Workplace, order: EnterOrder, words: Callable[[], tuple[bool, bool]], groups: Groups | None = None
+        self,
+        place: Workplace,
+        order: EnterOrder,
+        words: Callable[[], tuple[bool, bool]],
+        groups: Groups | None = None,
     ) -> None:
         """`groups`: those that were made ahead."""
         self.place, self.order, self.plan = place, order, order.plan
-        self.words = words  # asked before each commit: (stop at this boundary?, save at this boundary?)
+        # asked before each commit: (stop at this boundary?, save at this boundary?)
+        self.words = words
         self.groups = groups or groups_of(place, order.plan)
         self.rank = order.me if order.me < len(order.plan.ranks) else None
         self.state: TrainState | None = None
@@ -73,13 +89,16 @@ class Generation:
         self._probe: Probe | None = None
         self.host: HostCopies | None = None
         self.copies: PeerReplicas | None = None
-        self.new_cadence: tuple[int, int] | None = None  # steps between peer and checkpoints, to be told in a commit
-        self.new_shares: tuple[int, ...] | None = None  # samples per data-parallel rank, to be told in a commit
+        # steps between peer and checkpoints, to be told in a commit
+        self.new_cadence: tuple[int, int] | None = None
+        # samples per data-parallel rank, to be told in a commit
+        self.new_shares: tuple[int, ...] | None = None
         self._times = RankTimes(order.plan.generation)
         self._waited_s = 0.0
         self.loader: Loader | None = None
         self.phases_s: dict[str, float] = {}
-        self.device_lost = False  # a CUDA error after which this process can read nothing on its GPU
+        # a CUDA error after which this process can read nothing on its GPU
+        self.device_lost = False
         self._mark = time.monotonic()
 
     @property
@@ -98,13 +117,17 @@ class Generation:
         elif self.can_deal(action.samples):
             self.new_shares = action.samples
 
-    # ------------------------------------------------------------------------------------------ enter
+    # ------------------------------------------------------------------------------------------
+    # enter
 
     def enter(self) -> None:
-        """Returns when every participant has what it needs. Raises what the groups raise when a participant goes away."""
+        """Returns when every participant has what it needs. Raises what the groups raise when a
+        participant goes away."""
         place, order = self.place, self.order
         if place.device_lost and self.rank is not None:
-            raise torch.AcceleratorError("CUDA error: the device of this worker failed in an earlier generation")
+            raise torch.AcceleratorError(
+                "CUDA error: the device of this worker failed in an earlier generation"
+            )
         place.at_phase("waiting", 0)
         self._reserve()
         self.groups.join(order.rendezvous, order.me)
@@ -119,7 +142,13 @@ class Generation:
             plan = self.plan
             place.faults.other = place.faults.layout and not axes_of(plan.layout) <= place.axes
             self.state = TrainState(
-                place.program, place.profile, self.groups, layout=plan.layout, layers=plan.layers, rank=self.rank, job=place.job
+                place.program,
+                place.profile,
+                self.groups,
+                layout=plan.layout,
+                layers=plan.layers,
+                rank=self.rank,
+                job=place.job,
             )
         self._lap("build")
         place.at_phase("loading", 0)
@@ -132,7 +161,8 @@ class Generation:
         self._start(taken)
 
     def _reserve(self) -> None:
-        """Host buffers for the first copies, where allocating them takes long: while the groups and the state are made."""
+        """Host buffers for the first copies, where allocating them takes long: while the groups and
+        the state are made."""
         place, plan = self.place, self.plan
         if self.rank is None or not place.host_memory.pinned:
             return
@@ -141,7 +171,8 @@ class Generation:
         place.background(place.host_memory.reserve, [Flat(theirs).n_bytes for theirs in needed])
 
     def _probe_entry(self) -> Probed | None:
-        """Does this layout compute what the one before did? Every participant is here, with all boxes of both."""
+        """Does this layout compute what the one before did? Every participant is here, with all
+        boxes of both."""
         place, plan, state = self.place, self.plan, self.state
         step = -1
         if state is not None:
@@ -149,7 +180,8 @@ class Generation:
             if place.script is None:
                 place.extra.load(state.tensors)
             step = state.step
-        step = int(self.groups.control.all_reduce(torch.tensor([step]), dist.ReduceOp.MAX))  # who only sends does not know it
+        # who only sends does not know it
+        step = int(self.groups.control.all_reduce(torch.tensor([step]), dist.ReduceOp.MAX))
         place.at_phase("loading", step)
         self._probe = Probe(place, self.order, self.groups, self._built)
         try:
@@ -167,16 +199,20 @@ class Generation:
         self._mark = now
 
     def _start(self, taken: Taken) -> None:
-        """Everyone has its state: tell the driver, take the first peer replica, check digests behind the next steps."""
+        """Everyone has its state: tell the driver, take the first peer replica, check digests
+        behind the next steps."""
         place, plan, state = self.place, self.plan, self.state
         after: HostCopy | None = None
-        leases = [held.lease.retain() for held in taken.before if held.lease is not None]  # before anything lets go of them
+        # before anything lets go of them
+        leases = [held.lease.retain() for held in taken.before if held.lease is not None]
         if state is not None:
             assert self.rank is not None
             place.axes = axes_of(plan.layout)
             if self.rank == 0:
                 entered = PlanEntered(plan.generation, state.step, self.phases_s, taken.n_bytes)
-                place.report(replace(entered, peak_bytes=taken.peak_bytes, left_at_s=place.left_at_s))
+                place.report(
+                    replace(entered, peak_bytes=taken.peak_bytes, left_at_s=place.left_at_s)
+                )
             host = self._prepare_copies(state)
             if self.copies is not None and self.copies.on and state.step < place.job.steps:
                 self.copies.start(state.step)
@@ -190,8 +226,11 @@ class Generation:
 
     def _prepare_copies(self, state: TrainState) -> HostCopies:
         place, plan, group = self.place, self.plan, self.groups.copies
-        volatile = frozenset({RNG, *(f"model.{spec.fqn}" for spec in place.profile.specs if spec.buffer)})
-        # besides those of peer replicas one that a digest or the durable writer reads, and one that it keeps for replicas
+        volatile = frozenset(
+            {RNG, *(f"model.{spec.fqn}" for spec in place.profile.specs if spec.buffer)}
+        )
+        # besides those of peer replicas one that a digest or the durable writer reads, and one that
+        # it keeps for replicas
         limit = plan.copy_buffers + (2 if plan.layout.dp_replicate > 1 else 1)
         self.host = HostCopies(place.host_memory, state.tensors, volatile, limit)
         state.before_change = self._before_change
@@ -220,7 +259,8 @@ class Generation:
     # ------------------------------------------------------------------------------------------ run
 
     def run(self) -> None:
-        """Steps until the job's last one or a stop word; returns at a boundary with all copies settled."""
+        """Steps until the job's last one or a stop word; returns at a boundary with all copies
+        settled."""
         place, plan, state, job = self.place, self.plan, self.state, self.place.job
         assert state is not None
         stepper = self.stepper = self._built
@@ -245,13 +285,16 @@ class Generation:
         last = job.steps
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
         finish = run_on(place.device, pinned) if place.device.type == "cuda" else dict
-        loader = self.loader = Loader(dataset, parts_of_step, state.step, ReadAhead.of(job), place.readers, finish=finish)
+        loader = self.loader = Loader(
+            dataset, parts_of_step, state.step, ReadAhead.of(job), place.readers, finish=finish
+        )
         stepper.coming = lambda: loader.ready(state.step + 1)
         stop, entered_step = False, state.step
         equal = SdcCheck(stepper, plan, place.faults, min(place.good_step, state.step))
         if state.step >= last:
             self._finish(state)
-            place.saving.save(plan, state, must=True)  # all steps were done before, and the copy of the last was not stored
+            # all steps were done before, and the copy of the last was not stored
+            place.saving.save(plan, state, must=True)
         while state.step < last and not stop:
             compiles = stepper.first_step and job.compile
             place.at_phase("compiling" if compiles else "stepping", state.step)
@@ -270,7 +313,8 @@ class Generation:
             stop, cpu_s = heard.stop, self._cpu_s() - cpu_s
             copy_s = self._waited_s + self._copies_after(heard, state)
             step_s = time.monotonic() - began
-            data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))  # others wait for the last one
+            # others wait for the last one
+            data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))
             if self.copies is not None and state.step > entered_step + 1:
                 self.copies.timed(step_s - data_s - copy_s, cpu_s, busy)
             if self.rank == 0:
@@ -281,7 +325,8 @@ class Generation:
                 self._evaluate(stepper, state)
             if state.step == last:
                 self._finish(state)
-            if state.step == last and self.host is not None:  # last of all: once it is stored the run is done
+            # last of all: once it is stored the run is done
+            if state.step == last and self.host is not None:
                 place.saving.save(plan, state, self.host.take(last), must=True)
         if stop and state.step < last and self._probe is not None:
             self._tell_probe(self._probe.at_boundary(state.step))
@@ -301,11 +346,16 @@ class Generation:
     def _tell_of(self, trip: Trip, faulty_rank: FaultyRank) -> None:
         """Every rank does: those that come late may find the groups aborted already."""
         who = (faulty_rank.rank, faulty_rank.worker, faulty_rank.samples or ())
-        self.place.report(GuardTripped(self.number, trip.step, trip.guard, trip.do, faulty_rank.sentence(trip), *who))
+        self.place.report(
+            GuardTripped(
+                self.number, trip.step, trip.guard, trip.do, faulty_rank.sentence(trip), *who
+            )
+        )
 
     def _stepped(self, commit: Commit, live: bool = True) -> None:
-        """A step is done: the script continues to its next batch, what the program remembers besides the model is noted, and
-        that a guard has left the update out is told, also where the generation aborts meanwhile."""
+        """A step is done: the script continues to its next batch, what the program remembers
+        besides the model is noted, and that a guard has left the update out is told, also where the
+        generation aborts meanwhile."""
         assert self.stepper is not None
         state, trip = self.stepper.state, self.stepper.trip
         faulty_rank = self.stepper.faulty_rank(trip, together=False) if trip is not None else None
@@ -321,7 +371,9 @@ class Generation:
 
     def _finish(self, state: TrainState) -> None:
         if self.place.script is not None:
-            self.place.script.finish(lambda: self.place.at_phase("finishing", state.step), lambda: self.groups.aborted)
+            self.place.script.finish(
+                lambda: self.place.at_phase("finishing", state.step), lambda: self.groups.aborted
+            )
 
     def _say(self) -> CommitFields:
         """This rank's words for the next commit."""
@@ -330,11 +382,13 @@ class Generation:
         if self.copies is None:
             return CommitFields(stop, save, cadence=cadence, shares=shares)
         copies = self.copies
-        return CommitFields(stop, save, copies.stored, copies.failed, copies.free, cadence, shares=shares)
+        return CommitFields(
+            stop, save, copies.stored, copies.failed, copies.free, cadence, shares=shares
+        )
 
     def _hear(self, heard: CommitReport, stepper: Stepper, state: TrainState) -> None:
-        """What the ranks have told each other in the commit of the step that was just done. Other shares begin behind the
-        steps that may have been read ahead, the same ones on every rank."""
+        """What the ranks have told each other in the commit of the step that was just done. Other
+        shares begin behind the steps that may have been read ahead, the same ones on every rank."""
         assert self.loader is not None
         if heard.shares is not None and heard.shares != stepper.shares.newest:
             from_step = state.step + self.loader.n_ahead
@@ -348,21 +402,28 @@ class Generation:
             if timed is not None:
                 self.place.report(timed)
 
-    def _report_step(self, commit: Commit, state: TrainState, times: tuple[float, float, float]) -> None:
+    def _report_step(
+        self, commit: Commit, state: TrainState, times: tuple[float, float, float]
+    ) -> None:
         assert self.stepper is not None
         skipped = self.stepper.trip is not None
-        shape = (round(self.stepper.imbalance, 4), round(self.stepper.shares.pad_share(state.step - 1), 4))
+        shape = (
+            round(self.stepper.imbalance, 4),
+            round(self.stepper.shares.pad_share(state.step - 1), 4),
+        )
         self.place.report(step_done(self.number, state.step, commit, times, skipped, shape))
 
     def _compare(self, equal: SdcCheck, step: int, batches: list[Batch], step_s: float) -> None:
-        """Results of ranks that must be equal, where it is time. The steps continue whatever is found: the driver ends them."""
+        """Results of ranks that must be equal, where it is time. The steps continue whatever is
+        found: the driver ends them."""
         found = equal.after(step, batches, step_s)
         self.place.good_step = equal.good_step
         if found is not None and self.rank == 0:
             self.place.report(found)
 
     def _copies_after(self, heard: CommitReport, state: TrainState) -> float:
-        """Peer and checkpoints that are due at this boundary. Returns the seconds that the step waited for them."""
+        """Peer and checkpoints that are due at this boundary. Returns the seconds that the step
+        waited for them."""
         began = time.monotonic()
         place, copies = self.place, self.copies
         last = state.step == place.job.steps
@@ -377,11 +438,24 @@ class Generation:
         plan = self.plan
         if copies.due(state.step, heard.n_copies_free) and not last and not heard.stop:
             if plan.copy_buffers < 2:  # the one that is acknowledged makes room for the next
-                place.keep([held for held in place.held if held.kind == "live" or held.generation != plan.generation])
+                place.keep(
+                    [
+                        held
+                        for held in place.held
+                        if held.kind == "live" or held.generation != plan.generation
+                    ]
+                )
             place.faults.check("host_copy")
             copies.start(state.step)
-        if not last and (heard.save or (plan.durable_every and state.step % plan.durable_every == 0)):
-            place.saving.save(plan, state, self.host.take(state.step) if self.host is not None else None, must=heard.save)
+        if not last and (
+            heard.save or (plan.durable_every and state.step % plan.durable_every == 0)
+        ):
+            place.saving.save(
+                plan,
+                state,
+                self.host.take(state.step) if self.host is not None else None,
+                must=heard.save,
+            )
             place.at_phase("stepping", state.step)  # it is written behind the steps
         return time.monotonic() - began
 
@@ -400,7 +474,9 @@ class Generation:
         began = time.monotonic()
         metrics = self._evaluated(stepper, place.validation)
         if self.rank == 0:
-            place.report(Evaluated(self.number, state.step, metrics, round(time.monotonic() - began, 4)))
+            place.report(
+                Evaluated(self.number, state.step, metrics, round(time.monotonic() - began, 4))
+            )
 
     def _evaluated(self, stepper: Stepper, validation: Any) -> dict[str, float]:
         """Of several sets, each by its name, `validation_loss` is the mean of theirs."""
@@ -411,19 +487,28 @@ class Generation:
 
         if not isinstance(validation, Sets):
             return stepper.evaluate(validation, collate, n_samples, tick)
-        each = {name: stepper.evaluate(one, collate, n_samples, tick) for name, one in validation.items()}
+        each = {
+            name: stepper.evaluate(one, collate, n_samples, tick)
+            for name, one in validation.items()
+        }
         mean = sum(metrics["validation_loss"] for metrics in each.values()) / len(each)
-        named = {f"{key}.{name}": value for name, metrics in each.items() for key, value in metrics.items()}
+        named = {
+            f"{key}.{name}": value
+            for name, metrics in each.items()
+            for key, value in metrics.items()
+        }
         return {"validation_loss": mean} | named
 
-    # ------------------------------------------------------------------------------------------ leave
+    # ------------------------------------------------------------------------------------------
+    # leave
 
     def _settle(self) -> None:
         if self.copies is not None:
             self.copies.drop()
 
     def take_along(self) -> None:
-        """Puts the live state into the workplace, if it is that of a whole step. Of a lost device only host copies are left."""
+        """Puts the live state into the workplace, if it is that of a whole step. Of a lost device
+        only host copies are left."""
         state = self.state
         if self.device_lost:
             self.place.held = [h for h in self.place.held if h.kind != "live" or h.on_host]
@@ -431,30 +516,42 @@ class Generation:
                 self.place.held += self.copies.unacknowledged(own=False)
             return
         if state is not None and self.copies is not None:
-            self.place.held = [h for h in self.place.held if not (h.kind == "live" and h.generation == self.number)]
+            self.place.held = [
+                h for h in self.place.held if not (h.kind == "live" and h.generation == self.number)
+            ]
             if not state.dirty and self._at_a_boundary(state):
                 self.place.held.insert(0, state.held(self.number))
             self.place.held += self.copies.unacknowledged()
 
     def _at_a_boundary(self, state: TrainState) -> bool:
-        """Takes back what a step that was aborted did to buffers. False: the device does not let it."""
+        """Takes back what a step that was aborted did to buffers. False: the device does not let
+        it."""
         try:
             state.buffers.take_back()
         except RuntimeError as error:
-            log.warning("the buffers of step %s cannot be restored, its state is not taken along: %s", state.step, error)
+            log.warning(
+                "the buffers of step %s cannot be restored, its state is not taken along: %s",
+                state.step,
+                error,
+            )
             return False
         return True
 
     @property
     def pending_step(self) -> int:
         """The step whose gradients are here, though its commit was not seen; -1 = none."""
-        pending = self.stepper.pending if self.stepper is not None and not self.device_lost else None
+        pending = (
+            self.stepper.pending if self.stepper is not None and not self.device_lost else None
+        )
         return pending.step if pending is not None else -1
 
     def roll_forward(self, step: int, numbers: tuple[float, ...]) -> None:
-        """After the generation was left: applies the step that only others have seen the commit of."""
+        """After the generation was left: applies the step that only others have seen the commit
+        of."""
         if self.stepper is None:
-            raise InternalError(f"told to apply step {step} of generation {self.number}, which made no step here")
+            raise InternalError(
+                f"told to apply step {step} of generation {self.number}, which made no step here"
+            )
         try:
             commit = Commit.of(numbers)
             self.stepper.roll_forward(step, commit)
@@ -463,8 +560,8 @@ class Generation:
             self.take_along()
 
     def arrived(self) -> tuple[tuple[str, int, int], ...]:
-        """See Groups.arrived; of a GPU also how far it has come, among the ranks that compute the same samples with it. From
-        any thread."""
+        """See Groups.arrived; of a GPU also how far it has come, among the ranks that compute the
+        same samples with it. From any thread."""
         stepper, layout = self._built, self.plan.layout
         if stepper is None or self.groups.device.type != "cuda":
             return self.groups.arrived()

@@ -1,7 +1,9 @@
-"""The process groups of the generation to come, made in a thread of their own while the one before trains.
+"""The process groups of the generation to come, made in a thread of their own while the one before
+trains.
 
-At most one set is under way in a process. It is used by an order to enter with the same rendezvous, which the driver
-gives only when all participants have their groups; any other order, and an abort of the generation that trains, takes it down.
+At most one set is under way in a process. It is used by an order to enter with the same rendezvous,
+which the driver gives only when all participants have their groups; any other order, and an abort
+of the generation that trains, takes it down.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ ENDED_MOST_S = 10.0  # for a thread whose groups were aborted
 
 
 class GroupsAhead:
-    """Makes `groups` for that order at once. `report`: told when they are there, or why they are not, but for dropped ones."""
+    """Makes `groups` for that order at once. `report`: told when they are there, or why they are
+    not, but for dropped ones."""
 
-    def __init__(self, order: EnterOrder, groups: Groups, report: Callable[[GroupsMade], None]) -> None:
+    def __init__(
+        self, order: EnterOrder, groups: Groups, report: Callable[[GroupsMade], None]
+    ) -> None:
         self.order, self.groups, self.report = order, groups, report
         self._lock = threading.Lock()
         self._dropped = self._taken = False
@@ -37,7 +42,8 @@ class GroupsAhead:
         return self.order.plan.generation
 
     def take(self, order: EnterOrder) -> Groups | None:
-        """The groups, if they are there and for just this order; else they are taken down and None is returned."""
+        """The groups, if they are there and for just this order; else they are taken down and None
+        is returned."""
         same = (order.rendezvous, order.me) == (self.order.rendezvous, self.order.me)
         with self._lock:
             self._taken = same and not self._dropped and self.groups.formed
@@ -46,8 +52,8 @@ class GroupsAhead:
         return self.groups if self._taken else None
 
     def drop(self) -> None:
-        """Frees the thread and takes the groups down; waits until nothing of them is left, ENDED_MOST_S at most: the groups
-        that come next must not be taken for these."""
+        """Frees the thread and takes the groups down; waits until nothing of them is left,
+        ENDED_MOST_S at most: the groups that come next must not be taken for these."""
         with self._lock:
             dropped, self._dropped = self._dropped, True
         if not dropped:
@@ -62,7 +68,8 @@ class GroupsAhead:
         order, at, device = self.order, self.order.rendezvous, self.groups.device
         began, error = time.monotonic(), ""
         try:
-            # on a stream of its own: the training's must not wait for ranks that set up their groups later
+            # on a stream of its own: the training's must not wait for ranks that set up their
+            # groups later
             with on_device(device), SideStream(device).behind(None):
                 self.groups.form(at, order.me)
         except Exception as failed:  # noqa: BLE001 - whatever it was, the groups are made again when the generation is entered
@@ -71,5 +78,11 @@ class GroupsAhead:
             if self._dropped:
                 return
         if error:
-            log.warning("the groups of generation %d were not made ahead: %s", self.generation, error)
-        self.report(GroupsMade(self.generation, at.store[1], order.me, round(time.monotonic() - began, 4), error))
+            log.warning(
+                "the groups of generation %d were not made ahead: %s", self.generation, error
+            )
+        self.report(
+            GroupsMade(
+                self.generation, at.store[1], order.me, round(time.monotonic() - began, 4), error
+            )
+        )

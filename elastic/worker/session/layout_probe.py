@@ -1,11 +1,13 @@
-"""The probe: the loss of one fixed sample, in evaluation mode, which must be the same in the layout before and the one after.
+"""The probe: the loss of one fixed sample, in evaluation mode, which must be the same in the layout
+before and the one after.
 
-Each generation computes it when it has taken over the state, and again where it stops at a boundary: forward passes of one
-sample (with pp: of one per microbatch) that leave no trace. A generation whose value differs from what the layout before
-had at that step never makes a step: every rank raises, all at the same point, with the old boxes still in hand.
+Each generation computes it when it has taken over the state, and again where it stops at a
+boundary: forward passes of one sample (with pp: of one per microbatch) that leave no trace. A
+generation whose value differs from what the layout before had at that step never makes a step:
+every rank raises, all at the same point, with the old boxes still in hand.
 
-A program whose loss is another one each time (noise that is drawn, a sample that is augmented) has no probe; that is tried
-before the start (rehearsal.py).
+A program whose loss is another one each time (noise that is drawn, a sample that is augmented) has
+no probe; that is tried before the start (rehearsal.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ KEPT = 4  # steps whose values a worker remembers
 
 
 class LayoutDiffers(ElasticError):
-    """The layout that was entered computes another function than the one before at `step`; the same on every rank."""
+    """The layout that was entered computes another function than the one before at `step`; the same
+    on every rank."""
 
     def __init__(self, text: str, step: int = 0) -> None:
         super().__init__(text)
@@ -51,19 +54,31 @@ class LayoutDiffers(ElasticError):
 
 
 class Probe:
-    """One worker's part in the probes of one generation. `stepper`: None where the worker only sends."""
+    """One worker's part in the probes of one generation. `stepper`: None where the worker only
+    sends."""
 
-    def __init__(self, place: Workplace, order: EnterOrder, groups: Groups, stepper: Stepper | None) -> None:
+    def __init__(
+        self, place: Workplace, order: EnterOrder, groups: Groups, stepper: Stepper | None
+    ) -> None:
         self.place, self.order, self.groups, self.stepper = place, order, groups, stepper
-        self.possible = place.probe_repeats and _has_loss(place.program) and not isinstance(place.dataset, Stream)
+        self.possible = (
+            place.probe_repeats
+            and _has_loss(place.program)
+            and not isinstance(place.dataset, Stream)
+        )
 
     def at_entry(self, step: int) -> Probed | None:
-        """All participants call it, once all have their state. Raises LayoutDiffers. None = this program has no probe."""
+        """All participants call it, once all have their state. Raises LayoutDiffers. None = this
+        program has no probe."""
         expected = self._expected(step)
         if not self.possible:
             return None
         began, loss = time.monotonic(), self._loss()
-        bad = loss is not None and expected is not None and not agree(loss, expected, tolerance(self.place.job))
+        bad = (
+            loss is not None
+            and expected is not None
+            and not agree(loss, expected, tolerance(self.place.job))
+        )
         found, told = self._together(bad, loss)
         if found:
             assert expected is not None
@@ -71,7 +86,9 @@ class Probe:
         if loss is None:
             return None
         self._remember(step, loss)
-        return Probed(self.order.plan.generation, step, loss, expected, round(time.monotonic() - began, 4))
+        return Probed(
+            self.order.plan.generation, step, loss, expected, round(time.monotonic() - began, 4)
+        )
 
     def at_boundary(self, step: int) -> Probed | None:
         """The ranks of the plan call it, where they have stopped."""
@@ -80,7 +97,9 @@ class Probe:
         began, loss = time.monotonic(), self._loss()
         assert loss is not None
         self._remember(step, loss)
-        return Probed(self.order.plan.generation, step, loss, None, round(time.monotonic() - began, 4))
+        return Probed(
+            self.order.plan.generation, step, loss, None, round(time.monotonic() - began, 4)
+        )
 
     def _remember(self, step: int, loss: float) -> None:
         probes = self.place.probes
@@ -89,13 +108,19 @@ class Probe:
             del probes[old]
 
     def _expected(self, step: int) -> float | None:
-        """What the driver knows of that step, else what those know who were in the generation that the state comes from. Where
-        one of the participants has no probe, nobody has."""
+        """What the driver knows of that step, else what those know who were in the generation that
+        the state comes from. Where one of the participants has no probe, nobody has."""
         plan = self.order.plan
         mine = None
         if plan.resume.source != "fresh":
             generation, loss = self.place.probes.get(step, (-1, 0.0))
-            mine = plan.probe if plan.probe is not None else loss if generation == plan.resume.generation else None
+            mine = (
+                plan.probe
+                if plan.probe is not None
+                else loss
+                if generation == plan.resume.generation
+                else None
+            )
         known = -math.inf if mine is None or not math.isfinite(mine) else mine
         said = torch.tensor([known, 0.0 if self.possible else 1.0], dtype=torch.float64)
         self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
@@ -104,7 +129,9 @@ class Probe:
 
     def _together(self, bad: bool, loss: float | None) -> tuple[bool, float]:
         """Has any rank found it wrong, and which loss? The same answer for everyone."""
-        said = torch.tensor([float(bad), loss if bad and loss is not None else -math.inf], dtype=torch.float64)
+        said = torch.tensor(
+            [float(bad), loss if bad and loss is not None else -math.inf], dtype=torch.float64
+        )
         said = said.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said[0]), float(said[1])
@@ -112,12 +139,15 @@ class Probe:
     def _sentence(self, step: int, loss: float, expected: float) -> str:
         found = f"{loss:.6g} per token" if math.isfinite(loss) else "no number"
         return (
-            f"layout {self.order.plan.layout} computes another function than the one before: after step {step} the loss of the "
+            f"layout {self.order.plan.layout} computes another function than the one before: "
+            f"after step {step} the loss of the "
             f"probe sample is {found}, it was {expected:.6g}"
         )
 
     def _loss(self) -> float | None:
-        return None if self.stepper is None else loss_of_one(self.stepper, self._batch(self.stepper))
+        return (
+            None if self.stepper is None else loss_of_one(self.stepper, self._batch(self.stepper))
+        )
 
     def _batch(self, stepper: Stepper) -> Batch:
         """The first sample, the same at each call."""
@@ -134,8 +164,8 @@ def _has_loss(program: Program) -> bool:
 
 
 def loss_of_one(stepper: Stepper, batch: Batch) -> float:
-    """Loss per token of a batch of one sample, in evaluation mode; every rank of the plan gets the same number. With pp each
-    microbatch is that sample."""
+    """Loss per token of a batch of one sample, in evaluation mode; every rank of the plan gets the
+    same number. With pp each microbatch is that sample."""
     n = stepper.n_microbatches if stepper.groups.pp is not None else 1
     rows = {key: x.expand(n, *x.shape[1:]).contiguous() for key, x in batch.items()}
     with evaluating(stepper.state, stepper.job, stepper.device):

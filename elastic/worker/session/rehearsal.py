@@ -1,4 +1,5 @@
-"""Prepare in the shadow: what a new process does slowly the first time is done before the cut, while others train."""
+"""Prepare in the shadow: what a new process does slowly the first time is done before the cut,
+while others train."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from elastic.data.collate import collate
 from elastic.errors import ProgramError
 from elastic.types import Plan, Rehearsal, agree
 from elastic.types.grid import stage_blocks, stages_at
-from elastic.worker.parallel.context_parallel import check_calls, check_loss, check_possible, largest_cp
+from elastic.worker.parallel.context_parallel import (
+    check_calls,
+    check_loss,
+    check_possible,
+    largest_cp,
+)
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of
@@ -33,14 +39,16 @@ from elastic.worker.step.optimizer_step import Stepper
 log = logging.getLogger(__name__)
 
 REPEATS = 1e-6  # relative difference of one loss in one process
-WHOLE_MOST_PARAMETERS = 1 << 30  # a larger model is not built whole, not even once; nor is one that is read from files
+# a larger model is not built whole, not even once; nor is one that is read from files
+WHOLE_MOST_PARAMETERS = 1 << 30
 
 
 def rehearse(place: Workplace) -> None:
-    """Runs the program once on the CPU or GPU of this worker, where it is small enough, else on the meta device. Raises what
-    the program raises."""
+    """Runs the program once on the CPU or GPU of this worker, where it is small enough, else on the
+    meta device. Raises what the program raises."""
     warm_staging()
-    if place.script is not None:  # its loss is computed in its loop, which is not entered for a rehearsal
+    # its loss is computed in its loop, which is not entered for a rehearsal
+    if place.script is not None:
         return
     cp = largest_cp(place.job)
     check_possible(place.program, cp)
@@ -73,17 +81,25 @@ def _repeats(place: Workplace, model: nn.Module) -> bool:
 
 
 def _rehearse_on_meta(place: Workplace) -> None:
-    """Shapes only; then the loss of made-up outputs of that shape. A model that wants values is not rehearsed."""
+    """Shapes only; then the loss of made-up outputs of that shape. A model that wants values is not
+    rehearsed."""
     model = build_meta(place.program)
     try:
         with _noting_inputs(place, model), torch.no_grad():
-            once, twice = (call_model(place.program, model, _batch(place, n, "meta")) for n in (1, 2))
+            once, twice = (
+                call_model(place.program, model, _batch(place, n, "meta")) for n in (1, 2)
+            )
     except (NotImplementedError, RuntimeError) as error:
         log.info("not rehearsed: %s", " ".join(str(error).split())[:200])
         return
     torch.manual_seed(0)
     outputs = ((1, once), (2, twice))
-    _refuse_a_mean(*(float(loss_of(place.program, _made_up(out), _batch(place, n, "cpu"))) for n, out in outputs))
+    _refuse_a_mean(
+        *(
+            float(loss_of(place.program, _made_up(out), _batch(place, n, "cpu")))
+            for n, out in outputs
+        )
+    )
 
 
 def _made_up(output: Any) -> Any:
@@ -91,15 +107,24 @@ def _made_up(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         torch.manual_seed(0)
         row = torch.randn(output.shape[1:]).to(output.dtype)
-        return row.expand(output.shape).contiguous() if output.ndim else torch.ones((), dtype=output.dtype)
+        return (
+            row.expand(output.shape).contiguous()
+            if output.ndim
+            else torch.ones((), dtype=output.dtype)
+        )
     if isinstance(output, Mapping):
         return type(output)(**{key: _made_up(value) for key, value in output.items()})
-    return type(output)([_made_up(value) for value in output]) if isinstance(output, list | tuple) else output
+    return (
+        type(output)([_made_up(value) for value in output])
+        if isinstance(output, list | tuple)
+        else output
+    )
 
 
 @contextmanager
 def _noting_inputs(place: Workplace, model: nn.Module) -> Iterator[None]:
-    """Keeps what each block is called with for one sample: a later pipeline stage begins with that."""
+    """Keeps what each block is called with for one sample: a later pipeline stage begins with
+    that."""
     notes: list[torch.Tensor | None] = []
 
     def note(module: nn.Module, arguments: tuple[object, ...]) -> None:
@@ -116,28 +141,48 @@ def _noting_inputs(place: Workplace, model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    place.block_inputs = notes[: len(blocks)] if len(notes) in (len(blocks), 2 * len(blocks)) else []
+    place.block_inputs = (
+        notes[: len(blocks)] if len(notes) in (len(blocks), 2 * len(blocks)) else []
+    )
 
 
 def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
-    """One step of this worker's part of a coming plan, on the first sample, with collectives that move nothing: builds the
-    model, cuts it, lets DTensor work out its shardings, warms kernels and optimizer. The numbers are thrown away. False: the
-    plan has no part for this worker. Raises what the program raises."""
+    """One step of this worker's part of a coming plan, on the first sample, with collectives that
+    move nothing: builds the model, cuts it, lets DTensor work out its shardings, warms kernels and
+    optimizer. The numbers are thrown away. False: the plan has no part for this worker. Raises what
+    the program raises."""
     layout = rehearsal.layout
     rank = rehearsal.ranks[place.me.local_rank]
     if rank < 0:
         return False
     samples = (rehearsal.n_samples,) * layout.dp
-    plan = Plan(0, layout, (place.me,) * layout.world_size, samples, rehearsal.layers, rehearsal.n_microbatches)
+    plan = Plan(
+        0,
+        layout,
+        (place.me,) * layout.world_size,
+        samples,
+        rehearsal.layers,
+        rehearsal.n_microbatches,
+    )
     groups = Groups(0, layout, place.device, needs_fsdp(place.job, layout))
     try:
         groups.pretend(rank)
-        state = TrainState(place.program, place.profile, groups, layout=layout, layers=plan.layers, rank=rank, job=place.job)
+        state = TrainState(
+            place.program,
+            place.profile,
+            groups,
+            layout=layout,
+            layers=plan.layers,
+            rank=rank,
+            job=place.job,
+        )
         state.fill_zeros()
         stepper = Stepper(place.program, place.job, plan, state, groups)
         n_rows = plan.samples[stepper.dp]
         if plan.layout.pp == 1:
-            stepper.forward_backward([_batch(place, n_rows, place.device, stepper.sequence.multiple)], train=True)
+            stepper.forward_backward(
+                [_batch(place, n_rows, place.device, stepper.sequence.multiple)], train=True
+            )
         elif not _pass_through_stages(place, stepper, n_rows // plan.n_microbatches):
             return True  # built, and no more: nothing is known of what its stage is called with
         gradients = state.gradients()
@@ -149,18 +194,27 @@ def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
 
 
 def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> bool:
-    """One microbatch forward and backward through each of this worker's stages. False: the input of one is not known."""
+    """One microbatch forward and backward through each of this worker's stages. False: the input of
+    one is not known."""
     plan, sequence = stepper.plan, stepper.sequence
     batch = sequence.cut(_batch(place, n_rows, place.device))
     with sequence.running(blocks_here=False):
         keywords = keywords_of(place.program, batch)
-        for stage, model in zip(stages_at(plan.layout, stepper.at.pp), stepper.state.models, strict=True):
+        for stage, model in zip(
+            stages_at(plan.layout, stepper.at.pp), stepper.state.models, strict=True
+        ):
             first_block = stage_blocks(plan.layers, stage).start
             if stage == 0:
                 output = model(inputs_of(place.program, batch), **keywords)
-            elif first_block < len(place.block_inputs) and (noted := place.block_inputs[first_block]) is not None:
+            elif (
+                first_block < len(place.block_inputs)
+                and (noted := place.block_inputs[first_block]) is not None
+            ):
                 hidden = noted if sequence.shard is None else sequence.shard.take(noted)
-                output = model(hidden.expand(n_rows, *hidden.shape[1:]).contiguous().requires_grad_(), **keywords)
+                output = model(
+                    hidden.expand(n_rows, *hidden.shape[1:]).contiguous().requires_grad_(),
+                    **keywords,
+                )
             else:
                 return False
             last = stage == plan.layout.n_stages - 1
@@ -168,11 +222,17 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
     return True
 
 
-def _batch(place: Workplace, times: int, device: torch.device | str, multiple: int = 1) -> dict[str, torch.Tensor]:
-    """The first sample, `times` over; of what a job gives micro-batches by tokens, filled up, and no more than go into one."""
+def _batch(
+    place: Workplace, times: int, device: torch.device | str, multiple: int = 1
+) -> dict[str, torch.Tensor]:
+    """The first sample, `times` over; of what a job gives micro-batches by tokens, filled up, and
+    no more than go into one."""
     budget = budget_of(place.job, place.dataset, multiple)
     part = budget.of_one(0, times) if budget is not None else Microbatch((0,) * times)
-    return {k: v.to(device) for k, v in collate([item_of(place.dataset, i, part.length) for i in part.ids]).items()}
+    return {
+        k: v.to(device)
+        for k, v in collate([item_of(place.dataset, i, part.length) for i in part.ids]).items()
+    }
 
 
 def _loss(place: Workplace, model: nn.Module, times: int) -> torch.Tensor:
@@ -181,9 +241,12 @@ def _loss(place: Workplace, model: nn.Module, times: int) -> torch.Tensor:
 
 
 def _refuse_a_mean(once: float, twice: float) -> None:
-    """The same sample twice must double the loss. Raises ProgramError for a mean: its scale would change with the layout."""
+    """The same sample twice must double the loss. Raises ProgramError for a mean: its scale would
+    change with the layout."""
     if once and abs(twice - once) < 1e-3 * abs(once):
         raise ProgramError(
-            f"Program.loss returned {once:.4f} for one sample and {twice:.4f} for the same sample twice: a mean, it seems; "
-            "it must return the sum over the batch (reduction='sum'), which elastic divides by the global count of the step"
+            f"Program.loss returned {once:.4f} for one sample and {twice:.4f} for the same sample "
+            "twice: a mean, it seems; "
+            "it must return the sum over the batch (reduction='sum'), which elastic divides by "
+            "the global count of the step"
         )

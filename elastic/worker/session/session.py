@@ -1,5 +1,5 @@
-"""One worker: idle -> prepare -> enter(plan) -> step* -> quiesce. Thread-safe: `order` takes every order, and outcomes are
-messages that `poll` hands out.
+"""One worker: idle -> prepare -> enter(plan) -> step* -> quiesce. Thread-safe: `order` takes every
+order, and outcomes are messages that `poll` hands out.
 
 One thread does all the training work; an order is only left for it, or aborts what it waits for.
 """
@@ -70,7 +70,13 @@ from elastic.worker.session.groups_ahead import GroupsAhead
 from elastic.worker.session.layout_probe import LayoutDiffers
 from elastic.worker.session.rehearsal import rehearse, rehearse_plan
 from elastic.worker.session.stall_site import stall_site
-from elastic.worker.session.worker_errors import device_lost, is_assert, kind_of, print_error, text_of
+from elastic.worker.session.worker_errors import (
+    device_lost,
+    is_assert,
+    kind_of,
+    print_error,
+    text_of,
+)
 from elastic.worker.session.workplace import EnterOrder, Workplace, live_step
 from elastic.worker.step.faulty_rank import Tripped
 from elastic.worker.step.loss_scale import profile_of
@@ -83,8 +89,9 @@ SCRIPT_THREAD = "script"
 
 @dataclass(frozen=True)
 class Beat:
-    """Answer to a poll. `progress` changes whenever the worker makes progress; `arrived`: see Generation.arrived. `doing`,
-    `where`: what a worker is at that has made no progress since the poll before."""
+    """Answer to a poll. `progress` changes whenever the worker makes progress; `arrived`: see
+    Generation.arrived. `doing`, `where`: what a worker is at that has made no progress since the
+    poll before."""
 
     messages: tuple[tuple[int, Event], ...]
     generation: int
@@ -99,13 +106,19 @@ class Beat:
 
 
 class Session:
-    """See the module. `job`: as plain data; `run_uri` the run's folder in its storage; `orphan` is called once when the
-    worker has ended its work after the driver was gone (the shell decides when that is). `device`: to train on, where it is
-    not the only GPU that this process sees."""
+    """See the module. `job`: as plain data; `run_uri` the run's folder in its storage; `orphan` is
+    called once when the worker has ended its work after the driver was gone (the shell decides when
+    that is). `device`: to train on, where it is not the only GPU that this process sees."""
 
     device: torch.device | None = None
 
-    def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str, orphan: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        me: WorkerId,
+        job: dict[str, Any],
+        run_uri: str,
+        orphan: Callable[[], None] | None = None,
+    ) -> None:
         settle_allocator()
         settle_cuda_allocator()
         self.me, self.job, self.run_uri, self.orphan = me, Job.from_plain(job), run_uri, orphan
@@ -118,15 +131,20 @@ class Session:
         self._closed = False
         self._phase, self._step, self._progress = "idle", 0, 0
         self._polled = -1  # its progress at the last poll
-        self._told_s = 0.0  # when this phase began, or when it was told last that this worker makes progress with it
+        # when this phase began, or when it was told last that this worker makes progress with it
+        self._told_s = 0.0
         self._generation: Generation | None = None
         self._ahead: GroupsAhead | None = None
-        self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is ordered
-        self._unfinished = False  # the generation left last was, by an error in the middle of something
+        # left with gradients whose commit was not seen; until another is ordered
+        self._broken: Generation | None = None
+        # the generation left last was, by an error in the middle of something
+        self._unfinished = False
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
-        self._forward: tuple[int, int, tuple[float, ...]] | None = None  # generation, step, commit: to be applied
+        # generation, step, commit: to be applied
+        self._forward: tuple[int, int, tuple[float, ...]] | None = None
         self._aborted = 0  # generations up to this one are aborted
-        self._stop_at, self._save_at = 0, 0  # generations up to this one stop (save) at their next boundary
+        # generations up to this one stop (save) at their next boundary
+        self._stop_at, self._save_at = 0, 0
         self._place: Workplace | None = None
         self._notes: DeviceNotes | None = None
         self._faults, self._cut = DeviceFaults(), CutOff()
@@ -134,10 +152,12 @@ class Session:
         self._thread = threading.Thread(target=self._work, name="training", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------------------------------ orders (any thread)
+    # ------------------------------------------------------------------------------------------
+    # orders (any thread)
 
     def order(self, order: WorkerOrder) -> None:
-        """Takes an order; its outcome is a message. One that comes again, or of a generation that is over, changes nothing."""
+        """Takes an order; its outcome is a message. One that comes again, or of a generation that
+        is over, changes nothing."""
         match order.action:
             case Prepare(rehearse=rehearsals):
                 with self._lock:
@@ -158,7 +178,9 @@ class Session:
                     self._save_at = max(self._save_at, generation)
             case SetCadence() | SetShares() as change:
                 with self._lock:
-                    if (running := self._generation) is not None and running.number == change.generation:
+                    if (
+                        running := self._generation
+                    ) is not None and running.number == change.generation:
                         running.change(change)
             case Abort(generation):
                 self._abort(generation)
@@ -177,14 +199,18 @@ class Session:
                 raise InternalError(f"{type(action).__name__} is no order to a worker")
 
     def _enter(self, order: EnterOrder) -> None:
-        """A running generation stops at its next boundary by itself; then the new one is entered."""
+        """A running generation stops at its next boundary by itself; then the new one is
+        entered."""
         with self._lock:
             if order.plan.generation > self._aborted:
-                self._orders = [o for o in self._orders if o.plan.generation > order.plan.generation] or [order]
+                self._orders = [
+                    o for o in self._orders if o.plan.generation > order.plan.generation
+                ] or [order]
                 self._lock.notify_all()
 
     def _form(self, order: EnterOrder) -> None:
-        """Make the groups of a generation that may be entered, while this one trains on -> GroupsMade."""
+        """Make the groups of a generation that may be entered, while this one trains on ->
+        GroupsMade."""
         with self._lock:
             place, before = self._place, self._ahead
             newest = max([self._aborted, *(o.plan.generation for o in self._orders)])
@@ -224,7 +250,9 @@ class Session:
             if running is None:
                 self._put(self._quiesced(generation))
         # at once: on a GPU the abort of one generation waits for the kernels of the other
-        dropping = threading.Thread(target=self._drop_groups, args=(generation + 1,), name="drop-groups", daemon=True)
+        dropping = threading.Thread(
+            target=self._drop_groups, args=(generation + 1,), name="drop-groups", daemon=True
+        )
         dropping.start()
         if running is not None and running.number <= generation:
             running.groups.abort()
@@ -235,7 +263,9 @@ class Session:
         deadline = time.monotonic() + wait_s
         with self._lock:
             self._outbox = [(n, e) for n, e in self._outbox if n > ack]
-            while not self._outbox and not self._closed and (left := deadline - time.monotonic()) > 0:
+            while (
+                not self._outbox and not self._closed and (left := deadline - time.monotonic()) > 0
+            ):
                 self._lock.wait(left)
             running, messages = self._generation, tuple(self._outbox)
             at = (self._phase, self._step, self._progress, os.getpid())
@@ -247,10 +277,14 @@ class Session:
 
     def _at_work(self) -> list[threading.Thread]:
         """The threads that may be: the training thread, else that of a script."""
-        return [self._thread, *(thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD)]
+        return [
+            self._thread,
+            *(thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD),
+        ]
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Ends the training thread as soon as it is free, and waits so long for it; what waits in a group is aborted."""
+        """Ends the training thread as soon as it is free, and waits so long for it; what waits in a
+        group is aborted."""
         with self._lock:
             self._closed = True
             running = self._generation
@@ -275,8 +309,9 @@ class Session:
         return self._place
 
     def store_alone(self, epoch: int, wait_s: float) -> str | None:
-        """Without a driver: waits for this rank's part of the last checkpoint; the lowest rank commits the whole under the
-        last driver's epoch. Returns the copy's uri where it was committed. Raises Fenced when a newer driver has committed."""
+        """Without a driver: waits for this rank's part of the last checkpoint; the lowest rank
+        commits the whole under the last driver's epoch. Returns the copy's uri where it was
+        committed. Raises Fenced when a newer driver has committed."""
         place = self._place
         if place is None or place.saving.writing is None or place.saving.of is None:
             return None
@@ -284,17 +319,25 @@ class Session:
         place.saving.writing.result(wait_s)
         part = place.saving.of
         plan, step = part.plan, part.step
-        meta = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples), "orphan": True}
+        meta = {
+            "layout": asdict(plan.layout),
+            "layers": list(plan.layers),
+            "samples": list(plan.samples),
+            "orphan": True,
+        }
         while part.rank == 0:
             try:
-                return checkpoint_writer.commit(place.storage, step, plan.generation, len(plan.ranks), epoch, meta)
+                return checkpoint_writer.commit(
+                    place.storage, step, plan.generation, len(plan.ranks), epoch, meta
+                )
             except StateLost:  # the parts of other ranks are still being written
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
         return None
 
-    # ------------------------------------------------------------------------------------------ training thread
+    # ------------------------------------------------------------------------------------------
+    # training thread
 
     def _put(self, event: Event) -> None:
         with self._lock:
@@ -317,12 +360,18 @@ class Session:
         """Is it this worker that tells the driver of progress in that phase?"""
         if phase == "preparing":
             return self.me.local_rank == 0
-        return phase in ("evaluating", "finishing") and self._generation is not None and self._generation.rank == 0
+        return (
+            phase in ("evaluating", "finishing")
+            and self._generation is not None
+            and self._generation.rank == 0
+        )
 
     def _work(self) -> None:
         while True:
             with self._lock:
-                while not (self._closed or self._orders or self._prepare_asked is not None or self._forward):
+                while not (
+                    self._closed or self._orders or self._prepare_asked is not None or self._forward
+                ):
                     self._lock.wait()
                 if self._closed:
                     return
@@ -351,7 +400,11 @@ class Session:
                     broken.lose_device()
                     broken.take_along()
                 failed = WorkerFailed(self.me, number, "infrastructure", text_of(error))
-                self._put(replace(failed, kind="device", step=step) if kind_of(error) == "device" else failed)
+                self._put(
+                    replace(failed, kind="device", step=step)
+                    if kind_of(error) == "device"
+                    else failed
+                )
             self._broken = None
         with self._lock:
             self._put(self._quiesced(number))
@@ -360,7 +413,12 @@ class Session:
         self._at_phase("preparing", 0)
         checks = None
         if entry is not None and self._place is None:
-            checks = Checks(entry, self._device(), self.me.local_rank == 0, lambda: self._at_phase("preparing", 0))
+            checks = Checks(
+                entry,
+                self._device(),
+                self.me.local_rank == 0,
+                lambda: self._at_phase("preparing", 0),
+            )
         try:
             place = self._place = self._place or self._settled(checks)
             for i, rehearsal in enumerate(rehearsals):
@@ -375,17 +433,22 @@ class Session:
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
             print_error(error)
             refusal = checks.refusal() if checks is not None and self._place is None else None
-            failed = WorkerFailed(self.me, 0, kind_of(error), text_of(error), do="retry" if is_assert(error) else "")
+            failed = WorkerFailed(
+                self.me, 0, kind_of(error), text_of(error), do="retry" if is_assert(error) else ""
+            )
             self._put(failed if refusal is None else self._refused(refusal))
             return
         if len(rehearsals) < 2:
             self._put(self._prepared())
 
     def _refused(self, why: NodeRejected) -> NodeRefused:
-        return NodeRefused(self.me.node_id, str(why), may_pass=why.may_pass, neighbors=why.neighbors)
+        return NodeRefused(
+            self.me.node_id, str(why), may_pass=why.may_pass, neighbors=why.neighbors
+        )
 
     def _settled(self, checks: Checks | None) -> Workplace:
-        """A workplace, opened while the node is looked at. Raises Refused, and what the program raises."""
+        """A workplace, opened while the node is looked at. Raises Refused, and what the program
+        raises."""
         if checks is not None:
             checks.begin(self._pool.submit)
         with heard_by(lambda: self._at_phase("preparing", 0)):
@@ -406,10 +469,13 @@ class Session:
     def _prepared(self) -> NodePrepared:
         sample = self._place.sample if self._place is not None else None
         rounded = self._place is not None and self._place.host_memory.pinned and rounds_pinned()
-        return NodePrepared(self.me.node_id, (os.getpid(),), self.job.n_samples, sample, self._admission, rounded)
+        return NodePrepared(
+            self.me.node_id, (os.getpid(),), self.job.n_samples, sample, self._admission, rounded
+        )
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
-        """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""
+        """Its numbers are garbage, so what the program says of them is no reason to stop: the first
+        step will be slower."""
         try:
             rehearse_plan(place, rehearsal)
         except Exception as error:
@@ -427,7 +493,9 @@ class Session:
         if self.job.float8:
             check_float8(device)
         script = Script(ScriptSource.of(self.job), device) if self.job.script else None
-        program = with_job(load_program(self.job.program) if script is None else script.start(), self.job)
+        program = with_job(
+            load_program(self.job.program) if script is None else script.start(), self.job
+        )
         dataset: Any = dataset_of(program, self.job)
         program = with_stream(program, dataset, self.job)
         profile = profile_of(program, self.job)
@@ -436,12 +504,26 @@ class Session:
         storage = open_storage(self.run_uri)
         behind = self._pool.submit
         return Workplace(
-            self.me, program, profile, self.job, dataset, validation, storage, device, self._put, self._at_phase, behind,
-            script=script, readers=readers_of(self.job), faults=self._faults,
-        )  # fmt: skip
+            self.me,
+            program,
+            profile,
+            self.job,
+            dataset,
+            validation,
+            storage,
+            device,
+            self._put,
+            self._at_phase,
+            behind,
+            script=script,
+            readers=readers_of(self.job),
+            faults=self._faults,
+        )
 
     def _device(self) -> torch.device:
-        return self.device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+        return self.device or (
+            torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        )
 
     def _words(self, number: int) -> tuple[bool, bool]:
         superseded = any(o.plan.generation > number for o in self._orders)
@@ -494,16 +576,20 @@ class Session:
                     self._put(self._quiesced(self._aborted))
 
     def _forget_broken(self) -> None:
-        """Nothing of a generation is in memory when the next state is built but what is held: neither its pending gradients,
-        which nobody asks for any more, nor what an error has left (frames, gradients of some micro-batches, gathered blocks: a
-        model and its hooks refer to each other in circles). The peak counts from here."""
+        """Nothing of a generation is in memory when the next state is built but what is held:
+        neither its pending gradients, which nobody asks for any more, nor what an error has left
+        (frames, gradients of some micro-batches, gathered blocks: a model and its hooks refer to
+        each other in circles). The peak counts from here."""
         broken, self._broken = self._broken is not None or self._unfinished, None
         self._unfinished = False
         if broken:
-            # A backward pass that ends with an error leaves what it still had to do, and so the model, in torch's queue of this
-            # thread, which is not looked at until there is another one.
+            # A backward pass that ends with an error leaves what it still had to do, and so the
+            # model, in torch's queue of this thread, which is not looked at until there is another
+            # one.
             torch.zeros((), requires_grad=True).backward()
-            gc.collect()  # frames, and the graph that they hold; the collector does not see that its hooks hold the model,
+            # frames, and the graph that they hold; the collector does not see that its hooks hold
+            # the model,
+            gc.collect()
             gc.collect()  # so that goes only now
         if torch.cuda.is_available():
             with suppress(RuntimeError):  # of a device that is lost
@@ -511,7 +597,8 @@ class Session:
                 torch.cuda.reset_peak_memory_stats()
 
     def _failed(self, generation: Generation, error: Exception) -> None:
-        """Free the others first: they wait for this rank. (Not where all of them say the same at the same point.)"""
+        """Free the others first: they wait for this rank. (Not where all of them say the same at
+        the same point.)"""
         number = generation.number
         kind = kind_of(error)
         self._unfinished = True
@@ -525,18 +612,35 @@ class Session:
         if isinstance(error, Damaged):
             self._put(CopyDamaged(generation.plan.resume.uri, str(error)))
         print_error(error)
-        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident_bytes()
-        failed = WorkerFailed(self.me, number, kind, text_of(error), memory if kind == "out_of_memory" else 0)
+        memory = (
+            torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident_bytes()
+        )
+        failed = WorkerFailed(
+            self.me, number, kind, text_of(error), memory if kind == "out_of_memory" else 0
+        )
         failed = replace(failed, step=error.step) if isinstance(error, LayoutDiffers) else failed
         if generation.device_lost:
-            failed = replace(failed, step=generation.next_step, do="retry" if is_assert(error) else "")
-        self._put(failed if trip is None else replace(failed, step=trip.step, guard=trip.guard, do=trip.do))
+            failed = replace(
+                failed, step=generation.next_step, do="retry" if is_assert(error) else ""
+            )
+        self._put(
+            failed
+            if trip is None
+            else replace(failed, step=trip.step, guard=trip.guard, do=trip.do)
+        )
 
     def _quiesced(self, number: int) -> Quiesced:
         held = self._place.held if self._place is not None else []
         step = live_step(held, number)
         pending_step = self._broken.pending_step if self._broken is not None else -1
-        return Quiesced(self.me, number, step, tuple(h.holding(self.me) for h in held), self._commit, pending_step)
+        return Quiesced(
+            self.me,
+            number,
+            step,
+            tuple(h.holding(self.me) for h in held),
+            self._commit,
+            pending_step,
+        )
 
 
 def _resident_bytes() -> int:

@@ -1,4 +1,5 @@
-"""Where a worker that makes no progress has stalled: what its threads are doing, and in which line."""
+"""Where a worker that makes no progress has stalled: what its threads are doing, and in which
+line."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ FRAMES_MOST = 200
 
 
 def stall_site(threads: Iterable[threading.Thread]) -> tuple[Doing, str]:
-    """What the first of the threads that is at work does, and in which line: of the program, where it is in one. A thread that
-    has handed over to another (a script's) is not at work."""
+    """What the first of the threads that is at work does, and in which line: of the program, where
+    it is in one. A thread that has handed over to another (a script's) is not at work."""
     frames = sys._current_frames()
     for thread in threads:
         frame = frames.get(thread.ident or 0)
@@ -30,9 +31,9 @@ def stall_site(threads: Iterable[threading.Thread]) -> tuple[Doing, str]:
 
 
 def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doing, str] | None:
-    """None: it waits for its turn. From the innermost frame outwards: torch's own files say whether they wait for other ranks
-    or compile; ours count for what was said around them, else for work of this rank, as a program's do; Python's own files say
-    nothing."""
+    """None: it waits for its turn. From the innermost frame outwards: torch's own files say whether
+    they wait for other ranks or compile; ours count for what was said around them, else for work of
+    this rank, as a program's do; Python's own files say nothing."""
     ours = ""
     for _ in range(FRAMES_MOST):
         if frame is None:

@@ -1,4 +1,5 @@
-"""Fills the state of a new generation from where it is: fresh, live or peer memory, a checkpoint; and proves the content."""
+"""Fills the state of a new generation from where it is: fresh, live or peer memory, a checkpoint;
+and proves the content."""
 
 from __future__ import annotations
 
@@ -24,26 +25,30 @@ from elastic.worker.state.host_copy import Flat, Tensors
 from elastic.worker.state.train_state import Held, TrainState, region
 from elastic.worker.state.transfer import TransferStats, carry_out
 
-OF_THE_JOB = (EXTRA + MEMORY, EXTRA + STATE, LOSS_SCALE)  # boxes that follow from how the job is run, not from its model
+# boxes that follow from how the job is run, not from its model
+OF_THE_JOB = (EXTRA + MEMORY, EXTRA + STATE, LOSS_SCALE)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a worker knows after the takeover. `given`: the parts of old boxes that it gave to others or kept, one for each
-    transfer, and `before` the boxes that they lie in; `stored_digest`: that of the checkpoint that was read, known to
-    rank 0."""
+    """What a worker knows after the takeover. `given`: the parts of old boxes that it gave to
+    others or kept, one for each transfer, and `before` the boxes that they lie in; `stored_digest`:
+    that of the checkpoint that was read, known to rank 0."""
 
     given: tuple[tuple[Box, torch.Tensor], ...] | None = None
     before: tuple[Held, ...] = ()
-    n_bytes: int = 0  # measured: received by all workers together (or read from storage by this one)
+    # measured: received by all workers together (or read from storage by this one)
+    n_bytes: int = 0
     peak_bytes: int = 0  # measured: of the worker that needed most beyond its new state
     stored_digest: int | None = None
-    behind: torch.cuda.Event | None = None  # on a GPU, behind all that has been done to the boxes in `given`
+    # on a GPU, behind all that has been done to the boxes in `given`
+    behind: torch.cuda.Event | None = None
 
 
 @dataclass
 class Takeover:
-    """One worker's part in taking over the state: `make_room`, then the new state is built, then `run` fills it."""
+    """One worker's part in taking over the state: `make_room`, then the new state is built, then
+    `run` fills it."""
 
     place: Workplace
     order: EnterOrder
@@ -53,17 +58,21 @@ class Takeover:
     _before_bytes: int = 0  # on the device before room was made
 
     def make_room(self) -> None:
-        """Where old and new shard do not fit the device together (`Move.via` = host): the old boxes go to a buffer in host
-        memory. Before the new state is built."""
+        """Where old and new shard do not fit the device together (`Move.via` = host): the old boxes
+        go to a buffer in host memory. Before the new state is built."""
         place, move = self.place, self.order.plan.move
         self._before_bytes = device_bytes(place.held)
         if move is not None and move.via == "host":
             place.wait_for_checks()  # one may still read old boxes
-            place.held = [one if one.kind != "live" or one.on_host else _to_host(one, place) for one in place.held]
+            place.held = [
+                one if one.kind != "live" or one.on_host else _to_host(one, place)
+                for one in place.held
+            ]
 
     def run(self, state: TrainState | None) -> Taken:
-        """Fills `state` (None: this worker only sends). Returns when every worker has what it needs (fresh and durable: this
-        one). Raises StateLost where a box is not to be had or arrived altered."""
+        """Fills `state` (None: this worker only sends). Returns when every worker has what it needs
+        (fresh and durable: this one). Raises StateLost where a box is not to be had or arrived
+        altered."""
         self.state = state
         if state is not None:
             state.read_frozen()
@@ -79,7 +88,10 @@ class Takeover:
     def _from_storage(self) -> Taken:
         assert self.state is not None
         checkpoint = checkpoint_index.open_checkpoint(self.order.plan.resume.uri)
-        specs, tensors = {spec.fqn: spec for spec in state_specs(self.place.profile)}, self.state.tensors
+        specs, tensors = (
+            {spec.fqn: spec for spec in state_specs(self.place.profile)},
+            self.state.tensors,
+        )
         anew = differing(specs, checkpoint.tensors, isinstance(self.place.dataset, Stream))
         self.place.extra.fresh({fqn: held for fqn, held in tensors.items() if fqn in anew})
         for fqn in anew:
@@ -88,7 +100,9 @@ class Takeover:
         checkpoint.check(spec for fqn, spec in specs.items() if fqn not in anew)
         told = self.order.me == 0 and "digest" in checkpoint.meta and not anew
         n_bytes = checkpoint.fill(tensors.values())
-        return Taken(n_bytes=n_bytes, stored_digest=int(checkpoint.meta["digest"]) if told else None)
+        return Taken(
+            n_bytes=n_bytes, stored_digest=int(checkpoint.meta["digest"]) if told else None
+        )
 
     def _from_memory(self) -> Taken:
         plan, resume, place, me = self.order.plan, self.order.plan.resume, self.place, self.order.me
@@ -103,7 +117,9 @@ class Takeover:
 
         def read(transfer: Transfer) -> torch.Tensor:
             if transfer.holding not in self._found:
-                self._found[transfer.holding] = place.find(resume.generation, transfer.holding, step)
+                self._found[transfer.holding] = place.find(
+                    resume.generation, transfer.holding, step
+                )
             return region(self._found[transfer.holding].tensors, transfer)
 
         def write(transfer: Transfer) -> torch.Tensor:
@@ -111,20 +127,34 @@ class Takeover:
             return region(self.state.tensors, transfer)
 
         old_bytes = device_bytes(place.held)
-        ends = {end for t in transfers if me in (t.source, t.destination) for end in (t.source, t.destination)}
+        ends = {
+            end
+            for t in transfers
+            if me in (t.source, t.destination)
+            for end in (t.source, t.destination)
+        }
         group, device = self.groups.wire
         if device.type == "cpu":
             self.groups.connect(self.groups.world, ends - {me})
         moved = carry_out(transfers, me, read=read, write=write, group=group, device=device)
         self.groups.check()
-        given = tuple((Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me)
-        new_bytes = storage_bytes(tensor for _, tensor in self.state.tensors.values()) if self.state is not None else 0
+        given = tuple(
+            (Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me
+        )
+        new_bytes = (
+            storage_bytes(tensor for _, tensor in self.state.tensors.values())
+            if self.state is not None
+            else 0
+        )
         peak_bytes = max(self._before_bytes - new_bytes, old_bytes + moved.staging_bytes)
         n_bytes, peak_bytes = self._told(moved, peak_bytes)
-        return Taken(given, tuple(self._found.values()), n_bytes, peak_bytes, behind=boundary(place.device))
+        return Taken(
+            given, tuple(self._found.values()), n_bytes, peak_bytes, behind=boundary(place.device)
+        )
 
     def _agree_on_step(self) -> int:
-        """The boundary at which the old generation stopped: all its ranks must have stopped at the same one."""
+        """The boundary at which the old generation stopped: all its ranks must have stopped at the
+        same one."""
         generation = self.order.plan.resume.generation
         live = [h.step for h in self.place.held if h.kind == "live" and h.generation == generation]
         mine = live[0] if live else -1
@@ -132,23 +162,30 @@ class Takeover:
         self.groups.control.all_reduce(seen, dist.ReduceOp.MAX)
         newest, oldest = int(seen[0]), -int(seen[1])
         if newest != oldest or newest < 0:
-            raise StateLost(f"the ranks of generation {generation} stopped at steps {oldest} to {newest}")
+            raise StateLost(
+                f"the ranks of generation {generation} stopped at steps {oldest} to {newest}"
+            )
         return newest
 
     def _told(self, moved: TransferStats, peak_bytes: int) -> tuple[int, int]:
-        """Bytes received by all, and the largest peak, the same for everyone; nobody is past this before all are there."""
+        """Bytes received by all, and the largest peak, the same for everyone; nobody is past this
+        before all are there."""
         mine = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)
         received, peaks = self.groups.control.gather(mine).unbind(1)
         return int(received.sum()), int(peaks.max())
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 
-def differing(mine: Mapping[str, TensorSpec], there: Mapping[str, tuple[tuple[int, ...], str]], stream: bool) -> set[str]:
-    """Boxes OF_THE_JOB that are others in the checkpoint, or in one of the two only: other guards, another precision, weights
-    that were imported into a job with a stream. They start over (a stream then passes over what its steps have used up).
-    `stream`: the dataset is one; else a box of its name is the program's own."""
+def differing(
+    mine: Mapping[str, TensorSpec], there: Mapping[str, tuple[tuple[int, ...], str]], stream: bool
+) -> set[str]:
+    """Boxes OF_THE_JOB that are others in the checkpoint, or in one of the two only: other guards,
+    another precision, weights that were imported into a job with a stream. They start over (a
+    stream then passes over what its steps have used up). `stream`: the dataset is one; else a box
+    of its name is the program's own."""
     found = set()
     for fqn in OF_THE_JOB:
         spec = mine.get(fqn)
@@ -167,12 +204,15 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def device_bytes(held: Iterable[Held]) -> int:
     """Device memory behind the boxes. Peer replicas are in host memory."""
-    return storage_bytes(t for one in held if one.kind == "live" and not one.on_host for _, t in one.tensors.values())
+    return storage_bytes(
+        t for one in held if one.kind == "live" and not one.on_host for _, t in one.tensors.values()
+    )
 
 
 def _to_host(held: Held, place: Workplace) -> Held:
-    """The same boxes in a leased host buffer. Their storages are given up once all of them are copied, whoever still refers to
-    them; where that fails, because the host's memory runs out for one, the boxes are still where they were."""
+    """The same boxes in a leased host buffer. Their storages are given up once all of them are
+    copied, whoever still refers to them; where that fails, because the host's memory runs out for
+    one, the boxes are still where they were."""
     flat = Flat([box for box, _ in held.tensors.values()])
     lease = place.host_memory.lease(flat.n_bytes)
     views = flat.views(lease.buffer)
@@ -188,13 +228,15 @@ def _to_host(held: Held, place: Workplace) -> Held:
     return replace(held, on_host=True, lease=lease)
 
 
-# ------------------------------------------------------------------------------------------------ proof
+# ------------------------------------------------------------------------------------------------
+# proof
 
 
 def check_digest(place: Workplace, order: EnterOrder, taken: Taken, after: Tensors | None) -> None:
-    """Reports this worker's part of layer (c) of promise 5: the digest of what it gave, and of what it has now. Runs behind the
-    steps. The transfers cover each new box once, so that the sums over all workers agree, replicas included; what was read
-    from storage is compared with the digest that was stored, in which each element counts once."""
+    """Reports this worker's part of layer (c) of promise 5: the digest of what it gave, and of what
+    it has now. Runs behind the steps. The transfers cover each new box once, so that the sums over
+    all workers agree, replicas included; what was read from storage is compared with the digest
+    that was stored, in which each element counts once."""
     profile, plan = place.profile, order.plan
     shapes: dict[str, tuple[int, ...]] = {spec.fqn: spec.shape for spec in state_specs(profile)}
     old = taken.stored_digest
@@ -208,4 +250,6 @@ def check_digest(place: Workplace, order: EnterOrder, taken: Taken, after: Tenso
             mine = list(owned_boxes(profile, plan.layout, plan.layers, order.me))
         new = digest(after, shapes, [b.fqn for b in mine])
         n_bytes = sum(b.n_bytes for b in mine)
-    place.report(DigestPart(plan.generation, order.me, len(order.rendezvous.participants), old, new, n_bytes))
+    place.report(
+        DigestPart(plan.generation, order.me, len(order.rendezvous.participants), old, new, n_bytes)
+    )

@@ -1,9 +1,11 @@
 """What an error in a worker is: of which kind, and in which words it is reported.
 
-A CUDA error is *sticky* when every later call of the process returns it too: the context is gone, and this process can read
-nothing on that GPU any more. Such an error is the device's, kind `device`. Three CUDA errors are not: out of memory; a call
-that the runtime refused (wrong arguments, no kernel for this GPU), which is the program's and leaves the context as it was; and
-a device-side assert (an index out of range in a kernel), which is the program's too, though the context is gone.
+A CUDA error is *sticky* when every later call of the process returns it too: the context is gone,
+and this process can read nothing on that GPU any more. Such an error is the device's, kind
+`device`. Three CUDA errors are not: out of memory; a call that the runtime refused (wrong
+arguments, no kernel for this GPU), which is the program's and leaves the context as it was; and a
+device-side assert (an index out of range in a kernel), which is the program's too, though the
+context is gone.
 """
 
 from __future__ import annotations
@@ -18,28 +20,41 @@ import torch
 import torch.distributed as dist
 
 from elastic.config.masking import masked_text
-from elastic.errors import ElasticError, InternalError, PeerGarbled, ProgramError, SpecError, StateLost, StorageFailed
+from elastic.errors import (
+    ElasticError,
+    InternalError,
+    PeerGarbled,
+    ProgramError,
+    SpecError,
+    StateLost,
+    StorageFailed,
+)
 from elastic.types import FailureKind
 from elastic.version import PACKAGE
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.session.layout_probe import LayoutDiffers
 from elastic.worker.step.faulty_rank import Tripped
 
-CUDA_ERROR = re.compile(r"(?:CUDA|HIP)(?: driver)? error: ([^\n]*)")  # torch adds lines of advice, which name other errors
+# torch adds lines of advice, which name other errors
+CUDA_ERROR = re.compile(r"(?:CUDA|HIP)(?: driver)? error: ([^\n]*)")
 ASSERT, MEMORY = "device-side assert", ("out of memory", "_STATUS_ALLOC_FAILED")
 REFUSED_CALLS = (  # the words of cudaGetErrorString and torch
-    "invalid argument", "invalid configuration argument", "invalid device function", "invalid device ordinal",
-    "invalid resource handle", "no kernel image is available", "too many resources requested for launch",
-    "operation not supported", "operation not permitted", "peer access", "when stream is capturing", "invalid pitch",
-    "symbol not found", "driver version is insufficient", "no CUDA-capable device", "_STATUS_INVALID_VALUE",
+    "invalid argument", "invalid configuration argument", "invalid device function",
+    "invalid device ordinal", "invalid resource handle", "no kernel image is available",
+    "too many resources requested for launch", "operation not supported", "operation not permitted",
+    "peer access", "when stream is capturing", "invalid pitch", "symbol not found",
+    "driver version is insufficient", "no CUDA-capable device", "_STATUS_INVALID_VALUE",
     "_STATUS_NOT_SUPPORTED", "_STATUS_NOT_INITIALIZED", "_STATUS_ARCH_MISMATCH",
 )  # fmt: skip
 
 
 def cuda_error(error: BaseException) -> str:
-    """What CUDA said, such as `unspecified launch failure`, where this error or one that it came of is CUDA's; else ''."""
+    """What CUDA said, such as `unspecified launch failure`, where this error or one that it came of
+    is CUDA's; else ''."""
     for one in _chain(error):
-        known = isinstance(one, RuntimeError | InternalError) and not isinstance(one, dist.DistError)
+        known = isinstance(one, RuntimeError | InternalError) and not isinstance(
+            one, dist.DistError
+        )
         if known and (found := CUDA_ERROR.search(str(one))):
             return found.group(1).strip() or "unknown error"
         if isinstance(one, torch.AcceleratorError):
@@ -70,7 +85,13 @@ def kind_of(error: BaseException) -> FailureKind:
         return "out_of_memory"
     if said := cuda_error(error):
         memory = any(words in said for words in MEMORY)
-        return "out_of_memory" if memory else "device" if device_lost(error) and ASSERT not in said else "program"
+        return (
+            "out_of_memory"
+            if memory
+            else "device"
+            if device_lost(error) and ASSERT not in said
+            else "program"
+        )
     if isinstance(error, StateLost | StorageFailed):
         return "infrastructure"
     if isinstance(error, Tripped):
@@ -87,10 +108,15 @@ def kind_of(error: BaseException) -> FailureKind:
 
 
 def print_error(error: BaseException) -> None:
-    """The traceback of an error of the program, to standard error, without secrets. What ours say in one line is all."""
-    if kind_of(error) == "program" and (not isinstance(error, ElasticError) or error.__cause__ is not None):
+    """The traceback of an error of the program, to standard error, without secrets. What ours say
+    in one line is all."""
+    if kind_of(error) == "program" and (
+        not isinstance(error, ElasticError) or error.__cause__ is not None
+    ):
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(
+            f"{PACKAGE}{os.sep}"
+        ):
             trace = trace.tb_next
         text = "".join(
             traceback.format_exception(type(error), error, trace or error.__traceback__)
@@ -99,7 +125,8 @@ def print_error(error: BaseException) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """One line with the innermost cause, and for errors of the program the place in the user's file."""
+    """One line with the innermost cause, and for errors of the program the place in the user's
+    file."""
     if isinstance(error, StateLost | LayoutDiffers):
         return str(error)  # it names the file, its cause does not
     if kind_of(error) == "device":
@@ -107,7 +134,8 @@ def text_of(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     line = " ".join(f"{type(error).__name__}: {error}".split())
-    line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0]  # gloo: its source line, its advice
+    # gloo: its source line, its advice
+    line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0]
     line = line[:600]
     if isinstance(error, SpecError | ProgramError | StateLost):
         return str(error)

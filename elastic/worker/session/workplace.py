@@ -45,15 +45,22 @@ class EnterOrder:
     @classmethod
     def of(cls, plan: Plan, order: WorkerOrder, worker: WorkerId) -> EnterOrder:
         if order.rendezvous is None:
-            raise InternalError(f"an order to enter generation {plan.generation} says not where its participants meet")
+            raise InternalError(
+                f"an order to enter generation {plan.generation} says not where its participants "
+                "meet"
+            )
         return cls(plan, order.rendezvous.participants.index(worker), order.rendezvous)
 
 
-def host_rendezvous(plan: Plan, host: str, timeout_s: float, store_s: float = STORE_S) -> tuple[Rendezvous, Any]:
-    """Where the participants of the plan meet, and the store there, which this process hosts. `store_s`: that one waits there
-    for another."""
+def host_rendezvous(
+    plan: Plan, host: str, timeout_s: float, store_s: float = STORE_S
+) -> tuple[Rendezvous, Any]:
+    """Where the participants of the plan meet, and the store there, which this process hosts.
+    `store_s`: that one waits there for another."""
     store = host_store(host, store_s)
-    return Rendezvous(participants(plan.ranks, plan.resume), (host, store.port), timeout_s, new_secret()), store
+    return Rendezvous(
+        participants(plan.ranks, plan.resume), (host, store.port), timeout_s, new_secret()
+    ), store
 
 
 @dataclass
@@ -69,21 +76,25 @@ class Workplace:
     storage: Storage
     device: torch.device
     report: Callable[[Event], None]
-    at_phase: Callable[[str, int], None]  # phase, step: tells the outside that this worker makes progress
+    # phase, step: tells the outside that this worker makes progress
+    at_phase: Callable[[str, int], None]
     background: Callable[..., Future[Any]]  # runs a function behind the steps, on `device`
     held: list[Held] = field(default_factory=list)
     saving: Saving = field(init=False)
     host_memory: HostMemory = field(init=False)
     side: SideStream = field(init=False)  # of what is done beside the steps
-    checks: list[Future[Any]] = field(default_factory=list)  # digest checks that may still read old boxes
-    block_inputs: list[torch.Tensor | None] = field(default_factory=list)  # per block, of one sample; for rehearsals
+    # digest checks that may still read old boxes
+    checks: list[Future[Any]] = field(default_factory=list)
+    # per block, of one sample; for rehearsals
+    block_inputs: list[torch.Tensor | None] = field(default_factory=list)
     sample: SampleProfile | None = None  # on the first worker of a node
     extra: ExtraState = field(init=False)
     readers: Readers | None = None  # loader processes, where the job asks for them
     script: Script | None = None  # a job whose script enters elastic.loop
     faults: DeviceFaults = field(default_factory=DeviceFaults)  # of a drill
     good_step: int = 0  # of the newest comparison of ranks that found nothing
-    probes: dict[int, tuple[int, float]] = field(default_factory=dict)  # step -> generation, its loss of the probe sample
+    # step -> generation, its loss of the probe sample
+    probes: dict[int, tuple[int, float]] = field(default_factory=dict)
     probe_repeats: bool = True  # is that loss the same each time?
     axes: frozenset[str] = frozenset()  # with more than one rank, of the generation entered last
     left_at_s: float | None = None  # when the last step of the generation before was finished
@@ -98,19 +109,23 @@ class Workplace:
         self.background = lambda work, *arguments: submit(run_on(self.device, work), *arguments)
 
     def _unpinned(self, why: str) -> None:
-        log.warning("pinned host memory is not to be had, copies go through pageable memory: %s", why)
+        log.warning(
+            "pinned host memory is not to be had, copies go through pageable memory: %s", why
+        )
         self.report(PinningFailed(self.me, why))
 
     def lose_device(self) -> None:
-        """After a CUDA error that stays. What is in host memory is served on: nothing here uses the device any more."""
+        """After a CUDA error that stays. What is in host memory is served on: nothing here uses the
+        device any more."""
         self.device_lost, self.device = True, torch.device("cpu")
         self.side = SideStream(self.device)
 
     def keep(self, held: list[Held]) -> None:
         """From now on only these are held; the host buffers of the others are free again.
 
-        A model and its hooks refer to each other in circles, so what an older generation left is collected here: the garbage
-        collector by itself comes for it many generations later, and until then it holds a shard each time."""
+        A model and its hooks refer to each other in circles, so what an older generation left is
+        collected here: the garbage collector by itself comes for it many generations later, and
+        until then it holds a shard each time."""
         kept = {id(one) for one in held}
         dropped = [one for one in self.held if id(one) not in kept]
         for one in dropped:
@@ -133,7 +148,8 @@ class Workplace:
         return self.checks[-1]
 
     def wait_for_checks(self) -> None:
-        """Until nothing behind the steps reads boxes of earlier generations. What a check raised is not raised here."""
+        """Until nothing behind the steps reads boxes of earlier generations. What a check raised is
+        not raised here."""
         wait(self.checks)
         self.checks.clear()
 
@@ -143,7 +159,10 @@ class Workplace:
             if held.serves(generation, rank, step):
                 return held
         have = [(h.kind, h.generation, h.rank, h.step) for h in self.held]
-        raise StateLost(f"{self.me} should hold rank {rank} of generation {generation} at step {step}; it holds {have}")
+        raise StateLost(
+            f"{self.me} should hold rank {rank} of generation {generation} at step {step}; it "
+            f"holds {have}"
+        )
 
 
 def live_step(held: list[Held], generation: int) -> int:

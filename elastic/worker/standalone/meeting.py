@@ -1,4 +1,5 @@
-"""Ranks that somebody else has started (torchrun, another trainer) find each other and a store of their own."""
+"""Ranks that somebody else has started (torchrun, another trainer) find each other and a store of
+their own."""
 
 from __future__ import annotations
 
@@ -30,19 +31,26 @@ class Started:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Started:
-        """From RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; none of them = one process. Raises SpecError."""
+        """From RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; none of them = one process.
+        Raises SpecError."""
         if "RANK" not in environment and "WORLD_SIZE" not in environment:
             return cls()
         world_size = _number(environment, "WORLD_SIZE")
         rank = _number(environment, "RANK")
         if not 0 <= rank < world_size:
-            raise SpecError(f"RANK={rank}, WORLD_SIZE={world_size}: ranks go from 0 to WORLD_SIZE - 1; start it by torchrun")
+            raise SpecError(
+                f"RANK={rank}, WORLD_SIZE={world_size}: ranks go from 0 to WORLD_SIZE - 1; start "
+                "it by torchrun"
+            )
         if world_size > 1:
             _number(environment, "MASTER_PORT")
         local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
         host = environment.get("MASTER_ADDR", "" if world_size > 1 else LOOPBACK)
         if not host:
-            raise SpecError(f"WORLD_SIZE={world_size} and no MASTER_ADDR: the host of rank 0 is missing; start it by torchrun")
+            raise SpecError(
+                f"WORLD_SIZE={world_size} and no MASTER_ADDR: the host of rank 0 is missing; "
+                "start it by torchrun"
+            )
         attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
         return cls(rank, local_rank, world_size, host, attempt)
 
@@ -52,14 +60,16 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not text.isdigit():
         said = f"is '{text}'" if text else "is missing"
         raise SpecError(
-            f"{name} {said}: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are set by torchrun; start it so"
+            f"{name} {said}: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are set by "
+            "torchrun; start it so"
         )
     return int(text)
 
 
 @dataclass
 class Meeting:
-    """All ranks, around a store that rank 0 hosts. `store` is for single words; the generation's groups hang on `address`."""
+    """All ranks, around a store that rank 0 hosts. `store` is for single words; the generation's
+    groups hang on `address`."""
 
     me: Started
     address: tuple[str, int]
@@ -67,7 +77,8 @@ class Meeting:
     backend: str  # of the default group that was there before; '' = none
 
     def decided(self, key: str, decide: Callable[[], str]) -> str:
-        """What rank 0 has decided, for everyone. What `decide` raises on rank 0 belongs to the caller, who tells the others."""
+        """What rank 0 has decided, for everyone. What `decide` raises on rank 0 belongs to the
+        caller, who tells the others."""
         if self.me.rank == 0:
             self.store.set(key, decide())
         return self.store.get(key).decode()
@@ -93,11 +104,14 @@ class Meeting:
         """Sets up a default group again where there was one before."""
         if self.backend and not dist.is_initialized():
             store = PrefixStore("elastic/after", self.store)
-            dist.init_process_group(self.backend, store=store, rank=self.me.rank, world_size=self.me.world_size)
+            dist.init_process_group(
+                self.backend, store=store, rank=self.me.rank, world_size=self.me.world_size
+            )
 
 
 def meet(me: Started, timeout_s: float) -> Meeting:
-    """Blocks until all ranks are there. A default process group that stands is used to meet, and then taken down."""
+    """Blocks until all ranks are there. A default process group that stands is used to meet, and
+    then taken down."""
     timeout = timedelta(seconds=timeout_s)
     server = host_store(me.host, timeout_s) if me.rank == 0 else None
     port, backend = server.port if server is not None else 0, ""
@@ -110,7 +124,9 @@ def meet(me: Started, timeout_s: float) -> Meeting:
         if server is not None:
             meeting_point.set(ADDRESS, str(port))
         port = int(meeting_point.get(ADDRESS))
-    store = server or TCPStore(me.host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    store = server or TCPStore(
+        me.host, port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
     meeting = Meeting(me, (me.host, port), PrefixStore("elastic/words", store), backend)
     meeting.say("here", "")
     for rank in range(me.world_size):
@@ -120,7 +136,11 @@ def meet(me: Started, timeout_s: float) -> Meeting:
 
 
 def _broadcast(port: int) -> int:
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend()) else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if "nccl" in str(dist.get_backend())
+        else torch.device("cpu")
+    )
     told: Any = torch.tensor([port], device=device)
     dist.broadcast(told, 0)
     return int(told[0])

@@ -6,7 +6,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from elastic.types import CopyFailed, Evaluated, Event, GuardTripped, PlanEntered, StepDone, WrongNumbers
+from elastic.types import (
+    CopyFailed,
+    Evaluated,
+    Event,
+    GuardTripped,
+    PlanEntered,
+    StepDone,
+    WrongNumbers,
+)
 
 
 @dataclass
@@ -35,7 +43,10 @@ class Lines:
                 self.say(f"guard {event.guard} ({event.do}): {event.reason}")
             case WrongNumbers(_, step, good_step, workers, reason):
                 who = ", ".join(map(str, workers))
-                self.say(f"step {step}: silent data corruption after step {good_step}, on {who}: {reason}")
+                self.say(
+                    f"step {step}: silent data corruption after step {good_step}, on {who}: "
+                    f"{reason}"
+                )
             case CopyFailed():
                 self.say(f"step {event.step}: no checkpoint: {event.reason}")
 
@@ -50,4 +61,7 @@ class Lines:
         rate = self._tokens / max(1e-9, now_s - self._since_s)
         self._since_s, self._tokens = now_s, 0
         unit = "samples" if event.tokens == self.batch else "tokens"
-        self.say(f"step {event.step}/{self.steps}  train_loss {event.train_loss:.4f}  {rate:,.0f} {unit}/s")
+        self.say(
+            f"step {event.step}/{self.steps}  train_loss {event.train_loss:.4f}  {rate:,.0f} "
+            f"{unit}/s"
+        )

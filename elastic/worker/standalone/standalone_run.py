@@ -1,8 +1,9 @@
 """A job at a fixed layout without a driver: ranks that torchrun, or another trainer, has started.
 
-Each rank runs one Session for one generation. Rank 0 holds the run's lease, decides where the run begins, commits the
-checkpoints once every rank has said that its part is stored, and removes old ones. There are no peer replicas: a loss ends all
-ranks, and whoever started them starts them anew from the newest checkpoint.
+Each rank runs one Session for one generation. Rank 0 holds the run's lease, decides where the run
+begins, commits the checkpoints once every rank has said that its part is stored, and removes old
+ones. There are no peer replicas: a loss ends all ranks, and whoever started them starts them anew
+from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -68,11 +69,12 @@ GOODBYE_S = 10.0
 
 @dataclass(frozen=True)
 class StandaloneOptions:
-    """How to run; none of it changes what is computed. `on_copy`: called on every rank, in the same order, for each committed
-    copy. `hear`: rank 0 is told events and sentences."""
+    """How to run; none of it changes what is computed. `on_copy`: called on every rank, in the same
+    order, for each committed copy. `hear`: rank 0 is told events and sentences."""
 
     layout: str | None = None
-    run_name: str | None = None  # default: the job's name, so that ranks that are started over continue
+    # default: the job's name, so that ranks that are started over continue
+    run_name: str | None = None
     storage: str | None = None
     allow_changed: bool = False
     hear: Callable[[Event | str], None] = lambda event: None
@@ -98,7 +100,12 @@ class StandaloneResult:
 
     def summary(self) -> dict[str, Any]:
         rate = self.tokens / self.wall_s if self.wall_s else 0.0
-        plain = {**asdict(self), "steps": self.step, "wall_s": round(self.wall_s, 3), "tokens_per_s": round(rate, 1)}
+        plain = {
+            **asdict(self),
+            "steps": self.step,
+            "wall_s": round(self.wall_s, 3),
+            "tokens_per_s": round(rate, 1),
+        }
         return {key: value for key, value in plain.items() if key != "step"}
 
 
@@ -122,16 +129,23 @@ class StartRefused(SpecError):
 
 
 class StandaloneRun:
-    """One rank of a job at a fixed layout. Raises SpecError where the input is wrong; `stop` may come from any thread."""
+    """One rank of a job at a fixed layout. Raises SpecError where the input is wrong; `stop` may
+    come from any thread."""
 
-    def __init__(self, spec: JobSpec, wishes: StandaloneOptions, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, spec: JobSpec, wishes: StandaloneOptions, environment: Mapping[str, str] = os.environ
+    ) -> None:
         self.spec, self.wishes = spec, wishes
         self.me = Started.of(environment)
         self.layout: Layout = layout_of(spec, self.me.world_size, wishes.layout)
         self.name = wishes.run_name or spec.name
-        root = wishes.storage or spec.storage or environment.get("ELASTIC_STORAGE") or DEFAULT_STORAGE
+        root = (
+            wishes.storage or spec.storage or environment.get("ELASTIC_STORAGE") or DEFAULT_STORAGE
+        )
         self.storage: Storage = open_storage(f"{open_storage(root).uri}/{self.name}")
-        self.ended = StandaloneResult(self.name, "failed", "", layout=str(self.layout), world_size=self.me.world_size)
+        self.ended = StandaloneResult(
+            self.name, "failed", "", layout=str(self.layout), world_size=self.me.world_size
+        )
         self._stop_reason = ""
         self._ack = 0
         self._losses: dict[int, float] = {}
@@ -175,19 +189,24 @@ class StandaloneRun:
         return WorkerId(f"rank-{self.me.rank}", 0)
 
     def _device(self) -> torch.device | None:
-        """The GPU of this process among those that it sees. Raises SpecError when there are too few."""
+        """The GPU of this process among those that it sees. Raises SpecError when there are too
+        few."""
         if not torch.cuda.is_available():
             return None
         n = torch.cuda.device_count()
         index = self.me.local_rank if n > 1 else 0
         if index >= n:
-            raise SpecError(f"LOCAL_RANK={index}, but this process sees {n} GPUs; start one rank for each GPU")
+            raise SpecError(
+                f"LOCAL_RANK={index}, but this process sees {n} GPUs; start one rank for each GPU"
+            )
         return torch.device("cuda", index)
 
-    # ------------------------------------------------------------------------------------------ the run
+    # ------------------------------------------------------------------------------------------ the
+    # run
 
     def _train(self, meeting: Meeting, job: Job) -> None:
-        """Generations, until one has begun to step: a checkpoint that turns out damaged is passed over."""
+        """Generations, until one has begun to step: a checkpoint that turns out damaged is passed
+        over."""
         assert self.session.place is not None
         profile = self._checked(self.session.place)
         mark = fingerprint(self.spec.program, job, profile, job.n_samples)
@@ -196,7 +215,9 @@ class StandaloneRun:
             begin = self._begin(meeting, mark, passed)
             plan = plan_of(self.spec, profile, self.layout, begin.generation, begin.resume)
             meta = {"run": self.name, KEY: mark}
-            copies = StaticCheckpoints(self.storage, meeting, plan, begin.epoch, meta, self.spec, self._metrics)
+            copies = StaticCheckpoints(
+                self.storage, meeting, plan, begin.epoch, meta, self.spec, self._metrics
+            )
             self.ended.resumed_at = begin.step
             self._generation(meeting, plan, copies)
             if self._entered or not begin.uri:
@@ -211,8 +232,8 @@ class StandaloneRun:
         self._leave(meeting, copies)
 
     def _checked(self, place: Workplace) -> ModelProfile:
-        """With what the program's structure says against layouts. (Their values are compared by `elastic certify JOB`.) Raises
-        SpecError where it refuses this one."""
+        """With what the program's structure says against layouts. (Their values are compared by
+        `elastic certify JOB`.) Raises SpecError where it refuses this one."""
         if place.script is not None:
             return place.profile
         one = batch_of(place.dataset, budget_of(place.job, place.dataset, 4), 1)
@@ -233,15 +254,18 @@ class StandaloneRun:
         if begin.error:
             raise SpecError(begin.error) if self.leads else StartRefused(begin.error)
         if self.leads:
-            where = f"resumes from step {begin.step} ({begin.uri})" if begin.uri else "begins at step 0"
+            where = (
+                f"resumes from step {begin.step} ({begin.uri})" if begin.uri else "begins at step 0"
+            )
             self.wishes.hear(
-                f"run {self.name}: {self.layout} on {self.me.world_size} ranks, {where}; copies in {self.storage.uri}"
+                f"run {self.name}: {self.layout} on {self.me.world_size} ranks, {where}; copies "
+                f"in {self.storage.uri}"
             )
         return begin
 
     def _found(self, mark: Mapping[str, Any], passed: list[str]) -> StartDecision:
-        """The newest checkpoint that has not been passed over. Raises SpecError when the run is done, is another run, or is
-        driven by somebody else."""
+        """The newest checkpoint that has not been passed over. Raises SpecError when the run is
+        done, is another run, or is driven by somebody else."""
         self._taken()
         problems: list[str] = []
         found = checkpoint_index.find(self.storage, problems)
@@ -252,14 +276,20 @@ class StandaloneRun:
         checkpoint_index.clean(self.storage, epoch)  # what an interrupted save has left
         left = [item for item in found if item.uri not in passed]
         if not left and (found or problems):
-            raise SpecError(f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another --run-name")
+            raise SpecError(
+                f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another "
+                "--run-name"
+            )
         for item in left:
             wrong = checkpoint_index.verify(item.uri, deep=False)
             if wrong:
                 self.wishes.hear(f"{wrong[0]}; the copy before it is taken")
                 continue
             if item.step >= self.spec.steps:
-                raise SpecError(f"run '{self.name}' is done ({item.step} steps); give another --run-name, or more steps")
+                raise SpecError(
+                    f"run '{self.name}' is done ({item.step} steps); give another --run-name, or "
+                    "more steps"
+                )
             was = item.meta.get(KEY) or {}
             batch = batch_changed(self.name, was, mark)
             if batch:
@@ -267,27 +297,37 @@ class StandaloneRun:
             changed = differences(was, mark)
             if changed and not self.wishes.allow_changed:
                 raise SpecError(
-                    f"run '{self.name}' was started with other values: {changed}; change them back, give another --run-name, "
+                    f"run '{self.name}' was started with other values: {changed}; change them "
+                    "back, give another --run-name, "
                     "or continue with --allow-changed"
                 )
             return StartDecision(generation + len(passed), epoch, item.step, item.uri)
         if left:
-            raise SpecError(f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another --run-name")
+            raise SpecError(
+                f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another "
+                "--run-name"
+            )
         return StartDecision(generation, epoch)
 
     def _taken(self) -> int:
-        """Epoch of this run's lease, which rank 0 holds from here on. Raises SpecError while another process has it."""
+        """Epoch of this run's lease, which rank 0 holds from here on. Raises SpecError while
+        another process has it."""
         if self._lease is None:
             self._lease = Lease(self.storage, self.name, patient=True)
         return self._lease.epoch
 
     def _hold(self) -> None:
         if self._lease is not None and self._lease.lost:
-            raise LostContact(f"run '{self.name}': its lease (epoch {self._lease.epoch}) was taken over by another process")
+            raise LostContact(
+                f"run '{self.name}': its lease (epoch {self._lease.epoch}) was taken over by "
+                "another process"
+            )
 
     def _generation(self, meeting: Meeting, plan: Plan, copies: StaticCheckpoints) -> None:
         self._asked_copy_s = time.monotonic()
-        self.session.order(WorkerOrder(EnterPlan(plan), Rendezvous(plan.ranks, meeting.address, TIMEOUT_S)))
+        self.session.order(
+            WorkerOrder(EnterPlan(plan), Rendezvous(plan.ranks, meeting.address, TIMEOUT_S))
+        )
         deadline: float | None = None
         while True:
             self._hear(copies)
@@ -342,9 +382,14 @@ class StandaloneRun:
             self.wishes.hear(event)
 
     def _metrics(self, step: int) -> dict[str, Any] | None:
-        return {"train_loss": self._losses[step], **self.ended.metrics} if step in self._losses else None
+        return (
+            {"train_loss": self._losses[step], **self.ended.metrics}
+            if step in self._losses
+            else None
+        )
 
-    # ------------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------------ the
+    # end
 
     def _damage(self, meeting: Meeting, plan: Plan) -> str:
         """Whether some rank could not read the checkpoint: its reason, told to all."""
@@ -358,7 +403,8 @@ class StandaloneRun:
         return next(filter(None, words.values()), "")
 
     def _leave(self, meeting: Meeting, copies: StaticCheckpoints) -> None:
-        """Nobody goes before rank 0 has committed the last copy, and rank 0, which hosts the store, goes last."""
+        """Nobody goes before rank 0 has committed the last copy, and rank 0, which hosts the store,
+        goes last."""
         if self._failure is not None:
             return
         self._hold()
@@ -384,7 +430,8 @@ class StandaloneRun:
         else:
             ended.outcome, ended.reason = (
                 "stopped",
-                f"{self._stop_reason or 'another rank was told to stop'}; saved at step {ended.step}",
+                f"{self._stop_reason or 'another rank was told to stop'}; saved at step "
+                f"{ended.step}",
             )
         return ended
 

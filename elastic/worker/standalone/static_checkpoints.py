@@ -1,4 +1,5 @@
-"""Checkpoints without a driver: each rank says in the ranks' own store what it has stored, rank 0 commits what is whole."""
+"""Checkpoints without a driver: each rank says in the ranks' own store what it has stored, rank 0
+commits what is whole."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ class StaticCheckpoints:
     epoch: int
     meta: dict[str, Any]
     spec: JobSpec
-    metrics: Callable[[int], dict[str, Any] | None]  # of a step; None = rank 0 has not heard of it yet
+    # of a step; None = rank 0 has not heard of it yet
+    metrics: Callable[[int], dict[str, Any] | None]
     newest: CommittedCheckpoint | None = None
     error: str = ""  # the copy of the last boundary was not made
-    pending: set[int] = field(default_factory=set)  # steps whose part is stored here, and that are not committed yet
+    # steps whose part is stored here, and that are not committed yet
+    pending: set[int] = field(default_factory=set)
     _done: set[int] = field(default_factory=set)
     _committed: int = 0  # copies
     _told: int = 0  # of these `on_copy` was called for
@@ -69,7 +72,9 @@ class StaticCheckpoints:
             for step in sorted(self.pending):
                 self._try(step)
         if on_copy is not None:
-            while (words := self.meeting.said(f"copy/{self.plan.generation}/{self._told}")) is not None:
+            while (
+                words := self.meeting.said(f"copy/{self.plan.generation}/{self._told}")
+            ) is not None:
                 self._told += 1
                 on_copy(CommittedCheckpoint(**json.loads(words)))
 
@@ -97,23 +102,40 @@ class StaticCheckpoints:
 
     def _commit(self, step: int, digest: int, metrics: dict[str, Any]) -> None:
         plan = self.plan
-        cut = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
+        cut = {
+            "layout": asdict(plan.layout),
+            "layers": list(plan.layers),
+            "samples": list(plan.samples),
+        }
         meta = {**self.meta, **cut, "digest": str(digest), "saved_at_s": time.time()}
-        uri = checkpoint_writer.commit(self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta)
+        uri = checkpoint_writer.commit(
+            self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta
+        )
         self.newest = CommittedCheckpoint(step, uri, {**metrics, "step": step})
         self._validation[step] = float(metrics.get("validation_loss", math.inf))
-        self.meeting.tell(f"copy/{plan.generation}/{self._committed}", json.dumps(asdict(self.newest)))
+        self.meeting.tell(
+            f"copy/{plan.generation}/{self._committed}", json.dumps(asdict(self.newest))
+        )
         self._committed += 1
         self._remove_old()
 
     def _remove_old(self) -> None:
         """keep_last, keep_every, keep_best and storage_quota_gb, as on a cluster."""
         found, spec = checkpoint_index.find(self.storage), self.spec
-        best = sorted((item for item in found if math.isfinite(self._loss(item.step))), key=lambda item: self._loss(item.step))
+        best = sorted(
+            (item for item in found if math.isfinite(self._loss(item.step))),
+            key=lambda item: self._loss(item.step),
+        )
         every = [item for item in found if spec.keep_every and item.step % spec.keep_every == 0]
-        wanted = list(dict.fromkeys(item.uri for item in [*found[: spec.keep_last], *best[: spec.keep_best], *every]))
+        wanted = list(
+            dict.fromkeys(
+                item.uri for item in [*found[: spec.keep_last], *best[: spec.keep_best], *every]
+            )
+        )
         if spec.storage_quota_gb and found[0].n_bytes:
-            wanted = wanted[: max(1, int(spec.storage_quota_gb * 1e9 / (1.02 * found[0].n_bytes)) - 1)]
+            wanted = wanted[
+                : max(1, int(spec.storage_quota_gb * 1e9 / (1.02 * found[0].n_bytes)) - 1)
+            ]
         for item in found:
             if item.uri not in wanted:
                 checkpoint_index.remove_copy(self.storage, item.uri, self.epoch)
@@ -122,7 +144,8 @@ class StaticCheckpoints:
         return self._validation.get(step, math.inf)
 
     def finish(self, on_copy: Callable[[CommittedCheckpoint], None] | None, most_s: float) -> None:
-        """Rank 0 says that all is committed; the others wait for that. What was committed has been told of then."""
+        """Rank 0 says that all is committed; the others wait for that. What was committed has been
+        told of then."""
         deadline = time.monotonic() + most_s
         if self._leads:
             self.look(on_copy)
@@ -131,7 +154,9 @@ class StaticCheckpoints:
         while (end := self.meeting.said("end")) is None and time.monotonic() < deadline:
             self.look(on_copy)
             time.sleep(LOOK_S)
-        silent = json.dumps({"error": "rank 0 did not say that the last copy is committed", "newest": None})
+        silent = json.dumps(
+            {"error": "rank 0 did not say that the last copy is committed", "newest": None}
+        )
         known: dict[str, Any] = json.loads(end or silent)
         self.look(on_copy)
         self.error = known["error"]

@@ -1,1 +1,2 @@
-"""The training state of one rank as boxes: in GPU memory, in host copies, as peer replicas, and on its way."""
+"""The training state of one rank as boxes: in GPU memory, in host copies, as peer replicas, and on
+its way."""

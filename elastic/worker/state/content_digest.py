@@ -1,13 +1,17 @@
-"""Position-keyed digest of logical tensors: the third layer of proof that a state is what it was, however it is cut.
+"""Position-keyed digest of logical tensors: the third layer of proof that a state is what it was,
+however it is cut.
 
-Each element has a 64-bit key from its logical position: the product, over the dimensions, of odd numbers drawn for the index.
-The digest of a tensor is the sum over its elements of key x bits (mod 2**64), the digest of a state the sum of those times an
-odd number drawn for the name: a multilinear hash (Carter and Wegman 1979; Dietzfelbinger 1996). Sums over any cut add up
-to the same number. A change of one element is always seen; one of several is missed with a chance near 2**-32 at worst (where
-only the topmost bits of words differ), unless it was made for these keys: a guard against errors, not against forgers.
+Each element has a 64-bit key from its logical position: the product, over the dimensions, of odd
+numbers drawn for the index. The digest of a tensor is the sum over its elements of key x bits (mod
+2**64), the digest of a state the sum of those times an odd number drawn for the name: a multilinear
+hash (Carter and Wegman 1979; Dietzfelbinger 1996). Sums over any cut add up to the same number. A
+change of one element is always seen; one of several is missed with a chance near 2**-32 at worst
+(where only the topmost bits of words differ), unless it was made for these keys: a guard against
+errors, not against forgers.
 
-Bits are taken as signed 32-bit words: half a float64, a float32, two bfloat16. Of two halves of a word the second has the key
-of the first times 2**16, so that whole words can be taken where the cut lets them be.
+Bits are taken as signed 32-bit words: half a float64, a float32, two bfloat16. Of two halves of a
+word the second has the key of the first times 2**16, so that whole words can be taken where the cut
+lets them be.
 """
 
 from __future__ import annotations
@@ -25,26 +29,35 @@ Tensors = Mapping[str, tuple[Box, torch.Tensor]]
 VERSION = 2  # of the digest; version 1 mixed each element by itself
 LOW = 14  # bits of an index that have a table of keys of their own
 BLOCK = 1 << 17  # words per pass: 1 MiB as int64, in the cache
-DEVICE_BLOCK = 1 << 24  # on a GPU: 128 MiB beside the state; a smaller pass is over before the next one is launched
+# on a GPU: 128 MiB beside the state; a smaller pass is over before the next one is launched
+DEVICE_BLOCK = 1 << 24
 KEYS_KEPT = 256  # tables of a digest on a GPU, at most MOST_KEPT keys each
 MOST_KEPT = 1 << 16
-FEW_COLUMNS, MOST_COLUMNS = 32, 1 << 16  # rows shorter than the first are taken together, up to the second
+# rows shorter than the first are taken together, up to the second
+FEW_COLUMNS, MOST_COLUMNS = 32, 1 << 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> int:
-    """Sum (mod 2**64) over the named boxes. `shapes`: of the logical tensors, whose rank the boxes share."""
+    """Sum (mod 2**64) over the named boxes. `shapes`: of the logical tensors, whose rank the boxes
+    share."""
     return digest_of((tensors[fqn] for fqn in names), shapes)
 
 
-def digest_of(parts: Iterable[tuple[Box, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Sum (mod 2**64) over boxes, each of any logical tensor. What a device has summed up is read once, at the end."""
+def digest_of(
+    parts: Iterable[tuple[Box, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> int:
+    """Sum (mod 2**64) over boxes, each of any logical tensor. What a device has summed up is read
+    once, at the end."""
     total = 0
     on_device: dict[torch.device, torch.Tensor] = {}
     keys: dict[torch.device, _Keys] = {}
     for box, tensor in parts:
         if len(box.offsets) != len(shapes[box.fqn]):
-            raise ValueError(f"{box.fqn}: a box of {len(box.offsets)} dimensions, a tensor of {len(shapes[box.fqn])}")
+            raise ValueError(
+                f"{box.fqn}: a box of {len(box.offsets)} dimensions, a tensor of "
+                f"{len(shapes[box.fqn])}"
+            )
         if not tensor.numel():
             continue
         device = tensor.device
@@ -63,20 +76,28 @@ def tensor_digest(box: Box, tensor: torch.Tensor) -> int:
 
 
 def in_cache(device: torch.device) -> bool:
-    """Is the digest taken in blocks that fit a processor's cache? Else in few passes over memory that is fast."""
+    """Is the digest taken in blocks that fit a processor's cache? Else in few passes over memory
+    that is fast."""
     return device.type == "cpu"
 
 
 class _Keys:
-    """Keys on one device, for one digest. On a CPU the tables that all digests share are kept for good; on another device
-    tables are made there, at their first use, so that nothing is copied and no stream reads what another one writes."""
+    """Keys on one device, for one digest. On a CPU the tables that all digests share are kept for
+    good; on another device tables are made there, at their first use, so that nothing is copied and
+    no stream reads what another one writes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._made: dict[tuple[str, int, int, int], torch.Tensor] = {}
 
     def _once(
-        self, use: str, stream: int, start: int, *, n: int, make: Callable[[int, int, int], torch.Tensor]
+        self,
+        use: str,
+        stream: int,
+        start: int,
+        *,
+        n: int,
+        make: Callable[[int, int, int], torch.Tensor],
     ) -> torch.Tensor:
         """`stream`: or dimension, as `make` takes it before start and n."""
         if in_cache(self.device):
@@ -95,7 +116,13 @@ class _Keys:
 
     def drawn(self, stream: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: see `_drawn`."""
-        return self._once("drawn", stream, start, n=n, make=lambda stream, start, n: _drawn(stream, start, n, self.device))
+        return self._once(
+            "drawn",
+            stream,
+            start,
+            n=n,
+            make=lambda stream, start, n: _drawn(stream, start, n, self.device),
+        )
 
     def keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: keys of the indices start..start+n-1 along dimension `dim`, all odd."""
@@ -110,14 +137,16 @@ class _Keys:
         return (high[:, None] * self.low(dim)[None, :]).view(-1)[start - (first << LOW) :][:n]
 
     def last(self, dim: int, start: int, n: int, halves: bool) -> torch.Tensor:
-        """int64 [n]: keys of the words, or of the 16-bit halves, start..start+n-1 along the last dimension."""
+        """int64 [n]: keys of the words, or of the 16-bit halves, start..start+n-1 along the last
+        dimension."""
         if not halves:
             return self.keys(dim, start, n)
         pairs = self.keys(dim, start // 2, (start + n + 1) // 2 - start // 2)
         return torch.stack([pairs, pairs << 16], dim=1).view(-1)[start % 2 :][:n]
 
     def mask(self, start: int, n: int) -> torch.Tensor:
-        """int64 [n]: of 16-bit halves, the lower one of a word (an even index) counts without its sign."""
+        """int64 [n]: of 16-bit halves, the lower one of a word (an even index) counts without its
+        sign."""
         return self._once("mask", start % 2, 0, n=n, make=self._mask)
 
     def _mask(self, first: int, _: int, n: int) -> torch.Tensor:
@@ -137,37 +166,55 @@ def _tensor_sum(box: Box, tensor: torch.Tensor, keys: _Keys) -> torch.Tensor:
     matrix = words.view(-1, n_columns)
     if cut < last:
         columns = _outer([*outer[cut:], keys.last(last, start, n, halves)], keys.device)
-        return _sum(matrix, rows, columns, keys.mask(start, n).repeat(n_columns // n) if halves else None)
+        return _sum(
+            matrix, rows, columns, keys.mask(start, n).repeat(n_columns // n) if halves else None
+        )
     return _by_steps(matrix, rows, keys, dim=last, start=start, halves=halves)
 
 
-def _by_steps(matrix: torch.Tensor, rows: torch.Tensor, keys: _Keys, *, dim: int, start: int, halves: bool) -> torch.Tensor:
-    """The sum in ranges of columns whose indices share the upper half of their key, so that no long table is made.
-    `start`: index of the first along dimension `dim`; `halves`: they are 16-bit halves."""
+def _by_steps(
+    matrix: torch.Tensor, rows: torch.Tensor, keys: _Keys, *, dim: int, start: int, halves: bool
+) -> torch.Tensor:
+    """The sum in ranges of columns whose indices share the upper half of their key, so that no long
+    table is made. `start`: index of the first along dimension `dim`; `halves`: they are 16-bit
+    halves."""
     step, left, end = 1 << LOW, start, start + matrix.shape[1]
     total: torch.Tensor | None = None
     while left < end:
-        n_whole = (end - left) // step if left % step == 0 and len(matrix) == 1 and not halves else 0
+        n_whole = (
+            (end - left) // step if left % step == 0 and len(matrix) == 1 and not halves else 0
+        )
         if n_whole:  # a long row: its ranges are rows of a matrix
             right = left + n_whole * step
             whole = matrix[0, left - start : right - start].view(n_whole, step)
-            part = rows[0] * _sum(whole, keys.drawn(2 * dim, left >> LOW, n_whole), keys.low(dim), None)
+            part = rows[0] * _sum(
+                whole, keys.drawn(2 * dim, left >> LOW, n_whole), keys.low(dim), None
+            )
         else:
             right = min(left - left % step + step, end)
             mask = keys.mask(left, right - left) if halves else None
-            part = _sum(matrix[:, left - start : right - start], rows, keys.last(dim, left, right - left, halves), mask)
+            part = _sum(
+                matrix[:, left - start : right - start],
+                rows,
+                keys.last(dim, left, right - left, halves),
+                mask,
+            )
         total = part if total is None else total + part
         left = right
     assert total is not None, "a box without elements has no sum"
     return total
 
 
-def _sum(words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Sum of rows[i] x words[i, j] x columns[j], in blocks: on a CPU of such a size that they stay in the cache. `mask`: the
-    bits of a word that count."""
+def _sum(
+    words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Sum of rows[i] x words[i, j] x columns[j], in blocks: on a CPU of such a size that they stay
+    in the cache. `mask`: the bits of a word that count."""
     on_cpu = in_cache(words.device)
     height = max(1, (BLOCK if on_cpu else DEVICE_BLOCK) // columns.numel())
-    buffer = torch.empty((min(height, rows.numel()), columns.numel()), dtype=torch.int64, device=words.device)
+    buffer = torch.empty(
+        (min(height, rows.numel()), columns.numel()), dtype=torch.int64, device=words.device
+    )
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for top in range(0, rows.numel(), height):
         block = words[top : top + height]
@@ -180,7 +227,8 @@ def _sum(words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, mask: t
 
 
 def _words(box: Box, data: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
-    """The bits as words, [..., words of a row]; the first one's index along the last dimension; are they single halves?"""
+    """The bits as words, [..., words of a row]; the first one's index along the last dimension; are
+    they single halves?"""
     size = data.element_size()
     bits = data.view(_BITS[size]) if box.sizes else data.view(1).view(_BITS[size])
     start, n = (box.offsets[-1], box.sizes[-1]) if box.sizes else (0, 1)
@@ -189,7 +237,9 @@ def _words(box: Box, data: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     if size != 2:
         return bits, start, False
     if start % 2 == 0 and n % 2 == 0:
-        aligned = bits.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in bits.stride()[:-1])
+        aligned = bits.storage_offset() % 2 == 0 and all(
+            stride % 2 == 0 for stride in bits.stride()[:-1]
+        )
         whole = bits if aligned else bits.clone(memory_format=torch.contiguous_format)
         return whole.view(torch.int32), start // 2, False
     return bits, start, True
@@ -209,8 +259,11 @@ def _low(dim: int) -> torch.Tensor:
 
 
 def _drawn(stream: int, start: int, n: int, device: torch.device) -> torch.Tensor:
-    """int64 [n]: odd numbers, SplitMix64 (Steele, Lea, Flood 2014) of the index with a seed per stream."""
-    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
+    """int64 [n]: odd numbers, SplitMix64 (Steele, Lea, Flood 2014) of the index with a seed per
+    stream."""
+    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device) * _signed(
+        0x9E3779B97F4A7C15
+    )
     at = at + _name_key(f"elastic digest {stream}")
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         at = (at ^ ((at >> shift) & ((1 << 64 - shift) - 1))) * _signed(factor)
@@ -219,7 +272,9 @@ def _drawn(stream: int, start: int, n: int, device: torch.device) -> torch.Tenso
 
 @lru_cache(maxsize=1 << 16)
 def _name_key(name: str) -> int:
-    return _signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1)
+    return _signed(
+        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+    )
 
 
 def _signed(number: int) -> int:

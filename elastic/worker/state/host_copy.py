@@ -1,7 +1,9 @@
-"""A host copy of a rank's boxes at a step boundary, taken behind the next step; peers, the durable writer and digests read it.
+"""A host copy of a rank's boxes at a step boundary, taken behind the next step; peers, the durable
+writer and digests read it.
 
-Parameters and optimizer state change in the optimizer alone, so they are copied while the next forward and backward run, and
-the optimizer waits for that (`HostCopies.settle`). Buffers and the RNG box change earlier: they are copied at once.
+Parameters and optimizer state change in the optimizer alone, so they are copied while the next
+forward and backward run, and the optimizer waits for that (`HostCopies.settle`). Buffers and the
+RNG box change earlier: they are copied at once.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ ALIGN = 8  # each box starts at a multiple of so many bytes
 
 
 class CopyThreads:
-    """Threads that wait for work. Starting a thread waits until it was scheduled, which takes milliseconds on a busy machine;
-    handing work to one that is there does not. `device`: their current one."""
+    """Threads that wait for work. Starting a thread waits until it was scheduled, which takes
+    milliseconds on a busy machine; handing work to one that is there does not. `device`: their
+    current one."""
 
     def __init__(self, n: int, name: str, device: torch.device = CPU) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -55,7 +58,8 @@ class CopyThreads:
 
 
 class BufferLease:
-    """A host buffer in use. Released by its last user it is used again; only dropped, it is freed."""
+    """A host buffer in use. Released by its last user it is used again; only dropped, it is
+    freed."""
 
     def __init__(self, memory: HostMemory, n_bytes: int, whole: torch.Tensor | None = None) -> None:
         self._memory, self._whole, self.n_bytes = memory, whole, n_bytes
@@ -64,8 +68,8 @@ class BufferLease:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """uint8 [n_bytes]. Pinned memory that was not there yet is allocated here, which takes up to 0.4 s/GB: not on the
-        training thread."""
+        """uint8 [n_bytes]. Pinned memory that was not there yet is allocated here, which takes up
+        to 0.4 s/GB: not on the training thread."""
         with self._making:
             if self._whole is None:
                 self._whole = self._memory.make(self.n_bytes)
@@ -76,7 +80,8 @@ class BufferLease:
         return self._users > 0
 
     def retain(self) -> BufferLease:
-        """One more user. Raises InternalError when the buffer was released already: its bytes may be another copy's."""
+        """One more user. Raises InternalError when the buffer was released already: its bytes may
+        be another copy's."""
         with self._memory.lock:
             if not self._users:
                 raise InternalError("a host buffer is read after it was released")
@@ -93,11 +98,13 @@ class BufferLease:
 
 
 class HostMemory:
-    """The host buffers of a worker process. Fresh pages cost several times as much as warm ones, so buffers are used again.
+    """The host buffers of a worker process. Fresh pages cost several times as much as warm ones, so
+    buffers are used again.
 
-    `pinned`: for copies from and to a GPU. Pinning takes long, so such a buffer is allocated by the thread that first needs its
-    bytes, or ahead by `reserve`. Where pinned memory is not to be had (a limit of the host, of locked memory) all further
-    buffers are pageable, and `unpinned` is told why, once: copies then take longer."""
+    `pinned`: for copies from and to a GPU. Pinning takes long, so such a buffer is allocated by the
+    thread that first needs its bytes, or ahead by `reserve`. Where pinned memory is not to be had
+    (a limit of the host, of locked memory) all further buffers are pageable, and `unpinned` is told
+    why, once: copies then take longer."""
 
     def __init__(self, pinned: bool = False, unpinned: Callable[[str], None] = log.warning) -> None:
         self.pinned = pinned
@@ -108,7 +115,8 @@ class HostMemory:
         self._owed = 0  # leases without a buffer yet
 
     def lease(self, n_bytes: int) -> BufferLease:
-        """The smallest free buffer that is large enough; else a new one, and the free ones, which are too small, are let go."""
+        """The smallest free buffer that is large enough; else a new one, and the free ones, which
+        are too small, are let go."""
         with self.lock:
             whole = self._fitting(n_bytes)
             if whole is None and self.pinned:
@@ -130,7 +138,8 @@ class HostMemory:
             return self._allocate(n_bytes)
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Allocates ahead, so that leases of these sizes find their buffers; where it does, other free ones are let go."""
+        """Allocates ahead, so that leases of these sizes find their buffers; where it does, other
+        free ones are let go."""
         with self._allocating:
             with self.lock:
                 kept, missing = [], []
@@ -154,9 +163,14 @@ class HostMemory:
         if self._pins:
             try:
                 return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:  # of a device that is gone, too: what uses that next says so
+            except (
+                RuntimeError
+            ) as error:  # of a device that is gone, too: what uses that next says so
                 self._pins = False
-                self._unpinned(f"{n_bytes / 2**30:.2f} GiB were asked for: {' '.join(str(error).split())[:SAID_MOST]}")
+                self._unpinned(
+                    f"{n_bytes / 2**30:.2f} GiB were asked for: "
+                    f"{' '.join(str(error).split())[:SAID_MOST]}"
+                )
         return torch.empty(n_bytes, dtype=torch.uint8)
 
     def trim(self) -> None:
@@ -167,10 +181,12 @@ class HostMemory:
 
 
 class Flat:
-    """How boxes lie in one buffer: one after the other, each at a multiple of 8 bytes. Counted once; a view is one call."""
+    """How boxes lie in one buffer: one after the other, each at a multiple of 8 bytes. Counted
+    once; a view is one call."""
 
     def __init__(self, mine: Sequence[Box]) -> None:
-        self._parts: list[tuple[Box, torch.dtype, tuple[int, ...], int]] = []  # with strides, and where it begins in bytes
+        # with strides, and where it begins in bytes
+        self._parts: list[tuple[Box, torch.dtype, tuple[int, ...], int]] = []
         self._dtypes = {getattr(torch, box.dtype) for box in mine}
         self.n_bytes = 0
         for box in mine:
@@ -179,7 +195,8 @@ class Flat:
             self.n_bytes += -(-box.n_bytes // ALIGN) * ALIGN
 
     def views(self, buffer: torch.Tensor) -> Tensors:
-        """A view of the buffer (uint8, from the beginning of its memory, at least `n_bytes`) per box."""
+        """A view of the buffer (uint8, from the beginning of its memory, at least `n_bytes`) per
+        box."""
         words = {dtype: buffer[: self.n_bytes].view(dtype) for dtype in self._dtypes}
         return {
             box.fqn: (box, words[dtype].as_strided(box.sizes, strides, at // dtype.itemsize))
@@ -188,7 +205,8 @@ class Flat:
 
 
 class HostCopy:
-    """The boxes as they were after `step` steps. Nothing may read `tensors` before `wait` has returned them."""
+    """The boxes as they were after `step` steps. Nothing may read `tensors` before `wait` has
+    returned them."""
 
     def __init__(self, step: int, lease: BufferLease, tensors: Tensors) -> None:
         self.step, self.lease, self._tensors = step, lease, tensors
@@ -196,14 +214,20 @@ class HostCopy:
         self.whole = False
         self.error: BaseException | None = None
         self.on_device: torch.cuda.Event | None = None
-        self.early: dict[str, torch.Tensor] = {}  # boxes that change before they can be copied, as they were
+        # boxes that change before they can be copied, as they were
+        self.early: dict[str, torch.Tensor] = {}
 
     def wait(self, timeout_s: float | None = None) -> Tensors:
-        """The boxes, once all of them are there. Raises InternalError when they could not be copied."""
+        """The boxes, once all of them are there. Raises InternalError when they could not be
+        copied."""
         if not self.filled.wait(timeout_s):
-            raise InternalError(f"the host copy of step {self.step} was not there after {timeout_s} s")
+            raise InternalError(
+                f"the host copy of step {self.step} was not there after {timeout_s} s"
+            )
         if not self.whole:
-            raise InternalError(f"the host copy of step {self.step} was not completed: {self.error}")
+            raise InternalError(
+                f"the host copy of step {self.step} was not completed: {self.error}"
+            )
         if self.on_device is not None:
             self.on_device.synchronize()
         return self._tensors
@@ -221,21 +245,29 @@ class HostCopy:
 
 
 class HostCopies:
-    """The host copies of one rank in one generation, at most `limit` of them in use at a time. Used by its training thread.
+    """The host copies of one rank in one generation, at most `limit` of them in use at a time. Used
+    by its training thread.
 
-    `volatile`: names of boxes that change before the optimizer does (buffers, RNG). `device`: that of the tensors; default:
-    the GPU on which any of them lies, else the CPU.
+    `volatile`: names of boxes that change before the optimizer does (buffers, RNG). `device`: that
+    of the tensors; default: the GPU on which any of them lies, else the CPU.
     """
 
     def __init__(
-        self, memory: HostMemory, tensors: Tensors, volatile: frozenset[str], limit: int = 2, device: torch.device | None = None
+        self,
+        memory: HostMemory,
+        tensors: Tensors,
+        volatile: frozenset[str],
+        limit: int = 2,
+        device: torch.device | None = None,
     ) -> None:
         self.memory, self.live, self.volatile, self.limit = memory, tensors, volatile, limit
         self._flat = Flat([box for box, _ in tensors.values()])
         self._leases: list[weakref.ref[BufferLease]] = []
         self._filling: HostCopy | None = None
         self._newest: weakref.ref[HostCopy] | None = None
-        self.device = device or next((tensor.device for _, tensor in tensors.values() if tensor.is_cuda), CPU)
+        self.device = device or next(
+            (tensor.device for _, tensor in tensors.values() if tensor.is_cuda), CPU
+        )
         self._side = SideStream(self.device)
         self._hands = CopyThreads(1, "host-copy", self.device)
 
@@ -245,15 +277,23 @@ class HostCopies:
         return len(self._in_use()) < self.limit
 
     def _in_use(self) -> list[weakref.ref[BufferLease]]:
-        self._leases = [ref for ref in self._leases if (lease := ref()) is not None and lease.in_use]
+        self._leases = [
+            ref for ref in self._leases if (lease := ref()) is not None and lease.in_use
+        ]
         return self._leases
 
     @doing("copying")
     def take(self, step: int) -> HostCopy | None:
-        """Starts the copy of this boundary, or gives the one that was started already; the caller releases it when it has read
-        it. None: every buffer is still being read; the caller does without."""
+        """Starts the copy of this boundary, or gives the one that was started already; the caller
+        releases it when it has read it. None: every buffer is still being read; the caller does
+        without."""
         newest = self._newest() if self._newest is not None else None
-        if newest is not None and newest.step == step and newest.lease.in_use and newest.error is None:
+        if (
+            newest is not None
+            and newest.step == step
+            and newest.lease.in_use
+            and newest.error is None
+        ):
             return newest.retain()
         if not self.available:
             return None
@@ -262,8 +302,11 @@ class HostCopies:
         copy = HostCopy(step, lease, {})
         self._leases.append(weakref.ref(lease))
         self._newest = weakref.ref(copy)
-        if self.device.type == "cuda":  # the buffer may not be there yet, and the host need not wait
-            copy.early = {fqn: self.live[fqn][1].clone() for fqn in self.volatile & self.live.keys()}
+        # the buffer may not be there yet, and the host need not wait
+        if self.device.type == "cuda":
+            copy.early = {
+                fqn: self.live[fqn][1].clone() for fqn in self.volatile & self.live.keys()
+            }
         else:
             copy._tensors = self._flat.views(lease.buffer)
             for fqn in self.volatile & self.live.keys():
@@ -296,7 +339,8 @@ class HostCopies:
                     into.copy_(copy.early.get(fqn, self.live[fqn][1]), non_blocking=non_blocking)
 
     def _fill_from_device(self, copy: HostCopy, at: torch.cuda.Event) -> None:
-        """On a stream of its own, behind the boundary; `filled` then means: all copies are queued."""
+        """On a stream of its own, behind the boundary; `filled` then means: all copies are
+        queued."""
         copy._tensors = self._flat.views(copy.lease.buffer)
         with self._side.behind(at) as stream:
             assert stream is not None
@@ -305,12 +349,14 @@ class HostCopies:
 
     @doing("copying")
     def settle(self) -> float:
-        """Before the live tensors change: waits until the copy under way has read them. Returns the seconds waited."""
+        """Before the live tensors change: waits until the copy under way has read them. Returns the
+        seconds waited."""
         copy, self._filling = self._filling, None
         if copy is None:
             return 0.0
         began = time.monotonic()
         copy.filled.wait()
         if copy.on_device is not None:
-            torch.cuda.current_stream(self.device).wait_event(copy.on_device)  # the device waits, the host does not
+            # the device waits, the host does not
+            torch.cuda.current_stream(self.device).wait_event(copy.on_device)
         return time.monotonic() - began

@@ -1,9 +1,10 @@
-"""Peer replicas: each rank's boxes in the host memory of workers in other failure domains, taken and sent behind the next
-steps.
+"""Peer replicas: each rank's boxes in the host memory of workers in other failure domains, taken
+and sent behind the next steps.
 
-A copy is taken at the same step by all ranks. It counts once every rank has seen in a commit that all parts are stored, their
-sums compared; until then the copy before it is kept. While one is in flight no other is started. Whether one starts, counts or
-is given up follows from commits alone, so all ranks do the same.
+A copy is taken at the same step by all ranks. It counts once every rank has seen in a commit that
+all parts are stored, their sums compared; until then the copy before it is kept. While one is in
+flight no other is started. Whether one starts, counts or is given up follows from commits alone, so
+all ranks do the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from elastic.errors import InternalError
 from elastic.reshard.rank_boxes import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.process.doing import doing
-from elastic.worker.state.host_copy import BufferLease, CopyThreads, Flat, HostCopies, HostCopy, Tensors
+from elastic.worker.state.host_copy import (
+    BufferLease,
+    CopyThreads,
+    Flat,
+    HostCopies,
+    HostCopy,
+    Tensors,
+)
 from elastic.worker.state.replica_stream import RateLimit, Wire, receive_boxes, send_boxes
 from elastic.worker.state.train_state import Held
 
@@ -29,7 +37,8 @@ QUIT_MOST_S = 5.0
 
 @dataclass
 class _Flight:
-    """A copy that is not acknowledged. Its parts: what is sent, and what comes from each rank whose boxes are kept here."""
+    """A copy that is not acknowledged. Its parts: what is sent, and what comes from each rank whose
+    boxes are kept here."""
 
     number: int
     own: HostCopy
@@ -83,10 +92,16 @@ def kept_by(profile: ModelProfile, plan: Plan, rank: int) -> dict[int, tuple[Box
 
 
 class PeerReplicas:
-    """The peer replicas of one generation on one rank. `wire(n)`: messages of the n-th copy; None = there is nobody else."""
+    """The peer replicas of one generation on one rank. `wire(n)`: messages of the n-th copy; None =
+    there is nobody else."""
 
     def __init__(
-        self, profile: ModelProfile, plan: Plan, rank: int, host: HostCopies, wire: Callable[[int], Wire] | None
+        self,
+        profile: ModelProfile,
+        plan: Plan,
+        rank: int,
+        host: HostCopies,
+        wire: Callable[[int], Wire] | None,
     ) -> None:
         self.plan, self.rank, self.host, self.wire = plan, rank, host, wire
         self.to = plan.copies_to[rank] if plan.copies_to else ()
@@ -105,7 +120,8 @@ class PeerReplicas:
     def on(self) -> bool:
         return self.every > 0 and self.wire is not None
 
-    # ------------------------------------------------------------------------------------------ what commits carry
+    # ------------------------------------------------------------------------------------------
+    # what commits carry
 
     @property
     def stored(self) -> bool:
@@ -124,42 +140,63 @@ class PeerReplicas:
 
     def due(self, step: int, n_free: int) -> bool:
         """The same answer on all ranks. `n_free`: ranks that said that they are free."""
-        return self.on and self.flight is None and step >= self._next and n_free == len(self.plan.ranks)
+        return (
+            self.on
+            and self.flight is None
+            and step >= self._next
+            and n_free == len(self.plan.ranks)
+        )
 
     def set_every(self, step: int, every: int) -> None:
         """Another cadence from this step on."""
         if self.plan.copies_to:
             newest = max(self.acknowledged_step, self.flight.step if self.flight else -1)
-            self.every, self._next = every, max(step, newest + every) if newest >= 0 else step + every
+            self.every, self._next = (
+                every,
+                max(step, newest + every) if newest >= 0 else step + every,
+            )
 
-    # ------------------------------------------------------------------------------------------ a copy
+    # ------------------------------------------------------------------------------------------ a
+    # copy
 
     @doing("copying")
     def start(self, step: int) -> None:
-        """Takes the copy of this boundary and sends it, all in the background. Called by all ranks at the same step."""
+        """Takes the copy of this boundary and sends it, all in the background. Called by all ranks
+        at the same step."""
         assert self.wire is not None
         began_s = time.monotonic()
         own = self.host.take(step)
         if own is None:
-            raise InternalError(f"rank {self.rank} said that it could copy step {step}, and has no free buffer")
-        incoming = {sender: self.host.memory.lease(theirs.n_bytes) for sender, theirs in self._flat.items()}
+            raise InternalError(
+                f"rank {self.rank} said that it could copy step {step}, and has no free buffer"
+            )
+        incoming = {
+            sender: self.host.memory.lease(theirs.n_bytes) for sender, theirs in self._flat.items()
+        }
         if self.n_started < 2:
             self.host.memory.trim()  # what the generation before has left and this one cannot use
-        flight = _Flight(self.n_started, own, incoming, began_s, RateLimit(self.plan.copy_bytes_per_s))
+        flight = _Flight(
+            self.n_started, own, incoming, began_s, RateLimit(self.plan.copy_bytes_per_s)
+        )
         self.flight = flight
         self._next, self.n_started = step + self.every, self.n_started + 1
         wire = self.wire(flight.number)
         flight.left = 1 + len(incoming)
         self._begin(flight, lambda: self._send(flight, wire))
         for sender, lease in incoming.items():
-            self._begin(flight, lambda lease=lease, sender=sender: receive_boxes(lease.buffer, wire, sender))  # type: ignore[misc]
+            self._begin(
+                flight, lambda lease=lease, sender=sender: receive_boxes(lease.buffer, wire, sender)
+            )  # type: ignore[misc]
         flight.stall_s = time.monotonic() - began_s
 
     def _begin(self, flight: _Flight, work: Callable[[], str]) -> None:
         def run() -> None:
             try:
                 problem = work()
-            except (RuntimeError, ValueError) as error:  # the group broke: the next collective of this rank says so
+            except (
+                RuntimeError,
+                ValueError,
+            ) as error:  # the group broke: the next collective of this rank says so
                 problem = str(error) or type(error).__name__
             with flight.lock:
                 if problem:
@@ -179,7 +216,11 @@ class PeerReplicas:
         except InternalError as error:
             problem = str(error)
             flight.quit.set()
-        whole = send_boxes(flight.own.lease.buffer, wire, self.to, flight.pace, flight.quit) if self.to else True
+        whole = (
+            send_boxes(flight.own.lease.buffer, wire, self.to, flight.pace, flight.quit)
+            if self.to
+            else True
+        )
         return problem or ("" if whole else "given up")
 
     def stalled(self, seconds: float) -> None:
@@ -188,23 +229,25 @@ class PeerReplicas:
             self.flight.stall_s += seconds
 
     def stepping(self) -> bool:
-        """A step begins; is this rank's part of a copy under way beside it? One that only waits to be acknowledged slows
-        nothing."""
+        """A step begins; is this rank's part of a copy under way beside it? One that only waits to
+        be acknowledged slows nothing."""
         if self.flight is None or self.flight.ended:
             return False
         self.flight.n_steps += 1
         return True
 
     def timed(self, step_s: float, cpu_s: float, busy: bool) -> None:
-        """How long a step took, waiting for data and copies left out, and the processor time of this process in it (0 where a
-        GPU computes); `busy`: what `stepping` has said of it."""
+        """How long a step took, waiting for data and copies left out, and the processor time of
+        this process in it (0 where a GPU computes); `busy`: what `stepping` has said of it."""
         self._wall.add(step_s, busy)
         self._cpu.add(cpu_s, busy)
 
-    # ------------------------------------------------------------------------------------------ how it ends
+    # ------------------------------------------------------------------------------------------ how
+    # it ends
 
     def heard(self, n_stored: int, n_failed: int) -> CopyStored | None:
-        """After a commit: the copy in flight counts when all ranks have stored their parts, and is dropped when one cannot."""
+        """After a commit: the copy in flight counts when all ranks have stored their parts, and is
+        dropped when one cannot."""
         flight = self.flight
         if flight is None:
             return None
@@ -218,7 +261,9 @@ class PeerReplicas:
         self.acknowledged_step, self.flight = flight.step, None
         # where the steps compute on the same cores, what a copy takes of these it takes from them
         slowed_s = flight.n_steps * max(self._wall.slowdown_s, self._cpu.slowdown_s)
-        return CopyStored(self.copy(flight.step), flight.stored_s - flight.began_s, flight.stall_s, slowed_s)
+        return CopyStored(
+            self.copy(flight.step), flight.stored_s - flight.began_s, flight.stall_s, slowed_s
+        )
 
     def _held(self, flight: _Flight) -> list[Held]:
         own = self._holds(self.rank, flight.step, flight.own.wait(), flight.own.lease)
@@ -226,21 +271,27 @@ class PeerReplicas:
 
     def _received(self, flight: _Flight) -> list[Held]:
         theirs = {r: self._flat[r].views(lease.buffer) for r, lease in flight.incoming.items()}
-        return [self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items()]
+        return [
+            self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items()
+        ]
 
     def _holds(self, rank: int, step: int, tensors: Tensors, lease: BufferLease) -> Held:
         plan = self.plan
-        return Held(plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease)
+        return Held(
+            plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease
+        )
 
     @doing("copying")
     def drop(self) -> None:
-        """Gives up the copy in flight, at a boundary at which all ranks do; both ends of a stream stop after the same chunk."""
+        """Gives up the copy in flight, at a boundary at which all ranks do; both ends of a stream
+        stop after the same chunk."""
         flight, self.flight = self.flight, None
         if flight is None:
             return
         flight.quit.set()
         flight.pace.hurry.set()
-        if flight.over.wait(QUIT_MOST_S):  # else a thread still writes: the buffers are left to the garbage collector
+        # else a thread still writes: the buffers are left to the garbage collector
+        if flight.over.wait(QUIT_MOST_S):
             flight.own.release()
             for lease in flight.incoming.values():
                 lease.release()
@@ -250,8 +301,9 @@ class PeerReplicas:
             self._hands.close()
 
     def unacknowledged(self, own: bool = True) -> list[Held]:
-        """The copy in flight, if this rank's part is stored: others may have seen the commit that acknowledges it and have
-        dropped the one before. It is handed out once. Without `own`: only what was received, which needs no device."""
+        """The copy in flight, if this rank's part is stored: others may have seen the commit that
+        acknowledges it and have dropped the one before. It is handed out once. Without `own`: only
+        what was received, which needs no device."""
         flight, self.flight = self.flight, None
         if flight is None or not flight.stored:
             return []
@@ -265,8 +317,9 @@ class PeerReplicas:
 
 
 def slowdown(busy_s: Sequence[float], calm_s: Sequence[float]) -> float:
-    """Seconds by which a step is longer while a copy is in flight: the difference of the medians, 0 unless it is more than
-    twice its standard error (1.2533 sigma / sqrt(n) for a median of normal values, sigma = 1.4826 x the median deviation)."""
+    """Seconds by which a step is longer while a copy is in flight: the difference of the medians, 0
+    unless it is more than twice its standard error (1.2533 sigma / sqrt(n) for a median of normal
+    values, sigma = 1.4826 x the median deviation)."""
     if min(len(busy_s), len(calm_s)) < TOLD_APART:
         return 0.0
     variance = 0.0

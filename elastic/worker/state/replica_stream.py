@@ -1,7 +1,9 @@
-"""One rank's boxes on their way to another rank's host memory: paced chunks, a 64-bit sum each, a clean end at any chunk.
+"""One rank's boxes on their way to another rank's host memory: paced chunks, a 64-bit sum each, a
+clean end at any chunk.
 
-Before each chunk goes a header [word, sum]; word GOES = the chunk is in the message after it, QUITS = the sender has given up,
-no more comes. So both ends agree on where a stream ended, and the group can be used again or taken down.
+Before each chunk goes a header [word, sum]; word GOES = the chunk is in the message after it, QUITS
+= the sender has given up, no more comes. So both ends agree on where a stream ended, and the group
+can be used again or taken down.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ UNPACED_BYTES = 8 << 20  # so much may go at once: small states are not slowed d
 
 
 class Wire(Protocol):
-    """Blocking messages between ranks; those of one pair stay in order. Both raise RuntimeError when the other end is gone."""
+    """Blocking messages between ranks; those of one pair stay in order. Both raise RuntimeError
+    when the other end is gone."""
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None: ...
     def receive(self, tensor: torch.Tensor, source: int) -> None: ...
@@ -29,13 +32,16 @@ class Wire(Protocol):
 
 @dataclass(frozen=True)
 class GroupWire:
-    """Over a process group with a CPU backend. `tag`: tells the messages of one copy from those of another."""
+    """Over a process group with a CPU backend. `tag`: tells the messages of one copy from those of
+    another."""
 
     group: dist.ProcessGroup
     tag: int = 0
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
-        works = [dist.isend(tensor, group=self.group, group_dst=to, tag=self.tag) for tensor in tensors]
+        works = [
+            dist.isend(tensor, group=self.group, group_dst=to, tag=self.tag) for tensor in tensors
+        ]
         for work in works:
             if work is not None:
                 work.wait()
@@ -48,7 +54,8 @@ class GroupWire:
 
 @dataclass
 class RateLimit:
-    """At most `bytes_per_s` in the long run (0 = no limit), `UNPACED_BYTES` at once. `hurry` ends the pacing."""
+    """At most `bytes_per_s` in the long run (0 = no limit), `UNPACED_BYTES` at once. `hurry` ends
+    the pacing."""
 
     bytes_per_s: float = 0.0
     hurry: threading.Event = field(default_factory=threading.Event)
@@ -62,7 +69,9 @@ class RateLimit:
             return
         now_s = self.clock()
         passed_s = now_s - self._at_s if self._at_s >= 0 else 0.0
-        self._credit_bytes = min(UNPACED_BYTES, self._credit_bytes + passed_s * self.bytes_per_s) - n_bytes
+        self._credit_bytes = (
+            min(UNPACED_BYTES, self._credit_bytes + passed_s * self.bytes_per_s) - n_bytes
+        )
         self._at_s = now_s
         if self._credit_bytes < 0:
             self.hurry.wait(-self._credit_bytes / self.bytes_per_s)
@@ -73,8 +82,11 @@ def sum_of(chunk: torch.Tensor) -> int:
     return int(chunk.view(torch.int64).sum()) if chunk.numel() else 0
 
 
-def send_boxes(buffer: torch.Tensor, wire: Wire, to: Sequence[int], pace: RateLimit, quit_now: threading.Event) -> bool:
-    """Sends the buffer (uint8, a multiple of 8 bytes) to each of `to`. False: it was given up on the way."""
+def send_boxes(
+    buffer: torch.Tensor, wire: Wire, to: Sequence[int], pace: RateLimit, quit_now: threading.Event
+) -> bool:
+    """Sends the buffer (uint8, a multiple of 8 bytes) to each of `to`. False: it was given up on
+    the way."""
     for chunk in buffer.split(CHUNK_BYTES):
         pace.wait(chunk.numel() * len(to))
         if quit_now.is_set():
@@ -90,7 +102,8 @@ def send_boxes(buffer: torch.Tensor, wire: Wire, to: Sequence[int], pace: RateLi
 
 
 def receive_boxes(buffer: torch.Tensor, wire: Wire, source: int) -> str:
-    """Fills the buffer. '' when all of it came and every sum is right, else why not; takes every chunk that was sent."""
+    """Fills the buffer. '' when all of it came and every sum is right, else why not; takes every
+    chunk that was sent."""
     header = torch.zeros(2, dtype=torch.int64)
     wrong = ""
     for k, chunk in enumerate(buffer.split(CHUNK_BYTES)):
@@ -99,5 +112,8 @@ def receive_boxes(buffer: torch.Tensor, wire: Wire, source: int) -> str:
             return wrong or f"rank {source} gave up after {k} chunks"
         wire.receive(chunk, source)
         if int(header[1]) != sum_of(chunk) and not wrong:
-            wrong = f"chunk {k} ({chunk.numel()} bytes) from rank {source} arrived altered: its 64-bit sum differs"
+            wrong = (
+                f"chunk {k} ({chunk.numel()} bytes) from rank {source} arrived altered: its "
+                "64-bit sum differs"
+            )
     return wrong

@@ -1,7 +1,8 @@
-"""The training state of one rank: model, optimizer, RNG as boxes; what a worker holds for others; digests.
+"""The training state of one rank: model, optimizer, RNG as boxes; what a worker holds for others;
+digests.
 
-Optimizers get the *local* tensors: they are element-wise, so a rank's part of the parameters is all they need, and their state
-is cut exactly like the parameters.
+Optimizers get the *local* tensors: they are element-wise, so a rank's part of the parameters is all
+they need, and their state is cut exactly like the parameters.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ class Held:
     def serves(self, generation: int, rank: int, step: int) -> bool:
         """Does it hold the boxes of that rank (its own, or equal ones of a replica)?"""
         return (self.generation, self.step) == (generation, step) and (
-            self.rank == rank or replica_key(self.layout, self.rank) == replica_key(self.layout, rank)
+            self.rank == rank
+            or replica_key(self.layout, self.rank) == replica_key(self.layout, rank)
         )
 
 
 class TrainState:
-    """Model and optimizers of one rank in one generation, built on the meta device, filled by transfer, file or init."""
+    """Model and optimizers of one rank in one generation, built on the meta device, filled by
+    transfer, file or init."""
 
     def __init__(
         self,
@@ -86,36 +89,52 @@ class TrainState:
         self.step = 0
         self.dirty = False  # an optimizer step is under way: the tensors belong to no step
         self.models = [
-            self._stage(stage, groups, job) for stage in stages_at(self.layout, coordinates(self.layout, self.rank).pp)
+            self._stage(stage, groups, job)
+            for stage in stages_at(self.layout, coordinates(self.layout, self.rank).pp)
         ]
         self.model = self.models[0]  # all of it, where there is no pipeline
         self.parameters = self._present_parameters()
         styles: dict[str, str] = {}
         for model in self.models if WHOLE & set(program.tp.values()) else ():
             styles |= tp_styles(model, program)
-        self.summed = {fqn for fqn in self.parameters if styles.get(fqn.rpartition(".")[0]) in WHOLE}
-        self.local = {fqn: nn.Parameter(local(p), requires_grad=p.requires_grad) for fqn, p in self.parameters.items()}
+        self.summed = {
+            fqn for fqn in self.parameters if styles.get(fqn.rpartition(".")[0]) in WHOLE
+        }
+        self.local = {
+            fqn: nn.Parameter(local(p), requires_grad=p.requires_grad)
+            for fqn, p in self.parameters.items()
+        }
         trainable = [(fqn, p) for fqn, p in self.local.items() if p.requires_grad]
         self.optimizers = Optimizers(program, profile.specs, dict(trainable))
-        self.extra = {spec.fqn: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in profile.extra}
+        self.extra = {
+            spec.fqn: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+            for spec in profile.extra
+        }
         self.rng = torch.zeros(2, dtype=torch.int64)
-        self.before_change: Callable[[], object] = lambda: None  # waits until nobody copies the tensors any more
+        # waits until nobody copies the tensors any more
+        self.before_change: Callable[[], object] = lambda: None
         self._make_optimizer_state(trainable)
         self.tensors = self._boxed(boxes(profile, self.layout, self.layers, self.rank))
         self.frozen = self._boxed(reread_boxes(profile, self.layout, self.layers, self.rank))
         owned = {box.fqn for box in owned_boxes(profile, self.layout, self.layers, self.rank)}
         self.owned = owned
         buffers = {f"model.{spec.fqn}" for spec in profile.specs if spec.buffer}
-        self.buffers = StepBuffers(tensor for fqn, (_, tensor) in self.tensors.items() if fqn in buffers)
+        self.buffers = StepBuffers(
+            tensor for fqn, (_, tensor) in self.tensors.items() if fqn in buffers
+        )
         self.owned_parameters = [fqn for fqn, _ in trainable if "model." + fqn in owned]
 
     def _stage(self, stage: int, groups: Groups, job: Job) -> nn.Module:
         """One pipeline stage's module, cut for this rank, with memory."""
-        options = replace(ModelOptions.of(job, self.layout, self.rank), gives_output=stage == self.layout.n_stages - 1)
+        options = replace(
+            ModelOptions.of(job, self.layout, self.rank),
+            gives_output=stage == self.layout.n_stages - 1,
+        )
         model = cut_stage(build_meta(self.program), self.program, self.profile, self.layers, stage)
         model = parallelize(model, self.program, self.profile, groups.mesh, options)
         to_empty(model, groups.device, self.layout.offload)
-        if groups.mesh is None or "fsdp" not in (groups.mesh.mesh_dim_names or ()):  # FSDP keeps the tie
+        # FSDP keeps the tie
+        if groups.mesh is None or "fsdp" not in (groups.mesh.mesh_dim_names or ()):
             tie_again(model, self.profile)
         _fill_plain_buffers(model, self.program)
         return model
@@ -127,7 +146,11 @@ class TrainState:
 
     def _present_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical fqn -> the module's parameter, of those on this rank's stages."""
-        present = {fqn: p for model in self.models for fqn, p in model.named_parameters(remove_duplicate=False)}
+        present = {
+            fqn: p
+            for model in self.models
+            for fqn, p in model.named_parameters(remove_duplicate=False)
+        }
         found: dict[str, nn.Parameter] = {}
         for spec in self.profile.specs:
             if not spec.buffer and spec.fqn in present:
@@ -135,7 +158,8 @@ class TrainState:
         return found
 
     def _make_optimizer_state(self, trainable: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Not filled: whatever fills the state covers it, and memory that is not touched here costs no time."""
+        """Not filled: whatever fills the state covers it, and memory that is not touched here costs
+        no time."""
         scalars_on = {  # fused kernels read them on the device
             parameter: parameter.device
             for group in self.optimizers.groups
@@ -146,12 +170,15 @@ class TrainState:
         for fqn, parameter in trainable:
             state: dict[str, Any] = self.optimizers.owner(fqn).state[parameter]
             for entry in kept[fqn].scalars:
-                state[entry] = torch.empty((), dtype=torch.float32, device=scalars_on.get(parameter))
+                state[entry] = torch.empty(
+                    (), dtype=torch.float32, device=scalars_on.get(parameter)
+                )
             for entry in kept[fqn].entries:
                 state[entry] = torch.empty_like(parameter, requires_grad=False)
 
     def _boxed(self, mine: Iterable[Box]) -> Tensors:
-        """State fqn -> (box, local tensor). Raises InternalError where torch cut a tensor otherwise than the integers say."""
+        """State fqn -> (box, local tensor). Raises InternalError where torch cut a tensor otherwise
+        than the integers say."""
         have: dict[str, torch.Tensor] = {RNG: self.rng, **self.extra}
         for fqn, parameter in self.local.items():
             have["model." + fqn] = parameter.detach()
@@ -168,14 +195,15 @@ class TrainState:
             if tensor is None or tuple(tensor.shape) != box.sizes:
                 found = "nothing" if tensor is None else list(tensor.shape)
                 raise InternalError(
-                    f"{box.fqn}: rank {self.rank} of {self.layout} should hold {list(box.sizes)}, torch gave {found}"
+                    f"{box.fqn}: rank {self.rank} of {self.layout} should hold {list(box.sizes)}, "
+                    f"torch gave {found}"
                 )
             out[box.fqn] = (box, tensor)
         return out
 
     def fill_fresh(self, seed: int) -> None:
-        """Step 0: every rank reads its own boxes of the program's weights; without any it initializes the whole model on the
-        CPU under the job's seed and keeps its own boxes."""
+        """Step 0: every rank reads its own boxes of the program's weights; without any it
+        initializes the whole model on the CPU under the job's seed and keeps its own boxes."""
         self.rng[0], self.rng[1] = seed, 0
         first = first_values(self.profile)
         for fqn, (_, tensor) in self.tensors.items():
@@ -208,8 +236,9 @@ class TrainState:
             fill(self.program, self.profile.specs, self.frozen, 0)
 
     def release_frozen(self) -> None:
-        """Gives up the memory of the frozen weights, whoever still refers to them: nobody takes them over, and the next
-        generation reads its own while this model is not yet collected. No forward after that."""
+        """Gives up the memory of the frozen weights, whoever still refers to them: nobody takes
+        them over, and the next generation reads its own while this model is not yet collected. No
+        forward after that."""
         for _, tensor in self.frozen.values():
             tensor.untyped_storage().resize_(0)
 
@@ -220,16 +249,23 @@ class TrainState:
 
     def held(self, generation: int) -> Held:
         """The live boxes, sharing memory with the model."""
-        return Held(generation, self.rank, self.step, "live", self.layout, self.layers, self.tensors)
+        return Held(
+            generation, self.rank, self.step, "live", self.layout, self.layers, self.tensors
+        )
 
     def snapshot(self) -> Tensors:
         """Host copies of the boxes as they are now."""
-        return {fqn: (box, tensor.detach().to("cpu", copy=True)) for fqn, (box, tensor) in self.tensors.items()}
+        return {
+            fqn: (box, tensor.detach().to("cpu", copy=True))
+            for fqn, (box, tensor) in self.tensors.items()
+        }
 
-    # ------------------------------------------------------------------------------------------ gradients
+    # ------------------------------------------------------------------------------------------
+    # gradients
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Local gradients of this rank, by canonical fqn; parameters that the loss does not reach have none."""
+        """Local gradients of this rank, by canonical fqn; parameters that the loss does not reach
+        have none."""
         out = {}
         for fqn, parameter in self.parameters.items():
             grad = parameter.grad
@@ -241,12 +277,16 @@ class TrainState:
         return out
 
     def square_norms(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """float64 [owned parameters that have a gradient], on the gradients' device: the sums of squares of those parts that
-        this rank owns. Their sum, over all ranks too, counts each logical element once."""
+        """float64 [owned parameters that have a gradient], on the gradients' device: the sums of
+        squares of those parts that this rank owns. Their sum, over all ranks too, counts each
+        logical element once."""
         return square_norms([gradients[fqn] for fqn in self.owned_parameters if fqn in gradients])
 
-    def by_block(self, gradients: Mapping[str, torch.Tensor], squares: Sequence[float]) -> list[float]:
-        """`squares`: elements of `square_norms`. Their sums: what stands before the blocks, each block, what stands after."""
+    def by_block(
+        self, gradients: Mapping[str, torch.Tensor], squares: Sequence[float]
+    ) -> list[float]:
+        """`squares`: elements of `square_norms`. Their sums: what stands before the blocks, each
+        block, what stands after."""
         block = {spec.fqn: spec.block for spec in self.profile.specs}
         sums = [0.0] * (self.profile.n_blocks + 2)
         found = [fqn for fqn in self.owned_parameters if fqn in gradients]
@@ -272,7 +312,8 @@ class TrainState:
         self.clear_gradients()
 
     def skip(self) -> None:
-        """A step that changes neither parameters nor optimizers, nor buffers: what its forward did to them is taken back."""
+        """A step that changes neither parameters nor optimizers, nor buffers: what its forward did
+        to them is taken back."""
         self.before_change()
         self.buffers.leave_out()
         self.step += 1
@@ -284,17 +325,22 @@ class TrainState:
             parameter.grad = None
 
     def check_storage(self) -> None:
-        """Raises InternalError when torch has moved a parameter to other memory than the optimizer and the boxes see."""
+        """Raises InternalError when torch has moved a parameter to other memory than the optimizer
+        and the boxes see."""
         for fqn, parameter in self.parameters.items():
             if local(parameter).data_ptr() != self.local[fqn].data_ptr():
-                raise InternalError(f"{fqn}: torch moved the local shard to other memory after the state was bound to it")
+                raise InternalError(
+                    f"{fqn}: torch moved the local shard to other memory after the state was "
+                    "bound to it"
+                )
 
 
 _plain_buffers: dict[str, Any] = {}  # of the program that was asked for last
 
 
 def _fill_plain_buffers(model: nn.Module, program: Program) -> None:
-    """Non-persistent buffers are no part of the state: they are taken from a freshly built module."""
+    """Non-persistent buffers are no part of the state: they are taken from a freshly built
+    module."""
     kept = set(model.state_dict())
     names = [name for name, _ in model.named_buffers() if name not in kept]
     if not names or (program.buffers is not None and program.buffers(model)):
@@ -304,5 +350,7 @@ def _fill_plain_buffers(model: nn.Module, program: Program) -> None:
     source = _plain_buffers["values"]
     for name in names:
         if source[name].is_meta:
-            raise ProgramError(f"buffer {name}: it is on the meta device after Program.model() on the CPU")
+            raise ProgramError(
+                f"buffer {name}: it is on the meta device after Program.model() on the CPU"
+            )
         model.get_buffer(name).copy_(source[name])

@@ -1,13 +1,16 @@
-"""Carries out Transfers over the participants' group: from memory to memory, many messages in flight, a 64-bit sum of each.
+"""Carries out Transfers over the participants' group: from memory to memory, many messages in
+flight, a 64-bit sum of each.
 
-A region that is contiguous is sent from where it lies and received where it belongs; others, and small ones together, pass
-through staging buffers of bounded size. Round k is the k-th message of every pair; a participant waits for round k only when
-it has posted that round of all its pairs, so that nobody waits in a ring, and no barrier stands between rounds.
-The sums of a pair travel in one message behind its last one.
+A region that is contiguous is sent from where it lies and received where it belongs; others, and
+small ones together, pass through staging buffers of bounded size. Round k is the k-th message of
+every pair; a participant waits for round k only when it has posted that round of all its pairs, so
+that nobody waits in a ring, and no barrier stands between rounds. The sums of a pair travel in one
+message behind its last one.
 
-Where the wire takes CUDA memory (`Sizes.grouped`) a round is several lanes, each one group of operations with few peers. Every
-message belongs to one (k, lane), and everyone posts and waits in the order of these: the first that is not finished has been
-posted by both ends, or will be. The host does not wait on the way: sums are added up on the device and read once, at the end.
+Where the wire takes CUDA memory (`Sizes.grouped`) a round is several lanes, each one group of
+operations with few peers. Every message belongs to one (k, lane), and everyone posts and waits in
+the order of these: the first that is not finished has been posted by both ends, or will be. The
+host does not wait on the way: sums are added up on the device and read once, at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ Message = list[Transfer]
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What a participant sent, received and copied in its own memory, and the most that its staging buffers held."""
+    """What a participant sent, received and copied in its own memory, and the most that its staging
+    buffers held."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -73,7 +77,8 @@ class _Stream:
 
 @dataclass
 class _Flight:
-    """A message on its way. `region`: where its bytes lie or belong; None = they pass through `buffer`."""
+    """A message on its way. `region`: where its bytes lie or belong; None = they pass through
+    `buffer`."""
 
     stream: _Stream
     message: Message
@@ -103,20 +108,24 @@ def carry_out(
 ) -> TransferStats:
     """Moves every region from its source to its destination.
 
-    `transfers`: those of participant `me` at least; `read(transfer)` gives the source region, `write(transfer)` the destination
-    region (views). `device`: what memory the group takes (cpu = gloo, cuda = NCCL); others are staged there. `sizes`:
-    those of the device, where they are not given; the same for every participant. Raises StateLost, naming the chunk, when a
-    sum is wrong.
+    `transfers`: those of participant `me` at least; `read(transfer)` gives the source region,
+    `write(transfer)` the destination region (views). `device`: what memory the group takes (cpu =
+    gloo, cuda = NCCL); others are staged there. `sizes`: those of the device, where they are not
+    given; the same for every participant. Raises StateLost, naming the chunk, when a sum is wrong.
     """
     sizes = sizes or sizes_of(device.type)
-    return _Exchange(transfers, me, read=read, write=write, group=group, device=device, sizes=sizes).run()
+    return _Exchange(
+        transfers, me, read=read, write=write, group=group, device=device, sizes=sizes
+    ).run()
 
 
-_spare: list[torch.Tensor] = []  # staging buffers in host memory stay for the next move: memory that was touched before is fast
+# staging buffers in host memory stay for the next move: memory that was touched before is fast
+_spare: list[torch.Tensor] = []
 
 
 def warm_staging() -> None:
-    """Takes the staging memory of a small group and touches it, so that the first move need not (part of Prepare)."""
+    """Takes the staging memory of a small group and touches it, so that the first move need not
+    (part of Prepare)."""
     n_bytes = chunk_bytes(2)
     while len(_spare) * n_bytes < STAGING_BYTES:
         _spare.append(torch.zeros(n_bytes, dtype=torch.uint8))
@@ -134,7 +143,14 @@ class _Exchange:
         device: torch.device,
         sizes: Sizes,
     ) -> None:
-        self.me, self.read, self.write, self.group, self.device, self.sizes = me, read, write, group, device, sizes
+        self.me, self.read, self.write, self.group, self.device, self.sizes = (
+            me,
+            read,
+            write,
+            group,
+            device,
+            sizes,
+        )
         n = dist.get_world_size(self.group)
         self.most_staged, self.chunk_bytes = staging_bytes(n, sizes), chunk_bytes(n, sizes)
         self.streams = _streams(transfers, me, n, limit=self.chunk_bytes, sizes=sizes)
@@ -142,7 +158,9 @@ class _Exchange:
         self.own_bytes = self.staged = self.peak_staged = 0
         self.spare = _spare if self.device.type == "cpu" and not sizes.grouped else []
         if sizes.grouped:
-            self.chunk_bytes = max((message_bytes(m) for stream in self.streams for m in stream.messages), default=0)
+            self.chunk_bytes = max(
+                (message_bytes(m) for stream in self.streams for m in stream.messages), default=0
+            )
         for before, stream in pairwise(self.streams):
             stream.first = before.first + len(before.messages)
         n_messages = sum(len(stream.messages) for stream in self.streams)
@@ -163,7 +181,13 @@ class _Exchange:
             continue
         self._compare_sums()
         sent, received = (
-            sum(t.n_bytes for s in self.streams if s.sends is sends for message in s.messages for t in message)
+            sum(
+                t.n_bytes
+                for s in self.streams
+                if s.sends is sends
+                for message in s.messages
+                for t in message
+            )
             for sends in (True, False)
         )
         return TransferStats(sent, received, self.own_bytes, self.peak_staged)
@@ -173,12 +197,19 @@ class _Exchange:
         lanes = self._lanes()
         for k in range(max((len(stream.messages) for stream in self.streams), default=0)):
             for streams in lanes:
-                if round_ := [self._flight(stream, stream.messages[k]) for stream in streams if k < len(stream.messages)]:
+                if round_ := [
+                    self._flight(stream, stream.messages[k])
+                    for stream in streams
+                    if k < len(stream.messages)
+                ]:
                     yield round_
 
     def _lanes(self) -> list[list[_Stream]]:
         """All streams, in the order in which their messages of a round are posted."""
-        streams = sorted(self.streams, key=lambda stream: (stream.lane, stream.sends, (stream.peer - self.me) % (1 << 30)))
+        streams = sorted(
+            self.streams,
+            key=lambda stream: (stream.lane, stream.sends, (stream.peer - self.me) % (1 << 30)),
+        )
         return [list(streams) for _, streams in groupby(streams, key=lambda stream: stream.lane)]
 
     def _flight(self, stream: _Stream, message: Message) -> _Flight:
@@ -190,14 +221,18 @@ class _Exchange:
         return _Flight(stream, message, message_bytes(message), region)
 
     def _fits(self, round_: list[_Flight]) -> bool:
-        return self.staged + self.chunk_bytes * sum(flight.region is None for flight in round_) <= self.most_staged
+        return (
+            self.staged + self.chunk_bytes * sum(flight.region is None for flight in round_)
+            <= self.most_staged
+        )
 
     def _staging(self) -> torch.Tensor:
         if self.spare and self.spare[-1].numel() >= self.chunk_bytes:
             return self.spare.pop()
         return torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self.device)
 
-    # ------------------------------------------------------------------------------------------ the wire
+    # ------------------------------------------------------------------------------------------ the
+    # wire
 
     def _post(self, round_: list[_Flight]) -> None:
         for flight in round_:
@@ -215,8 +250,14 @@ class _Exchange:
                 self._sum(flight)
 
     def _start(self, wanted: Sequence[tuple[_Stream, torch.Tensor]]) -> list[dist.Work | None]:
-        if self.sizes.grouped:  # NCCL: in one group, or two peers that start in another order wait for each other
-            ops = [dist.P2POp(dist.isend if s.sends else dist.irecv, t, group=self.group, group_peer=s.peer) for s, t in wanted]
+        # NCCL: in one group, or two peers that start in another order wait for each other
+        if self.sizes.grouped:
+            ops = [
+                dist.P2POp(
+                    dist.isend if s.sends else dist.irecv, t, group=self.group, group_peer=s.peer
+                )
+                for s, t in wanted
+            ]
             works = dist.batch_isend_irecv(ops) if ops else []
             return [*works, *[None] * (len(wanted) - len(works))]
         return [
@@ -261,13 +302,16 @@ class _Exchange:
         else:
             self.sums[at] = sum64(flight.data)
 
-    # ------------------------------------------------------------------------------------------ proof
+    # ------------------------------------------------------------------------------------------
+    # proof
 
     def _compare_sums(self) -> None:
         """Layer (b) of promise 5."""
         theirs = self.sums.clone()
         for streams in self._lanes():
-            wanted = [(stream, stream.part(self.sums if stream.sends else theirs)) for stream in streams]
+            wanted = [
+                (stream, stream.part(self.sums if stream.sends else theirs)) for stream in streams
+            ]
             for work in self._start(wanted):
                 if work is not None:
                     work.wait()
@@ -278,15 +322,27 @@ class _Exchange:
                     raise _altered(stream, k)
 
 
-def _streams(transfers: Sequence[Transfer], me: int, n: int, *, limit: int, sizes: Sizes) -> list[_Stream]:
+def _streams(
+    transfers: Sequence[Transfer], me: int, n: int, *, limit: int, sizes: Sizes
+) -> list[_Stream]:
     """`n`: participants; `limit`: the most bytes of a message."""
     pairs: dict[tuple[int, bool], list[Transfer]] = {}
     for transfer in transfers:
-        if transfer.source != transfer.destination and me in (transfer.source, transfer.destination):
+        if transfer.source != transfer.destination and me in (
+            transfer.source,
+            transfer.destination,
+        ):
             sends = transfer.source == me
-            pairs.setdefault((transfer.destination if sends else transfer.source, sends), []).append(transfer)
+            pairs.setdefault(
+                (transfer.destination if sends else transfer.source, sends), []
+            ).append(transfer)
     return [
-        _Stream(peer, sends, list(messages(pieces, limit, sizes)), lane(*((me, peer) if sends else (peer, me)), n, sizes))
+        _Stream(
+            peer,
+            sends,
+            list(messages(pieces, limit, sizes)),
+            lane(*((me, peer) if sends else (peer, me)), n, sizes),
+        )
         for (peer, sends), pieces in sorted(pairs.items())
     ]
 
@@ -299,9 +355,12 @@ def _own(transfers: Sequence[Transfer], me: int, limit: int) -> Iterator[Transfe
 
 def _altered(stream: _Stream, k: int) -> StateLost:
     message = stream.messages[k]
-    names = message[0].fqn + (f" and {len(message) - 1} more" if len(message) > 1 else f" at {list(message[0].offsets)}")
+    names = message[0].fqn + (
+        f" and {len(message) - 1} more" if len(message) > 1 else f" at {list(message[0].offsets)}"
+    )
     return StateLost(
-        f"chunk {k + 1} of {len(stream.messages)} from participant {stream.peer} ({names}, {message_bytes(message)} bytes) "
+        f"chunk {k + 1} of {len(stream.messages)} from participant {stream.peer} ({names}, "
+        f"{message_bytes(message)} bytes) "
         "arrived altered: its 64-bit sum differs from the sender's"
     )
 
@@ -320,10 +379,12 @@ def _parts(buffer: torch.Tensor, message: Message) -> Iterator[tuple[Transfer, t
 
 
 def pack(message: Message, read: Region, buffer: torch.Tensor, together: bool = False) -> None:
-    """The pieces' bytes one after the other, each at a multiple of 8. `together`: as of `copy_all`; then what is between the
-    pieces stays as it is, and goes along."""
+    """The pieces' bytes one after the other, each at a multiple of 8. `together`: as of `copy_all`;
+    then what is between the pieces stays as it is, and goes along."""
     pairs = ((part, read(piece)) for piece, part in _parts(buffer, message))
-    copy_all([(part.view(source.dtype).view(source.shape), source) for part, source in pairs], together)
+    copy_all(
+        [(part.view(source.dtype).view(source.shape), source) for part, source in pairs], together
+    )
     if len(message) > 1 and not together:
         at = 0
         for piece in message:  # what is between the pieces is summed too
@@ -334,17 +395,27 @@ def pack(message: Message, read: Region, buffer: torch.Tensor, together: bool = 
 def unpack(buffer: torch.Tensor, message: Message, write: Region, together: bool = False) -> None:
     """The inverse of `pack`."""
     pairs = ((write(piece), part) for piece, part in _parts(buffer, message))
-    copy_all([(target, part.view(target.dtype).view(target.shape)) for target, part in pairs], together)
+    copy_all(
+        [(target, part.view(target.dtype).view(target.shape)) for target, part in pairs], together
+    )
 
 
 def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], together: bool) -> None:
-    """Copies the second of each pair into the first; they are of one shape and dtype. `together`: in few kernels where both are
-    contiguous and on one device, and without the host's waiting for any of them; else one by one."""
+    """Copies the second of each pair into the first; they are of one shape and dtype. `together`:
+    in few kernels where both are contiguous and on one device, and without the host's waiting for
+    any of them; else one by one."""
     alike: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in pairs:
-        if together and source.device == target.device and source.is_contiguous() and target.is_contiguous():
+        if (
+            together
+            and source.device == target.device
+            and source.is_contiguous()
+            and target.is_contiguous()
+        ):
             size = source.element_size()
-            for tensor, found in zip((target, source), alike.setdefault(size, ([], [])), strict=True):
+            for tensor, found in zip(
+                (target, source), alike.setdefault(size, ([], [])), strict=True
+            ):
                 found.append(tensor.reshape(-1).view(_BITS[size]))
         else:
             target.copy_(source, non_blocking=together)
@@ -353,10 +424,12 @@ def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], together: bool)
 
 
 def sum_into(total: torch.Tensor, data: torch.Tensor) -> None:
-    """The same as `sum64`, written to `total` (int64, no dimension) on the data's device: nobody waits for it."""
+    """The same as `sum64`, written to `total` (int64, no dimension) on the data's device: nobody
+    waits for it."""
     end = data.numel() // WORD * WORD
     words = data[:end]
-    if data.data_ptr() % WORD or data.storage_offset() % WORD:  # no view of it as words would be allowed
+    # no view of it as words would be allowed
+    if data.data_ptr() % WORD or data.storage_offset() % WORD:
         words = words.clone()
     torch.sum(words.view(torch.int64), dim=0, out=total)
     if end < data.numel():
@@ -366,7 +439,8 @@ def sum_into(total: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def sum64(data: torch.Tensor) -> int:
-    """Sum of the bytes as 64-bit words (the last one filled with zeros), mod 2**64, as a signed number."""
+    """Sum of the bytes as 64-bit words (the last one filled with zeros), mod 2**64, as a signed
+    number."""
     if data.device.type != "cpu":
         on_device = torch.zeros((), dtype=torch.int64, device=data.device)
         sum_into(on_device, data)

@@ -1,1 +1,2 @@
-"""One optimizer step of one rank: batch shares, microbatches, commit, block timing, checks of its results."""
+"""One optimizer step of one rank: batch shares, microbatches, commit, block timing, checks of its
+results."""

@@ -1,4 +1,5 @@
-"""Which samples of a step each data-parallel rank trains on, in which micro-batches: the same answer on every rank."""
+"""Which samples of a step each data-parallel rank trains on, in which micro-batches: the same
+answer on every rank."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ STEPS_KEPT = 32  # cuts of steps that are read ahead
 
 
 class BatchShares:
-    """By the plan's numbers of samples, or others that the ranks have agreed on since; with a budget, by tokens in the
-    proportion of those numbers. Steps count from 0."""
+    """By the plan's numbers of samples, or others that the ranks have agreed on since; with a
+    budget, by tokens in the proportion of those numbers. Steps count from 0."""
 
     def __init__(self, job: Job, plan: Plan, budget: TokenBudget | None = None) -> None:
         self.job, self.plan, self.budget = job, plan, budget
-        self._since: list[tuple[int, tuple[int, ...]]] = [(0, plan.samples)]  # first step -> numbers of samples
+        # first step -> numbers of samples
+        self._since: list[tuple[int, tuple[int, ...]]] = [(0, plan.samples)]
         self._cut = lru_cache(STEPS_KEPT)(lambda step: self.cut_of(self.ids(step), step))
 
     def set(self, from_step: int, samples: tuple[int, ...]) -> None:
@@ -44,8 +46,8 @@ class BatchShares:
         return self._cut(step)
 
     def cut_of(self, ids: Sequence[int], step: int, budget: TokenBudget | None = None) -> Cut:
-        """Of any ids, by the numbers of that step, with the budget of another set. Raises ProgramError for a sample that is
-        longer than the budget."""
+        """Of any ids, by the numbers of that step, with the budget of another set. Raises
+        ProgramError for a sample that is longer than the budget."""
         samples, budget = self.samples(step), budget or self.budget
         if budget is not None:
             return budget.cut(ids, samples)
@@ -65,7 +67,8 @@ class BatchShares:
         return each_microbatches(self.plan.layout, self.samples(step), self.plan.n_microbatches)
 
     def work(self, step: int, dp: int) -> float:
-        """Of a rank, in samples; with a budget, in places of its micro-batches as multiples of the mean sample."""
+        """Of a rank, in samples; with a budget, in places of its micro-batches as multiples of the
+        mean sample."""
         if self.budget is None:
             return float(self.samples(step)[dp])
         ids = self.ids(step)
@@ -73,7 +76,8 @@ class BatchShares:
         return sum(part.n_places for part in self.cut(step)[dp]) / mean
 
     def pad_share(self, step: int) -> float:
-        """Of the places of the step, those that hold no token; 0 without a budget, where nobody knows."""
+        """Of the places of the step, those that hold no token; 0 without a budget, where nobody
+        knows."""
         if self.budget is None:
             return 0.0
         return pad_share(self.cut(step), sum(map(self.budget.length, self.ids(step))))

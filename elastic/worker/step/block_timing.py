@@ -1,10 +1,11 @@
-"""How long this rank computes by itself: the forward passes of its blocks, from when their parameters are there until they are
-done, waiting for others left out (but for the collectives of tp and cp inside a block, whose ranks stand in one node).
+"""How long this rank computes by itself: the forward passes of its blocks, from when their
+parameters are there until they are done, waiting for others left out (but for the collectives of tp
+and cp inside a block, whose ranks stand in one node).
 
-On a GPU they are timed by events on its stream, in the first steps of a generation and then in one of EVERY, the same ones on
-all ranks; on a CPU by the processor time of the training thread, so that other processes on the same cores do not look like
-slowness of this one. Under FSDP2 the hooks lie between its own: parameters are gathered before the first and freed after the
-second.
+On a GPU they are timed by events on its stream, in the first steps of a generation and then in one
+of EVERY, the same ones on all ranks; on a CPU by the processor time of the training thread, so that
+other processes on the same cores do not look like slowness of this one. Under FSDP2 the hooks lie
+between its own: parameters are gathered before the first and freed after the second.
 """
 
 from __future__ import annotations
@@ -23,13 +24,21 @@ from elastic.worker.program.model_profile import block_names
 from elastic.worker.step.device_marks import DeviceMarks
 
 Mark = float | torch.cuda.Event
-FIRST, EVERY = 8, 8  # steps of a generation that are timed on a GPU: as many first ones, then every such
+# steps of a generation that are timed on a GPU: as many first ones, then every such
+FIRST, EVERY = 8, 8
 
 
 class BlockTiming:
-    """Hooks on the blocks of these stages (on the whole modules where the program names no blocks, or those are elsewhere)."""
+    """Hooks on the blocks of these stages (on the whole modules where the program names no blocks,
+    or those are elsewhere)."""
 
-    def __init__(self, models: Sequence[nn.Module], program: Program, device: torch.device, faults: DeviceFaults) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        program: Program,
+        device: torch.device,
+        faults: DeviceFaults,
+    ) -> None:
         self.device, self.faults = device, faults
         self.marks = DeviceMarks(device)
         self.n_passes = 0  # begun since the generation was entered
@@ -51,12 +60,14 @@ class BlockTiming:
         self._give_back()
         self._seconds, self._began = 0.0, None
         self.faults.next_step()
-        self.timing = self.device.type != "cuda" or self._n_steps < FIRST or self._n_steps % EVERY == 0
+        self.timing = (
+            self.device.type != "cuda" or self._n_steps < FIRST or self._n_steps % EVERY == 0
+        )
         self._n_steps += 1
 
     def taken_s(self) -> float:
-        """Seconds of the forward passes since `next_step`; 0 in steps that are not timed. The device is done with them where
-        the step's numbers have been read, else it is waited for."""
+        """Seconds of the forward passes since `next_step`; 0 in steps that are not timed. The
+        device is done with them where the step's numbers have been read, else it is waited for."""
         if self._timed and not self._timed[-1][1].query():
             self._timed[-1][1].synchronize()  # the last on its stream
         for begun, ended in self._timed:
@@ -108,7 +119,8 @@ class BlockTiming:
         return event
 
     def _be_slow(self, rows: int, took_s: float) -> None:
-        """`took_s`: what the pass has taken of a processor; the wait for one is part of what it had to take."""
+        """`took_s`: what the pass has taken of a processor; the wait for one is part of what it had
+        to take."""
         slow = self.faults.slow
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -119,7 +131,8 @@ class BlockTiming:
 
 def _blocks(model: nn.Module, program: Program) -> Iterable[nn.Module]:
     found = (model.get_submodule(name) for name in block_names(model, program.blocks))
-    return [block for block in found if next(block.parameters(), None) is not None]  # not those of other stages
+    # not those of other stages
+    return [block for block in found if next(block.parameters(), None) is not None]
 
 
 def _rows(args: Any) -> int:
@@ -142,7 +155,8 @@ class _Back:
         self.faults, self.rows, self.began = faults, rows, 0.0
 
     def behind(self, args: Any) -> Any:
-        """The block's arguments: the backward pass through the first that has one ends with `end`."""
+        """The block's arguments: the backward pass through the first that has one ends with
+        `end`."""
         for i, one in enumerate(args):
             if isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point():
                 return (*args[:i], _late(one, self), *args[i + 1 :])
@@ -159,7 +173,9 @@ class _Back:
         self.began = time.perf_counter()
 
     def end(self) -> None:
-        self.faults.wait(self.faults.slow.missing_s(time.perf_counter() - self.began, self.rows, 1 - FORWARD))
+        self.faults.wait(
+            self.faults.slow.missing_s(time.perf_counter() - self.began, self.rows, 1 - FORWARD)
+        )
 
 
 def _late(x: torch.Tensor, back: _Back) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""What the one float64 all-reduce of a step carries: what one rank says goes in, what all have said comes out of the sum.
+"""What the one float64 all-reduce of a step carries: what one rank says goes in, what all have said
+comes out of the sum.
 
-Most slots are sums or counts over the ranks; a slot of its own has what only one rank says. How it is written there is known
-here alone. At 8,192 ranks that are all data-parallel the vector has 197 kB.
+Most slots are sums or counts over the ranks; a slot of its own has what only one rank says. How it
+is written there is known here alone. At 8,192 ranks that are all data-parallel the vector has 197
+kB.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from elastic.errors import ProgramError
 from elastic.types import Layout
 from elastic.worker.program.commit import Commit
 
-TOKENS_MOST = 1 << 32  # of a data-parallel rank in a step, and SHARE_MOST samples: both fit into its one exact slot
+# of a data-parallel rank in a step, and SHARE_MOST samples: both fit into its one exact slot
+TOKENS_MOST = 1 << 32
 SHARE_MOST = 1 << 21
 
 
@@ -29,14 +32,17 @@ class CommitFields:
     copy_stored: bool = False  # this rank's part of the peer replica in flight
     copy_failed: bool = False  # that part never will be stored
     copy_free: bool = False  # could another one be taken at this boundary?
-    cadence: tuple[int, int] | None = None  # steps between peer and checkpoints from now on; only rank 0 says so
+    # steps between peer and checkpoints from now on; only rank 0 says so
+    cadence: tuple[int, int] | None = None
     data_s: float = 0.0  # for which this rank has waited for its batch
-    shares: tuple[int, ...] | None = None  # other numbers of samples per data-parallel rank; only rank 0 says so
+    # other numbers of samples per data-parallel rank; only rank 0 says so
+    shares: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Slots:
-    """How many slots there are of what not every commit has equally many of; the same on every rank in the same step."""
+    """How many slots there are of what not every commit has equally many of; the same on every rank
+    in the same step."""
 
     n_ranks: int
     dp: int
@@ -51,15 +57,17 @@ class Slots:
     def widths(self) -> Mapping[str, int]:
         """In their order."""
         return {
-            "square_norm": 1, "loss_sum": 1, "tokens": 1, "samples": 2, "overflowed": 1, "stop": 1, "save": 1,
-            "copies_stored": 1, "copies_failed": 1, "copies_free": 1, "cadence": 3, "block_square_norms": self.n_blocks,
-            "unit_s": self.n_ranks, "data_s": self.n_ranks, "of_dp": self.dp, "small_square_norm": self.n_small,
+            "square_norm": 1, "loss_sum": 1, "tokens": 1, "samples": 2, "overflowed": 1, "stop": 1,
+            "save": 1, "copies_stored": 1, "copies_failed": 1, "copies_free": 1, "cadence": 3,
+            "block_square_norms": self.n_blocks, "unit_s": self.n_ranks, "data_s": self.n_ranks,
+            "of_dp": self.dp, "small_square_norm": self.n_small,
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank says: its parts of the sums, its words, its times. `tokens` 0 where another rank counts its samples."""
+    """What one rank says: its parts of the sums, its words, its times. `tokens` 0 where another
+    rank counts its samples."""
 
     rank: int
     dp: int  # its data-parallel rank
@@ -69,26 +77,31 @@ class RankPart:
     small_square_norm: float = 0.0  # sum of those of its single micro-batches' gradients
 
     def pack(self, slots: Slots) -> torch.Tensor:
-        """float64 [sum of the slots' widths]. Raises ProgramError where a number does not fit into its slot."""
+        """float64 [sum of the slots' widths]. Raises ProgramError where a number does not fit into
+        its slot."""
         sums, words = self.sums, self.words
         found: dict[str, Sequence[float]] = {
-            "square_norm": [sums.square_norm], "loss_sum": [sums.loss_sum], "tokens": [sums.tokens], "samples": sums.samples,
-            "overflowed": [sums.overflowed], "stop": [words.stop], "save": [words.save], "copies_stored": [words.copy_stored],
-            "copies_failed": [words.copy_failed], "copies_free": [words.copy_free],
-            "cadence": (1, *words.cadence) if words.cadence is not None else (0, 0, 0),
-            "block_square_norms": sums.block_square_norms, "unit_s": _alone(self.unit_s, self.rank, slots.n_ranks),
-            "data_s": _alone(words.data_s, self.rank, slots.n_ranks), "of_dp": self._of_dp(slots.dp),
+            "square_norm": [sums.square_norm], "loss_sum": [sums.loss_sum], "tokens": [sums.tokens],
+            "samples": sums.samples, "overflowed": [sums.overflowed], "stop": [words.stop],
+            "save": [words.save], "copies_stored": [words.copy_stored],
+            "copies_failed": [words.copy_failed], "copies_free": [words.copy_free], "cadence": (1,
+            *words.cadence) if words.cadence is not None else (0, 0, 0),
+            "block_square_norms": sums.block_square_norms, "unit_s": _alone(self.unit_s, self.rank,
+            slots.n_ranks), "data_s": _alone(words.data_s, self.rank, slots.n_ranks),
+            "of_dp": self._of_dp(slots.dp),
             "small_square_norm": [self.small_square_norm] * slots.n_small,
         }  # fmt: skip
         numbers = chain.from_iterable(found[name] for name in slots.widths)
         return torch.tensor(list(numbers), dtype=torch.float64)
 
     def _of_dp(self, dp: int) -> list[float]:
-        """Of each data-parallel rank: the tokens of its samples in this step, and how many samples it is to have later."""
+        """Of each data-parallel rank: the tokens of its samples in this step, and how many samples
+        it is to have later."""
         tokens, shares = _alone(self.sums.tokens, self.dp, dp), self.words.shares or (0,) * dp
         if not 0 <= self.sums.tokens < TOKENS_MOST or max(shares) >= SHARE_MOST:
             raise ProgramError(
-                f"{self.sums.tokens:.0f} tokens and {max(shares)} samples of one data-parallel rank in a step: a commit tells "
+                f"{self.sums.tokens:.0f} tokens and {max(shares)} samples of one data-parallel "
+                "rank in a step: a commit tells "
                 f"0 to {TOKENS_MOST - 1} tokens and {SHARE_MOST - 1} samples"
             )
         return [share * TOKENS_MOST + n for share, n in zip(shares, tokens, strict=True)]
@@ -96,8 +109,9 @@ class RankPart:
 
 @dataclass(frozen=True)
 class CommitReport:
-    """What all ranks know after the commit of a step. `unit_s`: of each rank, see RanksTimed; `data_s`: what each has waited
-    for its batch; `tokens`: of each data-parallel rank; `shares`, `cadence`: what rank 0 wants."""
+    """What all ranks know after the commit of a step. `unit_s`: of each rank, see RanksTimed;
+    `data_s`: what each has waited for its batch; `tokens`: of each data-parallel rank; `shares`,
+    `cadence`: what rank 0 wants."""
 
     commit: Commit
     unit_s: tuple[float, ...]
@@ -116,7 +130,11 @@ class CommitReport:
     def unpack(cls, vector: torch.Tensor, slots: Slots) -> CommitReport:
         """`vector`: the sum of what all ranks have packed."""
         widths = slots.widths
-        parts = dict(zip(widths, (part.tolist() for part in vector.split(list(widths.values()))), strict=True))
+        parts = dict(
+            zip(
+                widths, (part.tolist() for part in vector.split(list(widths.values()))), strict=True
+            )
+        )
 
         def one(name: str) -> float:
             (value,) = parts[name]
@@ -124,15 +142,18 @@ class CommitReport:
 
         first, second = map(int, parts["samples"])
         commit = Commit(
-            one("square_norm"), one("loss_sum"), one("tokens"), (first, second), one("overflowed") > 0,
-            tuple(parts["block_square_norms"]),
+            one("square_norm"), one("loss_sum"), one("tokens"), (first, second),
+            one("overflowed") > 0, tuple(parts["block_square_norms"]),
         )  # fmt: skip
         said, peer_every, durable_every = map(int, parts["cadence"])
-        shares, tokens = zip(*(divmod(int(number), TOKENS_MOST) for number in parts["of_dp"]), strict=True)
+        shares, tokens = zip(
+            *(divmod(int(number), TOKENS_MOST) for number in parts["of_dp"]), strict=True
+        )
         return cls(
-            commit, tuple(parts["unit_s"]), tuple(parts["data_s"]), tokens, one("stop") > 0, one("save") > 0,
-            int(one("copies_stored")), int(one("copies_failed")), int(one("copies_free")),
-            (peer_every, durable_every) if said else None, shares if any(shares) else None, sum(parts["small_square_norm"]),
+            commit, tuple(parts["unit_s"]), tuple(parts["data_s"]), tokens, one("stop") > 0,
+            one("save") > 0, int(one("copies_stored")), int(one("copies_failed")),
+            int(one("copies_free")), (peer_every, durable_every) if said else None,
+            shares if any(shares) else None, sum(parts["small_square_norm"]),
         )  # fmt: skip
 
 

@@ -1,10 +1,12 @@
-"""How far a GPU has come in what its host has given it: marks between parts of the work, counted when it has passed them.
+"""How far a GPU has come in what its host has given it: marks between parts of the work, counted
+when it has passed them.
 
-Hosts run ahead of their GPUs, and collectives are counted when they are enqueued: where one GPU hangs in a kernel, all hosts
-wait at the same line with the same counts. So a mark says what lies before it: "others", work that needs other ranks too
-(before a block: its parameters are gathered, what another stage sends has come), or "own", a block's work. The GPU that hangs
-stands before an own one, those that wait for it before others. How many marks a GPU has passed says little of it: ranks may
-have unequally many micro-batches.
+Hosts run ahead of their GPUs, and collectives are counted when they are enqueued: where one GPU
+hangs in a kernel, all hosts wait at the same line with the same counts. So a mark says what lies
+before it: "others", work that needs other ranks too (before a block: its parameters are gathered,
+what another stage sends has come), or "own", a block's work. The GPU that hangs stands before an
+own one, those that wait for it before others. How many marks a GPU has passed says little of it:
+ranks may have unequally many micro-batches.
 
 Only where there is a GPU: on a CPU hooks return what they are given, and nothing is marked.
 """
@@ -25,7 +27,8 @@ AHEAD = 512  # marks that are not yet known to be passed, before the training th
 
 
 class DeviceMarks:
-    """`mark`, `entering` and `leaving` on the thread that enqueues (backward passes have one of their own), `passed` on any."""
+    """`mark`, `entering` and `leaving` on the thread that enqueues (backward passes have one of
+    their own), `passed` on any."""
 
     def __init__(self, device: torch.device) -> None:
         self._on = device.type == "cuda"
@@ -47,15 +50,17 @@ class DeviceMarks:
             self._ahead.append((event, part))
 
     def passed(self) -> tuple[int, Part]:
-        """How many marks the device has passed, without waiting for it, and in what kind of part it is now."""
+        """How many marks the device has passed, without waiting for it, and in what kind of part it
+        is now."""
         with self._lock:
             with suppress(RuntimeError):  # of a device that is lost
                 self._look()
             return self._n, self._ahead[0][1] if self._ahead else "done"
 
     def entering(self, args: Any) -> Any:
-        """A block's arguments, behind FSDP2's own hook: its parameters are there. In the backward pass the gradient of the
-        first argument that has one is the last thing that is the block's own, before that hook's sums over ranks begin."""
+        """A block's arguments, behind FSDP2's own hook: its parameters are there. In the backward
+        pass the gradient of the first argument that has one is the last thing that is the block's
+        own, before that hook's sums over ranks begin."""
         self._back = None
         if not self._on:
             return args
@@ -66,13 +71,14 @@ class DeviceMarks:
         if at is None:
             return args
         back = self._back = _Back(self)
-        given = args[at] if args[at].grad_fn is not None else args[at].view_as(args[at])  # a leaf would keep the hook
+        # a leaf would keep the hook
+        given = args[at] if args[at].grad_fn is not None else args[at].view_as(args[at])
         given.register_hook(back.ends)
         return (*args[:at], given, *args[at + 1 :])
 
     def leaving(self, output: Any) -> None:
-        """What a block gives. FSDP2 gathers for the backward pass in a hook of that tensor, which comes before those of the
-        operation that made it."""
+        """What a block gives. FSDP2 gathers for the backward pass in a hook of that tensor, which
+        comes before those of the operation that made it."""
         self.mark("own")
         back, self._back = self._back, None
         if back is not None:
@@ -91,7 +97,8 @@ def _has_gradient(one: Any) -> bool:
 
 
 class _Back:
-    """The backward pass through a block once. Where its begin was not seen its end says nothing: the gather lies between."""
+    """The backward pass through a block once. Where its begin was not seen its end says nothing:
+    the gather lies between."""
 
     def __init__(self, marks: DeviceMarks) -> None:
         self._marks, self._begun = marks, False

@@ -1,4 +1,5 @@
-"""Forward passes that leave no trace: evaluation mode, numbers drawn from a seed, buffers and modes as they were afterwards."""
+"""Forward passes that leave no trace: evaluation mode, numbers drawn from a seed, buffers and modes
+as they were afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from elastic.worker.state.train_state import TrainState
 
 @contextmanager
 def modes_kept(models: list[nn.Module]) -> Iterator[None]:
-    """Each module is in training or evaluation mode afterwards as it was before: what the program has frozen stays so."""
+    """Each module is in training or evaluation mode afterwards as it was before: what the program
+    has frozen stays so."""
     before = [(module, module.training) for model in models for module in model.modules()]
     try:
         yield
@@ -27,7 +29,8 @@ def modes_kept(models: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def drawing(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """What is drawn meanwhile follows from the seed, and what is drawn afterwards does not know of it."""
+    """What is drawn meanwhile follows from the seed, and what is drawn afterwards does not know of
+    it."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device is not None and device.type == "cuda" else []
     try:
@@ -43,7 +46,8 @@ def drawing(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def evaluating(state: TrainState, job: Job, device: torch.device) -> Iterator[None]:
-    """Of a generation's own model, without gradients; the same kernels as ever but for a job that compiles them."""
+    """Of a generation's own model, without gradients; the same kernels as ever but for a job that
+    compiles them."""
     buffers = state.buffers.watched
     before = [buffer.clone() for buffer in buffers]
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()

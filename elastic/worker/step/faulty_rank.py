@@ -1,4 +1,5 @@
-"""Which rank went bad, once a guard has tripped: every rank puts its own numbers of the step beside those of the others."""
+"""Which rank went bad, once a guard has tripped: every rank puts its own numbers of the step beside
+those of the others."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from elastic.worker.program.guards import Trip
 
 NAMED_SAMPLES_MOST = 16
 UNNAMED = "which rank it was is not known, the generation aborted before the ranks had compared"
-Row = Sequence[float]  # of a rank: its loss sum, the tokens of that, the square norm of its part of the gradient
+# of a rank: its loss sum, the tokens of that, the square norm of its part of the gradient
+Row = Sequence[float]
 
 
 @dataclass(frozen=True)
 class FaultyRank:
-    """`rank` -1: no single rank; `what` says what is wrong there. `samples`: of that rank, or of all; None = those of a stream
-    have no ids."""
+    """`rank` -1: no single rank; `what` says what is wrong there. `samples`: of that rank, or of
+    all; None = those of a stream have no ids."""
 
     rank: int
     worker: WorkerId | None
@@ -31,7 +33,8 @@ class FaultyRank:
     samples: tuple[int, ...] | None
 
     def sentence(self, trip: Trip) -> str:
-        """One line: what tripped, where, with which samples, and what follows from roll-backs before."""
+        """One line: what tripped, where, with which samples, and what follows from roll-backs
+        before."""
         named = "stream: no ids" if self.samples is None else _named(self.samples)
         text = f"{trip.reason}: {self.what}; {'its' if self.rank >= 0 else 'the'} samples: {named}"
         return f"{text}; {trip.more}" if trip.more else text
@@ -39,7 +42,9 @@ class FaultyRank:
 
 def _named(samples: Sequence[int]) -> str:
     n_more = len(samples) - NAMED_SAMPLES_MOST
-    return ", ".join(map(str, samples[:NAMED_SAMPLES_MOST])) + (f" and {n_more} more" if n_more > 0 else "")
+    return ", ".join(map(str, samples[:NAMED_SAMPLES_MOST])) + (
+        f" and {n_more} more" if n_more > 0 else ""
+    )
 
 
 class Tripped(ProgramError):
@@ -53,9 +58,11 @@ class Tripped(ProgramError):
         return Tripped, (self.trip, self.faulty_rank)
 
 
-def find_faulty_rank(trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, plan: Plan, groups: Groups) -> FaultyRank:
-    """The same on every rank: all of them have seen this commit, so all of them take part here. `ids`: samples of the
-    step, of each data-parallel rank; None = a stream's."""
+def find_faulty_rank(
+    trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, plan: Plan, groups: Groups
+) -> FaultyRank:
+    """The same on every rank: all of them have seen this commit, so all of them take part here.
+    `ids`: samples of the step, of each data-parallel rank; None = a stream's."""
     table = groups.commit.gather(torch.tensor(mine, dtype=torch.float64))
     rank, what = _worst(trip.guard, table.tolist(), plan)
     worker = plan.ranks[rank] if rank >= 0 else None
@@ -71,7 +78,10 @@ def _worst(guard: str, table: list[list[float]], plan: Plan) -> tuple[int, str]:
     if guard == "loss_spike":
         means = [row[0] / row[1] if row[1] else -math.inf for row in table]
         rank = max(range(len(means)), key=means.__getitem__)
-        return rank, f"rank {rank} on {plan.ranks[rank]} has the largest train_loss ({means[rank]:.6g})"
+        return (
+            rank,
+            f"rank {rank} on {plan.ranks[rank]} has the largest train_loss ({means[rank]:.6g})",
+        )
     return -1, "the gradient is the sum over all ranks"
 
 
@@ -81,5 +91,7 @@ def _not_finite(table: list[list[float]], plan: Plan) -> tuple[int, str]:
         ranks = [rank for rank, row in enumerate(table) if not math.isfinite(row[column])]
         if ranks:
             others = f" (and {len(ranks) - 1} other ranks)" if len(ranks) > 1 else ""
-            return ranks[0], f"the {word} of rank {ranks[0]} on {plan.ranks[ranks[0]]}{others} is not finite"
+            return ranks[
+                0
+            ], f"the {word} of rank {ranks[0]} on {plan.ranks[ranks[0]]}{others} is not finite"
     return -1, "the sum over the ranks is not finite, though each rank's part is"

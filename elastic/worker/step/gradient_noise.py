@@ -1,10 +1,12 @@
-"""Square norms of the gradients of single ranks and microbatches, before they are added up: for the gradient noise scale.
+"""Square norms of the gradients of single ranks and microbatches, before they are added up: for the
+gradient noise scale.
 
-McCandlish et al., An Empirical Model of Large-Batch Training (2018), appendix A.1: gradients of two batch sizes give unbiased
-estimates of the trace of the per-sample covariance and of the square norm of the true gradient; their ratio is the simple
-noise scale, the batch size beyond which a larger batch gains little. Here the small batch is what one data-parallel rank has
-in one microbatch. FSDP2's parameters are whole tensors of the rank while a forward pass is recorded, and their hooks see the
-gradient of the rank alone, before it is reduced.
+McCandlish et al., An Empirical Model of Large-Batch Training (2018), appendix A.1: gradients of two
+batch sizes give unbiased estimates of the trace of the per-sample covariance and of the square norm
+of the true gradient; their ratio is the simple noise scale, the batch size beyond which a larger
+batch gains little. Here the small batch is what one data-parallel rank has in one microbatch.
+FSDP2's parameters are whole tensors of the rank while a forward pass is recorded, and their hooks
+see the gradient of the rank alone, before it is reduced.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ MARK = "_elastic_watched"
 
 
 def parts_of(samples: Sequence[int], n_microbatches: Sequence[int]) -> list[int]:
-    """Sizes of the single microbatches of all data-parallel ranks, as `tensor_split` cuts them; of each rank how many."""
+    """Sizes of the single microbatches of all data-parallel ranks, as `tensor_split` cuts them; of
+    each rank how many."""
     found = []
     for n, pieces in zip(samples, n_microbatches, strict=True):
         base, more = divmod(n, pieces)
@@ -31,8 +34,9 @@ def parts_of(samples: Sequence[int], n_microbatches: Sequence[int]) -> list[int]
 
 
 def noise(small: float, big: float, parts: Sequence[int]) -> tuple[float, float]:
-    """(trace of the covariance, square norm of the true gradient), both of one sample's gradient. `small`: sum of the square
-    norms of the parts' gradients, `big`: square norm of their sum; gradients are sums over samples."""
+    """(trace of the covariance, square norm of the true gradient), both of one sample's gradient.
+    `small`: sum of the square norms of the parts' gradients, `big`: square norm of their sum;
+    gradients are sums over samples."""
     n, squares = sum(parts), sum(part * part for part in parts)
     trace = (small - big * squares / n**2) / (n - squares / n)
     return trace, (big - small) / (n**2 - squares)
@@ -47,13 +51,25 @@ def cannot(plan: Plan, profile: ModelProfile, script: bool) -> str:
         return "with tp or cp no rank has a gradient of its own"
     if layout.pp > 1 and any(spec.tied_to for spec in profile.specs):
         return "a tied tensor stands on two stages"
-    if len([part for part in parts_of(plan.samples, each_microbatches(layout, plan.samples, plan.n_microbatches)) if part]) < 2:
+    if (
+        len(
+            [
+                part
+                for part in parts_of(
+                    plan.samples, each_microbatches(layout, plan.samples, plan.n_microbatches)
+                )
+                if part
+            ]
+        )
+        < 2
+    ):
         return "one rank with one microbatch has only one batch size"
     return ""
 
 
 class LocalGradients:
-    """Adds up the square norms of every gradient that reaches a parameter of `models` (a rank's stages) while it is `on`."""
+    """Adds up the square norms of every gradient that reaches a parameter of `models` (a rank's
+    stages) while it is `on`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.on = False
@@ -66,7 +82,8 @@ class LocalGradients:
         self._sums = []
 
     def end(self) -> torch.Tensor | float:
-        """The sum since `begin`: a float64 scalar on the gradients' device; 0 where there were none."""
+        """The sum since `begin`: a float64 scalar on the gradients' device; 0 where there were
+        none."""
         self.on = False
         found, self._sums = self._sums, []
         return torch.stack(found).double().sum() if found else 0.0

@@ -1,9 +1,11 @@
-"""The loss scale of float16: gradients that are too small for it are lifted, those that overflow show that it was too much.
+"""The loss scale of float16: gradients that are too small for it are lifted, those that overflow
+show that it was too much.
 
-It is one box of the training state, equal on every rank: scale and good steps since it last changed. Whether a gradient
-overflowed anywhere rides on the commit all-reduce, so all ranks skip the same step and change the scale alike; a skipped step
-counts as a step, its samples are not seen again. As in Micikevicius et al. 2018, section 3.2, with the numbers of
-torch.amp.GradScaler; the loss is a sum here, so the first scale is divided by the tokens of a step.
+It is one box of the training state, equal on every rank: scale and good steps since it last
+changed. Whether a gradient overflowed anywhere rides on the commit all-reduce, so all ranks skip
+the same step and change the scale alike; a skipped step counts as a step, its samples are not seen
+again. As in Micikevicius et al. 2018, section 3.2, with the numbers of torch.amp.GradScaler; the
+loss is a sum here, so the first scale is divided by the tokens of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ GROWTH_STEPS = 2000  # good steps after which it is doubled
 
 
 def profile_of(program: Program, job: Job) -> ModelProfile:
-    """The program's profile, with what the job adds to the training state. Raises ProgramError as `trace` does."""
+    """The program's profile, with what the job adds to the training state. Raises ProgramError as
+    `trace` does."""
     profile = trace(with_job(program, job))
     return replace(profile, extra=(*profile.extra, *scale_specs(job)))
 

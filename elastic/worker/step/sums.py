@@ -19,17 +19,23 @@ class Sums(dict[str, float]):
     """Name -> sum."""
 
     def add(self, found: Any, where: str, counts: bool = True) -> None:
-        """`counts`: False = another rank has the same sums; a number that is cut over ranks is added up by all of them.
-        Raises ProgramError where `found` is no dict of numbers."""
+        """`counts`: False = another rank has the same sums; a number that is cut over ranks is
+        added up by all of them. Raises ProgramError where `found` is no dict of numbers."""
         if not isinstance(found, Mapping):
-            raise ProgramError(f"{where} returned {type(found).__name__}; it must return a dict of sums over the batch")
+            raise ProgramError(
+                f"{where} returned {type(found).__name__}; it must return a dict of sums over the "
+                "batch"
+            )
         for name, value in found.items():
             if isinstance(value, DTensor):
                 value = value.full_tensor()
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ProgramError(f"{where}['{name}'] is {type(value).__name__}; it must be a number: the sum over the batch")
+                raise ProgramError(
+                    f"{where}['{name}'] is {type(value).__name__}; it must be a number: the sum "
+                    "over the batch"
+                )
             if counts:
                 self[str(name)] = self.get(str(name), 0.0) + value
 
@@ -47,5 +53,7 @@ class Sums(dict[str, float]):
         if not self:
             return {}
         if self.get(COUNT, 0.0) <= 0:
-            raise ProgramError('Program.evaluate must also return "count": what its other sums are divided by')
+            raise ProgramError(
+                'Program.evaluate must also return "count": what its other sums are divided by'
+            )
         return {name: value / self[COUNT] for name, value in self.items() if name != COUNT}

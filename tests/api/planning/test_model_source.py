@@ -1,4 +1,5 @@
-"""What a plan is made for: jobs whose data lies elsewhere or is of unequal length, published models, pools of files."""
+"""What a plan is made for: jobs whose data lies elsewhere or is of unequal length, published
+models, pools of files."""
 
 from __future__ import annotations
 
@@ -29,33 +30,49 @@ def job(folder: Path, program: str, text: str) -> Path:
 
 
 def test_a_job_with_its_pools(tmp_path: Path) -> None:
-    text = "steps: 10\nglobal_batch: 8\npools: [{name: a, accelerator_type: A100, gpus_per_node: 4, max_nodes: 3}]\n"
+    text = (
+        "steps: 10\nglobal_batch: 8\npools: [{name: a, accelerator_type: A100, gpus_per_node: 4, "
+        "max_nodes: 3}]\n"
+    )
     found = of_job(str(job(tmp_path, "tiny.py", text)), ["steps=20"])
     assert (found.steps, found.tokens, found.notes) == (20, 20 * 8 * found.sample_tokens, ())
-    assert found.sample_bytes == found.sample_tokens * 8 * 2  # int64 of what goes in and what shall come out
+    # int64 of what goes in and what shall come out
+    assert found.sample_bytes == found.sample_tokens * 8 * 2
     machines = machines_of(found, None, {"a": 2})
-    assert [(each.group.pool, each.group.n_gpus, each.price_from) for each in machines] == [("a", 8, "the job")]
+    assert [(each.group.pool, each.group.n_gpus, each.price_from) for each in machines] == [
+        ("a", 8, "the job")
+    ]
     with pytest.raises(SpecError, match="no such pool; did you mean a"):
         machines_of(found, None, {"aa": 2})
 
 
 def test_paid_pools_without_a_limit_are_told_of(tmp_path: Path) -> None:
-    text = "steps: 10\nglobal_batch: 8\npools: [{name: a, accelerator_type: A100, usd_per_node_h: 4.0, max_nodes: 3}]\n"
+    text = (
+        "steps: 10\nglobal_batch: 8\npools: [{name: a, accelerator_type: A100, usd_per_node_h: "
+        "4.0, max_nodes: 3}]\n"
+    )
     folder = str(job(tmp_path, "tiny.py", text))
     (found,) = machines_of(of_job(folder), None, {})
-    assert found.notes[-1].startswith("elastic run refuses this: keys 'budget_usd' and 'max_nodes' are missing")
+    assert found.notes[-1].startswith(
+        "elastic run refuses this: keys 'budget_usd' and 'max_nodes' are missing"
+    )
     (found,) = machines_of(of_job(folder, ["budget_usd=5"]), None, {})
     assert not any("refuses" in note for note in found.notes)
 
 
 def test_a_folder_without_a_program(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("steps: 10\nglobal_batch: 8\n")
-    with pytest.raises(SpecError, match="it has no program.py, which says what is trained; or plan a model by its sizes"):
+    with pytest.raises(
+        SpecError,
+        match="it has no program.py, which says what is trained; or plan a model by its sizes",
+    ):
         of_job(str(tmp_path))
 
 
 def test_samples_of_unequal_length_count_as_the_first(tmp_path: Path) -> None:
-    found = of_job(str(job(tmp_path, "tiny_unequal.py", "steps: 10\nglobal_batch: 8\nmicrobatch_tokens: 64\n")))
+    found = of_job(
+        str(job(tmp_path, "tiny_unequal.py", "steps: 10\nglobal_batch: 8\nmicrobatch_tokens: 64\n"))
+    )
     assert found.model.sample is not None
     assert found.job.microbatch_tokens is None
     assert f"like the first, of {found.model.sample.tokens} tokens" in found.notes[-1]
@@ -64,12 +81,20 @@ def test_samples_of_unequal_length_count_as_the_first(tmp_path: Path) -> None:
 
 def test_remote_tokens_are_made_up() -> None:
     program = load_program(PROGRAMS / "tiny.py")
-    remote = {"data": {"train": {"tokens": "s3://BUCKET/tokens", "seq": 48}}, "steps": 1, "global_batch": 1}
+    remote = {
+        "data": {"train": {"tokens": "s3://BUCKET/tokens", "seq": 48}},
+        "steps": 1,
+        "global_batch": 1,
+    }
     with made_up_data(Job.from_plain(remote)) as job:
         sample = dataset_of(program, job)[0]
         assert [len(column) for column in sample.values()] == [48, 48]
     assert remote["data"] == {"train": {"tokens": "s3://BUCKET/tokens", "seq": 48}}
-    for data in ({"train": {"tokens": "here", "seq": 48}}, {"train": {"tokens": "s3://b/t", "seq": 8, "pack": "document"}}, {}):
+    for data in (
+        {"train": {"tokens": "here", "seq": 48}},
+        {"train": {"tokens": "s3://b/t", "seq": 8, "pack": "document"}},
+        {},
+    ):
         with made_up_data(Job.from_plain({"data": data})) as job:
             assert job.data.plain() == data
 

@@ -1,4 +1,5 @@
-"""`elastic plan` on the command line: what it prints, as data and for people, and what it refuses in one line."""
+"""`elastic plan` on the command line: what it prints, as data and for people, and what it refuses
+in one line."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_offers(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = called(capsys, *ON_8, "--tokens", "10B")
     assert code == 0
     first = out.splitlines()
-    assert first[0].startswith("gpt2-124m: 124 M parameters, sequences of 1024, 512 sequences = 524 k tokens a step")
+    assert first[0].startswith(
+        "gpt2-124m: 124 M parameters, sequences of 1024, 512 sequences = 524 k tokens a step"
+    )
     assert f"best: {best['layout']}" in out
     assert "10 B tokens: " in out
     assert " of 80.0 GiB" in out
@@ -71,7 +74,9 @@ def test_a_cheaper_purpose_and_a_deadline(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_layout_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     data = as_json(capsys, *ON_8, "--layout", "dp_shard=2,tp=2")
-    assert {offer["layout"].split(",mi")[0].split(",ze")[0].split(",ac")[0] for offer in data["offers"]} == {"dp_shard=2,tp=2"}
+    assert {
+        offer["layout"].split(",mi")[0].split(",ze")[0].split(",ac")[0] for offer in data["offers"]
+    } == {"dp_shard=2,tp=2"}
     assert data["offers"][0]["warnings"][-1] == "4 of 8 GPUs idle: the layout asks for 4"
     assert "a free choice" in data["notes"][0]
     on_two = as_json(capsys, *SMALL, "--gpus", "H100:16", "--layout", "dp_shard=8")
@@ -91,11 +96,23 @@ def test_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*SMALL, "--tokens", "1B", "--what-if", "H100:8", "--what-if", "H100:8@spot", "--what-if", "A100:16")
+    words = (
+        *SMALL,
+        "--tokens",
+        "1B",
+        "--what-if",
+        "H100:8",
+        "--what-if",
+        "H100:8@spot",
+        "--what-if",
+        "A100:16",
+    )
     rows = {row["choice"]: row for row in as_json(capsys, *words)["choices"]}
     assert rows["H100:8@spot"]["usd_per_mtoken"] < rows["H100:8"]["usd_per_mtoken"]
     assert rows["H100:8@spot"]["goodput"] < rows["H100:8"]["goodput"] <= 1
-    assert [name for name, row in rows.items() if row["cheapest"]] == [min(rows, key=lambda name: rows[name]["usd"])]
+    assert [name for name, row in rows.items() if row["cheapest"]] == [
+        min(rows, key=lambda name: rows[name]["usd"])
+    ]
     code, out, _ = called(capsys, *words)
     assert code == 0
     assert sum("H100:8@spot" in line for line in out.splitlines()) == 1
@@ -113,7 +130,9 @@ def test_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     assert curve[-1]["efficiency"] < 0.8 <= curve[-2]["efficiency"]
     assert data["useful_gpus"] == curve[-2]["n_gpus"]
     assert f"up to {data['useful_gpus']} GPUs" in called(capsys, *words)[1]
-    to_16 = as_json(capsys, *SMALL, "--gpus", "A100:16", "--scaling", "--efficiency", "0.01")["curve"]
+    to_16 = as_json(capsys, *SMALL, "--gpus", "A100:16", "--scaling", "--efficiency", "0.01")[
+        "curve"
+    ]
     assert [row["n_gpus"] for row in to_16] == [8, 16]
 
 
@@ -127,7 +146,10 @@ def test_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = called(capsys, *SMALL, "--tokens", "10B", "--within", "40m", "--gpus", one_less)
     assert code == 2
     assert "10 B tokens within 40 min" in err
-    assert [row["cheapest"] for row in data["kinds"]] == [h100["usd"] < a100["usd"], a100["usd"] < h100["usd"]]
+    assert [row["cheapest"] for row in data["kinds"]] == [
+        h100["usd"] < a100["usd"],
+        a100["usd"] < h100["usd"],
+    ]
     assert "<- cheapest" in called(capsys, *words)[1]
 
 
@@ -138,7 +160,10 @@ def test_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
         ((), "JOB or --model is missing"),
         (("--model", "8b"), "--model needs nodes"),
         (("jobs/gpt2_124m", "--model", "8b"), "JOB and --model are two ways at once"),
-        (("--model", "lama3", "--gpus", "H100:8"), "--model lama3: no such model in the table; did you mean"),
+        (
+            ("--model", "lama3", "--gpus", "H100:8"),
+            "--model lama3: no such model in the table; did you mean",
+        ),
         ((*SMALL, "--gpus", "H1000:8"), "unknown GPU 'H1000'; did you mean"),
         ((*SMALL, "--gpus", "H100"), "how many? give H100:64"),
         ((*SMALL, "--what-if", "H100"), "how many? as in H100:64"),
@@ -149,15 +174,36 @@ def test_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
         ((*ON_8, "--within", "3w"), "for how many tokens?"),
         ((*ON_8, "--purpose", "deadline"), "--purpose deadline: until when?"),
         ((*ON_8, "--explain", "9"), "--explain 9: there are 2 offers"),
-        ((*ON_8, "--layout", "dp_shard=16"), "layout 'dp_shard=16': it needs 16 GPUs, but there are 8"),
-        ((*SMALL, "--gpus", "H100:16", "--layout", "tp=12"), "tp x cp = 12, but the nodes have 8 GPUs"),
+        (
+            (*ON_8, "--layout", "dp_shard=16"),
+            "layout 'dp_shard=16': it needs 16 GPUs, but there are 8",
+        ),
+        (
+            (*SMALL, "--gpus", "H100:16", "--layout", "tp=12"),
+            "tp x cp = 12, but the nodes have 8 GPUs",
+        ),
         ((*ON_8, "--layout", "tp=8"), "tp must divide 12"),
         ((*ON_8, "--layout", "dp=8"), "'dp' is not an axis"),
-        ((*SMALL, "--gpus", "H100:16", "--layout", "pp=16"), "16 pipeline stages, but the model has 12 blocks"),
-        ((*ON_8, "--batch", "4", "--layout", "dp_shard=8"), "8 data-parallel ranks, but a step has 4 samples"),
-        ((*ON_8, "--batch", "15", "--layout", "dp_shard=8,microbatch_size=1"), "no number of microbatches divides 15 samples"),
-        ((*ON_8, "--tokens", "100T", "--within", "1d"), "100 T tokens within 24.0 h: 8 x H100-80GB-SXM need"),
-        ((*SMALL, "--tokens", "1T", "--within", "1m", "--gpus", "H100"), "exclude each other at a step of 524,288 tokens"),
+        (
+            (*SMALL, "--gpus", "H100:16", "--layout", "pp=16"),
+            "16 pipeline stages, but the model has 12 blocks",
+        ),
+        (
+            (*ON_8, "--batch", "4", "--layout", "dp_shard=8"),
+            "8 data-parallel ranks, but a step has 4 samples",
+        ),
+        (
+            (*ON_8, "--batch", "15", "--layout", "dp_shard=8,microbatch_size=1"),
+            "no number of microbatches divides 15 samples",
+        ),
+        (
+            (*ON_8, "--tokens", "100T", "--within", "1d"),
+            "100 T tokens within 24.0 h: 8 x H100-80GB-SXM need",
+        ),
+        (
+            (*SMALL, "--tokens", "1T", "--within", "1m", "--gpus", "H100"),
+            "exclude each other at a step of 524,288 tokens",
+        ),
         (("--model", "405b", "--gpus", "L4:8"), "activations want about"),
         ((*ON_8, "--png", "/dev/null/plan.png"), "--png /dev/null/plan.png: cannot be written"),
         (("jobs",), "jobs/job.yaml: no such file"),
@@ -167,7 +213,9 @@ def test_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
         (("jobs/gpt2_124m", "--cluster", "nowhere.yaml"), "nowhere.yaml: no such file"),
     ],
 )
-def test_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], what: str) -> None:
+def test_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], what: str
+) -> None:
     code, out, err = called(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("elastic: ")
@@ -176,19 +224,33 @@ def test_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: tup
 
 
 @pytest.mark.parametrize(
-    "words", [("--top", "0"), ("--efficiency", "80"), ("--purpose", "best"), ("--batch", "-1"), ("--batch", "9" * 14)]
+    "words",
+    [
+        ("--top", "0"),
+        ("--efficiency", "80"),
+        ("--purpose", "best"),
+        ("--batch", "-1"),
+        ("--batch", "9" * 14),
+    ],
 )
-def test_values_that_argparse_refuses(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+def test_values_that_argparse_refuses(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(("plan", *ON_8, *words))
     assert caught.value.code == 2
     assert "see elastic plan --help" in capsys.readouterr().err
 
 
-def test_a_jobs_own_layout_is_planned_as_elastic_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not with a ZeRO stage or a microbatch that the planner likes better; where that does not fit, it says so and mends it."""
+def test_a_jobs_own_layout_is_planned_as_elastic_run_takes_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not with a ZeRO stage or a microbatch that the planner likes better; where that does not fit,
+    it says so and mends it."""
     quickstart, zero = "jobs/quickstart", "dp_shard=2,zero_stage=2"
-    assert [offer["layout"] for offer in as_json(capsys, quickstart)["offers"]] == ["dp_shard=3,tp=2"]
+    assert [offer["layout"] for offer in as_json(capsys, quickstart)["offers"]] == [
+        "dp_shard=3,tp=2"
+    ]
     assert as_json(capsys, quickstart, "--layout", zero)["offers"][0]["layout"] == zero
     subject = replace(of_model("8b", 64).with_layout("dp_shard=8"), literal=True)
     found = Query(subject, Aim()).offers([of_asked(gpus_of("H100:8")[0])])

@@ -1,4 +1,5 @@
-"""What is known of the nodes that a plan is for: the catalog's numbers, prices, and what was measured on them."""
+"""What is known of the nodes that a plan is for: the catalog's numbers, prices, and what was
+measured on them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from elastic import catalog
-from elastic.api.planning.plan_nodes import GUESSED, MachineGroup, known_of, nodes_of, of_asked, of_pool, with_counts
+from elastic.api.planning.plan_nodes import (
+    GUESSED,
+    MachineGroup,
+    known_of,
+    nodes_of,
+    of_asked,
+    of_pool,
+    with_counts,
+)
 from elastic.api.planning.quantities import gpus_of
 from elastic.config.hardware import PLACE, path_of, write_hardware
 from elastic.errors import SpecError
@@ -27,8 +36,17 @@ def asked(text: str, cloud: str = "") -> MachineGroup:
 
 def test_gpus_come_in_the_cheapest_nodes_that_they_fill() -> None:
     found = asked("H100:64")
-    same = [each for each in catalog.instance_types().values() if each.chip == "H100-80GB-SXM" and each.gpus == 8]
-    prices = [quote.usd_per_h for each in same for quote in each.prices.values() if quote.usd_per_h is not None]
+    same = [
+        each
+        for each in catalog.instance_types().values()
+        if each.chip == "H100-80GB-SXM" and each.gpus == 8
+    ]
+    prices = [
+        quote.usd_per_h
+        for each in same
+        for quote in each.prices.values()
+        if quote.usd_per_h is not None
+    ]
     assert (found.group.n_nodes, found.group.gpus_per_node) == (8, 8)
     assert found.group.usd_per_node_h == pytest.approx(min(prices))
     assert "table of" in found.price_from
@@ -50,7 +68,8 @@ def test_what_is_said_counts_before_the_catalog() -> None:
     assert asked("p4d.24xlarge:16").group.hardware.accelerator_type == "A100-40GB-SXM"
     assert asked("A100-80GB:8").group.hardware.memory_bytes == 80 << 30
     assert asked("H100:8", "gcp").price_from.startswith("gcp ")
-    assert [note.split()[0] for note in asked("RTX-4090:4").notes] == ["the", "no"]  # neither its network nor a price is known
+    # neither its network nor a price is known
+    assert [note.split()[0] for note in asked("RTX-4090:4").notes] == ["the", "no"]
 
 
 @pytest.mark.parametrize(
@@ -68,16 +87,26 @@ def test_what_there_is_not(text: str, cloud: str, what: str) -> None:
 
 
 def test_a_pool_has_the_hardware_of_its_instance_type() -> None:
-    pool = Pool("spot", "A100", 8, "spot", 12.0, 0, 4, memory_bytes_per_gpu=39 << 30, instance_type="p4d.24xlarge")
+    pool = Pool(
+        "spot",
+        "A100",
+        8,
+        "spot",
+        12.0,
+        0,
+        4,
+        memory_bytes_per_gpu=39 << 30,
+        instance_type="p4d.24xlarge",
+    )
     found = of_pool(pool, 3, "the job")
     assert (found.group.n_gpus, found.group.usd_per_h) == (24, 36.0)
     assert found.group.hardware.memory_bytes == 39 << 30
     assert found.group.hardware.link_bytes_per_s == pytest.approx(6.25e9)  # 400 Gbit/s for 8 GPUs
     assert found.notes == ()
     assert "network of pool" in of_pool(Pool("p", "A100", 8), 1).notes[0]
-    assert of_pool(Pool("p", "A100", 8, memory_bytes_per_gpu=80 << 30), 1).group.hardware.accelerator_type.startswith(
-        "A100-80GB"
-    )
+    assert of_pool(
+        Pool("p", "A100", 8, memory_bytes_per_gpu=80 << 30), 1
+    ).group.hardware.accelerator_type.startswith("A100-80GB")
 
 
 def test_unknown_kinds_of_gpus() -> None:
@@ -95,7 +124,9 @@ def test_what_was_measured_wins(tmp_path: Path) -> None:
     write_hardware(tmp_path / "CPU.json", cpu, {})
     found = of_pool(Pool("p", "CPU", 2), 1)
     assert (found.group.hardware, found.notes) == (cpu, ())
-    gpu = HardwareProfile("A100", 2.4e14, memory_bytes_per_s=1.1e12, measured=("memory_bytes_per_s",))
+    gpu = HardwareProfile(
+        "A100", 2.4e14, memory_bytes_per_s=1.1e12, measured=("memory_bytes_per_s",)
+    )
     write_hardware(tmp_path / "A100.json", gpu, {})
     mixed = of_pool(Pool("p", "A100", 8, instance_type="p4d.24xlarge"), 1).group.hardware
     assert (mixed.memory_bytes_per_s, mixed.peak_flop_per_s) == (1.1e12, 2.4e14)
@@ -106,7 +137,12 @@ def test_numbers_of_nodes() -> None:
     pools = (Pool("spot", max_nodes=4), Pool("kept", max_nodes=2))
     assert with_counts(pools, {}) == {"spot": 4, "kept": 2}
     assert with_counts(pools, nodes_of(["spot=1"])) == {"spot": 1, "kept": 2}
-    for text, what in (("sport=1", "did you mean spot"), ("spot=5", "at most 4"), ("spot", "POOL=N"), ("spot=x", "POOL=N")):
+    for text, what in (
+        ("sport=1", "did you mean spot"),
+        ("spot=5", "at most 4"),
+        ("spot", "POOL=N"),
+        ("spot=x", "POOL=N"),
+    ):
         with pytest.raises(SpecError, match=what):
             with_counts(pools, nodes_of([text]))
     with pytest.raises(SpecError, match="leaves no node"):
@@ -114,7 +150,12 @@ def test_numbers_of_nodes() -> None:
 
 
 def test_a_run_knows_the_kinds_of_the_catalog_under_its_pools_names() -> None:
-    pools = [Pool("a", "H100", 8), Pool("b", "H100", 4), Pool("c", "CPU"), Pool("d", "Nobody-9000", 8)]
+    pools = [
+        Pool("a", "H100", 8),
+        Pool("b", "H100", 4),
+        Pool("c", "CPU"),
+        Pool("d", "Nobody-9000", 8),
+    ]
     (known,) = known_of(pools)
     assert known.accelerator_type == "H100" and known.peak("bfloat16") == pytest.approx(9.89e14)
     measured = replace(known, accelerator_type="CPU", peak_flop_per_s=7e10)

@@ -9,7 +9,8 @@ from elastic.errors import SpecError
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"), [("1T", 1e12), ("300B", 3e11), ("15e12", 1.5e13), ("2.5m", 2.5e6), ("4_000k", 4e6), ("7", 7.0)]
+    ("text", "tokens"),
+    [("1T", 1e12), ("300B", 3e11), ("15e12", 1.5e13), ("2.5m", 2.5e6), ("4_000k", 4e6), ("7", 7.0)],
 )
 def test_tokens(text: str, tokens: float) -> None:
     assert tokens_of(text) == pytest.approx(tokens)
@@ -23,7 +24,16 @@ def test_no_tokens(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "hours"),
-    [("3w", 504.0), ("36h", 36.0), ("10d", 240.0), ("1w3d", 240.0), ("90m", 1.5), ("90 min", 1.5), ("2mo", 1440), ("1y", 8760)],
+    [
+        ("3w", 504.0),
+        ("36h", 36.0),
+        ("10d", 240.0),
+        ("1w3d", 240.0),
+        ("90m", 1.5),
+        ("90 min", 1.5),
+        ("2mo", 1440),
+        ("1y", 8760),
+    ],
 )
 def test_durations(text: str, hours: float) -> None:
     assert hours_of(text) == pytest.approx(hours)

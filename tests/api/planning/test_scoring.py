@@ -1,4 +1,5 @@
-"""`elastic plan --score`: a CSV file of measurements, compared, or refused in one line with its row and column."""
+"""`elastic plan --score`: a CSV file of measurements, compared, or refused in one line with its row
+and column."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def scored(tmp_path: Path, capsys: pytest.CaptureFixture[str], *lines: str) -> t
 
 
 def test_a_row_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = scored(tmp_path, capsys, HEAD, ROW, ROW.replace("a,", "b,", 1).replace("5762", "11524"))
+    code, out, _ = scored(
+        tmp_path, capsys, HEAD, ROW, ROW.replace("a,", "b,", 1).replace("5762", "11524")
+    )
     data = json.loads(out)
     assert (code, data["rows"], data["rows_timed"]) == (0, 2, 2)
     assert data["median_abs_err"] < 0.6  # the second row says twice the speed of the same
@@ -39,8 +42,14 @@ def test_a_row_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("lines", "what"),
     [
-        ((HEAD.replace(",gpu,", ",chip,"), ROW), "column 'gpu' is missing; it needs model, params_b"),
-        ((HEAD, ROW.replace(",8,8,1,1", ",8,eight,1,1")), "row a: dp_shard must be a number, not 'eight'"),
+        (
+            (HEAD.replace(",gpu,", ",chip,"), ROW),
+            "column 'gpu' is missing; it needs model, params_b",
+        ),
+        (
+            (HEAD, ROW.replace(",8,8,1,1", ",8,eight,1,1")),
+            "row a: dp_shard must be a number, not 'eight'",
+        ),
         ((HEAD, ROW.replace("H100", "H1000")), "row a: gpu: unknown GPU 'H1000'"),
         ((HEAD, ROW + ",more"), "row a: it has not as many cells as the header"),
         ((HEAD, ROW.replace("a,", ",", 1) + ",more"), "row in line 2: it has not"),
@@ -48,7 +57,9 @@ def test_a_row_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ((HEAD,), "no row has all of"),
     ],
 )
-def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: tuple[str, ...], what: str) -> None:
+def test_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: tuple[str, ...], what: str
+) -> None:
     code, out, err = scored(tmp_path, capsys, *lines)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "rows.csv: " in err

@@ -20,8 +20,11 @@ from elastic.types import Job, Layout, ModelProfile, Pool
 SUBJECT: Subject = of_model("gpt2-124m", 512)
 
 
-def query(hours: Callable[[int], float], deadline_h: float = 100.0, least: int = 1) -> tuple[Query, list[int]]:
-    """`hours`: of so many nodes; with fewer than `least` nothing fits. Also the numbers of nodes that were asked about."""
+def query(
+    hours: Callable[[int], float], deadline_h: float = 100.0, least: int = 1
+) -> tuple[Query, list[int]]:
+    """`hours`: of so many nodes; with fewer than `least` nothing fits. Also the numbers of nodes
+    that were asked about."""
     asked: list[int] = []
 
     def find(model: ModelProfile, job: Job, groups: Sequence[NodeGroup], aim: Aim) -> Offers:
@@ -31,8 +34,8 @@ def query(hours: Callable[[int], float], deadline_h: float = 100.0, least: int =
             raise InfeasiblePlan(f"{least} nodes hold it")
         usd_per_h, h = groups[0].usd_per_h, hours(n)
         offer = Offer(
-            Layout(dp_shard=8 * n), (), Step(1, 1, 1), 1.0, {}, {}, 0, 0.0, 1.0, 0.4, usd_per_h, 1.0, min(1.0, 8 / n), 1.0, h,
-            usd_per_h * h,
+            Layout(dp_shard=8 * n), (), Step(1, 1, 1), 1.0, {}, {}, 0, 0.0, 1.0, 0.4, usd_per_h,
+            1.0, min(1.0, 8 / n), 1.0, h, usd_per_h * h,
         )  # fmt: skip
         return Offers((offer,))
 
@@ -54,7 +57,8 @@ def test_the_fewest_nodes(needed: int) -> None:
 
 
 def test_rounder_numbers_that_divide_better_are_found() -> None:
-    asked_for, _ = query(lambda n: (3900 if n % 5 == 0 else 6300) / n)  # bisection between 32 and 64 ends at 60
+    # bisection between 32 and 64 ends at 60
+    asked_for, _ = query(lambda n: (3900 if n % 5 == 0 else 6300) / n)
     assert sizing.capacity(asked_for, [machines()])["kinds"][0]["n_nodes"] == 40
 
 
@@ -71,7 +75,9 @@ def test_the_cheapest_kind_is_marked_and_a_kind_that_is_too_slow_is_not() -> Non
 
 def test_no_number_of_nodes_makes_it() -> None:
     asked_for, asked = query(lambda n: 150.0 if n >= 16 else 2400.0 / n)
-    with pytest.raises(SpecError, match=r"exclude each other at a step of 524,288 tokens: .* take 6.2 days"):
+    with pytest.raises(
+        SpecError, match=r"exclude each other at a step of 524,288 tokens: .* take 6.2 days"
+    ):
         sizing.capacity(asked_for, [machines()])
     assert max(asked) < 512  # it is seen that more do not help
 
@@ -91,13 +97,15 @@ def test_scaling_ends_where_efficiency_has_fallen() -> None:
 
 @pytest.mark.parametrize(("sample_bytes", "read", "what"), [
     (4 << 30, 0.0, "takes 4.3 GB/s of samples (as tensors), few disks read more than 1 GB/s"),
-    (4 << 30, 8e9, ""),
-    (1 << 29, 0.4e9, "takes 0.54 GB/s of samples (as tensors), its storage was measured to read 0.4 GB/s"),
-    (1 << 29, 0.0, ""),
-    (0, 0.4e9, ""),
+    (4 << 30, 8e9, ""), (1 << 29, 0.4e9,
+    "takes 0.54 GB/s of samples (as tensors), its storage was measured to read 0.4 GB/s"), (1 << 29,
+    0.0, ""), (0, 0.4e9, ""),
 ])  # fmt: skip
 def test_data_that_comes_too_slowly(sample_bytes: int, read: float, what: str) -> None:
     asked_for, _ = query(lambda n: 1.0)  # a token a second
-    subject = replace(SUBJECT, sample_bytes=sample_bytes * 1024 * 8)  # 1024 tokens to a sample, 8 data-parallel ranks
-    said = answers.plan(replace(asked_for, subject=subject), [machines(read_bytes_per_s=read)])["offers"][0]["warnings"]
+    # 1024 tokens to a sample, 8 data-parallel ranks
+    subject = replace(SUBJECT, sample_bytes=sample_bytes * 1024 * 8)
+    said = answers.plan(replace(asked_for, subject=subject), [machines(read_bytes_per_s=read)])[
+        "offers"
+    ][0]["warnings"]
     assert [what in line for line in said] == ([True] if what else [])

@@ -1,4 +1,5 @@
-"""What a run asks of the layouts beforehand, how it is kept, and what becomes of an answer that does not come."""
+"""What a run asks of the layouts beforehand, how it is kept, and what becomes of an answer that
+does not come."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def asked(program: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of a small program that takes its width from a file beside it, and an empty place for answers."""
+    """A copy of a small program that takes its width from a file beside it, and an empty place for
+    answers."""
     monkeypatch.setenv(PLACE, str(tmp_path / "kept"))
     (tmp_path / "width.py").write_text("WIDTH = 32\n")
     text = (FOREIGN / "residual_outside.py").read_text()
@@ -57,7 +59,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"microbatch_tokens": 64}, ["dp", "tp"], [2]),
     ],
 )
-def test_only_what_the_run_may_enter_is_asked_for(more: dict[str, Any], axes: list[str], tps: list[int]) -> None:
+def test_only_what_the_run_may_enter_is_asked_for(
+    more: dict[str, Any], axes: list[str], tps: list[int]
+) -> None:
     found = asked(FOREIGN / "residual_outside.py", **more)
     assert (found["axes"], found["tps"]) == (axes, tps)
 
@@ -81,7 +85,8 @@ def test_an_answer_is_kept_until_a_file_of_the_program_changes(program: Path) ->
         first.close()
     assert found is not None and set(found.equal or {}) == {"dp"}, found
     assert set(found.files or {}) == {"program.py", "width.py", "sizes.json"}
-    assert (found.packages or {})["torch"] and LayoutCheck(question).known == found  # nobody is retried
+    # nobody is retried
+    assert (found.packages or {})["torch"] and LayoutCheck(question).known == found
     for name in ("width.py", "sizes.json"):
         before = (program.parent / name).read_text()
         (program.parent / name).write_text(before + "\n")
@@ -93,10 +98,14 @@ def test_an_answer_is_kept_until_a_file_of_the_program_changes(program: Path) ->
 
 
 @pytest.mark.e2e
-def test_what_may_have_been_the_machine_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_have_been_the_machine_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path / "kept"))
     text = (FOREIGN / "residual_outside.py").read_text()
-    (tmp_path / "program.py").write_text(text.replace("x = x + layer(x)", "x = x + layer(x) if len(x) != 2 else exit(1)"))
+    (tmp_path / "program.py").write_text(
+        text.replace("x = x + layer(x)", "x = x + layer(x) if len(x) != 2 else exit(1)")
+    )
     question = asked(tmp_path / "program.py", layout="dp_shard=2")
     check = LayoutCheck(question)
     try:
@@ -125,7 +134,10 @@ def test_closing_it_early_leaves_nothing(program: Path) -> None:
     check = LayoutCheck(asked(program))
     assert check._process is not None and check._folder is not None
     pid, folder = check._process.pid, Path(check._folder.name)
-    until(lambda: "elastic.worker.equivalence.layout_check" in psutil.Process(pid).cmdline(), "the process that compares")
+    until(
+        lambda: "elastic.worker.equivalence.layout_check" in psutil.Process(pid).cmdline(),
+        "the process that compares",
+    )
     check.close()
     assert not psutil.pid_exists(pid) and not folder.exists()
     check.close()
@@ -151,6 +163,8 @@ def test_where_nothing_is_found_out_blocks_are_not_spread(program: Path) -> None
 def test_a_run_on_one_of_many_workers_is_refused() -> None:
     foreign = load_program(FOREIGN / "batchnorm.py")
     model = checked(trace(foreign), Verdict(Structure(no_dp="d", no_pp="p")), foreign)
-    with pytest.raises(SpecError, match=r"no data-parallel ranks: d; or one worker: layout: dp_shard=1"):
+    with pytest.raises(
+        SpecError, match=r"no data-parallel ranks: d; or one worker: layout: dp_shard=1"
+    ):
         check_open(spec(FOREIGN / "batchnorm.py"), model)
     check_open(spec(FOREIGN / "batchnorm.py", layout="dp_shard=1"), model)

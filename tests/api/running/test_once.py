@@ -87,7 +87,9 @@ def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
     written = one.journal_path.read_bytes().splitlines()
     parsed, folded = Counter[bytes](), Counter[str]()
     parse, fold = journals._parsed, driver.fold
-    monkeypatch.setattr(journals, "_parsed", lambda text: parsed.update([bytes(text)]) or parse(text))
+    monkeypatch.setattr(
+        journals, "_parsed", lambda text: parsed.update([bytes(text)]) or parse(text)
+    )
 
     def counted(state: State, event: Any, at_s: float) -> State:
         folded.update([type(event).__name__])
@@ -97,12 +99,16 @@ def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
     monkeypatch.setattr(_Run, "_cluster", lambda *_: None)
     monkeypatch.setattr(_Run, "_backend", lambda *_: SimBackend(one.pools, spec.job()))
     monkeypatch.setattr(run, "drive", lambda backend, journal, start, state, found: state)
-    monkeypatch.setattr(_Run, "_result", lambda self, last: Result("again", "stopped", {"steps": last.step}, folder))
+    monkeypatch.setattr(
+        _Run, "_result", lambda self, last: Result("again", "stopped", {"steps": last.step}, folder)
+    )
     assert one.to_the_end().step > 0
     *first, last = written
     assert len(first) > 5 and {text: parsed[text] for text in first} == dict.fromkeys(first, 1)
     assert parsed[last] == 2, "by the journal too, which continues behind it"
-    events = Counter(type(event).__name__ for line in journals.read(one.journal_path) for _, event in line.events)
+    events = Counter(
+        type(event).__name__ for line in journals.read(one.journal_path) for _, event in line.events
+    )
     assert folded == events + Counter(
         {Decided.__name__: sum(line.decision is not None for line in lines.lines[: len(written)])}
     )

@@ -16,7 +16,8 @@ from elastic.api.running import supervise
 from elastic.api.running.supervise import command_of, supervised
 from elastic.cli.command_line import main
 
-# Ends as the words say, one word for each start: an exit code, or the number of a signal with a minus.
+# Ends as the words say, one word for each start: an exit code, or the number of a signal with a
+# minus.
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
@@ -40,7 +41,9 @@ time.sleep(600)
 def run(tmp_path: Path, *ends: int) -> tuple[int, int, list[float], list[str]]:
     """Its exit code, how often the driver was started, the waits between, and what was said."""
     starts, slept, said = tmp_path / "starts", list[float](), list[str]()
-    code = supervised([sys.executable, "-c", DRIVER, str(starts), *map(str, ends)], said.append, slept.append)
+    code = supervised(
+        [sys.executable, "-c", DRIVER, str(starts), *map(str, ends)], said.append, slept.append
+    )
     return code, len(starts.read_text()), slept, said
 
 
@@ -52,7 +55,10 @@ def test_what_ends_a_run_for_good_is_passed_on(code: int, tmp_path: Path) -> Non
 def test_killed_and_lost_it_is_started_again(tmp_path: Path) -> None:
     code, n, slept, said = run(tmp_path, -signal.SIGKILL, 4, -signal.SIGSEGV, 0)
     assert (code, n, slept) == (0, 4, [5.0, 10.0, 20.0])
-    assert said[0] == "the driver was killed by SIGKILL; it is started again in 5 s (start 2 of at most 10 in a row)"
+    assert said[0] == (
+        "the driver was killed by SIGKILL; it is started again in 5 s (start 2 of at most 10 in a "
+        "row)"
+    )
     assert said[1].startswith("the driver ended with exit code 4; it is started again in 10 s")
 
 
@@ -64,18 +70,25 @@ def test_it_gives_up_after_some_starts_in_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_driver_that_has_lived_for_long_begins_the_count_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_has_lived_for_long_begins_the_count_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervise, "LONG_S", 0.0)
     code, n, slept, _ = run(tmp_path, *[4] * (supervise.TRIES + 2), 0)
     assert (code, n) == (0, supervise.TRIES + 3)
 
 
-SUPERVISOR = "import sys; from elastic.api.running.supervise import supervised; sys.exit(supervised(sys.argv[1:], print))"
+SUPERVISOR = (
+    "import sys; from elastic.api.running.supervise import supervised; "
+    "sys.exit(supervised(sys.argv[1:], print))"
+)
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_goes_on_to_the_driver_and_nothing_is_started_after_it(tmp_path: Path, number: int) -> None:
+def test_a_signal_goes_on_to_the_driver_and_nothing_is_started_after_it(
+    tmp_path: Path, number: int
+) -> None:
     begun = tmp_path / "begun"
     words = [sys.executable, "-c", SUPERVISOR, sys.executable, "-c", WAITS, str(begun)]
     with subprocess.Popen(words, cwd=ROOT) as process:
@@ -89,7 +102,11 @@ def test_asked_between_two_starts_it_ends_at_once(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     words = [sys.executable, "-c", SUPERVISOR, sys.executable, "-c", DRIVER, str(starts), "4"]
     with subprocess.Popen(
-        words, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+        words,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
     ) as process:
         assert process.stdout is not None and "started again in 5 s" in process.stdout.readline()
         process.terminate()
@@ -100,11 +117,14 @@ def test_asked_between_two_starts_it_ends_at_once(tmp_path: Path) -> None:
 def test_the_command_is_the_same_but_for_the_word() -> None:
     words = ["run", "--script", "a.py", "--supervise", "--run-name", "x", "--", "--supervise"]
     assert command_of(words) == [
-        sys.executable, "-m", "elastic", "run", "--script", "a.py", "--supervised", "--run-name", "x", "--", "--supervise",
+        sys.executable, "-m", "elastic", "run", "--script", "a.py", "--supervised", "--run-name",
+        "x", "--", "--supervise",
     ]  # fmt: skip
 
 
-def test_a_run_that_has_no_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_no_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["run", str(tmp_path), "--supervise"])
     assert ended.value.code == 2

@@ -1,4 +1,5 @@
-"""The tiny decoder's data under a model of about 100 MB of state (8.9 M parameters with AdamW's moments)."""
+"""The tiny decoder's data under a model of about 100 MB of state (8.9 M parameters with AdamW's
+moments)."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,9 @@
-"""The bench's program with steps as on an accelerator: the host waits for most of a step instead of computing.
+"""The bench's program with steps as on an accelerator: the host waits for most of a step instead of
+computing.
 
-On a machine with few cores a node that prepares takes the time of those that train, and what is measured is the scheduler. Here
-each forward waits in proportion to its samples, as a GPU's step leaves its host's cores free for what happens beside it.
+On a machine with few cores a node that prepares takes the time of those that train, and what is
+measured is the scheduler. Here each forward waits in proportion to its samples, as a GPU's step
+leaves its host's cores free for what happens beside it.
 """
 
 import os

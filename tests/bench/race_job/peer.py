@@ -1,7 +1,9 @@
-"""The race's model with DDP as one writes it for torchrun or Ray Train: restarts, and a checkpoint every so many steps.
+"""The race's model with DDP as one writes it for torchrun or Ray Train: restarts, and a checkpoint
+every so many steps.
 
-`torchrun ... peer.py FOLDER STEPS SAVE_EVERY`. Every rank appends a line per finished step to FOLDER/steps.jsonl. On SIGTERM
-on any rank all save after the same step and leave, so that a notice and a growth cost torchrun no step.
+`torchrun ... peer.py FOLDER STEPS SAVE_EVERY`. Every rank appends a line per finished step to
+FOLDER/steps.jsonl. On SIGTERM on any rank all save after the same step and leave, so that a notice
+and a growth cost torchrun no step.
 """
 
 from __future__ import annotations
@@ -47,9 +49,12 @@ def steps(program: Program, built: Model, first: int, last: int) -> Iterator[tup
     dataset = program.dataset()
     share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     for step in range(first, last):
-        rows = default_collate([dataset[i] for i in sample_ids(len(dataset), BATCH, SEED, step)[share]])
+        rows = default_collate(
+            [dataset[i] for i in sample_ids(len(dataset), BATCH, SEED, step)[share]]
+        )
         n_tokens = BATCH * rows["target"].shape[1]
-        loss = program.loss(wrapped(rows["input"]), rows) * world / n_tokens  # DDP takes the mean over ranks
+        # DDP takes the mean over ranks
+        loss = program.loss(wrapped(rows["input"]), rows) * world / n_tokens
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -68,7 +73,13 @@ class Marks:
         self.file = (folder / STEPS).open("a")
 
     def done(self, step: int, train_loss: float) -> None:
-        mark = {**self.who, "step": step, "at_s": time.time(), "pid": os.getpid(), "loss": train_loss}
+        mark = {
+            **self.who,
+            "step": step,
+            "at_s": time.time(),
+            "pid": os.getpid(),
+            "loss": train_loss,
+        }
         self.file.write(json.dumps(mark) + "\n")
         self.file.flush()
 
@@ -76,7 +87,9 @@ class Marks:
 def save(path: Path, built: Model, step: int) -> None:
     model, optimizer = built
     new = path.with_suffix(".new")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, new)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, new
+    )
     os.replace(new, path)
 
 
@@ -98,7 +111,8 @@ def anybody(told: bool) -> bool:
 
 def under_torchrun(folder: Path, last: int, save_every: int, told: Callable[[], bool]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=MEET)  # with the default of 30 minutes a rank that never comes hangs all
+    # with the default of 30 minutes a rank that never comes hangs all
+    dist.init_process_group("gloo", timeout=MEET)
     program, path = load_program(PROGRAM), folder / "state.pt"
     built = build(program)
     first, marks = load(path, built), Marks(folder)

@@ -1,8 +1,8 @@
-"""The race's model under Ray Train's elastic TorchTrainer: `python ray_peer.py ADDRESS HOST FOLDER STEPS SAVE_EVERY LEAST
-MOST`.
+"""The race's model under Ray Train's elastic TorchTrainer: `python ray_peer.py ADDRESS HOST FOLDER
+STEPS SAVE_EVERY LEAST MOST`.
 
-Rank 0 reports a checkpoint every so many steps, and once more when `get_preemption_info()` tells of a notice, as the reference
-recommends.
+Rank 0 reports a checkpoint every so many steps, and once more when `get_preemption_info()` tells of
+a notice, as the reference recommends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def main(address: str, host: str, folder: str, *numbers: str) -> None:
             num_workers=(least, most), elastic_resize_monitor_interval_s=RESIZE_S
         ),
         run_config=ray.train.RunConfig(
-            name="race", storage_path=f"{folder}/storage", failure_config=ray.train.FailureConfig(max_failures=-1),
+            name="race", storage_path=f"{folder}/storage",
+            failure_config=ray.train.FailureConfig(max_failures=-1),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
         ),
     ).fit()  # fmt: skip

@@ -1,5 +1,5 @@
-"""Each check that runs on worker processes finds the fault that it is for. Two ranks, real processes: forks of one that has
-torch imported, except where a cold start is measured."""
+"""Each check that runs on worker processes finds the fault that it is for. Two ranks, real
+processes: forks of one that has torch imported, except where a cold start is measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ PLACE = Place("cpu-gloo", 2)
 
 
 def lab_of(fault: str) -> Lab:
-    return Lab(PLACE, f"support.certify.faulty_sessions:{fault}" if fault else "elastic.worker.session.session:Session")
+    return Lab(
+        PLACE,
+        f"support.certify.faulty_sessions:{fault}"
+        if fault
+        else "elastic.worker.session.session:Session",
+    )
 
 
 def run(task: Task) -> dict[str, Check]:
@@ -51,7 +56,11 @@ def test_groups_that_take_long_fail() -> None:
 @pytest.mark.whole
 def test_layouts_abort_and_story_pass_without_a_fault() -> None:
     with lab_of("") as lab:
-        found = run(layout_checks.task(lab)) | run(fault_checks.abort_task(lab)) | run(fault_checks.story_task(lab))
+        found = (
+            run(layout_checks.task(lab))
+            | run(fault_checks.abort_task(lab))
+            | run(fault_checks.story_task(lab))
+        )
     folder_is_gone = not Path(lab.folder).exists()
     assert not [text for text in map(wrong, found.values()) if text]
     assert len(found) == 5 + 1 + len(fault_checks.abort_layouts(2)) + 3
@@ -66,14 +75,20 @@ class TestFaults:
     @pytest.mark.e2e
     @pytest.mark.sampled(1)
     @pytest.mark.parametrize("fault", ["WrongLoss", "LeavesOutSteps"])
-    def test_wrong_losses_and_missing_steps_fail_every_layout(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wrong_losses_and_missing_steps_fail_every_layout(
+        self, fault: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(layout_checks, "all_layouts", lambda n: fault_checks.layouts(n)[:2])
         with lab_of(fault) as lab:
             found = run(layout_checks.task(lab))
         layouts = [check for name, check in found.items() if name.startswith("layout ")]
         assert {check.verdict for check in layouts} == {"fail"}
         assert len(layouts) == 2
-        said = "worst_loss_difference is 0.001" if fault == "WrongLoss" else "steps [1, 3, 4] were done, not 1 to 4"
+        said = (
+            "worst_loss_difference is 0.001"
+            if fault == "WrongLoss"
+            else "steps [1, 3, 4] were done, not 1 to 4"
+        )
         assert all(said in check.why for check in layouts)
 
     @pytest.mark.whole
@@ -81,7 +96,10 @@ class TestFaults:
         with lab_of("SlowAbort") as lab:
             found = run(fault_checks.abort_task(lab))
         assert verdicts(found) == {"fail"}
-        assert all("freed_s is" in check.why and check.figures["freed_s"] >= 3.0 for check in found.values())
+        assert all(
+            "freed_s is" in check.why and check.figures["freed_s"] >= 3.0
+            for check in found.values()
+        )
 
     @pytest.mark.e2e
     @pytest.mark.sampled(1)
@@ -90,26 +108,41 @@ class TestFaults:
         [
             ("OtherContent", ("kill", "growth", "notice"), "content_equal is 0"),
             ("KeepsNothing", ("kill",), "hold no whole copy"),
-            ("OtherFunction", ("kill",), "layout dp_shard=2 computes another function than the one before"),
+            (
+                "OtherFunction",
+                ("kill",),
+                "layout dp_shard=2 computes another function than the one before",
+            ),
             ("WrongLoss", ("kill", "growth", "notice"), "worst_loss_difference is 0.001"),
         ],
     )
-    def test_kill_growth_and_notice_find_it(self, fault: str, failing: tuple[str, ...], said: str) -> None:
+    def test_kill_growth_and_notice_find_it(
+        self, fault: str, failing: tuple[str, ...], said: str
+    ) -> None:
         with lab_of(fault) as lab:
             found = run(fault_checks.story_task(lab))
-        assert all(found[name].verdict == "fail" and said in found[name].why for name in failing), found
+        assert all(found[name].verdict == "fail" and said in found[name].why for name in failing), (
+            found
+        )
         assert "pass" not in verdicts(found)
 
     @pytest.mark.whole
     def test_a_slow_change_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fault_checks.Story, "cold_s", property(lambda self: 1e-3, lambda self, value: None), raising=False)
+        monkeypatch.setattr(
+            fault_checks.Story,
+            "cold_s",
+            property(lambda self: 1e-3, lambda self, value: None),
+            raising=False,
+        )
         with lab_of("") as lab:
             found = run(fault_checks.story_task(lab))
         assert verdicts(found) == {"fail"}
         assert all("pause_vs_cold_start" in check.why for check in found.values())
 
     @pytest.mark.whole
-    def test_moves_with_other_content_and_slow_moves_fail(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_moves_with_other_content_and_slow_moves_fail(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(move_checks, "wire", lambda place, limit: 1000.0)
         with lab_of("OtherContent") as lab:
             (check,) = run(move_checks.task(lab)).values()

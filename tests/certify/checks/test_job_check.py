@@ -1,4 +1,5 @@
-"""`elastic certify JOB` and `elastic plan JOB --check`: which layouts compute what the job's own program does."""
+"""`elastic certify JOB` and `elastic plan JOB --check`: which layouts compute what the job's own
+program does."""
 
 from __future__ import annotations
 
@@ -28,14 +29,22 @@ def test_certify_says_it_of_each_axis_and_fails_where_the_job_names_one_that_is_
 ) -> None:
     assert command_line.main(["certify", str(folder), "--json"]) == 0
     rows = {row["axis"]: row for row in json.loads(capsys.readouterr().out)["axes"]}
-    assert {axis: row["verdict"] for axis, row in rows.items()} == {"dp": "pass", "tp": "pass", "cp": "not run", "pp": "pass"}
+    assert {axis: row["verdict"] for axis, row in rows.items()} == {
+        "dp": "pass",
+        "tp": "pass",
+        "cp": "not run",
+        "pp": "pass",
+    }
     assert "elastic.attention" in rows["cp"]["why"]
     program = folder / "program.py"
     outside = program.read_text().replace("return x + self.down", "return self.down")
     program.write_text(outside.replace("x = layer(x)", "x = x + layer(x)"))
     (folder / "job.yaml").write_text(block("program.md", "yaml") + "layout: pp=2\n")
     assert command_line.main(["certify", str(folder)]) == 1
-    assert "between layers.0 and layers.1 `forward` adds to the hidden state" in capsys.readouterr().out
+    assert (
+        "between layers.0 and layers.1 `forward` adds to the hidden state"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.e2e
@@ -44,7 +53,10 @@ def test_plan_compares_values_where_it_is_asked_to_and_keeps_the_answer(
 ) -> None:
     for _ in range(2):
         assert command_line.main(["plan", str(folder), "--check", "--gpus", "H100:4"]) == 0
-        assert "dp, tp, pp: loss and gradients of a small copy match those of one process" in capsys.readouterr().out
+        assert (
+            "dp, tp, pp: loss and gradients of a small copy match those of one process"
+            in capsys.readouterr().out
+        )
     assert len([*(folder / "kept").iterdir()]) == 1
     assert command_line.main(["plan", str(folder), "--gpus", "H100:4"]) == 0
     assert "small copy" not in capsys.readouterr().out
@@ -53,11 +65,23 @@ def test_plan_compares_values_where_it_is_asked_to_and_keeps_the_answer(
 @pytest.mark.parametrize(
     ("axis", "notes", "why"),
     [
-        ("cp", ["cp was compared with 664 of 1024 positions only"], "cp was compared with 664 of 1024 positions only"),
-        ("tp", ["tp was not compared: 40 s are spent", "cp was too"], "tp was not compared: 40 s are spent"),
+        (
+            "cp",
+            ["cp was compared with 664 of 1024 positions only"],
+            "cp was compared with 664 of 1024 positions only",
+        ),
+        (
+            "tp",
+            ["tp was not compared: 40 s are spent", "cp was too"],
+            "tp was not compared: 40 s are spent",
+        ),
         ("tp", [], "there is no Program.tp"),
     ],
 )
 def test_what_was_not_compared_says_why(axis: str, notes: list[str], why: str) -> None:
-    found: dict[str, Any] = {"equal": {}, "skipped": "", "structure": {f"no_{axis}": "", "notes": notes}}
+    found: dict[str, Any] = {
+        "equal": {},
+        "skipped": "",
+        "structure": {f"no_{axis}": "", "notes": notes},
+    }
     assert (_row(axis, found, True).verdict, _row(axis, found, True).why) == ("not run", why)

@@ -1,4 +1,5 @@
-"""The checks of the main path: what they make of a run's summary and journal, and one real run on Ray."""
+"""The checks of the main path: what they make of a run's summary and journal, and one real run on
+Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ import pytest
 import ray
 
 from elastic.certify.checks import main_path
-from elastic.certify.checks.main_path import NAMES, Trial, judged, pools_of, replayed, why_not, wrong_samples
+from elastic.certify.checks.main_path import (
+    NAMES,
+    Trial,
+    judged,
+    pools_of,
+    replayed,
+    why_not,
+    wrong_samples,
+)
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
 from elastic.certify.harness.place import Place
@@ -31,18 +40,26 @@ from elastic.types import DriverStarted, Job, ModelProfile, OptimizerSpec, Pool,
 
 def transition(cause: str, **more: Any) -> dict[str, Any]:
     return {
-        "cause": cause, "pause_s": 0.3, "steps_lost": 0, "digest_ok": True, "source": "live", "bytes_moved": 10, **more,
+        "cause": cause, "pause_s": 0.3, "steps_lost": 0, "digest_ok": True, "source": "live",
+        "bytes_moved": 10, **more,
     }  # fmt: skip
 
 
 SUMMARY: dict[str, Any] = {
     "launch_to_first_step_s": 10.0,
-    "transitions": [transition("start"), transition("loss", steps_lost=3), transition("growth"), transition("notice")],
+    "transitions": [
+        transition("start"),
+        transition("loss", steps_lost=3),
+        transition("growth"),
+        transition("notice"),
+    ],
 }
 
 
 def verdicts(summary: dict[str, Any], worst: float = 1e-6) -> dict[str, str]:
-    return {check.name.removeprefix("main path: "): check.verdict for check in judged(summary, worst)}
+    return {
+        check.name.removeprefix("main path: "): check.verdict for check in judged(summary, worst)
+    }
 
 
 def changed(cause: str, **more: Any) -> dict[str, Any]:
@@ -78,13 +95,19 @@ def test_losses_of_another_run_fail() -> None:
 
 
 def test_a_transition_too_many_or_too_few_fails() -> None:
-    for transitions in (SUMMARY["transitions"][:-1], [*SUMMARY["transitions"], transition("growth")]):
+    for transitions in (
+        SUMMARY["transitions"][:-1],
+        [*SUMMARY["transitions"], transition("growth")],
+    ):
         with pytest.raises(Failed, match="one transition by"):
             verdicts({**SUMMARY, "transitions": transitions})
 
 
 def test_samples_of_another_order_are_counted() -> None:
-    right = {s: digest_text(digest(sample_ids(main_path.N_SAMPLES, GLOBAL_BATCH, 7, s - 1))) for s in range(1, 6)}
+    right = {
+        s: digest_text(digest(sample_ids(main_path.N_SAMPLES, GLOBAL_BATCH, 7, s - 1)))
+        for s in range(1, 6)
+    }
     assert wrong_samples(right, 7) == 0
     assert wrong_samples(right, 8) == 5
     assert wrong_samples({**right, 3: right[4]}, 7) == 1
@@ -92,21 +115,42 @@ def test_samples_of_another_order_are_counted() -> None:
 
 
 def test_a_decision_that_comes_out_otherwise_fails() -> None:
-    job = {"steps": 20, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 1, "durable_every": 5}
+    job = {
+        "steps": 20,
+        "global_batch": 12,
+        "layout": "auto",
+        "min_workers": 1,
+        "peer_every": 1,
+        "durable_every": 5,
+    }
     pools = (Pool("p", max_nodes=3, market_type="spot"),)
     model = ModelProfile(
-        4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
+        4,
+        1_000_000,
+        (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+        (OptimizerSpec(("exp_avg",)),),
+        tp_limit=2,
     )
     journal = MemoryJournal()
-    drive(SimBackend(pools, Job.from_plain(job), (Fault(20.0, "loss", 1),)), journal, DriverStarted("r", 1, job, pools, model))
+    drive(
+        SimBackend(pools, Job.from_plain(job), (Fault(20.0, "loss", 1),)),
+        journal,
+        DriverStarted("r", 1, job, pools, model),
+    )
     assert replayed(journal.lines).verdict == "pass"
-    i, line = next((i, line) for i, line in enumerate(journal.lines) if line.decision is not None and line.decision.actions)
+    i, line = next(
+        (i, line)
+        for i, line in enumerate(journal.lines)
+        if line.decision is not None and line.decision.actions
+    )
     assert line.decision is not None
     journal.lines[i] = replace(line, decision=replace(line.decision, actions=()))
     assert replayed(journal.lines).verdict == "fail"
 
 
-def test_a_process_that_is_left_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_left_is_found_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(main_path, "GONE_S", 0.3)
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     root, orphan = subprocess.Popen(sleep, text=True), subprocess.Popen(sleep)
@@ -149,7 +193,10 @@ def test_where_it_can_be_run() -> None:
     assert why_not(Place("cpu-gloo", 4, ray=True)) == ""
     assert "without Ray" in why_not(Place("cpu-gloo", 4))
     assert "two GPUs" in why_not(Place("one-gpu", 4, ("0",), ray=True))
-    assert [pool["max_nodes"] for pool in pools_of(Place("several-gpus", 8, tuple("01234567"), ray=True))] == [7, 1]
+    assert [
+        pool["max_nodes"]
+        for pool in pools_of(Place("several-gpus", 8, tuple("01234567"), ray=True))
+    ] == [7, 1]
     assert [pool["max_nodes"] for pool in pools_of(Place("cpu-gloo", 4, ray=True))] == [2, 1]
 
 
@@ -160,10 +207,14 @@ def test_a_real_run(tmp_path: Path) -> None:
     with Lab(Place("cpu-gloo", 3, ray=True), folder=tmp_path / "lab") as lab:
         (tmp_path / "lab").mkdir()
         done.run([main_path.task(lab)], 240.0)
-    assert not ray.is_initialized(), "a cluster was started by asking for what is left of the run's own"
+    assert not ray.is_initialized(), (
+        "a cluster was started by asking for what is left of the run's own"
+    )
     found = {check.name: check for check in done.checks}
     assert list(found) == list(NAMES)
-    assert {check.verdict for check in done.checks} == {"pass"}, [check.line() for check in done.checks]
+    assert {check.verdict for check in done.checks} == {"pass"}, [
+        check.line() for check in done.checks
+    ]
     assert found["main path: kill"].figures["source"] == "peer"
     assert found["main path: samples"].figures["steps"] > 50
     assert time.monotonic() - began < 240

@@ -1,4 +1,5 @@
-"""The checks of the other ways in: what they make of what they see, which can be tried where, and two real ones."""
+"""The checks of the other ways in: what they make of what they see, which can be tried where, and
+two real ones."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from elastic.certify.programs import plain_script
 from elastic.certify.tasks import Failed, Limit, OutOfTime, Tasks
 from elastic.cluster.ray import processes
 
-ALL = {ways_in.LIVE, ways_in.DRIVER, ways_in.OBJECTS, ways_in.TORCHRUN, ways_in.RAY_TRAIN, ways_in.RESTARTED}
+ALL = {
+    ways_in.LIVE,
+    ways_in.DRIVER,
+    ways_in.OBJECTS,
+    ways_in.TORCHRUN,
+    ways_in.RAY_TRAIN,
+    ways_in.RESTARTED,
+}
 
 
 def names(place: Place, storage: str = "/s") -> tuple[set[str], dict[str, str]]:
@@ -41,18 +49,31 @@ def test_each_way_is_tried_or_told_why_not(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ways_in.util, "find_spec", lambda name: None)
     tried, left = names(Place("cpu-gloo", 4, ray=True))
     assert tried == {ways_in.LIVE, ways_in.DRIVER}
-    assert left[ways_in.RESTARTED].startswith("Ray Train is not installed (pandas, pyarrow, fsspec missing)")
+    assert left[ways_in.RESTARTED].startswith(
+        "Ray Train is not installed (pandas, pyarrow, fsspec missing)"
+    )
 
 
 def live(**more: Any) -> str:
-    one = {"cause": "notice", "source": "live", "pause_s": 0.2, "steps_lost": 0, "digest_ok": True, **more}
+    one = {
+        "cause": "notice",
+        "source": "live",
+        "pause_s": 0.2,
+        "steps_lost": 0,
+        "digest_ok": True,
+        **more,
+    }
     return ways_in._live({"transitions": [one]}, float(more.get("worst", 0.0))).verdict
 
 
 def test_a_loop_script_that_was_not_changed_live_fails() -> None:
     assert live() == "pass"
     assert [live(steps_lost=1), live(digest_ok=False), live(worst=1e-3)] == ["fail"] * 3
-    for transitions in ([], [{"cause": "notice", "source": "peer"}], [{"cause": "loss", "source": "live"}]):
+    for transitions in (
+        [],
+        [{"cause": "notice", "source": "peer"}],
+        [{"cause": "loss", "source": "live"}],
+    ):
         with pytest.raises(Failed, match="one live change by notice"):
             ways_in._live({"transitions": transitions}, 0.0)
 
@@ -91,17 +112,31 @@ def test_the_plain_script_learns_and_its_losses_do_not_depend_on_when_they_are_a
 
 
 def _nested() -> list[Path]:
-    return [p for p in Path("/proc").iterdir() if p.name.isdigit() and "certify-nested" in processes.command(int(p.name))]
+    return [
+        p
+        for p in Path("/proc").iterdir()
+        if p.name.isdigit() and "certify-nested" in processes.command(int(p.name))
+    ]
 
 
 @pytest.mark.e2e
 def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> None:
     setting = child.Setting(tmp_path, {"A_NAME": "x"})
     code = "import os; print('{\"a\": \"' + os.environ['A_NAME'] + '\"}')"
-    assert child.last_json(child.run([sys.executable, "-c", code], setting, Limit.after(60), "it")) == {"a": "x"}
+    assert child.last_json(
+        child.run([sys.executable, "-c", code], setting, Limit.after(60), "it")
+    ) == {"a": "x"}
     with pytest.raises(Failed, match="it failed: no such thing"):
-        child.run([sys.executable, "-c", "raise SystemExit('no such thing')"], setting, Limit.after(60), "it")
-    nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)', 'certify-nested'])"
+        child.run(
+            [sys.executable, "-c", "raise SystemExit('no such thing')"],
+            setting,
+            Limit.after(60),
+            "it",
+        )
+    nested = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; "
+        "time.sleep(60)', 'certify-nested'])"
+    )
     with pytest.raises(OutOfTime):
         child.run([sys.executable, "-c", nested], setting, Limit.after(1.0), "it")
     until(lambda: not _nested(), "the end of what was killed")
@@ -109,7 +144,9 @@ def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> 
         child.last_json("nothing")
 
 
-def test_the_driver_of_a_run_is_given_no_address_by_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_of_a_run_is_given_no_address_by_the_shell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:1")
     assert "RAY_ADDRESS" not in child.environment_of({})
     assert child.environment_of({"RAY_ADDRESS": "b"})["RAY_ADDRESS"] == "b"
@@ -143,6 +180,8 @@ def test_a_loop_script_without_its_driver_for_real() -> None:
 @pytest.mark.whole
 def test_ray_train_and_a_plain_script_for_real() -> None:
     with Lab(Place("cpu-gloo", 2, ray=True)) as lab:
-        found = {name: check for task in ways_in.tasks(lab)[2:] for name, check in run(task).items()}
+        found = {
+            name: check for task in ways_in.tasks(lab)[2:] for name, check in run(task).items()
+        }
     assert set(found) == {ways_in.RAY_TRAIN, ways_in.RESTARTED}
     assert {check.verdict for check in found.values()} == {"pass"}, found

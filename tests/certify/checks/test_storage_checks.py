@@ -71,7 +71,9 @@ def test_storage_that_damages_bytes_fails(tmp_path: Path) -> None:
     assert str(tmp_path) in check.why
 
 
-def test_a_reader_that_returns_other_numbers_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_returns_other_numbers_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint_reader.Checkpoint, "fill", lambda self, items: 0)
     check = tried(LocalStorage(tmp_path))
     assert check.verdict == "fail"

@@ -6,7 +6,14 @@ import pytest
 
 from elastic.certify.checks.fault_checks import abort_layouts
 from elastic.certify.checks.move_checks import chain
-from elastic.certify.harness.layouts_tried import GLOBAL_BATCH, N_BLOCKS, TP_LIMIT, all_layouts, layouts, plan_of
+from elastic.certify.harness.layouts_tried import (
+    GLOBAL_BATCH,
+    N_BLOCKS,
+    TP_LIMIT,
+    all_layouts,
+    layouts,
+    plan_of,
+)
 from elastic.certify.programs.small import CONFIG
 from elastic.certify.reference.one_process import worst_difference
 from elastic.types import Layout, WorkerId
@@ -17,10 +24,13 @@ def test_every_way_to_cut_n_ranks(n: int, count: int) -> None:
     found = layouts(n)
     by_hand = [
         (pp, r, s, tp)
-        for pp in range(1, n + 1) for r in range(1, n + 1) for s in range(1, n + 1) for tp in range(1, n + 1)
+        for pp in range(1, n + 1) for r in range(1, n + 1) for s in range(1,
+        n + 1) for tp in range(1, n + 1)
         if pp * r * s * tp == n and TP_LIMIT % tp == 0 and pp <= N_BLOCKS
     ]  # fmt: skip
-    assert sorted((one.pp, one.dp_replicate, one.dp_shard, one.tp) for one in found) == sorted(by_hand)
+    assert sorted((one.pp, one.dp_replicate, one.dp_shard, one.tp) for one in found) == sorted(
+        by_hand
+    )
     assert len(set(found)) == len(found) == count
 
 

@@ -1,4 +1,5 @@
-"""Bare processes as torchrun would start them: their numbers, their errors, and that none is left."""
+"""Bare processes as torchrun would start them: their numbers, their errors, and that none is
+left."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PLACE = Place("cpu-gloo", 2)
 
 @pytest.mark.whole
 def test_the_plain_loop_trains_and_messages_have_a_rate() -> None:
-    found = bare_runs.run(PLACE, ("elastic.certify.reference.bare_torch", "train", "3"), Limit.after(600))
+    found = bare_runs.run(
+        PLACE, ("elastic.certify.reference.bare_torch", "train", "3"), Limit.after(600)
+    )
     assert len(found["step_s"]) == 3
     assert min(found["step_s"]) > 0
     assert found["losses"][-1] < found["losses"][0]
@@ -33,9 +36,16 @@ def test_what_they_wrote_is_in_the_error() -> None:
         bare_runs.run(PLACE, ("elastic.certify.nothing",), Limit.after(60))
 
 
-@pytest.mark.parametrize(("limit_s", "most_s", "error"), [(0.5, 60.0, OutOfTime), (60.0, 0.5, Failed)])
+@pytest.mark.parametrize(
+    ("limit_s", "most_s", "error"), [(0.5, 60.0, OutOfTime), (60.0, 0.5, Failed)]
+)
 def test_they_end_with_their_time(limit_s: float, most_s: float, error: type[Exception]) -> None:
     before = set(processes.descendants(os.getpid()))
     with pytest.raises(error):
-        bare_runs.run(PLACE, ("elastic.certify.reference.bare_torch", "train", "100000"), Limit.after(limit_s), most_s)
+        bare_runs.run(
+            PLACE,
+            ("elastic.certify.reference.bare_torch", "train", "100000"),
+            Limit.after(limit_s),
+            most_s,
+        )
     assert set(processes.descendants(os.getpid())) <= before

@@ -1,4 +1,5 @@
-"""On an existing cluster workers outlive their driver: a new one attaches, an old one is fenced, and without one they end."""
+"""On an existing cluster workers outlive their driver: a new one attaches, an old one is fenced,
+and without one they end."""
 
 from __future__ import annotations
 
@@ -77,9 +78,12 @@ def test_a_new_driver_finds_the_workers_and_goes_on(stage: Make) -> None:
     first.wait(lambda e: isinstance(e, StepDone) and e.step >= 3)
     pids = [first.backend.worker_group.pid(worker) for worker in workers]
     drop(first)
-    second = stage(embedded=False, pools=(POOL,), name="again", attach=True, epoch=2, plans=(running,), step=2)
+    second = stage(
+        embedded=False, pools=(POOL,), name="again", attach=True, epoch=2, plans=(running,), step=2
+    )
     second.wait(NodeReady)
-    steps = [second.wait(StepDone) for _ in range(8)]  # those after the last one that was written down, without a gap
+    # those after the last one that was written down, without a gap
+    steps = [second.wait(StepDone) for _ in range(8)]
     assert [(e.generation, e.step) for e in steps] == [(1, step) for step in range(3, 11)]
     assert [second.backend.worker_group.pid(worker) for worker in workers] == pids
     second.backend.execute(EnterPlan(plan(2, workers[:2])))
@@ -99,7 +103,9 @@ def test_workers_that_did_not_outlive_the_driver_are_told_at_once(stage: Make) -
     gone = workers[-1]
     os.kill(pids[gone], signal.SIGKILL)
     wait_gone([pids[gone]])
-    second = stage(embedded=False, pools=(POOL,), name="missed", attach=True, epoch=2, plans=(running,))
+    second = stage(
+        embedded=False, pools=(POOL,), name="missed", attach=True, epoch=2, plans=(running,)
+    )
     failed = second.wait(lambda e: isinstance(e, WorkerFailed) and e.kind == "process")
     assert (failed.worker, failed.error) == (gone, "it was gone when the driver came back")
     second.backend.execute(Stop("stopped", "enough"))
@@ -119,7 +125,9 @@ class Sign:
 
 
 @pytest.mark.parametrize("seen_by", ["the lease", "nobody yet"])
-def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(stage: Make, seen_by: str) -> None:
+def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(
+    stage: Make, seen_by: str
+) -> None:
     first = stage(embedded=False, pools=(POOL,), name=f"away-{seen_by[:3]}")
     workers = prepared(first)
     first.backend.lease = lease = Sign()
@@ -171,15 +179,22 @@ def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
         first.wait(WorkerFailed)
     first.backend.close()
     second.backend.execute(EnterPlan(plan(1, workers)))
-    assert isinstance(second.wait(lambda event: isinstance(event, StepDone | WorkerFailed)), StepDone)
+    assert isinstance(
+        second.wait(lambda event: isinstance(event, StepDone | WorkerFailed)), StepDone
+    )
     assert living(pids) == pids
 
 
 @pytest.mark.whole
 def test_orphans_save_and_end(stage: Make, tmp_path) -> None:
-    torch = "elastic.worker.session.generation"  # what orders are made of: imported later it would outlast the short lease
+    # what orders are made of: imported later it would outlast the short lease
+    torch = "elastic.worker.session.generation"
     importlib.import_module(torch)
-    on = stage(embedded=False, pools=(POOL,), job={"orphan_lease_s": 6.0, "slow_quiesce_s": 0.5, "imports": [torch]})
+    on = stage(
+        embedded=False,
+        pools=(POOL,),
+        job={"orphan_lease_s": 6.0, "slow_quiesce_s": 0.5, "imports": [torch]},
+    )
     workers = prepared(on)
     on.backend.execute(EnterPlan(plan(1, workers[:3])))
     on.wait(StepDone)
@@ -188,7 +203,8 @@ def test_orphans_save_and_end(stage: Make, tmp_path) -> None:
     drop(on)
     wait_gone(pids)
     assert time.monotonic() - at > 2.0, "they have waited for a driver"
-    assert len(list(tmp_path.glob("saved-*"))) >= 2  # one per local rank at each step that they stopped at
+    # one per local rank at each step that they stopped at
+    assert len(list(tmp_path.glob("saved-*"))) >= 2
 
 
 def test_a_node_that_joins_later_is_reported(stage: Make, cluster: LocalCluster) -> None:
@@ -199,13 +215,21 @@ def test_a_node_that_joins_later_is_reported(stage: Make, cluster: LocalCluster)
     cluster.add(NodeOrder("other", 2, {"elastic-pool": "nobody's"})).result(180)
     cluster.kill("z")
     lost = on.wait(NodeLost)
-    assert (lost.node_id, lost.cause) == ("z", "Ray lists it as dead")  # it had no worker whose end would tell
-    assert not [e for e in on.backend.poll(on.backend.now_s() + 2.0) if isinstance(e, NodeReady | NodeLost)]
+    # it had no worker whose end would tell
+    assert (lost.node_id, lost.cause) == ("z", "Ray lists it as dead")
+    assert not [
+        e for e in on.backend.poll(on.backend.now_s() + 2.0) if isinstance(e, NodeReady | NodeLost)
+    ]
 
 
 def test_a_drill_kills_a_node_of_the_cluster(stage: Make, cluster: LocalCluster) -> None:
-    cluster.add(NodeOrder("victim", 2, {"elastic-node": "victim", "elastic-pool": "victims"})).result(180)
-    on = stage(embedded=False, pools=(POOL.__class__("victims", gpus_per_node=2, market_type="spot", max_nodes=1),))
+    cluster.add(
+        NodeOrder("victim", 2, {"elastic-node": "victim", "elastic-pool": "victims"})
+    ).result(180)
+    on = stage(
+        embedded=False,
+        pools=(POOL.__class__("victims", gpus_per_node=2, market_type="spot", max_nodes=1),),
+    )
     on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
     on.wait(NodePrepared)
     on.backend.storage.put("inbox/1.json", b'{"drill": {"kill": "victim"}}')

@@ -14,7 +14,18 @@ from elastic.cluster.backend.aggregate import CheckpointParts
 from elastic.cluster.backend.checkpoint_checks import CopyChecks, Paced, ReadPace
 from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter
 from elastic.storage import open_storage
-from elastic.types import Box, Copy, CopyDamaged, CopyStored, CopyVerified, Event, Layout, Plan, ShardStored, WorkerId
+from elastic.types import (
+    Box,
+    Copy,
+    CopyDamaged,
+    CopyStored,
+    CopyVerified,
+    Event,
+    Layout,
+    Plan,
+    ShardStored,
+    WorkerId,
+)
 from elastic.worker.checkpoint import checkpoint_writer
 
 PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
@@ -100,7 +111,9 @@ def test_a_copy_whose_bytes_changed_after_it_was_written_is_found(tmp_path: Path
     storage = open_storage(str(tmp_path))
     copies = CheckpointCommitter(storage, 1, {}, verify=True)
     for step in (5, 10):
-        checkpoint_writer.write_shard(storage, step, 1, 0, [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))])
+        checkpoint_writer.write_shard(
+            storage, step, 1, 0, [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))]
+        )
     shard = next((tmp_path / "checkpoints" / "step-00000010.g0001").glob("*.distcp"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

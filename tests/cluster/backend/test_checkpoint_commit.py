@@ -1,4 +1,5 @@
-"""The thread beside the loop that commits, removes and cleans up, over storage that is slower than the orders come."""
+"""The thread beside the loop that commits, removes and cleans up, over storage that is slower than
+the orders come."""
 
 from __future__ import annotations
 
@@ -20,13 +21,22 @@ PLAN = plan(1, [WorkerId("a", 0)])
 
 
 class SlowStorage:
-    """Stands in for durable.* : each call is written down; the first commit waits until it is let go."""
+    """Stands in for durable.* : each call is written down; the first commit waits until it is let
+    go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, object]] = []
         self.go, self.busy = threading.Event(), threading.Event()
-        monkeypatch.setattr(checkpoint_index, "remove_copy", lambda storage, uri, epoch: self.calls.append(("remove", uri)))
-        monkeypatch.setattr(checkpoint_index, "clean", lambda storage, epoch, below: self.calls.append(("clean", below)) or [])
+        monkeypatch.setattr(
+            checkpoint_index,
+            "remove_copy",
+            lambda storage, uri, epoch: self.calls.append(("remove", uri)),
+        )
+        monkeypatch.setattr(
+            checkpoint_index,
+            "clean",
+            lambda storage, epoch, below: self.calls.append(("clean", below)) or [],
+        )
 
     def commit(self, plan: Plan, step: int, digest: int) -> str:
         self.busy.set()
@@ -44,7 +54,9 @@ def parts(step: int) -> CheckpointParts:
     return CheckpointParts(PLAN, step, {0: ShardStored(1, step, 0, 8, 0.1, 0.0, 1)})
 
 
-def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once(tmp_path: Path, slow: SlowStorage) -> None:
+def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once(
+    tmp_path: Path, slow: SlowStorage
+) -> None:
     copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, slow.commit)
     copies.clean()
     copies.commit(parts(5))
@@ -56,8 +68,18 @@ def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once
     slow.go.set()
     copies.close()
     commits = [("commit", 5), ("commit", 15), ("commit", 10)]
-    assert slow.calls == [("clean", None), *commits, ("remove", "step-1"), ("remove", "step-2"), ("clean", 15)]
-    assert [event.copy.step for event in copies.news() if isinstance(event, CopyStored)] == [5, 15, 10]
+    assert slow.calls == [
+        ("clean", None),
+        *commits,
+        ("remove", "step-1"),
+        ("remove", "step-2"),
+        ("clean", 15),
+    ]
+    assert [event.copy.step for event in copies.news() if isinstance(event, CopyStored)] == [
+        5,
+        15,
+        10,
+    ]
 
 
 def test_a_commit_that_does_not_come_back_is_said_once_and_may_still_be_done(
@@ -102,7 +124,9 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
     copies.commit(parts(5))
     copies.close()
     found = copies.news()
-    assert [(e.step, e.reason) for e in found if isinstance(e, CopyFailed)] == [(5, "not committed: ZeroDivisionError: odd")]
+    assert [(e.step, e.reason) for e in found if isinstance(e, CopyFailed)] == [
+        (5, "not committed: ZeroDivisionError: odd")
+    ]
     copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, odd)
     copies.clean()
     copies.commit(parts(6))
@@ -128,7 +152,9 @@ def test_closing_waits_a_bounded_time_and_holds_no_exit_up(
 def test_a_marker_says_which_samples_its_steps_were_trained_on(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for step in (5, 6):
-        checkpoint_writer.write_shard(storage, step, 1, 0, [(Box("w", (0,), (4,), "float32"), torch.arange(4.0))])
+        checkpoint_writer.write_shard(
+            storage, step, 1, 0, [(Box("w", (0,), (4,), "float32"), torch.arange(4.0))]
+        )
     copies = CheckpointCommitter(storage, 1, {}, digests={5: "0123456789abcdef"})
     found = []
     for step in (5, 6):  # of step 6 the loop knows none

@@ -1,4 +1,5 @@
-"""The drill that lets a device fail: which entries there may be, what the workers are told, and what they do then."""
+"""The drill that lets a device fail: which entries there may be, what the workers are told, and
+what they do then."""
 
 from __future__ import annotations
 
@@ -54,9 +55,15 @@ def test_the_worker_of_that_gpu_is_told_where_to_fail(tmp_path: Path) -> None:
 
 def test_what_an_entry_may_say() -> None:
     assert drill_entry(ENTRY).plain() == ENTRY
-    (places,) = [one for one in get_args(DrillSpec.model_fields["place"].annotation) if one is not type(None)]
+    (places,) = [
+        one for one in get_args(DrillSpec.model_fields["place"].annotation) if one is not type(None)
+    ]
     assert get_args(places) == PLACES
-    for wrong in ({"device_error": "any", "place": "loss"}, {"corrupt": "any", "place": "move"}, {"device_error": True}):
+    for wrong in (
+        {"device_error": "any", "place": "loss"},
+        {"corrupt": "any", "place": "move"},
+        {"device_error": True},
+    ):
         with pytest.raises(SpecError):
             drill_entry(wrong)
 

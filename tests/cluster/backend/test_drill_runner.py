@@ -83,10 +83,15 @@ def test_a_hang_makes_the_worker_silent(stage: Make) -> None:
     on.backend._end([WorkerId(a, 0)])
 
 
-def test_the_driver_dies_only_when_that_is_written_down(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_dies_only_when_that_is_written_down(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on = stage(job={"drill": [{"at_step": 1, "kill_driver": True}]})
     killed: list[Any] = []
-    monkeypatch.setattr("elastic.cluster.backend.ray_backend.os.kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(
+        "elastic.cluster.backend.ray_backend.os.kill",
+        lambda pid, number: killed.append((pid, number)),
+    )
     stepping(on, 1)
     on.wait(DrillAsked)
     assert killed == []

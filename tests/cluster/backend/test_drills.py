@@ -64,7 +64,11 @@ def test_names_that_mean_nothing(names: str | list[str], why: str) -> None:
 
 def test_an_entry_is_due_once_per_run_in_order(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    entries = [{"at_step": 30, "kill": "any"}, {"at_step": 10, "add": "spot"}, {"at_step": 10, "hang": "rank0"}]
+    entries = [
+        {"at_step": 30, "kill": "any"},
+        {"at_step": 10, "add": "spot"},
+        {"at_step": 10, "hang": "rank0"},
+    ]
     first = Schedule(entries, storage)
     assert first.due(9) == []
     assert first.due(11) == [entries[1], entries[2]]
@@ -95,7 +99,9 @@ def why_rejected(storage: Storage) -> dict[str, str]:
     return {key: json.loads(storage.get(key))["why"] for key in storage.list("inbox/rejected/")}
 
 
-def test_an_order_that_cannot_be_removed_is_given_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_cannot_be_removed_is_given_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = open_storage(str(tmp_path))
     storage.put("inbox/1.json", json.dumps({"drill": {"kill": "any"}}).encode())
     storage.put("inbox/2.json", json.dumps({"stop": "enough"}).encode())
@@ -135,7 +141,10 @@ def test_what_is_no_order_is_refused_and_the_next_one_is_taken(tmp_path: Path, t
     storage.put("inbox/2.json", ORDER)
     inbox = Inbox(storage)
     assert inbox.take().drills == ({"kill": "any"},)
-    assert list(why_rejected(storage)) == ["inbox/rejected/1.json"] and not (tmp_path / "inbox/1.json").exists()
+    assert (
+        list(why_rejected(storage)) == ["inbox/rejected/1.json"]
+        and not (tmp_path / "inbox/1.json").exists()
+    )
 
 
 @pytest.mark.parametrize("kind", ["dangling link", "pipe", "backslash", "not utf-8", "loop"])
@@ -188,7 +197,9 @@ class Harmed(LocalStorage):
         return super().list(prefix)
 
 
-def test_what_storage_does_not_answer_is_said_once_and_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_storage_does_not_answer_is_said_once_and_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     storage = Harmed(tmp_path)
     storage.put("inbox/1.json", ORDER)
     inbox = Inbox(storage)
@@ -201,8 +212,13 @@ def test_what_storage_does_not_answer_is_said_once_and_asked_again(tmp_path: Pat
     assert inbox.take().drills == ({"kill": "any"},)
 
 
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "not yours"), FileNotFoundError(errno.ENOENT, "just gone")])
-def test_a_file_that_is_not_ours_to_read_or_has_just_gone_is_refused(tmp_path: Path, error: OSError) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError(errno.EACCES, "not yours"), FileNotFoundError(errno.ENOENT, "just gone")],
+)
+def test_a_file_that_is_not_ours_to_read_or_has_just_gone_is_refused(
+    tmp_path: Path, error: OSError
+) -> None:
     storage = Harmed(tmp_path)
     storage.put("inbox/1.json", ORDER)
     storage.faults = {"get": error}
@@ -212,7 +228,9 @@ def test_a_file_that_is_not_ours_to_read_or_has_just_gone_is_refused(tmp_path: P
     assert inbox.take() == InboxOrders() and storage.list("inbox/") == ["inbox/rejected/1.json"]
 
 
-def test_a_full_disk_while_a_refusal_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_while_a_refusal_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     storage = Harmed(tmp_path)
     storage.put("inbox/1.json", b"{")
     storage.put("inbox/2.json", ORDER)
@@ -277,10 +295,16 @@ def test_the_inbox_in_object_storage_is_looked_at_seldom_and_never_waited_for(
     for n in range(3):
         s3.put(f"inbox/{n}.json", json.dumps({"drill": {"kill": f"n{n}"}}).encode())
     found: list[object] = []
-    until(lambda: found.extend(entry["kill"] for entry in inbox.take().drills) or len(found) >= 3, "the orders")
+    until(
+        lambda: found.extend(entry["kill"] for entry in inbox.take().drills) or len(found) >= 3,
+        "the orders",
+    )
     assert found == ["n0", "n1", "n2"]
     s3.put("inbox/9.json", json.dumps({"stop": "enough"}).encode())
     until(lambda: inbox.take().stop == "enough", "the order to stop")
     assert len(proxy.seen) < 20 + 10 * (time.monotonic() - begun_s)
     inbox.close()
-    until(lambda: all(thread.name != "inbox" for thread in threading.enumerate()), "the end of who asks")
+    until(
+        lambda: all(thread.name != "inbox" for thread in threading.enumerate()),
+        "the end of who asks",
+    )

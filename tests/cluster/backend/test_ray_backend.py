@@ -39,7 +39,9 @@ pytestmark = pytest.mark.e2e
 Make = Callable[..., Stage]
 
 
-def test_from_request_to_step_to_quiesce(stage: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_request_to_step_to_quiesce(
+    stage: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on = stage(job={"prints": True}, logs=str(tmp_path / "logs"))
     told: list[str] = []
     on.backend.show = told.append
@@ -50,10 +52,20 @@ def test_from_request_to_step_to_quiesce(stage: Make, tmp_path: Path, monkeypatc
     assert on.wait(StepDone).step == 1
     on.backend.execute(Quiesce(1, save=False))
     assert {on.wait(Quiesced).worker for _ in workers} == set(workers)
-    assert told and told[0] == "[rank 0] printed in step 1 by 0" and not any("by 1" in line for line in told)
-    files = [tmp_path / "logs" / f"{worker.node_id}-0-{on.backend.worker_group.pid(worker)}.log" for worker in workers]
+    assert (
+        told
+        and told[0] == "[rank 0] printed in step 1 by 0"
+        and not any("by 1" in line for line in told)
+    )
+    files = [
+        tmp_path / "logs" / f"{worker.node_id}-0-{on.backend.worker_group.pid(worker)}.log"
+        for worker in workers
+    ]
     assert set(files) == set((tmp_path / "logs").glob("*.log*"))
-    assert all(f"generation 1 after step 0: rank {rank} of 2" in file.read_text() for rank, file in enumerate(files))
+    assert all(
+        f"generation 1 after step 0: rank {rank} of 2" in file.read_text()
+        for rank, file in enumerate(files)
+    )
     monkeypatch.setattr(ray_backend, "SENT_EACH_MOST", 0)  # the order as it goes to many workers
     on.backend.execute(EnterPlan(plan(2, workers[:1])))
     assert on.wait(PlanEntered).generation == 2
@@ -71,10 +83,16 @@ def test_capacity(stage: Make) -> None:
     assert failed.reason == "no capacity: 3 of 3 in use"
     ready = {on.wait(NodeReady).node.node_id for _ in range(3)}
     assert ready == {"spot-1", "spot-2", "spot-3"}
-    assert not [e for e in on.backend.poll(on.backend.now_s() + 0.5) if isinstance(e, NodeReady | RequestFailed)]
+    assert not [
+        e
+        for e in on.backend.poll(on.backend.now_s() + 0.5)
+        if isinstance(e, NodeReady | RequestFailed)
+    ]
 
 
-def test_a_killed_node_is_lost_before_ray_says_so(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_node_is_lost_before_ray_says_so(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on = stage()
     a, b = on.nodes(2)
     on.backend.execute(EnterPlan(plan(1, [WorkerId(a, 0), WorkerId(b, 0)])))
@@ -95,7 +113,9 @@ def test_a_newcomer_is_not_refused_for_a_neighbor_that_dies(stage: Make) -> None
     newcomer = on.wait(NodeReady).node.node_id
     on.backend.cluster.kill(neighbor)
     on.backend.execute(Prepare(newcomer))
-    assert on.wait(lambda e: isinstance(e, NodePrepared | NodeRefused)) == NodePrepared(newcomer, ANY)
+    assert on.wait(lambda e: isinstance(e, NodePrepared | NodeRefused)) == NodePrepared(
+        newcomer, ANY
+    )
     assert (neighbor, newcomer) == ("spot-1", "spot-2")
 
 
@@ -105,7 +125,9 @@ def test_a_newcomer_that_does_not_reach_a_living_neighbor_is_refused(stage: Make
     on.backend.execute(RequestNodes("spot", 1, "another"))
     on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
     refused = on.wait(lambda e: isinstance(e, NodePrepared | NodeRefused))
-    assert refused == NodeRefused("spot-2", "spot-1 cannot be reached", "spot", neighbors=("spot-1",))
+    assert refused == NodeRefused(
+        "spot-2", "spot-1 cannot be reached", "spot", neighbors=("spot-1",)
+    )
 
 
 def test_a_killed_process_is_replaced_on_its_node(stage: Make) -> None:
@@ -121,7 +143,9 @@ def test_a_killed_process_is_replaced_on_its_node(stage: Make) -> None:
     assert again.pids[0] not in (0, pid)
 
 
-def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_is_silent_once_and_can_be_killed(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on = stage()
     a, b = on.nodes(2)
     here, there = WorkerId(a, 0), WorkerId(b, 0)
@@ -129,7 +153,8 @@ def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make, monkeyp
     on.wait(StepDone)
     pid = on.backend.worker_group.pid(there)
     liveness, look = on.backend.liveness, on.backend.liveness.look
-    bounds: list[float] = []  # in force at each look: 1 s on a machine at rest (test_liveness.py), more where it is late
+    # in force at each look: 1 s on a machine at rest (test_liveness.py), more where it is late
+    bounds: list[float] = []
 
     def recorded(now_s: float) -> list[Silent]:
         found: list[Silent] = look(now_s)
@@ -140,12 +165,16 @@ def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make, monkeyp
     os.kill(pid, signal.SIGSTOP)
     silent = on.wait(Silent)
     assert (silent.worker, silent.generation, silent.phase) == (there, 1, "stepping")
-    assert min(bounds) < silent.silent_s + 0.01 and silent.silent_s < max(bounds) + GAP_MOST_S + 0.01
+    assert (
+        min(bounds) < silent.silent_s + 0.01 and silent.silent_s < max(bounds) + GAP_MOST_S + 0.01
+    )
     assert min(bounds) >= 1.5, "half a second for the call, and one"
     on.backend.execute(Abort(1, kill=(there,)))
     assert on.wait(Quiesced).worker == here
     wait_gone([pid])
-    assert not [e for e in on.backend.poll(on.backend.now_s() + 0.5) if isinstance(e, Silent | NodeLost)]
+    assert not [
+        e for e in on.backend.poll(on.backend.now_s() + 0.5) if isinstance(e, Silent | NodeLost)
+    ]
     on.backend.execute(Prepare(b))
     assert on.wait(NodePrepared).node_id == b
 

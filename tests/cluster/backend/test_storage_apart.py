@@ -1,4 +1,5 @@
-"""A run's storage on a cluster of several hosts: a folder that is each host's own is found out before anything is trained."""
+"""A run's storage on a cluster of several hosts: a folder that is each host's own is found out
+before anything is trained."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_a_folder_of_each_host_is_refused(stage: Make, tmp_path: Path) -> None:
     assert on.wait(NodePrepared).node_id == "near"
     on.backend.execute(Prepare("far"))
     refused = on.wait(NodeRefused)
-    assert refused.node_id == "far" and refused.reason.startswith(f"{APART}: a file that the driver has written is not there")
+    assert refused.node_id == "far" and refused.reason.startswith(
+        f"{APART}: a file that the driver has written is not there"
+    )
     on.backend.execute(Stop("stopped", "enough"))
     assert not [file for file in tmp_path.rglob("admission/*") if file.is_file()]
 
@@ -43,7 +46,10 @@ def test_a_run_whose_first_node_is_elsewhere_is_refused(stage: Make) -> None:
     for _ in range(2):
         on.wait(NodeReady)
     on.backend.execute(Prepare("far"))
-    with pytest.raises(SpecError, match=f"^node far: {APART}: .*; give `storage` a folder that all nodes share and may write"):
+    with pytest.raises(
+        SpecError,
+        match=f"^node far: {APART}: .*; give `storage` a folder that all nodes share and may write",
+    ):
         on.wait(NodePrepared)
     pids = [on.backend.worker_group.pid(WorkerId("far", gpu)) for gpu in range(2)]
     on.backend.close()

@@ -1,4 +1,5 @@
-"""A driver that attaches learns from the workers what no storage has taken; one without storage asks them for others."""
+"""A driver that attaches learns from the workers what no storage has taken; one without storage
+asks them for others."""
 
 from __future__ import annotations
 
@@ -37,8 +38,11 @@ class Actor:
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[WorkerGroup, dict[WorkerId, Worker]]:
-    """A crew of epoch 2 over two workers: of epoch 1, which gave both generation 3, and the first 4 and 5."""
+def two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[WorkerGroup, dict[WorkerId, Worker]]:
+    """A crew of epoch 2 over two workers: of epoch 1, which gave both generation 3, and the first 4
+    and 5."""
     monkeypatch.setattr(processes, "stand_back", lambda: False)
 
     def get(ref: Any) -> Any:
@@ -50,7 +54,10 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[WorkerGroup, d
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (list(refs), []))
     monkeypatch.setattr(ray, "get", get)
     worker_group = WorkerGroup(WorkerSetup(A, 1, "spot", {}, "", 2), "test", local=False)
-    workers = {me: Worker(WorkerSetup(me, 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE)) for me in (A, B)}
+    workers = {
+        me: Worker(WorkerSetup(me, 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE))
+        for me in (A, B)
+    }
     for me, worker in workers.items():
         worker.session = SimpleNamespace(order=lambda order: None)
         for generation in (3, 4, 5) if me == A else (3,):
@@ -63,11 +70,22 @@ def test_plans_that_are_not_written_down_are_found_and_steps_of_theirs_are_news(
     two: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker_group, _ = two
-    assert [p.generation for p in worker_group.plans_after(3)] == [4, 5] and worker_group.plans_after(5) == ()
+    assert [p.generation for p in worker_group.plans_after(3)] == [
+        4,
+        5,
+    ] and worker_group.plans_after(5) == ()
     monkeypatch.setattr(WorkerGroup, "adopt", lambda self, keep: [])
-    before = Attached(RayRun("r", "u", {}, (), 2, attach=True, plans=(plan(3, [A, B]),), step=20), worker_group, outlives=True)
-    assert [p.generation for p in before.plans] == [3, 4, 5] and [p.generation for p in before.found] == [4, 5]
-    assert before.is_known(StepDone(3, 20, 1.0, 1, 0.1)) and not before.is_known(StepDone(4, 19, 1.0, 1, 0.1))
+    before = Attached(
+        RayRun("r", "u", {}, (), 2, attach=True, plans=(plan(3, [A, B]),), step=20),
+        worker_group,
+        outlives=True,
+    )
+    assert [p.generation for p in before.plans] == [3, 4, 5] and [
+        p.generation for p in before.found
+    ] == [4, 5]
+    assert before.is_known(StepDone(3, 20, 1.0, 1, 0.1)) and not before.is_known(
+        StepDone(4, 19, 1.0, 1, 0.1)
+    )
     assert [event.worker for event in before.missed("c")] == []  # type: ignore[attr-defined]
     worker_group.forget(B)
     assert [event.worker for event in before.missed("b")] == [B]  # type: ignore[attr-defined]

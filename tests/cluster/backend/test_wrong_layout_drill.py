@@ -62,8 +62,16 @@ def test_nobody_can_be_told(tmp_path: Path) -> None:
 
 def test_it_belongs_to_no_node() -> None:
     entry = drill_entry(ENTRY)
-    assert entry.nodes() == [] and entry.plain() == ENTRY and drill(ENTRY) == "wrong_layout (at step 4)"
-    for wrong in ({"wrong_layout": "any"}, {"wrong_layout": True, "kill": "any"}, {"wrong_layout": True, "gpu": 0}):
+    assert (
+        entry.nodes() == []
+        and entry.plain() == ENTRY
+        and drill(ENTRY) == "wrong_layout (at step 4)"
+    )
+    for wrong in (
+        {"wrong_layout": "any"},
+        {"wrong_layout": True, "kill": "any"},
+        {"wrong_layout": True, "gpu": 0},
+    ):
         with pytest.raises(SpecError):
             drill_entry(wrong)
 

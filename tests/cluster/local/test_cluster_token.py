@@ -1,4 +1,5 @@
-"""Who has not the token of an embedded cluster gets nothing from it, at no port; and no port is open to other machines."""
+"""Who has not the token of an embedded cluster gets nothing from it, at no port; and no port is
+open to other machines."""
 
 from __future__ import annotations
 
@@ -82,11 +83,14 @@ def own() -> Iterator[LocalCluster]:
 
 def python(text: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-c", text, *words)
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=120, check=False
+    )
 
 
 def listening(cluster: LocalCluster) -> list[tuple[str, str, int]]:
-    """Name of the process, address and port of every TCP socket of the cluster and of this driver."""
+    """Name of the process, address and port of every TCP socket of the cluster and of this
+    driver."""
     found = []
     for pid in (os.getpid(), *cluster.pids()):
         try:
@@ -94,7 +98,9 @@ def listening(cluster: LocalCluster) -> list[tuple[str, str, int]]:
             name, sockets = process.name(), process.net_connections("tcp")
         except psutil.NoSuchProcess:
             continue
-        found += [(name, s.laddr.ip, s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN]
+        found += [
+            (name, s.laddr.ip, s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN
+        ]
     return found
 
 
@@ -104,11 +110,18 @@ def of_ray() -> dict[str, str]:
 
 def outer_address() -> str | None:
     """Of this machine, where it has one."""
-    every = (a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family.name == "AF_INET")
+    every = (
+        a.address
+        for entries in psutil.net_if_addrs().values()
+        for a in entries
+        if a.family.name == "AF_INET"
+    )
     return next((address for address in every if not address.startswith("127.")), None)
 
 
-def test_clusters_one_after_the_other_have_tokens_of_their_own_and_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_one_after_the_other_have_tokens_of_their_own_and_leave_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first of this file: it drives clusters of its own."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -136,7 +149,9 @@ def test_all_ports_are_on_loopback(own: LocalCluster) -> None:
             assert there.connect_ex((outer, port)) == errno.ECONNREFUSED
 
 
-def test_a_stranger_cannot_put_code_in_the_place_of_an_actor(own: LocalCluster, stranger: dict[str, str]) -> None:
+def test_a_stranger_cannot_put_code_in_the_place_of_an_actor(
+    own: LocalCluster, stranger: dict[str, str]
+) -> None:
     done = python(OVERWRITE, own.address, env=stranger)
     assert done.returncode != 0, done.stdout
     assert "overwritten" not in done.stdout
@@ -144,12 +159,21 @@ def test_a_stranger_cannot_put_code_in_the_place_of_an_actor(own: LocalCluster, 
 
 
 def test_each_port_refuses_who_has_no_token(own: LocalCluster, stranger: dict[str, str]) -> None:
-    ports = sorted({port for name, _, port in listening(own) if name in ("gcs_server", "raylet") or name.startswith("ray::")})
+    ports = sorted(
+        {
+            port
+            for name, _, port in listening(own)
+            if name in ("gcs_server", "raylet") or name.startswith("ray::")
+        }
+    )
     assert len(ports) >= 6, "of a head, two raylets and a worker"
     token = own.environment[TOKEN]
     for port in ports:
         without = json.loads(python(CALL, str(port), env=stranger).stdout)
-        assert without.keys() <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (port, without)
+        assert without.keys() <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (
+            port,
+            without,
+        )
         assert "UNAUTHENTICATED" in without, (port, without)
         known = json.loads(python(CALL, str(port), token, env=stranger).stdout)
         assert "UNAUTHENTICATED" not in known, (port, known)

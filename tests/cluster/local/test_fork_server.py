@@ -1,4 +1,5 @@
-"""Forks in the place of new Python processes: what they inherit, how they end, and when there is none. No Ray."""
+"""Forks in the place of new Python processes: what they inherit, how they end, and when there is
+none. No Ray."""
 
 from __future__ import annotations
 
@@ -36,9 +37,15 @@ WITHIN_S = 120.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     folder = tmp_path_factory.mktemp("f")
-    environment = {**os.environ, "SERVERS": "yes", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "SERVERS": "yes",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     process: Any = subprocess.Popen(
-        [sys.executable, "-m", "elastic.cluster.local.fork_server", str(folder), str(os.getpid())], env=environment
+        [sys.executable, "-m", "elastic.cluster.local.fork_server", str(folder), str(os.getpid())],
+        env=environment,
     )
     process.folder = folder
     until((folder / fork_server.SOCKET).exists, "its socket")
@@ -55,7 +62,14 @@ def client(server: Any, tmp_path: Path, *words: str, address: str = "") -> subpr
     at = address or str(server.folder / fork_server.SOCKET)
     command = [sys.executable, "-I", "-S", str(CLIENT), at, sys.executable, str(script), *words]
     environment = {"MINE": "this one", "PATH": os.environ["PATH"]}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
 
 
 @pytest.mark.slow
@@ -72,20 +86,27 @@ def test_a_fork_is_what_its_client_was_to_be(server: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("word", "status"), [("signal", -signal.SIGTERM), ("raise", 1)])
-def test_a_client_ends_as_its_fork_does(server: Any, tmp_path: Path, word: str, status: int) -> None:
+def test_a_client_ends_as_its_fork_does(
+    server: Any, tmp_path: Path, word: str, status: int
+) -> None:
     one = client(server, tmp_path, "0", word)
     _, err = one.communicate(timeout=WITHIN_S)
     assert one.returncode == status
     assert ("ValueError: on purpose" in err) == (word == "raise")
 
 
-def test_a_client_that_is_killed_takes_its_fork_along_and_no_other(server: Any, tmp_path: Path) -> None:
+def test_a_client_that_is_killed_takes_its_fork_along_and_no_other(
+    server: Any, tmp_path: Path
+) -> None:
     both = [client(server, tmp_path, "0", "sleep") for _ in range(2)]
     forks = []
     for one in both:
         assert one.stdout is not None
         forks.append(json.loads(one.stdout.readline())["pid"])
-    until(lambda: fork_server.forks_of(str(server.folder), [one.pid for one in both]) == forks, "the forks of both")
+    until(
+        lambda: fork_server.forks_of(str(server.folder), [one.pid for one in both]) == forks,
+        "the forks of both",
+    )
     both[0].kill()
     until(lambda: processes.started(forks[0]) is None, "its end")
     assert processes.started(forks[1]) is not None
@@ -96,14 +117,18 @@ def test_a_client_that_is_killed_takes_its_fork_along_and_no_other(server: Any, 
 
 
 @pytest.mark.slow
-def test_a_fork_that_is_stopped_ends_with_the_parent_of_its_client(server: Any, tmp_path: Path) -> None:
+def test_a_fork_that_is_stopped_ends_with_the_parent_of_its_client(
+    server: Any, tmp_path: Path
+) -> None:
     """As a worker whose raylet is killed while it is stopped: it can see to nothing itself."""
     with client(server, tmp_path, "0", "sleep") as first:  # writes the script
         first.kill()
     starts = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
     at, script = str(server.folder / fork_server.SOCKET), str(tmp_path / "says.py")
     words = [sys.executable, "-I", "-S", str(CLIENT), at, sys.executable, script, "0", "sleep"]
-    with subprocess.Popen([sys.executable, "-c", starts, *words], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", starts, *words], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as parent:
         assert parent.stdout is not None
         fork = json.loads(parent.stdout.readline())["pid"]
         os.kill(fork, signal.SIGSTOP)
@@ -114,7 +139,12 @@ def test_a_fork_that_is_stopped_ends_with_the_parent_of_its_client(server: Any, 
 def test_without_a_server_a_client_is_the_program_itself(server: Any, tmp_path: Path) -> None:
     one = client(server, tmp_path, "3", address=str(tmp_path / "nobody"))
     said = json.loads(one.communicate(timeout=WITHIN_S)[0])
-    assert (said["loaded"], said["pid"], said["words"], said["mine"]) == (False, one.pid, ["3"], "this one")
+    assert (said["loaded"], said["pid"], said["words"], said["mine"]) == (
+        False,
+        one.pid,
+        ["3"],
+        "this one",
+    )
     assert one.returncode == 3
 
 
@@ -145,7 +175,9 @@ server = subprocess.Popen([sys.executable, "-m", "elastic.cluster.local.fork_ser
 print(server.pid, flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
         assert starter.stdout is not None
         server = int(starter.stdout.readline())
         until((tmp_path / fork_server.SOCKET).exists, "its socket")
@@ -168,15 +200,25 @@ def test_what_is_no_request_is_not_forked(server: Any, tmp_path: Path) -> None:
     assert json.loads(one.communicate(timeout=WITHIN_S)[0])["loaded"]
 
 
-def test_a_client_that_is_gone_before_its_answer_ends_no_server(server: Any, tmp_path: Path) -> None:
+def test_a_client_that_is_gone_before_its_answer_ends_no_server(
+    server: Any, tmp_path: Path
+) -> None:
     import socket
 
     os.kill(server.pid, signal.SIGSTOP)  # so that it finds the client gone
     script = tmp_path / "says.py"
     script.write_text(SAYS)
-    said = {"pid": 0, "words": [str(script)], "environment": dict(os.environ), "folder": str(tmp_path)}
+    said = {
+        "pid": 0,
+        "words": [str(script)],
+        "environment": dict(os.environ),
+        "folder": str(tmp_path),
+    }
     text = json.dumps(said).encode()
-    with open(os.devnull, "w") as nothing, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    with (
+        open(os.devnull, "w") as nothing,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
+    ):
         connection.connect(str(server.folder / fork_server.SOCKET))
         socket.send_fds(connection, [len(text).to_bytes(8, "little")], [nothing.fileno()] * 3)
         connection.sendall(text)

@@ -100,10 +100,14 @@ def test_workers_are_forks_and_go_with_their_node() -> None:
         try:
             task = ray.remote(look)
             asked = [
-                task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(a["ray_id"], soft=False)).remote()
+                task.options(
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(a["ray_id"], soft=False)
+                ).remote()
                 for a in added
             ]
-            (first, parent, loaded, here, one), (second, same, too, there, other) = ray.get(asked, timeout=180)
+            (first, parent, loaded, here, one), (second, same, too, there, other) = ray.get(
+                asked, timeout=180
+            )
             assert (loaded, too, here, there) == (True, True, "a", "b")
             assert parent == same, "one process forks them all"
             assert [one, other] == [node["pid"] for node in added]
@@ -119,7 +123,9 @@ def test_nodes_carry_labels_and_workers() -> None:
     import ray
 
     with LocalCluster() as cluster:
-        ray_id = cluster.add(NodeOrder("a", 3, {"elastic-pool": "spot", "ray.io/market-type": "spot"})).result(180)["ray_id"]
+        ray_id = cluster.add(
+            NodeOrder("a", 3, {"elastic-pool": "spot", "ray.io/market-type": "spot"})
+        ).result(180)["ray_id"]
         cluster.connect("labels")
         try:
             entry = next(node for node in ray.nodes() if node["NodeID"] == ray_id)

@@ -1,4 +1,5 @@
-"""Actors end with their raylet, also where that alone is killed: Ray itself leaves a lookout behind, for ever."""
+"""Actors end with their raylet, also where that alone is killed: Ray itself leaves a lookout
+behind, for ever."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ child.wait()
 
 
 def test_a_process_ends_when_its_raylet_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         os.kill(parent.pid, signal.SIGKILL)

@@ -21,7 +21,9 @@ from elastic.cluster.local.local_cluster import visible_gpus
         ("NoDevFiles", ()),
     ],
 )
-def test_those_that_the_user_has_chosen(said: str, found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_the_user_has_chosen(
+    said: str, found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
     assert visible_gpus() == found
 

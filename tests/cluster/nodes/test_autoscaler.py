@@ -1,4 +1,5 @@
-"""Nodes from Ray's own autoscaler: real raylets come and go. One cluster in its own namespaces, one scene after the other."""
+"""Nodes from Ray's own autoscaler: real raylets come and go. One cluster in its own namespaces, one
+scene after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ def autoscaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Autoscaled]
 
 
 @pytest.mark.parametrize(
-    "scene", ["given_and_given_back", "drought_then_on_demand", "no_more_than_asked", "done_and_cleared", "killed_driver"]
+    "scene",
+    [
+        "given_and_given_back",
+        "drought_then_on_demand",
+        "no_more_than_asked",
+        "done_and_cleared",
+        "killed_driver",
+    ],
 )
 def test_scene(autoscaled: Autoscaled, scene: str) -> None:
     autoscaled.play(scene)

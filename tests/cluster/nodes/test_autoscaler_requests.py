@@ -34,8 +34,11 @@ def failures(nodes: AutoscalerNodes) -> list[RequestFailed]:
     return [event for event in nodes.news({}) if isinstance(event, RequestFailed)]
 
 
-def test_an_instance_that_is_replaced_gives_the_next_one_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The autoscaler ends one on which Ray does not start, after minutes, and launches another: no drought."""
+def test_an_instance_that_is_replaced_gives_the_next_one_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The autoscaler ends one on which Ray does not start, after minutes, and launches another: no
+    drought."""
     clock, reports = Clock(monkeypatch), {"now": AutoscalerReport()}
     nodes = nodes_of(reports)
     nodes.request("spot", 1, "r1")
@@ -44,7 +47,9 @@ def test_an_instance_that_is_replaced_gives_the_next_one_its_time(monkeypatch: p
         assert not failures(nodes), at_s
     clock.now_s, reports["now"] = 1600.0, AutoscalerReport()
     (failed,) = failures(nodes)
-    assert isinstance(failed, RequestFailed) and failed.reason == "no capacity: no answer within 180 s"
+    assert (
+        isinstance(failed, RequestFailed) and failed.reason == "no capacity: no answer within 180 s"
+    )
 
 
 def test_one_that_never_joins_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +60,15 @@ def test_one_that_never_joins_has_failed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not failures(nodes)
     clock.now_s += 2
     (failed,) = failures(nodes)
-    assert isinstance(failed, RequestFailed) and failed.reason == "1 of its nodes did not join within 840 s"
+    assert (
+        isinstance(failed, RequestFailed)
+        and failed.reason == "1 of its nodes did not join within 840 s"
+    )
 
 
-def test_a_machine_that_nobody_reaches_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_nobody_reaches_does_not_keep_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reached, asked = threading.Event(), list[str]()
 
     def end_when_idle(ray_id: str, why: str) -> bool:
@@ -77,7 +87,8 @@ def test_a_machine_that_nobody_reaches_does_not_keep_the_others(monkeypatch: pyt
 
 
 def test_machines_are_told_from_their_launch_until_they_have_ended() -> None:
-    """Also those that come after their request was given up; what other runs wait for is not this one's."""
+    """Also those that come after their request was given up; what other runs wait for is not this
+    one's."""
     reports = {"now": AutoscalerReport(coming={"spot": 3})}
     nodes = nodes_of(reports)
     assert nodes.news({}) == []
@@ -86,7 +97,9 @@ def test_machines_are_told_from_their_launch_until_they_have_ended() -> None:
     node = RayNode("n1", "10.0.0.1", 1, {}, 8, 0, False)
     reports["now"] = AutoscalerReport(given={"n1": "spot"}, coming={"spot": 3})
     ready, *machines = nodes.news({"n1": node})
-    assert isinstance(ready, NodeReady) and machines == [], "NodeReady says itself that one starts no more"
+    assert isinstance(ready, NodeReady) and machines == [], (
+        "NodeReady says itself that one starts no more"
+    )
     nodes.request("spot", 0, "r1")
     reports["now"] = AutoscalerReport(given={"n1": "spot"}, coming={"spot": 1})
     assert nodes.news({"n1": node}) == []

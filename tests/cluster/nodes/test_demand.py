@@ -24,7 +24,10 @@ from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray._ray_private import Scaling
 from elastic.types import InstancesSeen, Node, NodeReady, Pool
 
-SPOT, SAFE = Pool("spot", "A100", 8, "spot", max_nodes=4), Pool("safe", "A100", 8, "on-demand", max_nodes=4)
+SPOT, SAFE = (
+    Pool("spot", "A100", 8, "spot", max_nodes=4),
+    Pool("safe", "A100", 8, "on-demand", max_nodes=4),
+)
 ORDER = DemandReport("a", 1, (SPOT, SAFE), 100.0)
 
 
@@ -39,7 +42,9 @@ def test_nodes_are_dealt_to_those_that_wait_once_each() -> None:
     demand.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 0)
     assert (set(demand.given("a")), set(demand.given("b"))) == ({"n1", "n2"}, {"n3"})
     demand.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 1)
-    assert len(demand.given("a")) == 2, "what was given answers what is waited for, until the driver says that it has it"
+    assert len(demand.given("a")) == 2, (
+        "what was given answers what is waited for, until the driver says that it has it"
+    )
     assert not demand.leaving, "n4 and n5 stood there before: they are somebody else's"
 
 
@@ -49,16 +54,22 @@ def test_the_request_is_the_sum_of_what_is_held_and_waited_for() -> None:
     demand.hear(replace(ORDER, namespace="b", waits={"safe": 2}), 0)
     seen = nodes(n1="spot") | {"n2": SeenNode("spot", draining=True)}
     demand.look(seen, 0)
-    assert demand.wanted(seen) == Counter({"spot": 2, "safe": 2}), "a node that is preempted is not asked for any more"
+    assert demand.wanted(seen) == Counter({"spot": 2, "safe": 2}), (
+        "a node that is preempted is not asked for any more"
+    )
 
 
 def test_a_dropped_node_leaves_and_is_not_dealt_again() -> None:
     demand = Demand()
     demand.hear(replace(ORDER, held=frozenset({"n1", "n2"})), 0)
     demand.look(nodes(n1="spot", n2="spot"), 0)
-    demand.hear(replace(ORDER, waits={"spot": 1}, held=frozenset({"n2"}), dropped=frozenset({"n1"})), 1)
+    demand.hear(
+        replace(ORDER, waits={"spot": 1}, held=frozenset({"n2"}), dropped=frozenset({"n1"})), 1
+    )
     demand.look(nodes(n1="spot", n2="spot"), 1)
-    assert demand.to_drain(nodes(n1="spot", n2="spot"), {}) == ["n1"] and set(demand.given("a")) == {"n2"}
+    assert demand.to_drain(nodes(n1="spot", n2="spot"), {}) == ["n1"] and set(
+        demand.given("a")
+    ) == {"n2"}
     demand.look(nodes(n2="spot"), 2)
     assert not demand.leaving
 
@@ -93,7 +104,9 @@ def test_a_silent_driver_loses_its_request_and_its_nodes_and_may_come_back() -> 
     demand.look(seen, 100)
     assert demand.wanted(seen)
     demand.look(seen, 101)
-    assert not demand.wanted(seen) and demand.to_drain(seen, {}) == ["n1"] and not demand.overdue(101)
+    assert (
+        not demand.wanted(seen) and demand.to_drain(seen, {}) == ["n1"] and not demand.overdue(101)
+    )
     demand.forget_gone()
     assert [run.order.namespace for run in demand.overdue(102 + LEAVE_MOST_S)] == ["a"]
     demand.hear(replace(order, epoch=2), 103)
@@ -116,7 +129,8 @@ def test_an_older_driver_is_not_heard_and_a_fresh_one_inherits_nothing() -> None
     assert not demand.given("a") and set(demand.leaving) == {"n1"}
 
 
-# ------------------------------------------------------------------------------------------ how a node is asked for
+# ------------------------------------------------------------------------------------------ how a
+# node is asked for
 
 LABELS = {"ray.io/market-type": "spot", "ray.io/accelerator-type": "A100"}
 BIG = NodeType("big", LABELS, {"CPU": 96, "GPU": 8}, most=4)
@@ -126,7 +140,12 @@ class DeafDesk:
     """Has heard nothing yet, and keeps what it was told."""
 
     def __init__(self) -> None:
-        self.report, self.waits, self.dropped, self.current = AutoscalerReport(), dict[str, int](), frozenset[str](), True
+        self.report, self.waits, self.dropped, self.current = (
+            AutoscalerReport(),
+            dict[str, int](),
+            frozenset[str](),
+            True,
+        )
 
     def heard(self) -> tuple[AutoscalerReport, bool]:
         return self.report, self.current
@@ -140,7 +159,10 @@ class Stuck(AutoscalerAgent):
 
     def __init__(self, looked: float) -> None:
         self._demand, self._types, self._pools = Demand(), {}, {}
-        self._reasons, self._scaling = Reasons(Path("none")), Scaling(Counter(), Counter(), Counter(), Counter())
+        self._reasons, self._scaling = (
+            Reasons(Path("none")),
+            Scaling(Counter(), Counter(), Counter(), Counter()),
+        )
         self._asked, self._heard, self._asked_for, self._looked_s = None, 0, 0, looked
         self._lock, self._wake = threading.Lock(), threading.Event()
 
@@ -159,7 +181,10 @@ def test_a_watcher_that_answers_and_does_not_look_is_replaced(
     monkeypatch.setattr(
         autoscaler,
         "ray",
-        SimpleNamespace(get=lambda answer, timeout: answer, kill=lambda it, no_restart: kills.append((it, no_restart))),
+        SimpleNamespace(
+            get=lambda answer, timeout: answer,
+            kill=lambda it, no_restart: kills.append((it, no_restart)),
+        ),
     )
     desk = autoscaler.AutoscalerClient(ORDER)  # its first word is told in the constructor
     desk.close(end=True)
@@ -199,7 +224,9 @@ def test_a_request_that_is_taken_back_brings_no_node() -> None:
     desk.report = AutoscalerReport(given={"r1": "spot", "r2": "safe"})
     alive = {ray_id: RayNode(ray_id, "10.0.0.1", 1, {}, 8, 8, False) for ray_id in ("r1", "r2")}
     ready, *machines = nodes.news(alive)
-    assert isinstance(ready, NodeReady) and ready.node.pool == "safe", "the other one had been on its way: it is released"
+    assert isinstance(ready, NodeReady) and ready.node.pool == "safe", (
+        "the other one had been on its way: it is released"
+    )
     assert machines == [InstancesSeen("spot", leaving=1)], "and paid for until it has ended"
 
 
@@ -210,13 +237,17 @@ def test_nodes_that_were_given_back_are_told_until_they_are_gone_and_then_forgot
         node = RayNode(f"r{k}", "10.0.0.1", 1, {}, 8, 8, False)
         nodes.request("spot", 1, f"spot-{k}")
         desk.report = AutoscalerReport(given={node.ray_id: "spot"})
-        (ready,) = [event for event in nodes.news({node.ray_id: node}) if isinstance(event, NodeReady)]
+        (ready,) = [
+            event for event in nodes.news({node.ray_id: node}) if isinstance(event, NodeReady)
+        ]
         nodes.release(ready.node.node_id)
         nodes.news({node.ray_id: node})
         assert desk.dropped == {node.ray_id}, "it is still there"
         desk.report, desk.current = AutoscalerReport(), False
         nodes.news({})
-        assert desk.dropped == {node.ray_id}, "a watcher that has not answered since may not know of it"
+        assert desk.dropped == {node.ray_id}, (
+            "a watcher that has not answered since may not know of it"
+        )
         desk.current = True
         nodes.news({})
         assert desk.dropped == frozenset()
@@ -226,7 +257,9 @@ def test_nodes_that_were_given_back_are_told_until_they_are_gone_and_then_forgot
 def test_a_bundle_fills_a_node_of_its_type() -> None:
     found = bundle_of(replace(SPOT, name="big", gpus_per_node=4), {"big": BIG})
     assert found == ResourceBundle((("GPU", 8.0),), tuple(sorted(LABELS.items())))
-    assert bundle_of(replace(SPOT, name="other"), {"big": BIG}) == found, "the only type of its kind"
+    assert bundle_of(replace(SPOT, name="other"), {"big": BIG}) == found, (
+        "the only type of its kind"
+    )
     cpu = bundle_of(Pool("big", "CPU", 2, "spot"), {"big": BIG})
     assert isinstance(cpu, ResourceBundle) and cpu.resources == (("CPU", 96.0),)
     assert isinstance(bundle_of(SPOT, None), ResourceBundle)
@@ -237,16 +270,23 @@ def test_what_cannot_be_asked_for_is_said() -> None:
     assert isinstance(text, str) and "named or labeled 'safe'" in text and "big" in text
     twin = replace(BIG, name="twin", resources={"GPU": 16})
     text = bundle_of(replace(SPOT, name="big"), {"big": BIG, "twin": twin})
-    assert isinstance(text, str) and "'big' and 'twin' have the same labels" in text and "elastic-pool: big" in text
+    assert (
+        isinstance(text, str)
+        and "'big' and 'twin' have the same labels" in text
+        and "elastic-pool: big" in text
+    )
     small = replace(BIG, name="small", resources={"GPU": 4})
-    assert isinstance(bundle_of(replace(SPOT, name="big"), {"big": BIG, "small": small}), ResourceBundle)
+    assert isinstance(
+        bundle_of(replace(SPOT, name="big"), {"big": BIG, "small": small}), ResourceBundle
+    )
 
 
 def test_types_are_read_without_the_head(tmp_path: Path) -> None:
     path = f"{tmp_path}/cluster.yaml"
     with open(path, "w") as file:
         file.write(
-            "head_node_type: h\navailable_node_types: {h: {}, w: {min_workers: 1, max_workers: 3, resources: {GPU: 8}}}\n"
+            "head_node_type: h\navailable_node_types: {h: {}, w: {min_workers: 1, max_workers: 3, "
+            "resources: {GPU: 8}}}\n"
         )
     assert read_types(path) == {"w": NodeType("w", {}, {"GPU": 8}, 1, 3)}
 
@@ -255,7 +295,10 @@ def test_reasons_are_read_from_the_log_as_it_grows(tmp_path: Path) -> None:
     log = tmp_path / "monitor.log"
     reasons = Reasons(log)
     reasons.read()
-    line = "2026-11-22 04:51:01,411\tINFO node_provider.py:491 -- Failed to launch 2 nodes of type spot: none is left\n"
+    line = (
+        "2026-11-22 04:51:01,411\tINFO node_provider.py:491 -- Failed to launch 2 nodes of type "
+        "spot: none is left\n"
+    )
     log.write_text(line + line.replace("none is", "nothing is")[:-5])
     reasons.read()
     assert reasons.by_type == {"spot": "none is left"}
@@ -267,18 +310,32 @@ def test_reasons_are_read_from_the_log_as_it_grows(tmp_path: Path) -> None:
     assert reasons.by_type == {"spot": "none is left"}
 
 
-# ------------------------------------------------------------------------------------------ what a driver leaves behind
+# ------------------------------------------------------------------------------------------ what a
+# driver leaves behind
 
 
-@pytest.mark.parametrize(("stopped", "replaced", "told"), [(False, False, True), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize(
+    ("stopped", "replaced", "told"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+)
 def test_a_driver_that_ends_without_its_run_says_what_stays_paid(
     stopped: bool, replaced: bool, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither where it gives everything back nor where another driver has it."""
-    held: Any = MagicMock(spec=RayBackend, _closed=False, _let_go=False, _stopped=stopped, cluster=None, _connected=False)
+    held: Any = MagicMock(
+        spec=RayBackend,
+        _closed=False,
+        _let_go=False,
+        _stopped=stopped,
+        cluster=None,
+        _connected=False,
+    )
     held.lease = SimpleNamespace(lost=replaced, release=lambda: None)
     held._successor = lambda: "its lease was taken over" if replaced else ""
-    held.nodes = {name: Node(name, pool) for name, pool in (("s-2", "spot"), ("s-1", "spot"), ("own-1", "own"))}
+    held.nodes = {
+        name: Node(name, pool)
+        for name, pool in (("s-2", "spot"), ("s-1", "spot"), ("own-1", "own"))
+    }
     held.run = SimpleNamespace(pools=(replace(SPOT, usd_per_node_h=6.0), Pool("own")))
     held.worker_group = MagicMock(setup=SimpleNamespace(orphan_lease_s=900.0))
     for part in ("survey", "cloud_feed", "inbox", "entrance", "copies", "provider", "_stores"):
@@ -286,7 +343,8 @@ def test_a_driver_that_ends_without_its_run_says_what_stays_paid(
     RayBackend.close(held)
     held.provider.close.assert_called_once_with(end=stopped)
     text = (
-        "2 paid node(s) stay for the run's next driver (s-1, s-2; $12.00/h): without one they leave after 18 min at the most, "
+        "2 paid node(s) stay for the run's next driver (s-1, s-2; $12.00/h): without one they "
+        "leave after 18 min at the most, "
     )
     text += "$3.50 more"
     assert caplog.messages == ([text] if told else [])

@@ -59,23 +59,40 @@ def launch(ec2: Any, cluster: str, kind: str, n: int = 1) -> list[str]:
     tags = [{"Key": "ray-cluster-name", "Value": cluster}, {"Key": "ray-node-type", "Value": kind}]
     market = {"InstanceMarketOptions": {"MarketType": "spot"}} if kind == "worker" else {}
     answer = ec2.run_instances(
-        ImageId="ami-12c6146b", InstanceType="m5.large" if kind == "head" else "p4d.24xlarge", MinCount=n, MaxCount=n, **market,
-        TagSpecifications=[{"ResourceType": "instance", "Tags": [*tags, {"Key": "ray-user-node-type", "Value": kind}]}],
+        ImageId="ami-12c6146b", InstanceType="m5.large" if kind == "head" else "p4d.24xlarge",
+        MinCount=n, MaxCount=n, **market, TagSpecifications=[{"ResourceType": "instance",
+        "Tags": [*tags, {"Key": "ray-user-node-type", "Value": kind}]}],
     )  # fmt: skip
     return sorted(entry["InstanceId"] for entry in answer["Instances"])
 
 
 def running(ec2: Any, ids: list[str]) -> list[str]:
     found = ec2.describe_instances(InstanceIds=ids)["Reservations"]
-    return sorted(i["InstanceId"] for group in found for i in group["Instances"] if i["State"]["Name"] == "running")
+    return sorted(
+        i["InstanceId"]
+        for group in found
+        for i in group["Instances"]
+        if i["State"]["Name"] == "running"
+    )
 
 
 @pytest.mark.slow
-def test_workers_without_a_head_are_listed_and_ended(ec2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, mine, others = file_of(tmp_path, "dead"), launch(ec2, "dead", "worker", 2), launch(ec2, "other", "worker")
+def test_workers_without_a_head_are_listed_and_ended(
+    ec2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, mine, others = (
+        file_of(tmp_path, "dead"),
+        launch(ec2, "dead", "worker", 2),
+        launch(ec2, "other", "worker"),
+    )
     assert main(["cluster", "reap", file]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in mine) and others[0] not in shown and "--yes ends them" in shown and "spot" in shown
+    assert (
+        all(name in shown for name in mine)
+        and others[0] not in shown
+        and "--yes ends them" in shown
+        and "spot" in shown
+    )
     assert running(ec2, mine) == mine
     assert main(["cluster", "reap", file, "--yes", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -86,8 +103,14 @@ def test_workers_without_a_head_are_listed_and_ended(ec2: Any, tmp_path: Path, c
     assert "no instance is left" in capsys.readouterr().out
 
 
-def test_a_cluster_whose_head_runs_is_not_dead(ec2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, head, workers = file_of(tmp_path, "living"), launch(ec2, "living", "head"), launch(ec2, "living", "worker")
+def test_a_cluster_whose_head_runs_is_not_dead(
+    ec2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, head, workers = (
+        file_of(tmp_path, "living"),
+        launch(ec2, "living", "head"),
+        launch(ec2, "living", "worker"),
+    )
     assert main(["cluster", "reap", file, "--yes"]) == 2
     assert f"its head {head[0]} runs" in capsys.readouterr().err
     assert running(ec2, workers) == workers
@@ -105,7 +128,9 @@ def test_what_does_not_end_is_told(
 
 
 @pytest.mark.slow
-def test_faults_are_said_in_one_line(ec2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_said_in_one_line(
+    ec2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from botocore.config import Config
     from botocore.exceptions import ClientError
 
@@ -122,7 +147,9 @@ def test_faults_are_said_in_one_line(ec2: Any, tmp_path: Path, monkeypatch: pyte
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
         monkeypatch.setattr(
-            leaked_instances, "PATIENCE", Config(connect_timeout=1, read_timeout=1, retries={"total_max_attempts": 1})
+            leaked_instances,
+            "PATIENCE",
+            Config(connect_timeout=1, read_timeout=1, retries={"total_max_attempts": 1}),
         )
         with pytest.raises(CloudFailed, match="does not answer"):
             api.reap(file)
@@ -164,27 +191,39 @@ def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AwsEndpo
     ],
 )
 def test_what_ec2_refuses_is_one_line(
-    faulty: AwsEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, said: str, exit_code: int
+    faulty: AwsEndpoint,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    code: str,
+    said: str,
+    exit_code: int,
 ) -> None:
     faulty.fault = code
     assert main(["cluster", "reap", file_of(tmp_path, "refused")]) == exit_code
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line and "secret" not in line
-    assert faulty.asked == ["DescribeInstances"] * (leaked_instances.ATTEMPTS if exit_code == 1 else 1), (
-        "what a person must mend does not pass"
-    )
+    assert faulty.asked == ["DescribeInstances"] * (
+        leaked_instances.ATTEMPTS if exit_code == 1 else 1
+    ), "what a person must mend does not pass"
 
 
 @pytest.mark.slow
 def test_an_endpoint_that_hangs_is_left_in_bounded_time(
-    faulty: AwsEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    faulty: AwsEndpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from botocore.config import Config
 
     real = leaked_instances.PATIENCE
-    assert leaked_instances.ATTEMPTS * max(real.connect_timeout, real.read_timeout) <= 100, "seconds, as it stands"
+    assert leaked_instances.ATTEMPTS * max(real.connect_timeout, real.read_timeout) <= 100, (
+        "seconds, as it stands"
+    )
     quick = Config(
-        connect_timeout=0.3, read_timeout=0.3, retries={"mode": "standard", "total_max_attempts": leaked_instances.ATTEMPTS}
+        connect_timeout=0.3,
+        read_timeout=0.3,
+        retries={"mode": "standard", "total_max_attempts": leaked_instances.ATTEMPTS},
     )
     monkeypatch.setattr(leaked_instances, "PATIENCE", quick)
     faulty.hang.set()
@@ -193,7 +232,9 @@ def test_an_endpoint_that_hangs_is_left_in_bounded_time(
     assert faulty.asked == ["DescribeInstances"] * leaked_instances.ATTEMPTS
 
 
-def test_credentials_that_cannot_be_fetched(faulty: AwsEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_cannot_be_fetched(
+    faulty: AwsEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     (tmp_path / "config").write_text("[profile broken]\ncredential_process = false\n")
@@ -208,6 +249,8 @@ def test_credentials_that_cannot_be_fetched(faulty: AwsEndpoint, tmp_path: Path,
 
 def test_other_clouds_and_files_without_a_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(YAML.replace("type: aws", "type: gcp, project_id: p, availability_zone: us-east1-b"))
+    path.write_text(
+        YAML.replace("type: aws", "type: gcp, project_id: p, availability_zone: us-east1-b")
+    )
     with pytest.raises(SpecError, match="EC2 only"):
         api.reap(path)

@@ -1,4 +1,5 @@
-"""Which pool a node counts to, capacity, GPUs, and what the survey makes of ports and of the head: no Ray cluster needed."""
+"""Which pool a node counts to, capacity, GPUs, and what the survey makes of ports and of the head:
+no Ray cluster needed."""
 
 from __future__ import annotations
 
@@ -31,8 +32,18 @@ CPUS = Pool("cpus", "CPU", 2, "owned", max_nodes=2)
 POOLS = (SPOT, ON_DEMAND, CPUS)
 
 
-def ray_node(ray_id: str = "abcdef0123456789", cpus: int = 8, gpus: int = 4, **labels: str) -> RayNode:
-    return RayNode(ray_id, "127.0.0.1", 1, {k.replace("_", "-"): v for k, v in labels.items()}, cpus, gpus, False)
+def ray_node(
+    ray_id: str = "abcdef0123456789", cpus: int = 8, gpus: int = 4, **labels: str
+) -> RayNode:
+    return RayNode(
+        ray_id,
+        "127.0.0.1",
+        1,
+        {k.replace("_", "-"): v for k, v in labels.items()},
+        cpus,
+        gpus,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +73,9 @@ def test_the_pool_by_market_and_accelerator() -> None:
 def test_nodes_of_a_cluster_come_leave_and_come_back() -> None:
     nodes = ClusterNodes((SPOT,))
     alive = {f"{i}" * 16: ray_node(f"{i}" * 16, pool="spot") for i in (1, 2, 3)}
-    assert nodes.news(alive) == [NodeReady(Node(name, "spot", 4)) for name in ("spot-11111111", "spot-22222222")]
+    assert nodes.news(alive) == [
+        NodeReady(Node(name, "spot", 4)) for name in ("spot-11111111", "spot-22222222")
+    ]
     assert nodes.news(alive) == []
     nodes.release("spot-11111111")
     third = nodes.news(alive)
@@ -77,13 +90,18 @@ def test_nodes_of_a_cluster_come_leave_and_come_back() -> None:
     assert [e.request_id for e in events if isinstance(e, RequestFailed)] == ["r"]
 
 
-def test_a_node_that_is_about_to_be_taken_is_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_about_to_be_taken_is_not_given_out_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was released for that, and would be prepared again and again until it is gone."""
     now_s = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     nodes = ClusterNodes((Pool("spot", "CPU", 1, "spot", max_nodes=2),))
     alive = {"a": ray_node("a"), "b": replace(ray_node("b"), draining=True)}
-    assert {e.node.node_id for e in nodes.news(alive) if isinstance(e, NodeReady)} == {"spot-a", "spot-b"}
+    assert {e.node.node_id for e in nodes.news(alive) if isinstance(e, NodeReady)} == {
+        "spot-a",
+        "spot-b",
+    }
     nodes.release("spot-a", taken_in_s=20.0)
     nodes.release("spot-b")
 
@@ -124,7 +142,9 @@ def test_gpus_of_this_machine_are_shared_out(monkeypatch: pytest.MonkeyPatch) ->
     cluster.answers[0].set_result({"ray_id": "x"})
     cluster.answers[1].set_exception(InternalError("no"))
     ready, lost = nodes.news({})
-    assert ready == NodeReady(Node("gpu-1", "gpu", 2, host_memory_bytes=machine_bytes() // 9)), "nine may share the machine"
+    assert ready == NodeReady(Node("gpu-1", "gpu", 2, host_memory_bytes=machine_bytes() // 9)), (
+        "nine may share the machine"
+    )
     assert isinstance(lost, RequestFailed)
     nodes.request("gpu", 1, "again")
     assert cluster.orders[-1].gpus == ("5", "6")
@@ -179,7 +199,9 @@ def head_at(port: socket.socket, refused_most_s: float = AWAY_MOST_S) -> HeadSer
 def test_an_embedded_head_that_refuses_is_gone(port: socket.socket) -> None:
     head = head_at(port, 0.0)
     assert head.ask(looked=True, now_s=0.0) == ""
-    assert "has refused connections for 1 s" in head.ask(looked=False, now_s=0.5) + head.ask(looked=False, now_s=1.0)
+    assert "has refused connections for 1 s" in head.ask(looked=False, now_s=0.5) + head.ask(
+        looked=False, now_s=1.0
+    )
 
 
 def test_that_of_a_cluster_may_come_back(port: socket.socket) -> None:

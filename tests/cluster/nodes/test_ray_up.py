@@ -1,5 +1,5 @@
-"""`ray up` of a shipped cluster file, end to end, on hosts that are namespaces (aws_hosts.py): one cluster, one run, one scene
-after the other. `-s` shows what each scene measured."""
+"""`ray up` of a shipped cluster file, end to end, on hosts that are namespaces (aws_hosts.py): one
+cluster, one run, one scene after the other. `-s` shows what each scene measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
     why = missing()
     if why:
         pytest.skip(why)
-    made = Inside(str(TESTS / "support" / "cluster" / "aws_hosts.py"), tmp_path_factory.mktemp("aws"), os.environ, SETUP)
+    made = Inside(
+        str(TESTS / "support" / "cluster" / "aws_hosts.py"),
+        tmp_path_factory.mktemp("aws"),
+        os.environ,
+        SETUP,
+    )
     yield made
     made.close()
 

@@ -1,4 +1,5 @@
-"""A notice on a metadata server leads a run on a real Ray cluster away from the node, and training continues."""
+"""A notice on a metadata server leads a run on a real Ray cluster away from the node, and training
+continues."""
 
 from __future__ import annotations
 
@@ -33,13 +34,16 @@ def server() -> Iterator[MetadataServer]:
 
 @pytest.fixture(scope="module")
 def address(server: MetadataServer) -> Iterator[str]:
-    """A Ray cluster that somebody else started: two spot instances of one worker, each with metadata of its own."""
+    """A Ray cluster that somebody else started: two spot instances of one worker, each with
+    metadata of its own."""
     with LocalCluster((str(ROOT),)) as made:
         started = []
         for name in ("x", "y"):
             server.node(name)
             labels = {"elastic-node": name, "elastic-pool": "spot", "ray.io/market-type": "spot"}
-            started.append(made.add(NodeOrder(name, 1, labels, environment={ENDPOINT: server.endpoint(name)})))
+            started.append(
+                made.add(NodeOrder(name, 1, labels, environment={ENDPOINT: server.endpoint(name)}))
+            )
         for answer in started:
             answer.result(180)
         with made.introduced():
@@ -69,27 +73,43 @@ def test_the_node_is_left_and_training_goes_on(
             lines = read(journal) if journal.is_file() else []
             if any(event.step >= AT_STEP for event in events(lines, StepDone)):
                 break
-        server.node("y").aws["events/recommendations/rebalance"] = {"noticeTime": "2026-01-01T00:00:00Z"}
+        server.node("y").aws["events/recommendations/rebalance"] = {
+            "noticeTime": "2026-01-01T00:00:00Z"
+        }
         told["at_s"] = time.time()
         server.interrupt("x", in_s=IN_S)
 
     thread = threading.Thread(target=cloud)
     thread.start()
     try:
-        result = api.run(folder, options=api.Options(run_name="noticed", address=address, show=False))
+        result = api.run(
+            folder, options=api.Options(run_name="noticed", address=address, show=False)
+        )
     finally:
         ended.set()
         thread.join()
     lines = read(result.folder / "journal.jsonl")
     went_on_as_if_nothing_happened(result.summary, lines, STEPS)
-    at_s, notice = next((at_s, e) for line in lines for at_s, e in line.events if isinstance(e, Notice))
-    assert notice.node_id == "x" and notice.origin.startswith("AWS: spot instance-action terminate at ")
+    at_s, notice = next(
+        (at_s, e) for line in lines for at_s, e in line.events if isinstance(e, Notice)
+    )
+    assert notice.node_id == "x" and notice.origin.startswith(
+        "AWS: spot instance-action terminate at "
+    )
     assert at_s - told["at_s"] < 30, "a look every second, on a machine under load"
     assert told["at_s"] + IN_S - 3 < notice.deadline_s < told["at_s"] + IN_S + 30
     left = [t for t in result.summary["transitions"] if t["cause"] == "notice"]
     assert len(left) == 1 and left[0]["steps_lost"] == 0 and left[0]["source"] == "live"
     warned = events(lines, NodeWarned)
-    assert [(event.node_id, event.risk) for event in warned] == [("y", True)], "a warning, and y stays"
-    orders = [a for line in lines if line.decision for a in line.decision.actions if isinstance(a, DrainNode)]
+    assert [(event.node_id, event.risk) for event in warned] == [("y", True)], (
+        "a warning, and y stays"
+    )
+    orders = [
+        a
+        for line in lines
+        if line.decision
+        for a in line.decision.actions
+        if isinstance(a, DrainNode)
+    ]
     assert [order.node_id for order in orders] == ["x"]
     assert drained == [("x", True)], "and in Ray, once it is decided"

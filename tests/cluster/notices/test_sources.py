@@ -1,4 +1,5 @@
-"""What nodes learn of their own end, against a metadata server on loopback that follows the clouds' documents."""
+"""What nodes learn of their own end, against a metadata server on loopback that follows the clouds'
+documents."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_aws_without_a_token_is_refused_so_the_probe_fetches_one_and_renews_it(
 ) -> None:
     assert ask(f"{server.endpoint()}/latest/meta-data/spot/instance-action").status == 401
     now_s = [1000.0]
-    monkeypatch.setattr("elastic.cluster.notices.sources.aws.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(
+        "elastic.cluster.notices.sources.aws.time", SimpleNamespace(monotonic=lambda: now_s[0])
+    )
     source = Aws(server.endpoint(), token_s=100)
     list(source.read())
     first = set(server.tokens)
@@ -88,8 +91,11 @@ def test_aws_a_rebalance_recommendation_is_a_warning(server: MetadataServer) -> 
 
 @pytest.mark.parametrize("off_s", [-MINUTE, MINUTE])
 @pytest.mark.parametrize("says_date", [True, False])
-def test_clocks_that_disagree_by_a_minute(server: MetadataServer, off_s: float, says_date: bool) -> None:
-    """With the server's own clock the rest is right; without it, never more than AWS gives at the most."""
+def test_clocks_that_disagree_by_a_minute(
+    server: MetadataServer, off_s: float, says_date: bool
+) -> None:
+    """With the server's own clock the rest is right; without it, never more than AWS gives at the
+    most."""
     server.clock_off_s, server.says_date = off_s, says_date
     server.interrupt(in_s=100)
     in_s = only(Aws(server.endpoint())).in_s
@@ -100,7 +106,9 @@ def test_clocks_that_disagree_by_a_minute(server: MetadataServer, off_s: float, 
         assert in_s <= 120 and abs(in_s - min(120, 100 + off_s)) < 5
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"action": "stop"}', '{"action": "stop", "time": "soon"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"action": "stop"}', '{"action": "stop", "time": "soon"}']
+)
 def test_aws_a_notice_that_cannot_be_read_is_still_one(server: MetadataServer, text: str) -> None:
     server.node().aws["spot/instance-action"] = text
     assert only(Aws(server.endpoint())).in_s == 120.0
@@ -114,7 +122,8 @@ def test_aws_trouble_of_the_server_says_nothing(server: MetadataServer) -> None:
         source.read()
 
 
-# ------------------------------------------------------------------------------------------ GCP, Azure
+# ------------------------------------------------------------------------------------------ GCP,
+# Azure
 
 
 def test_gcp(server: MetadataServer) -> None:
@@ -123,7 +132,10 @@ def test_gcp(server: MetadataServer) -> None:
     assert list(source.read()) == []
     said["instance/preempted"] = "TRUE"
     assert only(source) == Finding("GCP: instance/preempted", 30.0)
-    said |= {"instance/preempted": "FALSE", "instance/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}
+    said |= {
+        "instance/preempted": "FALSE",
+        "instance/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE",
+    }
     assert only(source).in_s == 60.0 and only(Gcp(server.endpoint(), gpus=True)).in_s == 3600.0
     said["instance/maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
     assert only(source).in_s is None and not only(source).risk
@@ -132,15 +144,22 @@ def test_gcp(server: MetadataServer) -> None:
         source.read()
 
 
-def test_gcp_maintenance_that_has_a_time(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Days ahead it is a warning, within the hour a notice; by the clock of the server that named the time."""
+def test_gcp_maintenance_that_has_a_time(
+    server: MetadataServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Days ahead it is a warning, within the hour a notice; by the clock of the server that named
+    the time."""
     monkeypatch.setattr(gcp, "UPCOMING_EVERY_S", 0.0)
     server.clock_off_s = -MINUTE
     source, said = Gcp(server.endpoint(), gpus=True), server.node().gcp
     assert list(source.read()) == [], "{ } where nothing is planned"
     server.plan_maintenance(in_s=2 * 86400)
     warning = only(source)
-    assert warning.in_s is None and not warning.risk and "maintenance is planned for 20" in warning.what
+    assert (
+        warning.in_s is None
+        and not warning.risk
+        and "maintenance is planned for 20" in warning.what
+    )
     server.plan_maintenance(in_s=1800)
     notice = only(source)
     assert notice.in_s is not None and 1790 < notice.in_s <= 1800 and notice.what != warning.what
@@ -151,7 +170,12 @@ def test_gcp_maintenance_that_has_a_time(server: MetadataServer, monkeypatch: py
     said["instance/maintenance-event"] = "NONE"
     server.plan_maintenance(status="COMPLETE")
     assert list(source.read()) == []
-    for text in ("", "[]", '{"window_start_time": 5}', '{"error": "no notifications have been received yet"}'):
+    for text in (
+        "",
+        "[]",
+        '{"window_start_time": 5}',
+        '{"error": "no notifications have been received yet"}',
+    ):
         said["instance/upcoming-maintenance"] = text
         assert list(source.read()) == []
     server.plan_maintenance(in_s=1800)
@@ -168,11 +192,14 @@ def test_gcp_is_asked_for_what_is_planned_every_half_minute(server: MetadataServ
     assert sum("instance/preempted" in path for path in server.asked) == 3
 
 
-def azure_event(kind: str, in_s: float | None, names: tuple[str, ...] = ("vm_0",)) -> dict[str, object]:
+def azure_event(
+    kind: str, in_s: float | None, names: tuple[str, ...] = ("vm_0",)
+) -> dict[str, object]:
     at = "" if in_s is None else formatdate(time.time() + in_s, usegmt=True)
     return {
-        "EventId": f"id-{kind}", "EventType": kind, "ResourceType": "VirtualMachine", "Resources": list(names),
-        "EventStatus": "Started" if in_s is None else "Scheduled", "NotBefore": at, "Description": "", "DurationInSeconds": -1,
+        "EventId": f"id-{kind}", "EventType": kind, "ResourceType": "VirtualMachine",
+        "Resources": list(names), "EventStatus": "Started" if in_s is None else "Scheduled",
+        "NotBefore": at, "Description": "", "DurationInSeconds": -1,
     }  # fmt: skip
 
 
@@ -180,7 +207,10 @@ def test_azure(server: MetadataServer) -> None:
     source, said = Azure(server.endpoint()), server.node()
     source.greet()
     assert list(source.read()) == []
-    said.azure = [azure_event("Preempt", 30, ("vm_1",)), azure_event("Reboot", 900, ("vm_1", "vm_0"))]
+    said.azure = [
+        azure_event("Preempt", 30, ("vm_1",)),
+        azure_event("Reboot", 900, ("vm_1", "vm_0")),
+    ]
     found = only(source)
     assert "Reboot" in found.what and found.in_s is not None and 890 < found.in_s <= 900
     said.azure = [azure_event("Preempt", None)]
@@ -191,7 +221,8 @@ def test_azure(server: MetadataServer) -> None:
     assert list(source.read()) == []
 
 
-# ------------------------------------------------------------------------------------------ Kubernetes, file
+# ------------------------------------------------------------------------------------------
+# Kubernetes, file
 
 
 @pytest.fixture
@@ -202,7 +233,11 @@ def account(tmp_path: Path) -> Path:
 
 
 def pod_environment(server: MetadataServer) -> dict[str, str]:
-    return {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.port), "HOSTNAME": "worker-7"}
+    return {
+        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": str(server.port),
+        "HOSTNAME": "worker-7",
+    }
 
 
 def test_a_pod_that_is_deleted(server: MetadataServer, account: Path) -> None:
@@ -211,7 +246,12 @@ def test_a_pod_that_is_deleted(server: MetadataServer, account: Path) -> None:
     assert list(source.read()) == []
     assert server.asked[-1] == "GET /api/v1/namespaces/train/pods/worker-7"
     server.clock_off_s = -MINUTE
-    server.node().pod = {"metadata": {"deletionTimestamp": iso(server.now_s() + 30), "deletionGracePeriodSeconds": 30}}
+    server.node().pod = {
+        "metadata": {
+            "deletionTimestamp": iso(server.now_s() + 30),
+            "deletionGracePeriodSeconds": 30,
+        }
+    }
     found = only(source)
     assert found.in_s is not None and 25 < found.in_s <= 30
     assert found.what.startswith("Kubernetes: pod train/worker-7 is deleted at")
@@ -220,11 +260,15 @@ def test_a_pod_that_is_deleted(server: MetadataServer, account: Path) -> None:
 def test_a_service_account_without_the_right_is_said_and_not_asked_on(
     server: MetadataServer, account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detect.kubernetes, "Kubernetes", lambda environ, folder: Kubernetes(environ, folder, "http"))
+    monkeypatch.setattr(
+        detect.kubernetes, "Kubernetes", lambda environ, folder: Kubernetes(environ, folder, "http")
+    )
     place = ProbedMachine(pod_environment(server), account / "none", account)
     found = sources_of(place)
     assert [source.name for source in found.found if source.name == "Kubernetes"] == []
-    assert "Kubernetes: the service account may not read pod train/worker-7 (HTTP 403)" in found.notes
+    assert (
+        "Kubernetes: the service account may not read pod train/worker-7 (HTTP 403)" in found.notes
+    )
     server.node().pod = {"metadata": {}}
     assert "Kubernetes" in [source.name for source in sources_of(place).found]
 
@@ -250,10 +294,15 @@ def test_a_trap_on_sigterm_writes_the_file(tmp_path: Path) -> None:
     (line,) = [line for line in page.splitlines() if line.startswith("trap ")]
     script = f"ray() {{ exec sleep 60; }}\n{line}\nray start --block & echo ready; wait $!"
     environment = {"ELASTIC_NOTICE_FILE": str(file), "PATH": "/usr/bin:/bin", "GRACE_S": "1"}
-    with subprocess.Popen(["bash", "-c", script], env=environment, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        ["bash", "-c", script], env=environment, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.terminate()
-        until(lambda: "(1 s)" in [finding.what[-5:] for finding in NoticeFile(str(file)).read()], "a notice in the file")
+        until(
+            lambda: "(1 s)" in [finding.what[-5:] for finding in NoticeFile(str(file)).read()],
+            "a notice in the file",
+        )
         began_s = time.monotonic()
         process.wait(60)
         assert time.monotonic() - began_s > 0.5, "Ray keeps the rest of the grace period"
@@ -263,21 +312,27 @@ def test_a_trap_on_sigterm_writes_the_file(tmp_path: Path) -> None:
 def test_a_node_whose_clock_is_off_gives_the_driver_the_right_deadline(
     server: MetadataServer, account: Path, off_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clocks of cloud and driver are right, the node's is not: what goes from it to the driver are seconds from now."""
+    """The clocks of cloud and driver are right, the node's is not: what goes from it to the driver
+    are seconds from now."""
     shifted = SimpleNamespace(time=lambda: time.time() + off_s, monotonic=time.monotonic)
     for module in (ask_module, notice_file):
         monkeypatch.setattr(module, "time", shifted)
     server.interrupt(in_s=100)
     server.node().azure = [azure_event("Preempt", 100)]
-    server.node().pod = {"metadata": {"deletionTimestamp": iso(server.now_s() + 100), "deletionGracePeriodSeconds": 100}}
+    server.node().pod = {
+        "metadata": {
+            "deletionTimestamp": iso(server.now_s() + 100),
+            "deletionGracePeriodSeconds": 100,
+        }
+    }
     server.plan_maintenance(in_s=100)
     file = account / "notice"
     file.write_text("100")
     written_s = time.time() + off_s  # a file of that node has its clock's time
     os.utime(file, (written_s, written_s))
     sources: list[NoticeSource] = [
-        Aws(server.endpoint()), Azure(server.endpoint()), Gcp(server.endpoint(), gpus=True), NoticeFile(str(file)),
-        Kubernetes(pod_environment(server), account, scheme="http"),
+        Aws(server.endpoint()), Azure(server.endpoint()), Gcp(server.endpoint(), gpus=True),
+        NoticeFile(str(file)), Kubernetes(pod_environment(server), account, scheme="http"),
     ]  # fmt: skip
     for source in sources:
         watch, notices = Watch(lambda source=source: Sources((source,))), Notices()  # type: ignore[misc]
@@ -291,7 +346,8 @@ def test_a_node_whose_clock_is_off_gives_the_driver_the_right_deadline(
         assert isinstance(notice, Notice) and 80 < notice.deadline_s - now_s <= 100, source.name
 
 
-# ------------------------------------------------------------------------------------------ which of them is here
+# ------------------------------------------------------------------------------------------ which
+# of them is here
 
 
 def firmware(folder: Path, **texts: str) -> Path:
@@ -303,13 +359,41 @@ def firmware(folder: Path, **texts: str) -> Path:
 
 def test_the_firmware_names_the_cloud(tmp_path: Path) -> None:
     assert cloud_of(tmp_path / "none") is None
-    assert cloud_of(firmware(tmp_path / "a", sys_vendor="Amazon EC2", product_name="p5.48xlarge")) == "AWS"
-    assert cloud_of(firmware(tmp_path / "x", sys_vendor="Xen", product_name="HVM domU", bios_version="4.11.amazon")) == "AWS"
-    assert cloud_of(firmware(tmp_path / "g", sys_vendor="Google", product_name="Google Compute Engine")) == "GCP"
-    azure = firmware(tmp_path / "z", sys_vendor="Microsoft Corporation", chassis_asset_tag=detect.AZURE_CHASSIS)
+    assert (
+        cloud_of(firmware(tmp_path / "a", sys_vendor="Amazon EC2", product_name="p5.48xlarge"))
+        == "AWS"
+    )
+    assert (
+        cloud_of(
+            firmware(
+                tmp_path / "x",
+                sys_vendor="Xen",
+                product_name="HVM domU",
+                bios_version="4.11.amazon",
+            )
+        )
+        == "AWS"
+    )
+    assert (
+        cloud_of(
+            firmware(tmp_path / "g", sys_vendor="Google", product_name="Google Compute Engine")
+        )
+        == "GCP"
+    )
+    azure = firmware(
+        tmp_path / "z", sys_vendor="Microsoft Corporation", chassis_asset_tag=detect.AZURE_CHASSIS
+    )
     assert cloud_of(azure) == "Azure"
-    assert cloud_of(firmware(tmp_path / "h", sys_vendor="Microsoft Corporation", chassis_asset_tag="1234")) == ""
-    assert cloud_of(firmware(tmp_path / "d", sys_vendor="Dell Inc.", product_name="PowerEdge XE9680")) == ""
+    assert (
+        cloud_of(
+            firmware(tmp_path / "h", sys_vendor="Microsoft Corporation", chassis_asset_tag="1234")
+        )
+        == ""
+    )
+    assert (
+        cloud_of(firmware(tmp_path / "d", sys_vendor="Dell Inc.", product_name="PowerEdge XE9680"))
+        == ""
+    )
 
 
 def names(found: Sources) -> list[str]:
@@ -321,9 +405,18 @@ def test_variables_of_the_sdks_name_where_to_ask(server: MetadataServer, tmp_pat
     aws = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": server.endpoint("a")}
     server.node("a")
     assert names(sources_of(ProbedMachine(aws, none, none, named_only=True))) == ["AWS"]
-    assert names(sources_of(ProbedMachine({"GCE_METADATA_HOST": f"127.0.0.1:{server.port}"}, none, none))) == ["GCP"]
-    assert names(sources_of(ProbedMachine({"ELASTIC_AZURE_METADATA_ENDPOINT": server.endpoint()}, none, none))) == ["Azure"]
-    assert names(sources_of(ProbedMachine(aws | {"AWS_EC2_METADATA_DISABLED": "true"}, none, none))) == []
+    assert names(
+        sources_of(ProbedMachine({"GCE_METADATA_HOST": f"127.0.0.1:{server.port}"}, none, none))
+    ) == ["GCP"]
+    assert names(
+        sources_of(
+            ProbedMachine({"ELASTIC_AZURE_METADATA_ENDPOINT": server.endpoint()}, none, none)
+        )
+    ) == ["Azure"]
+    assert (
+        names(sources_of(ProbedMachine(aws | {"AWS_EC2_METADATA_DISABLED": "true"}, none, none)))
+        == []
+    )
     assert not [text for text in server.asked if "computeMetadata" in text and "/a/" in text]
 
 
@@ -352,12 +445,21 @@ def test_an_address_that_hangs_costs_about_a_second(
 def test_a_named_cloud_that_does_not_answer_yet_is_asked_on(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    found = sources_of(ProbedMachine({"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://127.0.0.1:{port}"}, tmp_path, tmp_path))
+    found = sources_of(
+        ProbedMachine(
+            {"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://127.0.0.1:{port}"}, tmp_path, tmp_path
+        )
+    )
     assert names(found) == ["AWS"]
-    assert len(found.notes) == 1 and found.notes[0].startswith("AWS: ") and found.notes[0].endswith("asked again")
+    assert (
+        len(found.notes) == 1
+        and found.notes[0].startswith("AWS: ")
+        and found.notes[0].endswith("asked again")
+    )
 
 
-# ------------------------------------------------------------------------------------------ the watch of a node
+# ------------------------------------------------------------------------------------------ the
+# watch of a node
 
 
 class Scripted:
@@ -385,9 +487,13 @@ def after(watch: Watch, seen: NoticeReport) -> NoticeReport:
     return report
 
 
-def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr("elastic.cluster.notices.sources.watch.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(
+        "elastic.cluster.notices.sources.watch.time", SimpleNamespace(monotonic=lambda: now_s[0])
+    )
     source = Scripted()
     watch = Watch(lambda: Sources((source,), ("a note",)))
     known = after(watch, NoticeReport(0))
@@ -415,7 +521,9 @@ def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_
     watch.close()
 
 
-def test_a_source_that_falls_silent_is_named_and_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_falls_silent_is_named_and_heard_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("elastic.cluster.notices.sources.watch.DEAF_S", 0.1)
     source = Scripted()
     watch = Watch(lambda: Sources((source,)))

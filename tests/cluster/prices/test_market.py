@@ -1,4 +1,5 @@
-"""Prices from AWS, through real boto3 against answers in AWS's own formats, and the faults of those who are asked."""
+"""Prices from AWS, through real boto3 against answers in AWS's own formats, and the faults of those
+who are asked."""
 
 from __future__ import annotations
 
@@ -17,14 +18,24 @@ from support.waiting import until
 from elastic import catalog
 from elastic.cli import command_line
 from elastic.cluster.prices import aws_prices
-from elastic.cluster.prices.market import TABLE, Market, Price, Ticker, from_table, given, is_looked_up
+from elastic.cluster.prices.market import (
+    TABLE,
+    Market,
+    Price,
+    Ticker,
+    from_table,
+    given,
+    is_looked_up,
+)
 from elastic.types import Event, Pool, PriceSeen
 
 TYPE, REGION = "g5.4xlarge", "us-east-1"
 IN_TABLE = catalog.instance_type(TYPE)
 assert IN_TABLE is not None
 SPOT_USD, USD = IN_TABLE.spot_usd_per_h or 0.0, IN_TABLE.usd_per_h(REGION) or 0.0
-SPOT = Pool("spot", "A10G", 1, "spot", SPOT_USD, max_nodes=4, region=REGION, instance_type=TYPE, cloud="aws")
+SPOT = Pool(
+    "spot", "A10G", 1, "spot", SPOT_USD, max_nodes=4, region=REGION, instance_type=TYPE, cloud="aws"
+)
 FIXED = Pool("fixed", "A10G", 1, "on-demand", USD, region=REGION, instance_type=TYPE, cloud="aws")
 HISTORY = [
     ("us-east-1a", "use1-az1", "0.50", "2026-11-22T04:00:00.000Z"),
@@ -49,11 +60,15 @@ def endpoint() -> Iterator[AwsEndpoint]:
 
 
 @pytest.fixture
-def aws(endpoint: AwsEndpoint, clients: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[AwsEndpoint]:
+def aws(
+    endpoint: AwsEndpoint, clients: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[AwsEndpoint]:
     """With credentials in the environment, and no other source of them."""
 
     def client(service: str, region: str) -> Any:
-        return clients.setdefault((service, region), clients.get((service, region)) or MAKE_CLIENT(service, region))
+        return clients.setdefault(
+            (service, region), clients.get((service, region)) or MAKE_CLIENT(service, region)
+        )
 
     monkeypatch.setattr(aws_prices, "_client", client)
     for _ in endpoint.anew(HISTORY, 1.5, {"use1-az1": 9, "use1-az2": 3}):
@@ -69,7 +84,8 @@ def aws(endpoint: AwsEndpoint, clients: dict[tuple[str, str], Any], monkeypatch:
         monkeypatch.setattr(aws_prices, "READ_S", 60.0)  # the machine may be busy
         yield endpoint
     until(
-        lambda: not any(thread.name == "market" for thread in threading.enumerate()), "the last question of this test's tickers"
+        lambda: not any(thread.name == "market" for thread in threading.enumerate()),
+        "the last question of this test's tickers",
     )
 
 
@@ -78,7 +94,10 @@ def test_spot_prices_by_zone_and_the_median_of_a_region(aws: AwsEndpoint) -> Non
     market = Market()
     (found,) = market.look([SPOT])
     assert found.zones == {"us-east-1a": 0.6, "us-east-1b": 0.4, "us-east-1c": 0.7}
-    assert (found.usd_per_node_h, found.source) == (0.6, "spot price of AWS, median of 3 zones of us-east-1")
+    assert (found.usd_per_node_h, found.source) == (
+        0.6,
+        "spot price of AWS, median of 3 zones of us-east-1",
+    )
     assert found.scores == {"use1-az1": 9, "use1-az2": 3}
     assert market.problems == []
     (there,) = market.look([Pool(**{**SPOT.__dict__, "zone": "us-east-1b"})])
@@ -99,14 +118,30 @@ def test_on_demand_prices_without_reserved_blocks(aws: AwsEndpoint) -> None:
 def test_what_is_stated_owned_or_of_another_cloud_is_not_looked_up(aws: AwsEndpoint) -> None:
     stated = Pool(**{**FIXED.__dict__, "usd_per_node_h": 0.9})
     owned = Pool("ours", usd_per_node_h=0.0)
-    google = Pool("g", "A100", 1, "spot", 0.0, region="us-central1", instance_type="a2-highgpu-1g", cloud="gcp")
+    google = Pool(
+        "g",
+        "A100",
+        1,
+        "spot",
+        0.0,
+        region="us-central1",
+        instance_type="a2-highgpu-1g",
+        cloud="gcp",
+    )
     unlisted = Pool(**{**SPOT.__dict__, "instance_type": "m7i.large", "usd_per_node_h": 0.04})
-    assert from_table(unlisted).source == "as stated", "the table knows the type and no spot price of it"
+    assert from_table(unlisted).source == "as stated", (
+        "the table knows the type and no spot price of it"
+    )
     assert (
-        not any(is_looked_up(pool) for pool in (stated, unlisted, owned, google)) and is_looked_up(SPOT) and is_looked_up(FIXED)
+        not any(is_looked_up(pool) for pool in (stated, unlisted, owned, google))
+        and is_looked_up(SPOT)
+        and is_looked_up(FIXED)
     )
     prices = Market().look([stated, owned, google])
-    assert [(p.usd_per_node_h, p.source) for p in prices[:2]] == [(0.9, "as stated"), (0.0, "as stated")]
+    assert [(p.usd_per_node_h, p.source) for p in prices[:2]] == [
+        (0.9, "as stated"),
+        (0.0, "as stated"),
+    ]
     assert prices[2] == given(google) and prices[2].source == TABLE
     assert aws.asked == []
 
@@ -122,11 +157,17 @@ def test_what_is_stated_owned_or_of_another_cloud_is_not_looked_up(aws: AwsEndpo
         ("InternalError", "AWS refuses (InternalError)", 4),
     ],
 )
-def test_an_error_is_one_line_and_the_table_counts(aws: AwsEndpoint, code: str, said: str, tries: int) -> None:
+def test_an_error_is_one_line_and_the_table_counts(
+    aws: AwsEndpoint, code: str, said: str, tries: int
+) -> None:
     aws.fault = code
     market = Market()
     assert market.look([SPOT]) == [Price(SPOT, SPOT_USD, TABLE)]
-    assert len(market.problems) == 1 and said in market.problems[0] and "secret" not in market.problems[0]
+    assert (
+        len(market.problems) == 1
+        and said in market.problems[0]
+        and "secret" not in market.problems[0]
+    )
     assert len(aws.asked) == tries
 
 
@@ -137,9 +178,14 @@ def test_throttling_that_passes_is_not_told(aws: AwsEndpoint) -> None:
     assert market.problems == []
 
 
-def test_prices_are_found_where_only_scores_are_forbidden(aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prices_are_found_where_only_scores_are_forbidden(
+    aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> dict[str, int]:
-        raise aws_prices.NoAnswer("placement scores in us-east-1: these credentials may not ask that (UnauthorizedOperation)")
+        raise aws_prices.NoAnswer(
+            "placement scores in us-east-1: these credentials may not ask that "
+            "(UnauthorizedOperation)"
+        )
 
     market = Market()
     monkeypatch.setattr(market.prices, "scores", refuse)
@@ -158,7 +204,9 @@ def test_an_endpoint_that_hangs(aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatc
     market = Market()
     assert market.look([SPOT]) == [Price(SPOT, SPOT_USD, TABLE)]
     assert time.monotonic() - began_s < 20
-    assert market.problems == [f"spot prices of {TYPE} in {REGION}: AWS does not answer (ReadTimeoutError)"]
+    assert market.problems == [
+        f"spot prices of {TYPE} in {REGION}: AWS does not answer (ReadTimeoutError)"
+    ]
 
 
 def test_without_credentials_the_table_counts_and_that_is_said_once(
@@ -175,7 +223,8 @@ def test_without_credentials_the_table_counts_and_that_is_said_once(
         until(lambda: len(looks) > 5, "the sixth look")
         ticker.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"prices: there are no AWS credentials here; where a price is missing, that of the {TABLE} counts"
+        "prices: there are no AWS credentials here; where a price is missing, that of the "
+        f"{TABLE} counts"
     ]
     assert ticker.take() == [] and aws.asked == []
 
@@ -198,7 +247,9 @@ def test_an_endpoint_that_hangs_is_said_once_and_the_table_counts(
     assert ticker.take() == [], "the price that the pool was read with stays"
 
 
-def test_a_profile_that_is_not_there_is_missing_credentials(aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_is_not_there_is_missing_credentials(
+    aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(aws_prices, "_client", MAKE_CLIENT)
     monkeypatch.setenv("AWS_PROFILE", "missing")
     market = Market()
@@ -272,13 +323,19 @@ available_node_types:
 """
 
 
-def test_elastic_prices(aws: AwsEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elastic_prices(
+    aws: AwsEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)
     assert command_line.main(["prices", "--cluster", str(file), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     (row,) = said["prices"]
-    assert row["pool"] == "cheap" and row["usd_per_node_h"] == 0.6 and row["source"].startswith("spot price of AWS")
+    assert (
+        row["pool"] == "cheap"
+        and row["usd_per_node_h"] == 0.6
+        and row["source"].startswith("spot price of AWS")
+    )
     assert row["scores"] == {"use1-az1": 9, "use1-az2": 3} and said["problems"] == []
     aws.fault = "ExpiredToken"
     assert command_line.main(["prices", "--cluster", str(file)]) == 0
@@ -286,8 +343,8 @@ def test_elastic_prices(aws: AwsEndpoint, tmp_path: Path, capsys: pytest.Capture
     assert "the credentials have expired" in text and TABLE in text
     assert command_line.main(["prices", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
-    assert {row["instance_type"] for row in table["prices"]} >= {TYPE, "p5.48xlarge"} and table["table_at"] == str(
-        catalog.PRICES_AT
-    )
+    assert {row["instance_type"] for row in table["prices"]} >= {TYPE, "p5.48xlarge"} and table[
+        "table_at"
+    ] == str(catalog.PRICES_AT)
     assert command_line.main(["prices"]) == 0 and "ON DEMAND" in capsys.readouterr().out
     assert command_line.main(["prices", "--cluster", str(tmp_path / "none.yaml")]) == 2

@@ -24,7 +24,9 @@ def test_one_where_nobody_listens_is_a_mistake(monkeypatch: pytest.MonkeyPatch) 
         address = f"127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(
-        SpecError, match=f"the Ray cluster at {address} cannot be reached .*; set RAY_ADDRESS right, or unset it"
+        SpecError,
+        match=f"the Ray cluster at {address} cannot be reached .*; set RAY_ADDRESS right, or unset "
+        "it",
     ):
         ray_address(Options())
     assert ray_address(Options(local=True)) is None

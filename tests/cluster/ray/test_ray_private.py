@@ -1,4 +1,5 @@
-"""The private Ray names that are used still do what they did: one test for each name of elastic/cluster/ray/_ray_private.py."""
+"""The private Ray names that are used still do what they did: one test for each name of
+elastic/cluster/ray/_ray_private.py."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def test_connect_leads_to_the_head_on_loopback(cluster: LocalCluster) -> None:
 
 
 def test_the_thread_that_prints_errors_has_ended(cluster: LocalCluster) -> None:
-    until(lambda: all(thread.name != "ray_listen_error_messages" for thread in threading.enumerate()), "the end of the thread")
+    until(
+        lambda: all(thread.name != "ray_listen_error_messages" for thread in threading.enumerate()),
+        "the end of the thread",
+    )
     from ray._private.worker import global_worker
 
     assert global_worker.listener_thread is not None  # the name by which ray.init starts it
@@ -58,17 +62,25 @@ def test_no_agent_runs_on_the_embedded_cluster(cluster: LocalCluster) -> None:
     for pid in processes.descendants(cluster.pid):
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             names.append(file.read().replace(b"\0", b" ").decode())
-    assert sum(name.startswith("sleep infinity") for name in names) >= 4  # two on the head, two on each node
-    assert not [name for name in names if "Agent" in name.split(" ")[0] or "dashboard.py" in " ".join(name.split(" ")[:3])]
+    # two on the head, two on each node
+    assert sum(name.startswith("sleep infinity") for name in names) >= 4
+    assert not [
+        name
+        for name in names
+        if "Agent" in name.split(" ")[0] or "dashboard.py" in " ".join(name.split(" ")[:3])
+    ]
 
 
 def test_nodes_are_counted_again_when_asked(cluster: LocalCluster) -> None:
-    """A node that comes is seen by Ray Train's coordinator at once, which by itself looks only every 20 s."""
+    """A node that comes is seen by Ray Train's coordinator at once, which by itself looks only
+    every 20 s."""
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 
     actor = coordinator.get_or_create_autoscaling_coordinator()
     asked = {"requester_id": "test", "resources": [{"CPU": 1}] * 64, "expire_after_s": 100}
-    ray.get(actor.request_resources.remote(**asked, priority=coordinator.ResourceRequestPriority.HIGH))
+    ray.get(
+        actor.request_resources.remote(**asked, priority=coordinator.ResourceRequestPriority.HIGH)
+    )
     before = ray.get(actor.get_reserved_resources.remote("test"))
     ray_id = cluster.add(NodeOrder("counted", 1)).result(180)["ray_id"]
     assert ray_id not in before
@@ -128,7 +140,9 @@ assert tokens == [True, True], tokens
     for folder in folders:
         folder.mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", text, *folders], capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", text, *folders], capture_output=True, text=True, check=False, env=env
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -137,7 +151,8 @@ def test_runtime_environments_are_offered_where_they_are_asked_for() -> None:
         assert own.address
         commands = [" ".join(processes.command(pid)) for pid in processes.descendants(own.pid)]
     assert sum("runtime_env/agent/main.py" in command for command in commands) >= 1
-    assert sum(command.startswith("sleep infinity") for command in commands) == 1  # the other agent of the head
+    # the other agent of the head
+    assert sum(command.startswith("sleep infinity") for command in commands) == 1
 
 
 def test_the_launcher_says_what_it_refuses() -> None:
@@ -149,9 +164,13 @@ def test_the_launcher_says_what_it_refuses() -> None:
         "available_node_types": types,
     }
     assert _ray_private.launcher_problem(good) is None
-    assert good["available_node_types"] == {"head": {"resources": {}, "node_config": {}}}  # Ray fills in a copy
+    # Ray fills in a copy
+    assert good["available_node_types"] == {"head": {"resources": {}, "node_config": {}}}
     wrong = good | {"max_workers": "two"}
-    assert _ray_private.launcher_problem(wrong) == (("max_workers",), "'two' is not of type 'integer'")
+    assert _ray_private.launcher_problem(wrong) == (
+        ("max_workers",),
+        "'two' is not of type 'integer'",
+    )
     found = _ray_private.launcher_problem(good | {"head_node_type": "boss"})
     assert found is not None
     assert "must be one of `available_node_types`" in found[1]
@@ -186,4 +205,6 @@ def test_an_idle_node_ends_and_a_busy_one_does_not(cluster: LocalCluster, tmp_pa
 def test_no_autoscaler_runs_on_the_embedded_cluster(cluster: LocalCluster) -> None:
     """test_autoscaler.py has one that runs."""
     assert not _ray_private.autoscaler_v2()
-    assert _ray_private.scaling() == _ray_private.Scaling(Counter(), Counter(), Counter(), Counter())
+    assert _ray_private.scaling() == _ray_private.Scaling(
+        Counter(), Counter(), Counter(), Counter()
+    )

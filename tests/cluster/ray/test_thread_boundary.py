@@ -1,4 +1,5 @@
-"""Threads that follow something as long as the driver lives continue after what nobody thought of."""
+"""Threads that follow something as long as the driver lives continue after what nobody thought
+of."""
 
 from __future__ import annotations
 
@@ -62,11 +63,15 @@ def survey(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def watch(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return Watch(lambda: Sources((SimpleNamespace(name="odd", every_s=0.01, read=raises, greet=raises),))).close
+    return Watch(
+        lambda: Sources((SimpleNamespace(name="odd", every_s=0.01, read=raises, greet=raises),))
+    ).close
 
 
 @pytest.mark.parametrize("thread", [ticker, notices, survey, watch])
-def test_a_thread_goes_on(thread: Callable[..., Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_goes_on(
+    thread: Callable[..., Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     raises = Raises()
     close = thread(raises, monkeypatch)
     try:
@@ -79,7 +84,9 @@ def test_the_same_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     boundary, raises = ThreadBoundary(logging.getLogger("test"), "looking"), Raises()
     assert [boundary.holds(raises) for _ in range(3)] == [False] * 3
     assert boundary.holds(lambda: None)
-    assert [record.message for record in caplog.records] == ["looking: Odd: of another kind; retried"]
+    assert [record.message for record in caplog.records] == [
+        "looking: Odd: of another kind; retried"
+    ]
 
 
 def test_an_order_to_add_a_node_of_no_pool_is_refused() -> None:

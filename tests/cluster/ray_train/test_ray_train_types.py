@@ -1,4 +1,5 @@
-"""Each field of Ray Train's configurations is a key of the job, or is refused by name in one line."""
+"""Each field of Ray Train's configurations is a key of the job, or is refused by name in one
+line."""
 
 from __future__ import annotations
 
@@ -16,28 +17,59 @@ from elastic.program import Program, load_program
 
 train = pytest.importorskip("ray.train")
 from elastic.cluster.ray_train import train_types  # noqa: E402
-from elastic.cluster.ray_train.train_types import FinishedRun, pools, read_checkpoint, result_of, wanted  # noqa: E402
+from elastic.cluster.ray_train.train_types import (  # noqa: E402
+    FinishedRun,
+    pools,
+    read_checkpoint,
+    result_of,
+    wanted,
+)
 
 TINY = PROGRAMS / "tiny.py"
-Scaling, Run, Failure, Keep = train.ScalingConfig, train.RunConfig, train.FailureConfig, train.CheckpointConfig
+Scaling, Run, Failure, Keep = (
+    train.ScalingConfig,
+    train.RunConfig,
+    train.FailureConfig,
+    train.CheckpointConfig,
+)
 
 
 def test_what_is_mapped() -> None:
-    asked = wanted(Scaling(num_workers=(2, 8)), Run(name="r", storage_path="/s", checkpoint_config=Keep(num_to_keep=3)))
+    asked = wanted(
+        Scaling(num_workers=(2, 8)),
+        Run(name="r", storage_path="/s", checkpoint_config=Keep(num_to_keep=3)),
+    )
     assert asked.job == {"min_workers": 2, "max_workers": 8, "storage": "/s", "keep_last": 3}
     assert (asked.run_name, asked.gpu, asked.show) == ("r", False, True)
     assert pools(asked, on_cluster=False) == [
-        {"name": "workers", "accelerator_type": "CPU", "market_type": "owned", "gpus_per_node": 2, "max_nodes": 4}
+        {
+            "name": "workers",
+            "accelerator_type": "CPU",
+            "market_type": "owned",
+            "gpus_per_node": 2,
+            "max_nodes": 4,
+        }
     ]
     asked = wanted(Scaling(num_workers=3), None)
-    assert (asked.job["min_workers"], asked.job["max_workers"], asked.job["keep_every"]) == (3, 3, 1)
+    assert (asked.job["min_workers"], asked.job["max_workers"], asked.job["keep_every"]) == (
+        3,
+        3,
+        1,
+    )
     assert pools(asked, on_cluster=False)[0]["max_nodes"] == 3
     labels = {"ray.io/market-type": "spot", "elastic-pool": "cheap"}
-    asked = wanted(Scaling(num_workers=1, use_gpu=True, accelerator_type="H100", label_selector=labels), None)
+    asked = wanted(
+        Scaling(num_workers=1, use_gpu=True, accelerator_type="H100", label_selector=labels), None
+    )
     assert asked.pool == {"accelerator_type": "H100", "market_type": "spot", "name": "cheap"}
-    best = Keep(num_to_keep=2, checkpoint_score_attribute="validation_loss", checkpoint_score_order="min")
+    best = Keep(
+        num_to_keep=2, checkpoint_score_attribute="validation_loss", checkpoint_score_order="min"
+    )
     quiet = train.LoggingConfig(log_level="ERROR")
-    asked = wanted(None, Run(checkpoint_config=best, failure_config=Failure(max_failures=-1), logging_config=quiet))
+    asked = wanted(
+        None,
+        Run(checkpoint_config=best, failure_config=Failure(max_failures=-1), logging_config=quiet),
+    )
     assert asked.job["keep_best"] == 2
     assert not asked.show
 
@@ -46,17 +78,32 @@ def test_what_is_mapped() -> None:
     ("given", "says"),
     [
         ({"num_workers": 0}, r"num_workers=0\): 0 is Ray Train's local mode"),
-        ({"resources_per_worker": {"CPU": 4}}, r"resources_per_worker=\{'CPU': 4\}\): nodes are taken whole"),
-        ({"use_gpu": True, "resources_per_worker": {"GPU": 0.5}}, r"\{'GPU': 0.5\}\): nodes .* a worker is one GPU"),
+        (
+            {"resources_per_worker": {"CPU": 4}},
+            r"resources_per_worker=\{'CPU': 4\}\): nodes are taken whole",
+        ),
+        (
+            {"use_gpu": True, "resources_per_worker": {"GPU": 0.5}},
+            r"\{'GPU': 0.5\}\): nodes .* a worker is one GPU",
+        ),
         ({"resources_per_worker": {"disk": 1}}, r"\{'disk': 1\}"),
         ({"placement_strategy": "SPREAD"}, "placement_strategy='SPREAD'"),
         ({"accelerator_type": "H100"}, "accelerator_type='H100'.: it needs use_gpu=True"),
-        ({"label_selector": {"zone": "a"}}, r"label_selector=\{'zone': 'a'\}\): nodes are told apart by"),
+        (
+            {"label_selector": {"zone": "a"}},
+            r"label_selector=\{'zone': 'a'\}\): nodes are told apart by",
+        ),
         ({"label_selector": [{"pool": "a"}, {"pool": "a"}]}, "workers are all alike"),
         ({"label_selector": {"ray.io/market-type": "!spot"}}, "'!spot'"),
-        ({"num_workers": 1, "use_tpu": True, "resources_per_worker": {"TPU": 4}}, "use_tpu=True.: elastic trains on CPUs"),
+        (
+            {"num_workers": 1, "use_tpu": True, "resources_per_worker": {"TPU": 4}},
+            "use_tpu=True.: elastic trains on CPUs",
+        ),
         ({"topology": "4x4"}, "topology='4x4'"),
-        ({"elastic_resize_monitor_interval_s": 5.0}, "elastic_resize_monitor_interval_s=5.0.: nodes that come or go"),
+        (
+            {"elastic_resize_monitor_interval_s": 5.0},
+            "elastic_resize_monitor_interval_s=5.0.: nodes that come or go",
+        ),
     ],
 )
 def test_what_is_refused_of_a_scaling_config(given: dict[str, Any], says: str) -> None:
@@ -73,15 +120,36 @@ class Hears(train.UserCallback):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"failure_config": Failure(max_failures=3)}, r"FailureConfig\(max_failures=3\): losses are not counted"),
-        ({"failure_config": Failure(max_preemption_failures=2)}, r"FailureConfig\(max_preemption_failures=2\)"),
-        ({"failure_config": Failure(controller_failure_limit=0)}, r"controller_failure_limit=0\): the driver is this process"),
-        ({"failure_config": Failure(relax_collectives_on_preemption=True)}, "relax_collectives_on_preemption=True"),
+        (
+            {"failure_config": Failure(max_failures=3)},
+            r"FailureConfig\(max_failures=3\): losses are not counted",
+        ),
+        (
+            {"failure_config": Failure(max_preemption_failures=2)},
+            r"FailureConfig\(max_preemption_failures=2\)",
+        ),
+        (
+            {"failure_config": Failure(controller_failure_limit=0)},
+            r"controller_failure_limit=0\): the driver is this process",
+        ),
+        (
+            {"failure_config": Failure(relax_collectives_on_preemption=True)},
+            "relax_collectives_on_preemption=True",
+        ),
         ({"failure_config": Failure(preemption_grace_s=3.0)}, "preemption_grace_s=3.0"),
-        ({"checkpoint_config": Keep(num_to_keep=1, checkpoint_score_attribute="loss")}, "checkpoint_score_attribute='loss'"),
-        ({"checkpoint_config": Keep(checkpoint_score_attribute="validation_loss")}, "checkpoint_score_order='max'"),
+        (
+            {"checkpoint_config": Keep(num_to_keep=1, checkpoint_score_attribute="loss")},
+            "checkpoint_score_attribute='loss'",
+        ),
+        (
+            {"checkpoint_config": Keep(checkpoint_score_attribute="validation_loss")},
+            "checkpoint_score_order='max'",
+        ),
         ({"callbacks": [Hears()]}, r"RunConfig\(callbacks=.*nothing calls back into a run"),
-        ({"worker_runtime_env": {"pip": ["x"]}}, r"RunConfig\(worker_runtime_env=\{'pip': \['x'\]\}\)"),
+        (
+            {"worker_runtime_env": {"pip": ["x"]}},
+            r"RunConfig\(worker_runtime_env=\{'pip': \['x'\]\}\)",
+        ),
     ],
 )
 def test_what_is_refused_of_a_run_config(given: dict[str, Any], says: str) -> None:
@@ -92,7 +160,9 @@ def test_what_is_refused_of_a_run_config(given: dict[str, Any], says: str) -> No
 def test_a_filesystem_and_a_field_of_a_later_ray() -> None:
     import pyarrow.fs
 
-    with pytest.raises(SpecError, match=r"storage_filesystem=.*: give storage_path as a folder or an s3:// URI"):
+    with pytest.raises(
+        SpecError, match=r"storage_filesystem=.*: give storage_path as a folder or an s3:// URI"
+    ):
         wanted(None, Run(storage_path="b", storage_filesystem=pyarrow.fs.LocalFileSystem()))
 
     @dataclass
@@ -107,7 +177,8 @@ def test_a_filesystem_and_a_field_of_a_later_ray() -> None:
             wanted(*given)
 
 
-# ------------------------------------------------------------------------------------------------ ElasticTrainer
+# ------------------------------------------------------------------------------------------------
+# ElasticTrainer
 
 
 @pytest.fixture
@@ -122,12 +193,14 @@ def plain(config: dict[str, Any]) -> None:
 def test_two_ways_at_once_and_what_is_no_program(tiny: Program, tmp_path: Path) -> None:
     job, gpu = {"steps": 2, "global_batch": 4}, Scaling(num_workers=1, use_gpu=True)
     for given, says in (
-        ({"job": {**job, "min_workers": 3}, "scaling_config": Scaling(num_workers=2)}, r"'min_workers'\]=3, and .* say 2"),
-        ({"job": {**job, "storage": "/a"}, "run_config": Run(storage_path="/b")}, "two ways at once"),
-        ({"job": {**job, "pools": [{"name": "a"}]}, "scaling_config": gpu}, "a pool of the job is"),
-        ({"job": {**job, "pools": [{"name": "a", "usd_per_node_h": 1.0}]}}, r"ElasticTrainer\(job=...\): keys 'budget_usd'"),
-        ({"job": {**job, "stepz": 2}}, r"ElasticTrainer\(job=...\): unknown key 'stepz'"),
-        ({"job": job, "run_config": Run(name="a/b", storage_path=str(tmp_path))}, r"RunConfig\(name='a/b'\)"),
+        ({"job": {**job, "min_workers": 3}, "scaling_config": Scaling(num_workers=2)},
+        r"'min_workers'\]=3, and .* say 2"), ({"job": {**job, "storage": "/a"},
+        "run_config": Run(storage_path="/b")}, "two ways at once"), ({"job": {**job,
+        "pools": [{"name": "a"}]}, "scaling_config": gpu}, "a pool of the job is"), ({"job": {**job,
+        "pools": [{"name": "a", "usd_per_node_h": 1.0}]}},
+        r"ElasticTrainer\(job=...\): keys 'budget_usd'"), ({"job": {**job, "stepz": 2}},
+        r"ElasticTrainer\(job=...\): unknown key 'stepz'"), ({"job": job,
+        "run_config": Run(name="a/b", storage_path=str(tmp_path))}, r"RunConfig\(name='a/b'\)"),
     ):  # fmt: skip
         with pytest.raises(SpecError, match=says):
             elastic.ElasticTrainer(tiny, **given).fit()
@@ -147,33 +220,45 @@ def test_a_trainer_at_the_top_level_of_the_programs_file_is_found(tmp_path: Path
     file = tmp_path / "mine.py"
     file.write_text(
         "import elastic\n"
-        "program = elastic.Program(model=lambda: 1, optimizer=lambda n: 1, dataset=lambda: [1], loss=lambda o, b: 1)\n"
+        "program = elastic.Program(model=lambda: 1, optimizer=lambda n: 1, dataset=lambda: [1], "
+        "loss=lambda o, b: 1)\n"
         "elastic.ElasticTrainer(program, job={'steps': 1, 'global_batch': 1}).fit()\n"
     )
-    with pytest.raises(SpecError, match=r"mine.py:3: workers import this file .* __name__ == '__main__'"):
+    with pytest.raises(
+        SpecError, match=r"mine.py:3: workers import this file .* __name__ == '__main__'"
+    ):
         load_program(file)
 
 
 def test_datasets_that_are_none(tiny: Program, tmp_path: Path) -> None:
     job = {"steps": 2, "global_batch": 4}
     for given, says in (
-        ({"train": iter([1])}, r"datasets\['train'\]: it is a list_iterator, .*: a stream has no sample ids"),
+        (
+            {"train": iter([1])},
+            r"datasets\['train'\]: it is a list_iterator, .*: a stream has no sample ids",
+        ),
         ({"train": [1]}, r"it is a list, not a ray.data.Dataset$"),
         ({"test": 1}, r"datasets\['test'\]: a run reads 'train' and 'validation'"),
     ):
-        trainer = elastic.ElasticTrainer(tiny, job=job, datasets=given, run_config=Run(name="r", storage_path=str(tmp_path)))
+        trainer = elastic.ElasticTrainer(
+            tiny, job=job, datasets=given, run_config=Run(name="r", storage_path=str(tmp_path))
+        )
         with pytest.raises(SpecError, match=says):
             trainer.fit()
 
 
-# ------------------------------------------------------------------------------------------------ in and out
+# ------------------------------------------------------------------------------------------------
+# in and out
 
 
 def test_a_checkpoint_that_is_no_dcp_folder(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "model.pt").write_bytes(b"x")
     seen: list[str] = []
-    with pytest.raises(SpecError, match=r"c: no folder of torch.distributed.checkpoint \(it holds model.pt, no .metadata\)"):
+    with pytest.raises(
+        SpecError,
+        match=r"c: no folder of torch.distributed.checkpoint \(it holds model.pt, no .metadata\)",
+    ):
         read_checkpoint(train.Checkpoint(str(tmp_path / "c")), seen.append)
     with pytest.raises(SpecError, match="nothing is there"):
         read_checkpoint(train.Checkpoint(str(tmp_path / "no")), seen.append)
@@ -187,13 +272,26 @@ def test_a_checkpoint_that_is_no_dcp_folder(tmp_path: Path) -> None:
 def test_a_run_becomes_a_result(tmp_path: Path) -> None:
     rows = [{"step": 1, "train_loss": 2.0}, {"step": 2, "train_loss": 1.0, "validation_loss": 3.0}]
     told = FinishedRun(
-        str(tmp_path), {"outcome": "succeeded", "goodput": 0.9, "transitions": []}, rows, [(str(tmp_path / "c"), 2)]
+        str(tmp_path),
+        {"outcome": "succeeded", "goodput": 0.9, "transitions": []},
+        rows,
+        [(str(tmp_path / "c"), 2)],
     )
     result = result_of(told)
     assert isinstance(result, train.Result)
-    assert result.metrics == {"outcome": "succeeded", "goodput": 0.9, "step": 2, "train_loss": 1.0, "validation_loss": 3.0}
+    assert result.metrics == {
+        "outcome": "succeeded",
+        "goodput": 0.9,
+        "step": 2,
+        "train_loss": 1.0,
+        "validation_loss": 3.0,
+    }
     assert list(result.metrics_dataframe["train_loss"]) == [2.0, 1.0]
-    assert (result.path, result.error, result.checkpoint.path) == (str(tmp_path), None, str(tmp_path / "c"))
+    assert (result.path, result.error, result.checkpoint.path) == (
+        str(tmp_path),
+        None,
+        str(tmp_path / "c"),
+    )
     assert result.best_checkpoints[0][1]["validation_loss"] == 3.0
     failed = result_of(FinishedRun(str(tmp_path), {}, [], [], "step 3: boom"))
     assert isinstance(failed.error, train.TrainingFailedError)
@@ -201,7 +299,9 @@ def test_a_run_becomes_a_result(tmp_path: Path) -> None:
     assert failed.checkpoint is None
 
 
-def test_a_failed_run_raises_as_ray_train_does(tiny: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_raises_as_ray_train_does(
+    tiny: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from elastic.api import trainer
     from elastic.api.running.run import Result
 

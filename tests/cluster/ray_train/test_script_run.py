@@ -1,5 +1,5 @@
-"""A script that is restarted: what the driver makes of nodes and of its ranks' words, the account that comes of it, and the
-supervisor's eyes. No Ray."""
+"""A script that is restarted: what the driver makes of nodes and of its ranks' words, the account
+that comes of it, and the supervisor's eyes. No Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from elastic.cluster.nodes.demand import LEAVE_MOST_S
 from elastic.cluster.ray_train import script_state
 from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, bill_of, counted
 from elastic.cluster.ray_train.script_child import PARENT, asker
-from elastic.cluster.ray_train.script_messages import Board, Ended, Formed, Hello, ScriptOrder, ScriptOutput
+from elastic.cluster.ray_train.script_messages import (
+    Board,
+    Ended,
+    Formed,
+    Hello,
+    ScriptOrder,
+    ScriptOutput,
+)
 from elastic.cluster.ray_train.script_state import Needs, ScriptState, lines_of, step_in
 from elastic.cluster.ray_train.script_worker import here, listens, n_guests
 from elastic.driver import LINE_EVERY_S
@@ -55,7 +62,9 @@ class Story:
     def __init__(self, n_nodes: int = 3, **needs: float) -> None:
         self.script = ScriptState(Needs(POOLS, **{"max_workers": 4, "start_s": 300.0, **needs}))  # type: ignore[arg-type]
         self.now_s, self.group, self.lines = 0.0, 0, list[Line]()
-        start = DriverStarted("run", 1, {"script": "train.py", "restarted": True}, POOLS, ModelProfile(0, 0, ()))
+        start = DriverStarted(
+            "run", 1, {"script": "train.py", "restarted": True}, POOLS, ModelProfile(0, 0, ())
+        )
         self.lines.append(Line(0.0, 1, ((0.0, start),)))
         for k in range(n_nodes):
             self.ready(f"n{k}")
@@ -72,7 +81,9 @@ class Story:
         """Ray Train starts a group there, and it meets."""
         self.group += 1
         for rank, name in enumerate(nodes):
-            self.script.heard(Hello(self.group, rank, self.now_s, len(nodes), 0, name, 100 + rank), name)
+            self.script.heard(
+                Hello(self.group, rank, self.now_s, len(nodes), 0, name, 100 + rank), name
+            )
         self.script.heard(Formed(self.group, 0, self.now_s))
 
     def say(self, line: str) -> None:
@@ -97,7 +108,11 @@ class Story:
 
     def decisions(self, kind: type) -> list[Decision]:
         found = [line.decision for line in self.lines if line.decision is not None]
-        return [decision for decision in found if any(isinstance(action, kind) for action in decision.actions)]
+        return [
+            decision
+            for decision in found
+            if any(isinstance(action, kind) for action in decision.actions)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +126,9 @@ class Story:
         ("loss 3.0", None),
     ],
 )
-def test_a_line_of_output_names_a_step_and_its_loss(line: str, found: tuple[int, float] | None) -> None:
+def test_a_line_of_output_names_a_step_and_its_loss(
+    line: str, found: tuple[int, float] | None
+) -> None:
     assert step_in(line) == found
 
 
@@ -149,7 +166,10 @@ def test_the_time_of_a_restart_is_not_productive_and_lost_steps_are_wasted() -> 
     story.wait(1)
     assert story.script.outcome == "succeeded"
     books, view = story.account(), view_of(story.lines)
-    assert [(t.cause, t.at_step, t.steps_lost) for t in books.transitions] == [("start", 0, 0), ("loss", 6, 4)]
+    assert [(t.cause, t.at_step, t.steps_lost) for t in books.transitions] == [
+        ("start", 0, 0),
+        ("loss", 6, 4),
+    ]
     assert books.gpu_seconds["wasted_progress"] == pytest.approx(4 * 3, abs=1)
     assert books.gpu_seconds["productive"] == pytest.approx(6 * 3 + 6 * 2, abs=3)
     assert books.gpu_seconds["checkpoint_restore"] == pytest.approx(10 * 2, abs=3)
@@ -166,7 +186,8 @@ def test_of_a_script_without_steps_its_groups_time_is_productive_to_the_end() ->
     story.wait(20)
     story.meet(["n0", "n1"])
     story.wait(7)
-    story.hear(Notice("n1", story.now_s + 12))  # it has no handler for SIGTERM: it trains until the node goes
+    # it has no handler for SIGTERM: it trains until the node goes
+    story.hear(Notice("n1", story.now_s + 12))
     story.wait(12)
     story.hear(NodeLost("n1", "gone"))
     story.wait(3)
@@ -203,7 +224,8 @@ def test_a_scripts_own_error_is_not_retried() -> None:
     story.wait(script_state.VERDICT_S + 1)
     assert story.script.outcome == "failed"
     assert story.script.reason == (
-        "the script itself failed on rank 1 (exit code 1), no node was lost: ValueError: no such column"
+        "the script itself failed on rank 1 (exit code 1), no node was lost: ValueError: no such "
+        "column"
     )
     assert story.script.first_error().endswith("ValueError: no such column")
     assert story.orders[-1].kind == "leave"
@@ -264,7 +286,10 @@ def test_a_script_that_does_not_listen_is_restarted_when_the_node_goes() -> None
     story.hear(NodeLost("n2", "gone"))
     story.wait(1)
     assert [
-        (a.plan.cause, len(a.plan.ranks)) for d in story.decisions(EnterPlan) for a in d.actions if isinstance(a, EnterPlan)
+        (a.plan.cause, len(a.plan.ranks))
+        for d in story.decisions(EnterPlan)
+        for a in d.actions
+        if isinstance(a, EnterPlan)
     ][-1] == ("notice", 2)
 
 
@@ -354,7 +379,8 @@ def test_words_of_an_older_group_do_not_count() -> None:
     assert story.script.group is not None and story.script.group.name == 2
 
 
-# ------------------------------------------------------------------------------------------------ board and supervisor
+# ------------------------------------------------------------------------------------------------
+# board and supervisor
 
 
 def test_the_board_gives_each_supervisor_every_order_once() -> None:
@@ -372,7 +398,10 @@ def test_guests_at_a_port_are_counted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert n_guests(port) == 0
-        with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+        with (
+            socket.create_connection(("127.0.0.1", port)),
+            socket.create_connection(("127.0.0.1", port)),
+        ):
             assert n_guests(port) == 2
 
 
@@ -388,14 +417,18 @@ def test_who_listens_to_sigterm_is_seen(handler: bool) -> None:
 
 def test_the_script_is_itself_and_ends_with_its_supervisor(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import sys,time\nprint(__name__, sys.argv[1:], flush=True)\ntime.sleep(600)\n")
+    script.write_text(
+        "import sys,time\nprint(__name__, sys.argv[1:], flush=True)\ntime.sleep(600)\n"
+    )
     text = (
         "import os,subprocess,sys,time\n"
         f"os.environ['{PARENT}']=str(os.getpid())\n"
         f"c=subprocess.Popen([sys.executable,'-m','elastic.cluster.ray_train.script_child',{str(script)!r},'--a','b'])\n"
         "print(c.pid, flush=True)\ntime.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as supervisor:
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
         assert supervisor.stdout is not None
         pid = int(supervisor.stdout.readline())
         assert supervisor.stdout.readline() == "__main__ ['--a', 'b']\n"
@@ -425,14 +458,19 @@ def test_a_question_goes_to_the_supervisor_and_back() -> None:
     theirs.close()
 
 
-# ------------------------------------------------------------------------------------------------ money
+# ------------------------------------------------------------------------------------------------
+# money
 
 
 class Paid(Story):
     """A driver of a run with a budget, on nodes of $3600/h; `before`: the journal so far."""
 
-    def __init__(self, before: Sequence[Line] = (), embedded: bool = True, at_s: float = 0.0, **job: float) -> None:
-        self.script = ScriptState(Needs(POOLS, max_workers=4), resumed=bool(before), bill=bill_of(before))
+    def __init__(
+        self, before: Sequence[Line] = (), embedded: bool = True, at_s: float = 0.0, **job: float
+    ) -> None:
+        self.script = ScriptState(
+            Needs(POOLS, max_workers=4), resumed=bool(before), bill=bill_of(before)
+        )
         self.now_s, self.group, self.lines, self.orders = at_s, 0, list(before), list[ScriptOrder]()
         given = {"restarted": True, "budget_usd": 100.0, **job}
         until_s = paid_until_s(before, ORPHAN_LEASE_S, embedded)
@@ -454,7 +492,9 @@ def test_the_budget_outlives_its_driver() -> None:
     first.wait(60)
     assert first.script.bill.usd == pytest.approx(60.0) and not first.script.stop_reason
     second = Paid(first.lines, at_s=1000.0)
-    assert second.script.bill.usd == pytest.approx(60.0, abs=script_state.RAN_EVERY_S), "embedded nodes ended with their driver"
+    assert second.script.bill.usd == pytest.approx(60.0, abs=script_state.RAN_EVERY_S), (
+        "embedded nodes ended with their driver"
+    )
     second.meet(["n0"])
     second.wait(50)
     assert second.script.stop_reason.startswith("the budget of $100.00 is spent ($100.")
@@ -468,13 +508,17 @@ def test_on_a_cluster_the_nodes_outlive_a_driver_for_a_while_and_not_longer() ->
     first.meet(["n0"])
     first.wait(60)
     spent = first.script.bill.usd
-    soon, late = (Paid(first.lines, embedded=False, at_s=60.0 + s, budget_usd=1e6) for s in (30.0, 50_000.0))
+    soon, late = (
+        Paid(first.lines, embedded=False, at_s=60.0 + s, budget_usd=1e6) for s in (30.0, 50_000.0)
+    )
     assert soon.script.bill.usd == pytest.approx(spent + 30.0, abs=script_state.RAN_EVERY_S)
     outlived_s = LINE_EVERY_S + ORPHAN_LEASE_S + LEAVE_MOST_S
     assert late.script.bill.usd == pytest.approx(spent + outlived_s, abs=script_state.RAN_EVERY_S)
     ended = [*first.lines, Line(61.0, 1, (), Decision((Stop("stopped", "asked"),), "asked"))]
     after = Paid(ended, embedded=False, at_s=50_000.0, budget_usd=1e6)
-    assert after.script.bill.usd == pytest.approx(spent, abs=script_state.RAN_EVERY_S), "it has given its nodes back"
+    assert after.script.bill.usd == pytest.approx(spent, abs=script_state.RAN_EVERY_S), (
+        "it has given its nodes back"
+    )
 
 
 def test_prices_that_change_count() -> None:
@@ -507,4 +551,6 @@ def test_a_journal_without_paid_until_says_its_bill_too() -> None:
     first.meet(["n0"])
     first.wait(60)
     start = DriverStarted("run", 2, {"restarted": True}, POOLS, ModelProfile(0, 0, ()))
-    assert bill_of([*first.lines, Line(500.0, 2, ((500.0, start),))]).usd == pytest.approx(60.0, abs=script_state.RAN_EVERY_S)
+    assert bill_of([*first.lines, Line(500.0, 2, ((500.0, start),))]).usd == pytest.approx(
+        60.0, abs=script_state.RAN_EVERY_S
+    )

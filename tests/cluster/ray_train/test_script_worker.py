@@ -14,7 +14,9 @@ from elastic.cluster.ray_train.script_worker import ScriptLog, Supervisor
 from elastic.cluster.workers import output
 
 
-def test_a_log_that_cannot_be_written_does_not_stop_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_written_does_not_stop_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its pipe is read to the end: else the script would wait for ever."""
     place: Any = type("RankPlace", (), {"rank": 0})()
     orders: Any = None
@@ -47,10 +49,16 @@ def test_a_scripts_log_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "line 098" in "".join(path.read_text() for path in files)
 
 
-def test_logs_of_groups_that_are_over_go_when_they_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_of_groups_that_are_over_go_when_they_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(output, "LOGS_BYTES", 250)
     for k in range(4):
         (tmp_path / f"{k}-rank0.log").write_bytes(b"x" * 100)
         os.utime(tmp_path / f"{k}-rank0.log", (k, k))
     ScriptLog(tmp_path / "9-rank0.log").write("line\n")
-    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["2-rank0.log", "3-rank0.log", "9-rank0.log"]
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == [
+        "2-rank0.log",
+        "3-rank0.log",
+        "9-rank0.log",
+    ]

@@ -17,7 +17,12 @@ A, B, C, D = RANKS
 
 def at(**numbers: int) -> RankSite:
     """`fsdp_0=5`: has begun five collectives of the group fsdp whose first rank is 0."""
-    return RankSite(tuple((name.rpartition("_")[0], int(name.rpartition("_")[2]), n) for name, n in numbers.items()))
+    return RankSite(
+        tuple(
+            (name.rpartition("_")[0], int(name.rpartition("_")[2]), n)
+            for name, n in numbers.items()
+        )
+    )
 
 
 def test_one_group() -> None:
@@ -26,8 +31,14 @@ def test_one_group() -> None:
 
 
 def test_one_that_waits_in_another_group_is_not_the_one() -> None:
-    """A is missed by B in tp; C and D wait for A and B in dp: B is behind there since it waits in tp."""
-    ranks = {A: at(dp_0=5, tp_0=7), B: at(dp_1=5, tp_0=8), C: at(dp_0=6, tp_2=9), D: at(dp_1=6, tp_2=9)}
+    """A is missed by B in tp; C and D wait for A and B in dp: B is behind there since it waits in
+    tp."""
+    ranks = {
+        A: at(dp_0=5, tp_0=7),
+        B: at(dp_1=5, tp_0=8),
+        C: at(dp_0=6, tp_2=9),
+        D: at(dp_1=6, tp_2=9),
+    }
     assert list(absent_ranks(ranks, staged=False)) == [A]
 
 
@@ -45,32 +56,40 @@ def test_nobody_is_named_where_most_would_be_or_where_several_only_wait_for_thei
     most = {A: at(dp_0=9), B: at(dp_0=8), C: at(dp_0=8), D: at(dp_0=8)}
     assert absent_ranks(most, staged=False) == {}, "rather A has run ahead"
     two = {A: at(dp_0=8), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}
-    reading = {rank: replace(one, doing="batch") if rank in (A, B) else one for rank, one in two.items()}
+    reading = {
+        rank: replace(one, doing="batch") if rank in (A, B) else one for rank, one in two.items()
+    }
     assert absent_ranks(reading, staged=False) == {}, "storage is slow for both"
     assert list(absent_ranks({**reading, B: two[B]}, staged=False)) == [A, B]
 
 
 def gpu(part: str, n: int, first: int, doing: Doing = "device", **numbers: int) -> RankSite:
-    """Its GPU is in a part of this kind, behind `n`; `first`: of the ranks that compute the same samples."""
+    """Its GPU is in a part of this kind, behind `n`; `first`: of the ranks that compute the same
+    samples."""
     return RankSite((*at(dp_0=9).arrived, *at(**numbers).arrived, (DEVICE + part, first, n)), doing)
 
 
 def test_a_gpu_that_hangs_is_told_from_those_that_wait_for_it() -> None:
     """Every host has enqueued the same, and waits for its device, or for other hosts."""
     ranks = {rank: gpu("own" if rank == C else "others", 6, i) for i, rank in enumerate(RANKS)}
-    why = "has a GPU that stands in part 7 of its work, which is its own; those of the 3 other ranks wait"
+    why = (
+        "has a GPU that stands in part 7 of its work, which is its own; those of the 3 other "
+        "ranks wait"
+    )
     assert absent_ranks(ranks, staged=False) == {C: why}
     assert list(absent_ranks({**ranks, A: gpu("done", 9, 0, "others")}, staged=True)) == [C]
-    assert list(absent_ranks({**ranks, D: replace(ranks[D], arrived=at(dp_0=8).arrived)}, staged=False)) == [D], (
-        "its host did not come"
-    )
+    assert list(
+        absent_ranks({**ranks, D: replace(ranks[D], arrived=at(dp_0=8).arrived)}, staged=False)
+    ) == [D], "its host did not come"
 
 
 def test_a_replica_with_fewer_micro_batches_is_not_the_one() -> None:
     """It has passed fewer marks than the others for good."""
     ranks = {rank: gpu("others", 40 if rank == B else 90, i) for i, rank in enumerate(RANKS)}
     assert absent_ranks(ranks, staged=False) == {}
-    assert list(absent_ranks({**ranks, A: gpu("own", 88, 0)}, staged=False)) == [A], "though it has done more than B"
+    assert list(absent_ranks({**ranks, A: gpu("own", 88, 0)}, staged=False)) == [A], (
+        "though it has done more than B"
+    )
 
 
 def test_nobody_where_two_gpus_stand_in_work_of_their_own_or_one_is_unknown() -> None:
@@ -85,8 +104,14 @@ def test_nobody_where_two_gpus_stand_in_work_of_their_own_or_one_is_unknown() ->
 
 
 def test_with_tp_a_gpu_within_a_block_may_wait_for_the_other_one() -> None:
-    """A and B compute the same samples. B stands before the block that A is in: A waits in a collective there."""
-    ranks = {A: gpu("own", 11, 0), B: gpu("others", 10, 0), C: gpu("others", 30, 2), D: gpu("others", 30, 2)}
+    """A and B compute the same samples. B stands before the block that A is in: A waits in a
+    collective there."""
+    ranks = {
+        A: gpu("own", 11, 0),
+        B: gpu("others", 10, 0),
+        C: gpu("others", 30, 2),
+        D: gpu("others", 30, 2),
+    }
     assert absent_ranks(ranks, staged=False) == {}
     assert list(absent_ranks({**ranks, B: gpu("others", 12, 0)}, staged=False)) == [A]
 
@@ -95,12 +120,21 @@ def test_stages_are_told_apart_by_what_they_do() -> None:
     """C waits for a message of A: behind D among its own stage, though A is the one that stands."""
     ranks = {A: at(dp_0=5), B: at(dp_0=6), C: at(dp_2=5), D: at(dp_2=6)}
     doing: dict[WorkerId, Doing] = {A: "own", B: "others", C: "others", D: "others"}
-    assert list(absent_ranks({rank: replace(one, doing=doing[rank]) for rank, one in ranks.items()}, staged=True)) == [A]
+    assert list(
+        absent_ranks(
+            {rank: replace(one, doing=doing[rank]) for rank, one in ranks.items()}, staged=True
+        )
+    ) == [A]
     numberless = {rank: RankSite((), doing[rank], "f.py:3 in g") for rank in RANKS}
     found = absent_ranks(numberless, staged=True)
-    assert found == {A: "is in no collective; 3 other ranks wait for a message or a collective; it stands at f.py:3 in g"}
+    assert found == {
+        A: "is in no collective; 3 other ranks wait for a message or a collective; it stands at "
+        "f.py:3 in g"
+    }
     assert absent_ranks({rank: RankSite((), "others") for rank in RANKS}, staged=True) == {}
-    assert absent_ranks({**numberless, B: RankSite()}, staged=True) == {}, "of one nobody knows what it does"
+    assert absent_ranks({**numberless, B: RankSite()}, staged=True) == {}, (
+        "of one nobody knows what it does"
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +149,8 @@ class Beat:
 
 @dataclass
 class Run:
-    """Four ranks that are polled every half second; B is the one that does not come when `stuck`."""
+    """Four ranks that are polled every half second; B is the one that does not come when
+    `stuck`."""
 
     step_time_s: float = 0.1
     most_s: float | None = None
@@ -130,7 +165,9 @@ class Run:
     def __post_init__(self) -> None:
         self.liveness = Liveness(0.5, self.most_s)
 
-    def until(self, end_s: float, stuck: bool = False, moves: bool = False) -> list[tuple[float, Silent]]:
+    def until(
+        self, end_s: float, stuck: bool = False, moves: bool = False
+    ) -> list[tuple[float, Silent]]:
         """`moves`: though stuck in its step, B begins a collective now and then."""
         found = []
         while self.now_s < end_s:
@@ -145,7 +182,13 @@ class Run:
                     mine = stuck and worker == B
                     n = self.n - 1 if mine else self.n
                     progress = 0 if stuck else self.n
-                    beat = Beat(1, self.phase, progress, (("dp_shard", 0, n),), self.doing if mine else "others")
+                    beat = Beat(
+                        1,
+                        self.phase,
+                        progress,
+                        (("dp_shard", 0, n),),
+                        self.doing if mine else "others",
+                    )
                     self.liveness.answered(worker, beat)
                     self.liveness.called(worker)
             self.liveness.look(self.now_s)
@@ -224,9 +267,19 @@ def test_the_jobs_upper_bound_holds_here_too() -> None:
 
 
 def test_how_long_others_may_wait_is_for_the_job_to_say() -> None:
-    """10 s at least, 60 s for a script's own loop, and what `max_silence_s` says, shorter or longer."""
-    bounds = [Liveness(0.5, most_s, least_s, {1: 0.1}).missing_bound_s(1, False) for most_s, least_s in BOUNDS]
+    """10 s at least, 60 s for a script's own loop, and what `max_silence_s` says, shorter or
+    longer."""
+    bounds = [
+        Liveness(0.5, most_s, least_s, {1: 0.1}).missing_bound_s(1, False)
+        for most_s, least_s in BOUNDS
+    ]
     assert bounds == [10.0, 60.0, 2.0, 300.0, 300.0]
 
 
-BOUNDS = [(None, 0.0), (None, patience_s(Job(script="train.py"))), (2.0, 0.0), (300.0, 0.0), (300.0, 60.0)]
+BOUNDS = [
+    (None, 0.0),
+    (None, patience_s(Job(script="train.py"))),
+    (2.0, 0.0),
+    (300.0, 0.0),
+    (300.0, 60.0),
+]

@@ -1,4 +1,5 @@
-"""The driver's side of admission: who is asked as a neighbor, and nodes that came together held against each other."""
+"""The driver's side of admission: who is asked as a neighbor, and nodes that came together held
+against each other."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class FakeWorkerGroup:
 
 
 def prepared(node_id: str, **more: str) -> NodePrepared:
-    return NodePrepared(node_id, (1, 2), admission=Admission(0.1, 0.0, {**versions(), **more}, 1e9, 1 << 30))
+    return NodePrepared(
+        node_id, (1, 2), admission=Admission(0.1, 0.0, {**versions(), **more}, 1e9, 1 << 30)
+    )
 
 
 def entrance(*nodes: str) -> Entrance:
@@ -90,7 +93,13 @@ def test_workers_of_the_plan_are_asked_first_one_of_a_node_and_not_more_than_eno
     at = entrance("a", "b", "c", "d")
     for name in "bcd":
         at.passed(prepared(name), NODES)
-    ranks = [WorkerId("gone", 0), WorkerId("d", 1), WorkerId("d", 0), WorkerId("a", 0), WorkerId("c", 1)]
+    ranks = [
+        WorkerId("gone", 0),
+        WorkerId("d", 1),
+        WorkerId("d", 0),
+        WorkerId("a", 0),
+        WorkerId("c", 1),
+    ]
     running = Plan(1, Layout(dp_shard=5), tuple(ranks), (1,) * 5, (4,))
     found = asked(at, "a", running)
     assert found == ("d/1", "c/1") and len(found) == NEIGHBORS
@@ -102,7 +111,9 @@ def test_what_the_driver_does_not_know_the_first_node_says_for_all() -> None:
     first = prepared("a", NCCL="2.27.5")
     assert at.passed(first, NODES) == first
     assert terms(at, "b").versions["NCCL"] == "2.27.5"
-    assert at.passed(prepared("b", NCCL="2.26.2"), NODES) == NodeRefused("b", "NCCL 2.26.2 (the run has 2.27.5)", "spot")
+    assert at.passed(prepared("b", NCCL="2.26.2"), NODES) == NodeRefused(
+        "b", "NCCL 2.26.2 (the run has 2.27.5)", "spot"
+    )
     assert at.passed(NodeRefused("b", "why"), NODES) == NodeRefused("b", "why", "spot")
     for other in (StepDone(1, 1, 1.0, 8, 0.1), Notice("a", 5.0), NodePrepared("nobody")):
         assert at.passed(other, NODES) == other
@@ -112,7 +123,9 @@ def test_a_refusal_waits_whether_the_neighbor_is_gone() -> None:
     at = entrance("a", "b", "c")
     at.preparation(order := Prepare("a", gpu_bytes=5), None)
     refusal = NodeRefused("a", "b cannot be reached", "spot", neighbors=("c", "b"))
-    assert not at.doubts(NodeRefused("a", "torch 2.0", "spot"), 10.0), "neighbors have no part in that"
+    assert not at.doubts(NodeRefused("a", "torch 2.0", "spot"), 10.0), (
+        "neighbors have no part in that"
+    )
     assert at.doubts(refusal, 10.0)
     assert at.settled(NODES, 10.0) == ([], [])
     without_b = {name: node for name, node in NODES.items() if name != "b"}
@@ -154,7 +167,9 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
     from elastic.cluster.workers import neighbor_links
 
     monkeypatch.setattr(processes, "stand_back", lambda: False)
-    worker = Worker(WorkerSetup(WorkerId("a", 0), 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE))
+    worker = Worker(
+        WorkerSetup(WorkerId("a", 0), 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE)
+    )
     told: list[Any] = []
     monkeypatch.setattr(worker.session, "order", told.append)
 
@@ -217,7 +232,8 @@ def test_a_node_whose_file_the_driver_does_not_find_is_refused(tmp_path: Path) -
     event = at.passed(told("b", mark), NODES)  # it has seen a copy of the folder
     assert isinstance(event, NodeRefused) and event.pool == "spot"
     assert event.reason.startswith(
-        f"{APART}: a file that the node has written is not there on the driver's host, in {tmp_path};"
+        f"{APART}: a file that the node has written is not there on the driver's host, in "
+        f"{tmp_path};"
     )
 
 
@@ -225,16 +241,22 @@ def test_the_run_is_refused_where_the_first_node_has_a_folder_of_its_own(tmp_pat
     worker_group: Any = FakeWorkerGroup("a", "b")
     refused = NodeRefused("a", apart(str(tmp_path), "..."))
     at = Entrance(worker_group, folder=LocalStorage(tmp_path))
-    with pytest.raises(SpecError, match=f"^node a: {APART}: .* give `storage` a folder that all nodes share"):
+    with pytest.raises(
+        SpecError, match=f"^node a: {APART}: .* give `storage` a folder that all nodes share"
+    ):
         at.passed(refused, NODES)
     at.passed(answered(at, "b"), NODES)
     assert at.passed(refused, NODES) == replace(refused, pool="spot"), "the others train on"
     again = Entrance(worker_group, folder=LocalStorage(tmp_path), attached=True)
-    assert again.passed(refused, NODES) == replace(refused, pool="spot"), "workers of an earlier driver may train"
+    assert again.passed(refused, NODES) == replace(refused, pool="spot"), (
+        "workers of an earlier driver may train"
+    )
     assert again.passed(prepared("b"), NODES) == prepared("b"), "it was admitted by that driver"
 
 
-def test_storage_that_cannot_be_written_says_nothing_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_cannot_be_written_says_nothing_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker_group: Any = FakeWorkerGroup("a")
     folder = LocalStorage(tmp_path)
     at = Entrance(worker_group, folder=folder)

@@ -1,4 +1,5 @@
-"""What a worker still says whose node was lost a moment before: in the same round, from an answer that was here already."""
+"""What a worker still says whose node was lost a moment before: in the same round, from an answer
+that was here already."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from elastic.cluster.workers.absent_ranks import Arrived
 from elastic.cluster.workers.admission_links import Entrance
 from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.cluster.workers.worker_group import BrokenWorker, PollAnswer
-from elastic.types import Event, Job, Layout, Node, NodeLost, NodePrepared, Plan, WorkerFailed, WorkerId
+from elastic.types import (
+    Event,
+    Job,
+    Layout,
+    Node,
+    NodeLost,
+    NodePrepared,
+    Plan,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.worker.process.doing import Doing
 
 
@@ -32,15 +43,24 @@ class Beat:
 
 @pytest.mark.parametrize(
     ("job", "step_s", "least_s"),
-    [({}, 0.1, 60.0), ({}, 10.0, 200.0), ({"compile": True}, 0.1, 360.0), ({"max_silence_s": 500.0}, 0.1, 560.0)],
+    [
+        ({}, 0.1, 60.0),
+        ({}, 10.0, 200.0),
+        ({"compile": True}, 0.1, 360.0),
+        ({"max_silence_s": 500.0}, 0.1, 560.0),
+    ],
 )
 def test_gloo_gives_up_behind_all_that_ranks_may_wait(
     job: dict[str, Any], step_s: float, least_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that joins and compiles for minutes does not break the commit that the others stand in."""
+    """A worker that joins and compiles for minutes does not break the commit that the others stand
+    in."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     backend: Any = object.__new__(RayBackend)
-    backend.liveness, backend._stores = Liveness(0.5, job.get("max_silence_s"), patience_s(Job.from_plain(job))), {}
+    backend.liveness, backend._stores = (
+        Liveness(0.5, job.get("max_silence_s"), patience_s(Job.from_plain(job))),
+        {},
+    )
     worker = WorkerId("n1", 0)
     plan = Plan(3, Layout(), (worker,), (4,), (4,), predicted_step_time_s=step_s)
     order = backend._meeting(plan)
@@ -49,7 +69,9 @@ def test_gloo_gives_up_behind_all_that_ranks_may_wait(
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_prepared_worker_of_a_lost_node_is_no_news(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_worker_of_a_lost_node_is_no_news(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, gone = WorkerId("n1", 0), WorkerId("n1", 1)
     backend: Any = object.__new__(RayBackend)
     backend.nodes = {"n1": Node("n1", "spot", 1, "ready")}
@@ -61,7 +83,10 @@ def test_a_prepared_worker_of_a_lost_node_is_no_news(lost: bool, monkeypatch: py
     def broke(broken: BrokenWorker) -> list[Event]:
         if lost:
             del backend.nodes["n1"]
-        return [WorkerFailed(broken.worker, 0, "process", broken.error), *([NodeLost("n1", "gone")] if lost else [])]
+        return [
+            WorkerFailed(broken.worker, 0, "process", broken.error),
+            *([NodeLost("n1", "gone")] if lost else []),
+        ]
 
     monkeypatch.setattr(backend, "_broke", broke)
     heard = [
@@ -70,6 +95,8 @@ def test_a_prepared_worker_of_a_lost_node_is_no_news(lost: bool, monkeypatch: py
             BrokenWorker(gone, "process", "its process is gone"),
             PollAnswer(here, Beat(), (NodePrepared("n1", (7,)),)),
         )
-        for event in (backend._heard(said) if isinstance(said, PollAnswer) else backend._broke(said))
+        for event in (
+            backend._heard(said) if isinstance(said, PollAnswer) else backend._broke(said)
+        )
     ]
     assert [type(event) for event in heard] == [WorkerFailed, NodeLost if lost else NodePrepared]

@@ -31,7 +31,13 @@ class Run:
         self.now_s = 0.0
         self.progress = 0
 
-    def until(self, end_s: float, mute: tuple[WorkerId, ...] = (), moving: bool = True, phase: str = "stepping") -> list:
+    def until(
+        self,
+        end_s: float,
+        mute: tuple[WorkerId, ...] = (),
+        moving: bool = True,
+        phase: str = "stepping",
+    ) -> list:
         found = []
         while self.now_s < end_s:
             self.now_s += 0.25
@@ -56,15 +62,20 @@ def test_a_mute_worker_is_named_once_after_its_bound() -> None:
 
 
 def test_answers_that_came_late_make_it_patient_for_a_while() -> None:
-    """A machine under load answers late without being silent: the bound follows the worst answer lately."""
+    """A machine under load answers late without being silent: the bound follows the worst answer
+    lately."""
     run = Run()
     run.until(10)
     run.until(11.25, mute=(A, B), moving=False)  # 0.75 s late
     run.until(11.5)
-    assert [worker for _, worker in run.until(14.5, mute=(B,), moving=False)] == [], "patient: four times as late"
+    assert [worker for _, worker in run.until(14.5, mute=(B,), moving=False)] == [], (
+        "patient: four times as late"
+    )
     assert [worker for _, worker in run.until(18, mute=(B,), moving=False)] == [B]
     run.until(300)
-    assert [worker for _, worker in run.until(302.5, mute=(B,), moving=False)] == [B], "forgotten after a time"
+    assert [worker for _, worker in run.until(302.5, mute=(B,), moving=False)] == [B], (
+        "forgotten after a time"
+    )
 
 
 def test_many_prompt_answers_at_once_do_not_make_a_late_one_forgotten() -> None:
@@ -142,7 +153,9 @@ def test_a_generation_that_answers_and_stands_still_is_stuck() -> None:
     run.until(45, moving=False)
     assert run.liveness.stuck_s(1) == 0.0
     run.until(55, moving=False)
-    assert run.liveness.stuck_s(1) > 40.0, "30 s after a rank that is waited for could have been named"
+    assert run.liveness.stuck_s(1) > 40.0, (
+        "30 s after a rank that is waited for could have been named"
+    )
     assert run.liveness.stuck_s(2) == 0.0
 
 
@@ -156,7 +169,8 @@ def test_a_validation_is_stuck_only_after_minutes_within_one_batch() -> None:
     assert run.liveness.stuck_s(1) == 0.0, "it got on since"
     run.until(810, phase="evaluating", moving=False)
     assert run.liveness.stuck_s(1) > 600.0
-    run.liveness.answered(A, Beat(1, "stepping", 1))  # the first that is through waits for the others
+    # the first that is through waits for the others
+    run.liveness.answered(A, Beat(1, "stepping", 1))
     assert run.liveness.stuck_s(1) == 0.0, "it got on"
 
 

@@ -44,7 +44,9 @@ os.abort()
 def child(folder: Path) -> tuple[int, list[tuple[str, ...]], str]:
     """The process, what was taken, and what stayed at its own output."""
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(folder / "logs"), str(folder / "taken")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD, str(folder / "logs"), str(folder / "taken")],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         out = process.communicate(timeout=300)[0]
     return process.pid, eval((folder / "taken").read_text()), out
@@ -53,10 +55,17 @@ def child(folder: Path) -> tuple[int, list[tuple[str, ...]], str]:
 def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
     pid, taken, out = child(tmp_path)
     first, rank_0, left, *many = taken
-    assert first == (), "what comes before the first generation is not told: the driver has shown it"
+    assert first == (), (
+        "what comes before the first generation is not told: the driver has shown it"
+    )
     assert rank_0 == ("python", "an error", "a child")
-    assert left == ("100%",), "what rank 0 had printed before it became rank 1, and nothing after; of a bar its last state"
-    assert [line for lines in many for line in lines] == [f"line {k:03} of many" for k in range(200)]
+    assert left == ("100%",), (
+        "what rank 0 had printed before it became rank 1, and nothing after; of a bar its last "
+        "state"
+    )
+    assert [line for lines in many for line in lines] == [
+        f"line {k:03} of many" for k in range(200)
+    ]
     file = tmp_path / "logs" / f"spot-1-0-{pid}.log"
     old = Path(f"{file}.1")
     assert out.splitlines() == [f"{output.MARK}the output continues in {file}"]
@@ -87,7 +96,9 @@ def test_they_go_by_their_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {int(path.name.split("-")[1]) for path in tmp_path.glob("*.log")} == {2, 3, 4}
 
 
-def test_logs_that_are_written_stay_and_one_worker_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_that_are_written_stay_and_one_worker_looks_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(output, "FILES_KEPT", 1)
     files = [tmp_path / f"spot-{k}-0-{k}.log" for k in range(3)]
     handles = [output.open_log(file) for file in files]
@@ -95,7 +106,9 @@ def test_logs_that_are_written_stay_and_one_worker_looks_for_all(tmp_path: Path,
         os.utime(file, (k, k))
     os.close(handles[1])
     output.prune(tmp_path)
-    assert [file.exists() for file in files] == [True, False, True], "the first is the oldest, and is written still"
+    assert [file.exists() for file in files] == [True, False, True], (
+        "the first is the oldest, and is written still"
+    )
     os.close(handles[0])
     output.prune(tmp_path)
     assert files[0].exists(), "somebody has looked just now"

@@ -1,4 +1,5 @@
-"""How often the driver looks for answers: a round costs about as much as the report of a step does."""
+"""How often the driver looks for answers: a round costs about as much as the report of a step
+does."""
 
 from __future__ import annotations
 
@@ -18,14 +19,18 @@ QUIET_S, STEP_S = 20.0, 1.0
 
 
 class Quiet(RayBackend):
-    """On a clock of its own; its one worker answers with a step each STEP_S, and nothing else happens."""
+    """On a clock of its own; its one worker answers with a step each STEP_S, and nothing else
+    happens."""
 
     def __init__(self) -> None:
         self.clock_s, self.n_rounds, self.n_steps, self.waits_s = 0.0, 0, 0, [0.0]
         self._early, self._closed, self._plan, self._pacing = [], False, PLAN, Pacing()
         quiet: Any = SimpleNamespace
         self.drilling = quiet(die=False, at_step=lambda *_: [])
-        self.survey, self.copies = quiet(suspects=False), quiet(committing=False, news=list, digests={})
+        self.survey, self.copies = (
+            quiet(suspects=False),
+            quiet(committing=False, news=list, digests={}),
+        )
         self.liveness = quiet(called=print, answered=lambda *_: None, stepped=lambda *_: None)
         self.gather, self.show = quiet(add=lambda worker, message, at_s: [message]), None
         self.entrance = quiet(passed=lambda event, nodes: event, doubts=lambda *_: ())

@@ -16,7 +16,16 @@ from support.cluster.stage import FAKE, plan
 from elastic.cluster.ray import processes
 from elastic.cluster.workers.worker_actor import ORPHAN_LEAVE_S, Worker, WorkerSetup
 from elastic.errors import SpecError
-from elastic.types import EnterPlan, FormGroups, NodePrepared, Prepare, Quiesce, Quiesced, StepDone, WorkerId
+from elastic.types import (
+    EnterPlan,
+    FormGroups,
+    NodePrepared,
+    Prepare,
+    Quiesce,
+    Quiesced,
+    StepDone,
+    WorkerId,
+)
 from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.version import versions
 
@@ -38,7 +47,10 @@ def worker(tmp_path: Path, said: list[str]) -> Worker:
 
 
 def test_the_environment_stands_before_torch_is_imported() -> None:
-    code = "import elastic.cluster.workers.worker_actor, sys; assert not {'torch', 'ray'} & set(sys.modules)"
+    code = (
+        "import elastic.cluster.workers.worker_actor, sys; assert not {'torch', 'ray'} & "
+        "set(sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -46,7 +58,9 @@ def test_an_older_epoch_is_refused_a_newer_one_takes_over(worker: Worker) -> Non
     worker.order(3, WorkerOrder(Prepare("a")))
     worker.order(5, WorkerOrder(Prepare("a")))
     for late in (lambda: worker.poll(4, 0, 0.0), lambda: worker.order(4, order_of(1))):
-        with pytest.raises(SpecError, match="driver of epoch 4 has been replaced by that of epoch 5"):
+        with pytest.raises(
+            SpecError, match="driver of epoch 4 has been replaced by that of epoch 5"
+        ):
             late()
     assert worker.ordered == 0
 
@@ -63,7 +77,9 @@ def test_a_generation_is_entered_once(worker: Worker) -> None:
     assert told == [order_of(1), order_of(3), order_of(4)]
     worker.order(3, order_of(4, FormGroups))
     worker.order(3, order_of(5, FormGroups))
-    assert told[3:] == [order_of(5, FormGroups)] and worker.ordered == 4, "groups of one that was entered are not made ahead"
+    assert told[3:] == [order_of(5, FormGroups)] and worker.ordered == 4, (
+        "groups of one that was entered are not made ahead"
+    )
 
 
 def test_what_prepares_stands_back_until_its_first_generation(
@@ -75,7 +91,8 @@ def test_what_prepares_stands_back_until_its_first_generation(
         worker.order(3, order_of(generation))
     assert said == ["back", "Prepare", "forward", "EnterPlan", "EnterPlan"]
     del said[:]
-    monkeypatch.setattr(Worker, "_watch_driver", lambda self: None)  # it ends the process when no driver polls
+    # it ends the process when no driver polls
+    monkeypatch.setattr(Worker, "_watch_driver", lambda self: None)
     Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, FAKE, outlives=True))
     assert said == [], "on a cluster a node has its cores for itself"
 
@@ -95,7 +112,9 @@ if could:
 print(could, back, values())
 gate.set()
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert out.strip() in ("True {4} {0}", "False {0} {0}")
 
 
@@ -107,7 +126,12 @@ def test_the_next_driver_hears_the_newest_steps_again(worker: Worker) -> None:
     assert worker.poll(3, 4, 0.0).messages == ()
     worker.session.put(StepDone(2, 4, 1.0, 8, 0.1))
     again = worker.poll(4, 0, 1.0).messages
-    assert [(n, e.step) for n, e in again if isinstance(e, StepDone)] == [(1, 1), (2, 2), (3, 3), (5, 4)]
+    assert [(n, e.step) for n, e in again if isinstance(e, StepDone)] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (5, 4),
+    ]
     assert len(again) == 4
     assert worker.poll(4, 5, 0.0).messages == ()
 
@@ -131,7 +155,8 @@ class Exit(BaseException):
 def test_who_hears_of_no_driver_stops_and_leaves_however_well_it_trains(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, heard_at_s: float | None
 ) -> None:
-    """All ranks may be cut off from a driver that lives: their collectives work, and their steps continue."""
+    """All ranks may be cut off from a driver that lives: their collectives work, and their steps
+    continue."""
     now, calls = SimpleNamespace(s=0.0), list[tuple[Any, ...]]()
     beat = SimpleNamespace(phase="stepping", messages=())
 
@@ -149,10 +174,15 @@ def test_who_hears_of_no_driver_stops_and_leaves_however_well_it_trains(
         store_alone=lambda epoch, wait_s: calls.append((now.s, epoch)),
     )
     monkeypatch.setattr(
-        "elastic.cluster.workers.worker_actor.time", SimpleNamespace(monotonic=lambda: now.s, sleep=passes, time=lambda: now.s)
+        "elastic.cluster.workers.worker_actor.time",
+        SimpleNamespace(monotonic=lambda: now.s, sleep=passes, time=lambda: now.s),
     )
     monkeypatch.setattr("elastic.cluster.workers.worker_actor.os._exit", leave)
-    worker.polled_at, worker.ordered, worker.setup = 0.0, 7, replace(worker.setup, orphan_lease_s=900.0)
+    worker.polled_at, worker.ordered, worker.setup = (
+        0.0,
+        7,
+        replace(worker.setup, orphan_lease_s=900.0),
+    )
     with pytest.raises(Exit):
         worker._watch_driver()
     begun_s = 900.0 + (heard_at_s or 0.0)

@@ -30,23 +30,37 @@ def worker_group_whose_poll_raises(error: RayError, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_memory_monitor_takes_a_worker_not_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = OutOfMemoryError("Task was killed due to the node running low on memory.\nTop 10 memory users: ...")
+    report = OutOfMemoryError(
+        "Task was killed due to the node running low on memory.\nTop 10 memory users: ..."
+    )
     worker_group = worker_group_whose_poll_raises(report, monkeypatch)
     (broken,) = worker_group.collect(0.0)
     assert broken == BrokenWorker(
-        ME, "process", "its process is gone: Ray's memory monitor killed it, since the host's memory was nearly used up", 4711
+        ME,
+        "process",
+        "its process is gone: Ray's memory monitor killed it, since the host's memory was "
+        "nearly used up",
+        4711,
     )
     assert worker_group.workers() == []
 
 
 def test_a_dead_node_is_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker_group = worker_group_whose_poll_raises(NodeDiedError("the node of the actor died"), monkeypatch)
+    worker_group = worker_group_whose_poll_raises(
+        NodeDiedError("the node of the actor died"), monkeypatch
+    )
     (broken,) = worker_group.collect(0.0)
-    assert isinstance(broken, BrokenWorker) and broken.kind == "process" and "the node of the actor died" in broken.error
+    assert (
+        isinstance(broken, BrokenWorker)
+        and broken.kind == "process"
+        and "the node of the actor died" in broken.error
+    )
 
 
 def test_a_connection_that_may_come_back_says_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker_group = worker_group_whose_poll_raises(ActorUnavailableError("unavailable", actor_id=None), monkeypatch)
+    worker_group = worker_group_whose_poll_raises(
+        ActorUnavailableError("unavailable", actor_id=None), monkeypatch
+    )
     assert worker_group.collect(0.0) == [] and worker_group.workers() == [ME]
 
 
@@ -63,18 +77,29 @@ def test_workers_of_another_version_are_replaced_and_that_is_said(
     ours = versions()
     said = {"same": ours, "other": ours | {"elastic": "0.0.9"}, "silent": {}}
     actors = {
-        name: Found(WorkerInfo(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items()))) for name, known in said.items()
+        name: Found(WorkerInfo(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items())))
+        for name, known in said.items()
     }
     killed: list[Any] = []
-    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [{"name": name, "namespace": "test"} for name in actors])
+    monkeypatch.setattr(
+        ray.util,
+        "list_named_actors",
+        lambda **_: [{"name": name, "namespace": "test"} for name in actors],
+    )
     monkeypatch.setattr(worker_group_module, "_actor", lambda name, namespace: actors[name])
     monkeypatch.setattr(worker_group_module, "_kill", killed.append)
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     monkeypatch.setattr(ray, "get", lambda ref: ref)
     worker_group = WorkerGroup(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=False)
-    assert [worker_info.me.node_id for worker_info in worker_group.adopt(keep=True)] == ["same"] and worker_group.workers() == [
-        WorkerId("same", 0)
-    ]
+    assert [worker_info.me.node_id for worker_info in worker_group.adopt(keep=True)] == [
+        "same"
+    ] and worker_group.workers() == [WorkerId("same", 0)]
     assert killed == [actors["other"], actors["silent"]]
-    assert worker_group.outdated[WorkerId("other", 0)] == f"elastic 0.0.9 (the run has {ours['elastic']})"
-    assert "worker other/0 is replaced: it runs elastic 0.0.9" in caplog.text and "worker silent/0" in caplog.text
+    assert (
+        worker_group.outdated[WorkerId("other", 0)]
+        == f"elastic 0.0.9 (the run has {ours['elastic']})"
+    )
+    assert (
+        "worker other/0 is replaced: it runs elastic 0.0.9" in caplog.text
+        and "worker silent/0" in caplog.text
+    )

@@ -47,18 +47,29 @@ def test_what_a_file_says_of_itself_is_its_name(file: Path) -> None:
 def test_files_for_clouds_leave_nothing_open_and_nothing_behind(file: Path) -> None:
     spec = load_cluster(file)
     assert spec.head is not None
-    assert (spec.head.market_type, spec.head.resources, spec.head.max_nodes) == ("on-demand", {"CPU": 0}, 0)
+    assert (spec.head.market_type, spec.head.resources, spec.head.max_nodes) == (
+        "on-demand",
+        {"CPU": 0},
+        0,
+    )
     assert spec.on_demand_floor >= 1
     assert any(pool.market_type == "on-demand" for pool in spec.pools)
     assert any(pool.market_type == "spot" for pool in spec.pools)
-    assert all(pool.usd_per_node_h > 0 and pool.zone and pool.accelerator_type for pool in spec.pools)
+    assert all(
+        pool.usd_per_node_h > 0 and pool.zone and pool.accelerator_type for pool in spec.pools
+    )
     assert spec.data["provider"]["cache_stopped_nodes"] is False
     assert "~/.ray/auth_token" in spec.data["file_mounts"]
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
-        saves = " RAY_JOB_STOP_WAIT_TIME_S=120" * key.startswith("head")  # else `ray job stop` kills the driver after 3 s
-        assert f"RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0{saves} ray start" in commands(spec.data, key)
+        # else `ray job stop` kills the driver after 3 s
+        saves = " RAY_JOB_STOP_WAIT_TIME_S=120" * key.startswith("head")
+        assert f"RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0{saves} ray start" in commands(
+            spec.data, key
+        )
         assert "0.0.0.0" not in commands(spec.data, key)
-    assert "LIMIT_S=1200 bash ~/elastic/deploy/end_without_head.sh" in commands(spec.data, "worker_start_ray_commands")
+    assert "LIMIT_S=1200 bash ~/elastic/deploy/end_without_head.sh" in commands(
+        spec.data, "worker_start_ray_commands"
+    )
     head = commands(spec.data, "head_start_ray_commands")
     health = json.loads(head.split("--system-config='")[1].split("'")[0])
     assert health["health_check_period_ms"] == health["health_check_timeout_ms"] == 1000
@@ -79,7 +90,10 @@ def test_network_cards_of_the_fast_types_are_all_there() -> None:
     cards = {worker.name: worker.node_config["NetworkInterfaces"] for worker in spec.workers}
     for kind, n_efa in (("p5-spot", 32), ("p4d-spot", 4), ("p4d-on-demand", 4)):
         efa = [card for card in cards[kind] if card["InterfaceType"] == "efa-only"]
-        assert len({(card["NetworkCardIndex"], card["DeviceIndex"]) for card in cards[kind]}) == n_efa + 1
+        assert (
+            len({(card["NetworkCardIndex"], card["DeviceIndex"]) for card in cards[kind]})
+            == n_efa + 1
+        )
         assert sorted(card["NetworkCardIndex"] for card in efa) == list(range(n_efa))
 
 
@@ -93,7 +107,12 @@ def test_the_command_prints_pools_and_problems(capsys: pytest.CaptureFixture[str
     assert command_line.main(["cluster", "check", file, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["ok"], data["provider"], data["head"]["usd_per_h"]) == (True, "aws", 0.2016)
-    assert [pool["name"] for pool in data["pools"]] == ["g6e-spot", "g6e-small-spot", "g5-spot", "g6e-small-on-demand"]
+    assert [pool["name"] for pool in data["pools"]] == [
+        "g6e-spot",
+        "g6e-small-spot",
+        "g5-spot",
+        "g6e-small-on-demand",
+    ]
     assert [problem["severity"] for problem in data["problems"]] == ["warning"]
 
 
@@ -103,14 +122,20 @@ def test_errors_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     file.write_text(text.replace("HttpTokens: required", "HttpTokens: optional", 1))
     assert command_line.main(["cluster", "check", str(file)]) == 2
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith(f"{file}:{1 + text[: text.index('HttpTokens')].count(chr(10))}: error: available_node_types.head.")
+    assert first.startswith(
+        f"{file}:{1 + text[: text.index('HttpTokens')].count(chr(10))}: error: "
+        "available_node_types.head."
+    )
     assert command_line.main(["cluster", "check", str(tmp_path / "none.yaml")]) == 2
     assert "no such file" in capsys.readouterr().err
 
 
 def test_the_laptops_file_and_its_script_name_the_same_port() -> None:
     assert "port=${PORT:-6399}" in (ROOT / "deploy" / "laptop_cluster.sh").read_text()
-    assert load_cluster(ROOT / "cluster_configs" / "laptop.yaml").data["provider"]["gcs_address"] == "127.0.0.1:6399"
+    assert (
+        load_cluster(ROOT / "cluster_configs" / "laptop.yaml").data["provider"]["gcs_address"]
+        == "127.0.0.1:6399"
+    )
 
 
 def test_two_files_for_one_cluster_name_are_warned_of(tmp_path: Path) -> None:
@@ -118,7 +143,17 @@ def test_two_files_for_one_cluster_name_are_warned_of(tmp_path: Path) -> None:
     name = load_cluster(ROOT / "cluster_configs" / "gcp_a3_a2_spot.yaml").name
     for file in ("mine.yaml", "old.yaml"):
         (tmp_path / file).write_text(text)
-    (tmp_path / "other.yaml").write_text(text.replace(f"cluster_name: {name}", f"cluster_name: {name}-2"))
-    told = [line for line in api.check_cluster(tmp_path / "mine.yaml").lines() if "the same name" in line]
+    (tmp_path / "other.yaml").write_text(
+        text.replace(f"cluster_name: {name}", f"cluster_name: {name}-2")
+    )
+    told = [
+        line
+        for line in api.check_cluster(tmp_path / "mine.yaml").lines()
+        if "the same name" in line
+    ]
     assert len(told) == 1 and "old.yaml beside this file has the same name" in told[0]
-    assert not [line for line in api.check_cluster(tmp_path / "other.yaml").lines() if "the same name" in line]
+    assert not [
+        line
+        for line in api.check_cluster(tmp_path / "other.yaml").lines()
+        if "the same name" in line
+    ]

@@ -53,18 +53,57 @@ def written(folder: Path, text: str) -> Path:
 
 def test_node_types_are_pools(tmp_path: Path) -> None:
     spec = load_cluster(written(tmp_path, AWS))
-    assert (spec.name, spec.provider, spec.region, spec.zones) == ("train", "aws", "us-east-1", ("us-east-1a",))
+    assert (spec.name, spec.provider, spec.region, spec.zones) == (
+        "train",
+        "aws",
+        "us-east-1",
+        ("us-east-1a",),
+    )
     assert spec.head is not None
-    assert (spec.head.instance_type, spec.head.max_nodes, spec.on_demand_floor) == ("m7i.xlarge", 0, 1)
+    assert (spec.head.instance_type, spec.head.max_nodes, spec.on_demand_floor) == (
+        "m7i.xlarge",
+        0,
+        1,
+    )
     spot, steady, block = spec.pools
-    assert (spot.name, spot.instance_type, spot.cloud, spot.accelerator_type) == ("spot", "p5.48xlarge", "aws", "H100")
-    assert (spot.market_type, spot.gpus_per_node, spot.notice_s, spot.usd_per_node_h) == ("spot", 8, 120.0, 23.45)
-    assert (spot.region, spot.zone, spot.min_nodes, spot.max_nodes) == ("us-east-1", "us-east-1a", 0, 6)
+    assert (spot.name, spot.instance_type, spot.cloud, spot.accelerator_type) == (
+        "spot",
+        "p5.48xlarge",
+        "aws",
+        "H100",
+    )
+    assert (spot.market_type, spot.gpus_per_node, spot.notice_s, spot.usd_per_node_h) == (
+        "spot",
+        8,
+        120.0,
+        23.45,
+    )
+    assert (spot.region, spot.zone, spot.min_nodes, spot.max_nodes) == (
+        "us-east-1",
+        "us-east-1a",
+        0,
+        6,
+    )
     assert (spot.memory_bytes_per_gpu, spot.host_memory_bytes) == (80 * 2**30, 2**41)
-    assert (steady.market_type, steady.gpus_per_node, steady.accelerator_type) == ("on-demand", 8, "A100")
-    assert (steady.usd_per_node_h, steady.zone, steady.min_nodes, steady.max_nodes) == (21.957642, "us-east-1b", 1, 2)
-    assert (block.market_type, block.usd_per_node_h, block.ends_at_s) == ("reserved", 31.5, 1796124600.0)
-    assert spec.prices_of == dict.fromkeys(("spot", "steady"), f"table of {PRICES_AT}") | {"block": "this file"}
+    assert (steady.market_type, steady.gpus_per_node, steady.accelerator_type) == (
+        "on-demand",
+        8,
+        "A100",
+    )
+    assert (steady.usd_per_node_h, steady.zone, steady.min_nodes, steady.max_nodes) == (
+        21.957642,
+        "us-east-1b",
+        1,
+        2,
+    )
+    assert (block.market_type, block.usd_per_node_h, block.ends_at_s) == (
+        "reserved",
+        31.5,
+        1796124600.0,
+    )
+    assert spec.prices_of == dict.fromkeys(("spot", "steady"), f"table of {PRICES_AT}") | {
+        "block": "this file"
+    }
 
 
 def test_a_price_of_another_region_says_so(tmp_path: Path) -> None:
@@ -88,8 +127,17 @@ available_node_types:
 
 def test_google_cloud_spot_in_both_spellings(tmp_path: Path) -> None:
     listed, named, steady = load_cluster(written(tmp_path, GCP)).pools
-    assert (listed.market_type, listed.gpus_per_node, listed.notice_s, listed.usd_per_node_h) == ("spot", 8, 30.0, 35.593)
-    assert (named.market_type, named.zone, named.accelerator_type) == ("spot", "us-central1-a", "A100")
+    assert (listed.market_type, listed.gpus_per_node, listed.notice_s, listed.usd_per_node_h) == (
+        "spot",
+        8,
+        30.0,
+        35.593,
+    )
+    assert (named.market_type, named.zone, named.accelerator_type) == (
+        "spot",
+        "us-central1-a",
+        "A100",
+    )
     assert (steady.market_type, steady.usd_per_node_h) == ("on-demand", 3.67339)
 
 
@@ -100,7 +148,12 @@ provider: {type: local, head_ip: 10.0.0.1, worker_ips: [10.0.0.2, 10.0.0.3]}
 metadata: {elastic: {pools: {hosts: {gpus_per_node: 8, accelerator_type: H100, usd_per_node_h: 4.0}}}}
 """
     (pool,) = load_cluster(written(tmp_path, text)).pools
-    assert (pool.name, pool.market_type, pool.gpus_per_node, pool.max_nodes) == ("hosts", "owned", 8, 2)
+    assert (pool.name, pool.market_type, pool.gpus_per_node, pool.max_nodes) == (
+        "hosts",
+        "owned",
+        8,
+        2,
+    )
     assert (pool.accelerator_type, pool.usd_per_node_h, pool.cloud) == ("H100", 4.0, "")
     alone = load_cluster(written(tmp_path, text.replace("[10.0.0.2, 10.0.0.3]", "[]")))
     assert [found.max_nodes for found in alone.pools] == [1]
@@ -117,7 +170,12 @@ available_node_types:
   spot: {labels: {ray.io/market-type: spot}, resources: {CPU: 2}, node_config: {}}
 """
     (pool,) = load_cluster(written(tmp_path, text)).pools
-    assert (pool.accelerator_type, pool.gpus_per_node, pool.market_type, pool.max_nodes) == ("CPU", 2, "spot", 3)
+    assert (pool.accelerator_type, pool.gpus_per_node, pool.market_type, pool.max_nodes) == (
+        "CPU",
+        2,
+        "spot",
+        3,
+    )
 
 
 KUBERNETES = """
@@ -149,10 +207,25 @@ spec:
 def test_worker_groups_of_kuberay_are_pools(tmp_path: Path) -> None:
     spec = load_cluster(written(tmp_path, KUBERNETES))
     spot, cpu = spec.pools
-    assert (spec.provider, spec.name, spot.name, spot.market_type) == ("kubernetes", "kube", "spot", "spot")
-    assert (spot.gpus_per_node, spot.usd_per_node_h, spot.max_nodes, spot.cloud) == (8, 17.5, 4, "kubernetes")
+    assert (spec.provider, spec.name, spot.name, spot.market_type) == (
+        "kubernetes",
+        "kube",
+        "spot",
+        "spot",
+    )
+    assert (spot.gpus_per_node, spot.usd_per_node_h, spot.max_nodes, spot.cloud) == (
+        8,
+        17.5,
+        4,
+        "kubernetes",
+    )
     assert (spot.instance_type, spot.memory_bytes_per_gpu) == ("p5.48xlarge", 80 * 2**30)
-    assert (cpu.market_type, cpu.accelerator_type, cpu.gpus_per_node, cpu.min_nodes) == ("on-demand", "CPU", 3, 1)
+    assert (cpu.market_type, cpu.accelerator_type, cpu.gpus_per_node, cpu.min_nodes) == (
+        "on-demand",
+        "CPU",
+        3,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,17 +235,36 @@ def test_worker_groups_of_kuberay_are_pools(tmp_path: Path) -> None:
             ("p5.48xlarge", "p5.48xlareg"),
             ":17: error: available_node_types.spot.node_config.InstanceType: unknown instance type",
         ),
-        (("market-type: spot,", "market-type: sport,"), "no market type 'sport'; it is one of spot, on-demand"),
+        (
+            ("market-type: spot,", "market-type: sport,"),
+            "no market type 'sport'; it is one of spot, on-demand",
+        ),
         (
             ("      block: {", "      blok: {"),
-            ":10: error: metadata.elastic.pools.blok: there is no such pool; pools are spot, steady",
+            ":10: error: metadata.elastic.pools.blok: there is no such pool; pools are spot, "
+            "steady",
         ),
-        (('"2026-12-01T11:30:00Z"', "2026-12-01T11:30:00Z"), "ends_at: wrong kind of value; must be quoted"),
+        (
+            ('"2026-12-01T11:30:00Z"', "2026-12-01T11:30:00Z"),
+            "ends_at: wrong kind of value; must be quoted",
+        ),
         (('"2026-12-01T11:30:00Z"', "tomorrow"), "must be a time with its zone"),
-        (("usd_per_node_h: 31.5", "usd: 31.5"), "metadata.elastic.pools.block.usd: unknown key; keys are market_type"),
-        (("on_demand_floor: 1", "on_demand_floor: -1"), "it is -1; input should be greater than or equal to 0"),
-        (("available_node_types:", "available_node_typs:"), "block: there is no such pool; pools are none"),
-        (("node_config: {InstanceType: p4d.24xlarge}", "node_config: p4d.24xlarge"), "it is 'p4d.24xlarge'; it must hold keys"),
+        (
+            ("usd_per_node_h: 31.5", "usd: 31.5"),
+            "metadata.elastic.pools.block.usd: unknown key; keys are market_type",
+        ),
+        (
+            ("on_demand_floor: 1", "on_demand_floor: -1"),
+            "it is -1; input should be greater than or equal to 0",
+        ),
+        (
+            ("available_node_types:", "available_node_typs:"),
+            "block: there is no such pool; pools are none",
+        ),
+        (
+            ("node_config: {InstanceType: p4d.24xlarge}", "node_config: p4d.24xlarge"),
+            "it is 'p4d.24xlarge'; it must hold keys",
+        ),
         (("provider:", "provder:"), "no cluster file: it has no key 'provider'"),
         (("max_workers: 6", "max_workers: [6"), "not YAML"),
     ],
@@ -200,35 +292,58 @@ def test_what_cannot_be_known_is_a_problem_and_the_rest_is_read(tmp_path: Path) 
 
 def test_lines_are_those_of_the_keys() -> None:
     found = lines_of("a: 1\nb:\n  - {c: 2}\n  - d: 3\n---\ne: 4\n")
-    assert found == {("a",): 1, ("b",): 2, ("b", 0): 3, ("b", 0, "c"): 3, ("b", 1): 4, ("b", 1, "d"): 4, ("e",): 6}
+    assert found == {
+        ("a",): 1,
+        ("b",): 2,
+        ("b", 0): 3,
+        ("b", 0, "c"): 3,
+        ("b", 1): 4,
+        ("b", 1, "d"): 4,
+        ("e",): 6,
+    }
 
 
 def test_the_heads_price(tmp_path: Path) -> None:
     job = job_of({"steps": 1, "global_batch": 1}, tmp_path / "program.py")
 
     def of(text: str, job: JobSpec = job) -> float:
-        return adapted(job, Options(cluster=written(tmp_path, text)), "10.0.0.1:6379").head_usd_per_h
+        return adapted(
+            job, Options(cluster=written(tmp_path, text)), "10.0.0.1:6379"
+        ).head_usd_per_h
 
     said = AWS.replace("on_demand_floor: 1", "head_usd_per_h: 0.15")
     assert (of(AWS), of(said), of(AWS.replace("m7i.xlarge", "m1.unheard"))) == (0.2016, 0.15, 0.0)
-    assert of(said, job_of({"steps": 1, "global_batch": 1, "head_usd_per_h": 0.5}, tmp_path / "program.py")) == 0.5
+    assert (
+        of(
+            said,
+            job_of({"steps": 1, "global_batch": 1, "head_usd_per_h": 0.5}, tmp_path / "program.py"),
+        )
+        == 0.5
+    )
     kuberay = (ROOT / "deploy" / "kubernetes" / "raycluster.yaml").read_text()
     assert of(kuberay) == 0.0
     labels = "labels: {elastic-cluster: elastic}"
-    assert of(kuberay.replace(labels, f'{labels}, annotations: {{elastic/usd-per-node-h: "0.4"}}', 1)) == 0.4
+    assert (
+        of(kuberay.replace(labels, f'{labels}, annotations: {{elastic/usd-per-node-h: "0.4"}}', 1))
+        == 0.4
+    )
 
 
 def test_a_run_takes_the_pools_of_the_file(tmp_path: Path) -> None:
     job = job_of({"steps": 1, "global_batch": 1}, tmp_path / "program.py")
     file = written(tmp_path, AWS)
-    for options, address in ((Options(cluster=file), "10.0.0.1:6379"), (Options(cluster=file, local=True), None)):
+    for options, address in (
+        (Options(cluster=file), "10.0.0.1:6379"),
+        (Options(cluster=file, local=True), None),
+    ):
         made = adapted(job, options, address)
         pools = made.pools
         assert made.on_demand_floor == 1  # as the file says
         assert [pool.name for pool in pools] == ["spot", "steady", "block"]
         assert tuple(pool.pool() for pool in pools) == load_cluster(file).pools
     own = job_of({"steps": 1, "global_batch": 1, "on_demand_floor": 0}, tmp_path / "program.py")
-    assert adapted(own, Options(cluster=file, local=True), None).on_demand_floor == 0  # as the job says
+    # as the job says
+    assert adapted(own, Options(cluster=file, local=True), None).on_demand_floor == 0
     with pytest.raises(SpecError, match="on no Ray cluster; start that one"):
         adapted(job, Options(cluster=file), None)
 

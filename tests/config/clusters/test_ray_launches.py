@@ -1,4 +1,5 @@
-"""Ray's own provider for AWS starts every node type of the cluster files, against moto's EC2: what is asked is what comes."""
+"""Ray's own provider for AWS starts every node type of the cluster files, against moto's EC2: what
+is asked is what comes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ pytestmark = pytest.mark.slow
 def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
     """An account with what the files name; placeholder -> what is there."""
     moto = pytest.importorskip("moto")
-    for name, value in (("HOME", str(tmp_path)), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "b")):
+    for name, value in (
+        ("HOME", str(tmp_path)),
+        ("AWS_ACCESS_KEY_ID", "a"),
+        ("AWS_SECRET_ACCESS_KEY", "b"),
+    ):
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_EC2"):
         monkeypatch.delenv(name, raising=False)
@@ -33,7 +38,11 @@ def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
     with moto.mock_aws():
         ec2, iam = boto3.client("ec2", REGION), boto3.client("iam", REGION)
         vpc = ec2.describe_vpcs()["Vpcs"][0]["VpcId"]
-        found = {"sg-0REPLACE000000000": ec2.create_security_group(GroupName="own", Description="own", VpcId=vpc)["GroupId"]}
+        found = {
+            "sg-0REPLACE000000000": ec2.create_security_group(
+                GroupName="own", Description="own", VpcId=vpc
+            )["GroupId"]
+        }
         for subnet in ec2.describe_subnets()["Subnets"]:
             found[f"subnet-0REPLACE00000000{subnet['AvailabilityZone'][-1]}"] = subnet["SubnetId"]
         for who in ("elastic-head", "elastic-worker"):
@@ -62,20 +71,32 @@ def test_every_node_type_is_launched_as_it_is_written(file: Path, account: dict[
     provider = AWSNodeProvider(config["provider"], config["cluster_name"])
     wanted = {node_type.name: node_type for node_type in load_cluster(file).node_types}
     ec2 = boto3.client("ec2", REGION)
-    zones = {subnet["SubnetId"]: subnet["AvailabilityZone"] for subnet in ec2.describe_subnets()["Subnets"]}
+    zones = {
+        subnet["SubnetId"]: subnet["AvailabilityZone"]
+        for subnet in ec2.describe_subnets()["Subnets"]
+    }
     for name, node_type in wanted.items():
         entry = config["available_node_types"][name]
         made = provider.create_node_with_resources_and_labels(
-            entry["node_config"], {"ray-user-node-type": name}, 1, entry["resources"], entry.get("labels", {})
+            entry["node_config"],
+            {"ray-user-node-type": name},
+            1,
+            entry["resources"],
+            entry.get("labels", {}),
         )
         (instance,) = ec2.describe_instances(InstanceIds=list(made))["Reservations"][0]["Instances"]
         assert instance["InstanceType"] == node_type.instance_type
         assert (instance.get("InstanceLifecycle") == "spot") == (node_type.market_type == "spot")
-        assert instance["IamInstanceProfile"]["Arn"].endswith("elastic-head" if node_type.head else "elastic-worker")
+        assert instance["IamInstanceProfile"]["Arn"].endswith(
+            "elastic-head" if node_type.head else "elastic-worker"
+        )
         assert {"Key": "ray-cluster-name", "Value": config["cluster_name"]} in instance["Tags"]
         if node_type.zone:
             assert zones[instance["SubnetId"]] == node_type.zone
-        if "NetworkInterfaces" not in node_type.node_config:  # moto does not tell those of interfaces
-            assert account["sg-0REPLACE000000000"] in [group["GroupId"] for group in instance["SecurityGroups"]]
+        # moto does not tell those of interfaces
+        if "NetworkInterfaces" not in node_type.node_config:
+            assert account["sg-0REPLACE000000000"] in [
+                group["GroupId"] for group in instance["SecurityGroups"]
+            ]
     running = ec2.describe_instances()["Reservations"]
     assert len(running) == len(wanted)

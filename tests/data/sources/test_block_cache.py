@@ -1,4 +1,5 @@
-"""The node's cache: remote files are read once, by however many processes; a limit; damaged blocks are read again."""
+"""The node's cache: remote files are read once, by however many processes; a limit; damaged blocks
+are read again."""
 
 from __future__ import annotations
 
@@ -56,7 +57,14 @@ def blocks(cache: BlockCache) -> list[Path]:
 
 def test_ranges_over_blocks(far: Remote) -> None:
     whole, cache = far.storage.get("data"), BlockCache()
-    for offset, length in ((0, 5), (BLOCK - 1, 2), (0, 10 * BLOCK + 123), (10 * BLOCK, 500), (20 * BLOCK, 3), (77, 0)):
+    for offset, length in (
+        (0, 5),
+        (BLOCK - 1, 2),
+        (0, 10 * BLOCK + 123),
+        (10 * BLOCK, 500),
+        (20 * BLOCK, 3),
+        (77, 0),
+    ):
         assert cache.read(far, offset, length) == whole[offset : offset + length]
 
 
@@ -69,7 +77,8 @@ def test_read_once_by_many_threads_and_processes(far: Remote) -> None:
         thread.join()
     assert read_bytes(far) == far.n_bytes
     code = (
-        "import sys; from elastic.data.sources import block_cache as c; from elastic.storage import LocalStorage\n"
+        "import sys; from elastic.data.sources import block_cache as c; from elastic.storage "
+        "import LocalStorage\n"
         f"c.BLOCK_BYTES = {BLOCK}\n"
         "far = c.Remote(LocalStorage(sys.argv[1]), 'data', int(sys.argv[2]), 1.0)\n"
         "c.BlockCache._fetched = None\n"
@@ -80,7 +89,9 @@ def test_read_once_by_many_threads_and_processes(far: Remote) -> None:
     assert done.stdout == far.storage.get("data"), done.stderr
 
 
-def test_the_limit_holds_and_the_longest_unused_goes_first(far: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_holds_and_the_longest_unused_goes_first(
+    far: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = BlockCache(limit_bytes=5 * (BLOCK + 8))
     now_s = 1000.0
     monkeypatch.setattr(module.time, "time", lambda: now_s)
@@ -89,7 +100,8 @@ def test_the_limit_holds_and_the_longest_unused_goes_first(far: Remote, monkeypa
         cache.read(far, number * BLOCK, 1)
         for path in blocks(cache):
             if path.stat().st_mtime > 1_000_000:
-                os.utime(path, (now_s, now_s))  # the clock of the file system is another one than the test's
+                # the clock of the file system is another one than the test's
+                os.utime(path, (now_s, now_s))
         assert sum(path.stat().st_size for path in blocks(cache)) <= cache.limit_bytes
     kept = {int(path.name.rpartition("-")[2]) for path in blocks(cache)}
     assert {0, 7} <= kept and not {1, 2} & kept
@@ -101,7 +113,9 @@ def test_the_limit_holds_and_the_longest_unused_goes_first(far: Remote, monkeypa
 
 
 @pytest.mark.parametrize("damage", ["cut", "altered", "empty"])
-def test_a_damaged_block_is_read_again(far: Remote, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_block_is_read_again(
+    far: Remote, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = far.storage.get("data")
     BlockCache().read(far, 0, 1)
     (path,) = blocks(BlockCache())
@@ -132,7 +146,9 @@ def test_a_file_that_was_replaced_is_another_one(far: Remote) -> None:
         BlockCache().read(far, 5 * BLOCK, 10)
 
 
-def test_a_full_disk_only_costs_time(far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_only_costs_time(
+    far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def full(self: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
@@ -149,7 +165,9 @@ def test_built_once_while_others_wait() -> None:
         (into / "done").write_text("yes")
 
     def once() -> None:
-        assert (BlockCache().once("thing", build, lambda at: (at / "done").is_file()) / "done").read_text() == "yes"
+        assert (
+            BlockCache().once("thing", build, lambda at: (at / "done").is_file()) / "done"
+        ).read_text() == "yes"
 
     threads = [threading.Thread(target=once) for _ in range(4)]
     for thread in threads:
@@ -180,7 +198,9 @@ def test_where_it_cannot_be(tmp_path: Path) -> None:
         BlockCache(limit_bytes=5)
 
 
-def test_object_storage_is_asked_once_for_each_block(s3: open_storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_storage_is_asked_once_for_each_block(
+    s3: open_storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = os.urandom(3 * BLOCK + 5)
     s3.put("a/x.txt", data)
     s3.put("a/site-packages/y.txt", b"no")

@@ -1,4 +1,5 @@
-"""Rows in indexed Parquet: each comes back by its id, little is read for it, and what is no tensor is named."""
+"""Rows in indexed Parquet: each comes back by its id, little is read for it, and what is no tensor
+is named."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_one_row_reads_one_small_group(tmp_path: Path, monkeypatch: pytest.Monke
     assert storage.size("part-00000.parquet") > 2 << 20
     read = []
     real = type(storage).read_into
-    monkeypatch.setattr(type(storage), "read_into", lambda self, *a: read.append(real(self, *a)) or read[-1])
+    monkeypatch.setattr(
+        type(storage), "read_into", lambda self, *a: read.append(real(self, *a)) or read[-1]
+    )
     rows = Rows(storage)
     rows[0]
     del read[:]
@@ -77,11 +80,26 @@ def test_an_altered_file_is_not_read_as_if_whole(tmp_path: Path) -> None:
     ("given", "says"),
     [
         ([{"text": np.array(["a", "b"])}], "train: column 'text' holds text"),
-        ([{"t": np.array(["2020-01-01"], dtype="datetime64[s]")}], "column 't' holds dtype datetime64"),
-        ([{"x": np.array([[1, 2], [3]], dtype=object)}], r"column 'x' has rows of different shapes \(\[2\] and \[1\]\)"),
-        ([{"x": np.arange(3)}, {"x": np.array([1.0, np.nan])}], r"'x' is int64 \[\] in some rows, float64 \[\] in others"),
-        ([{"x": np.arange(3)}, {"y": np.arange(3)}], r"column 'x' is int64 \[\] in some rows, nothing in others"),
-        ([{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}], r"float64 \[3\] in some rows, float64 \[4\]"),
+        (
+            [{"t": np.array(["2020-01-01"], dtype="datetime64[s]")}],
+            "column 't' holds dtype datetime64",
+        ),
+        (
+            [{"x": np.array([[1, 2], [3]], dtype=object)}],
+            r"column 'x' has rows of different shapes \(\[2\] and \[1\]\)",
+        ),
+        (
+            [{"x": np.arange(3)}, {"x": np.array([1.0, np.nan])}],
+            r"'x' is int64 \[\] in some rows, float64 \[\] in others",
+        ),
+        (
+            [{"x": np.arange(3)}, {"y": np.arange(3)}],
+            r"column 'x' is int64 \[\] in some rows, nothing in others",
+        ),
+        (
+            [{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}],
+            r"float64 \[3\] in some rows, float64 \[4\]",
+        ),
         ([], "it has no rows"),
     ],
 )
@@ -107,7 +125,12 @@ def test_a_broken_index_is_named(tmp_path: Path) -> None:
 
 def test_the_job_names_its_data(tmp_path: Path) -> None:
     write_rows(open_storage(tmp_path), [{"x": np.arange(5)}], "train")
-    own = Program(model=lambda: None, optimizer=lambda named: None, dataset=lambda: [1, 2], loss=lambda output, batch: None)
+    own = Program(
+        model=lambda: None,
+        optimizer=lambda named: None,
+        dataset=lambda: [1, 2],
+        loss=lambda output, batch: None,
+    )
     assert dataset_of(own, Job()) == [1, 2]
     assert validation_of(own, Job()) is None
     assert len(dataset_of(own, Job.from_plain({"data": {"train": str(tmp_path)}}))) == 5

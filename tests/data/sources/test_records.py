@@ -1,4 +1,5 @@
-"""Records by number: JSON lines, Parquet, datasets saved by Hugging Face; on disk and under s3://; what bad ones say."""
+"""Records by number: JSON lines, Parquet, datasets saved by Hugging Face; on disk and under s3://;
+what bad ones say."""
 
 from __future__ import annotations
 
@@ -24,19 +25,26 @@ from elastic.storage import Storage
 
 
 def rows(n: int) -> list[dict[str, Any]]:
-    return [{"text": f"document {i} " + "é" * (i % 7), "ids": [i, i + 1, i + 2], "score": i / 2} for i in range(n)]
+    return [
+        {"text": f"document {i} " + "é" * (i % 7), "ids": [i, i + 1, i + 2], "score": i / 2}
+        for i in range(n)
+    ]
 
 
 def write_jsonl(folder: Path) -> None:
     """Two files; blank lines; no newline at the end of the first."""
     lines = [json.dumps(row) for row in rows(57)]
-    (folder / "a.jsonl").write_text("\n\n" + "\n".join(lines[:20]) + "\n   \n" + "\n".join(lines[20:40]))
+    (folder / "a.jsonl").write_text(
+        "\n\n" + "\n".join(lines[:20]) + "\n   \n" + "\n".join(lines[20:40])
+    )
     (folder / "b.jsonl").write_text("\n".join(lines[40:]) + "\n")
 
 
 def write_parquet(folder: Path) -> None:
     for name, part in (("a.parquet", rows(57)[:40]), ("b.parquet", rows(57)[40:])):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), folder / name, row_group_size=7)
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(part), folder / name, row_group_size=7
+        )
 
 
 def write_saved(folder: Path) -> None:
@@ -44,15 +52,23 @@ def write_saved(folder: Path) -> None:
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     for name, part in zip(names, (rows(57)[:40], rows(57)[40:])):
         table = pyarrow.Table.from_pylist(part)
-        with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        with (
+            pyarrow.OSFile(str(folder / name), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table, max_chunksize=7)
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": "train"}
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "0",
+        "_split": "train",
+    }
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text("{}")
 
 
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[str], Records]]] = {
-    "jsonl": (write_jsonl, Jsonl), "parquet": (write_parquet, Parquet), "huggingface": (write_saved, HuggingFace),
+    "jsonl": (write_jsonl, Jsonl), "parquet": (write_parquet, Parquet), "huggingface": (write_saved,
+    HuggingFace),
 }  # fmt: skip
 
 
@@ -63,7 +79,9 @@ def upload(folder: Path, storage: Storage) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["local", "s3"])
-def test_each_record_comes_back_by_its_number(kind: str, place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_each_record_comes_back_by_its_number(
+    kind: str, place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     write, opened = KINDS[kind]
     write(tmp_path)
     where = str(tmp_path)
@@ -88,12 +106,18 @@ def test_each_record_comes_back_by_its_number(kind: str, place: str, tmp_path: P
         Columns(found, ["body"])
 
 
-def test_neighbours_are_decoded_once_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_are_decoded_once_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Row groups of 7 rows: 0 .. 5 in the first file, 6 .. 8 in the second."""
     write_parquet(tmp_path)
     found = Parquet(str(tmp_path))
-    assert [found[i]["score"] for i in range(7)] == [i / 2 for i in range(7)] and found.n_decoded == 1
-    assert [found[i]["score"] for i in np.random.default_rng(0).permutation(57)] and found.n_decoded == 9
+    assert [found[i]["score"] for i in range(7)] == [
+        i / 2 for i in range(7)
+    ] and found.n_decoded == 1
+    assert [
+        found[i]["score"] for i in np.random.default_rng(0).permutation(57)
+    ] and found.n_decoded == 9
     one = found._decoded(0, ("text", "ids", "score")).nbytes
     monkeypatch.setattr(records, "KEPT_BYTES", 3 * one + one // 2)
     small = Parquet(str(tmp_path))
@@ -111,7 +135,9 @@ def test_only_the_columns_of_a_sample_are_decoded(tmp_path: Path) -> None:
     samples = Columns(found, ["score"])
     found.n_decoded = 0
     found._kept.clear()
-    assert [float(samples[i]["score"]) for i in range(7)] == [i / 2 for i in range(7)] and found.n_decoded == 1
+    assert [float(samples[i]["score"]) for i in range(7)] == [
+        i / 2 for i in range(7)
+    ] and found.n_decoded == 1
     assert [table.schema.names for table in found._kept.values()] == [["score"]]
 
 
@@ -120,13 +146,17 @@ def test_the_row_of_a_record(kind: str, tmp_path: Path) -> None:
     write, opened = KINDS[kind]
     write(tmp_path)
     found = opened(str(tmp_path))
-    files = sorted(str(path) for path in tmp_path.iterdir() if path.suffix in (".parquet", ".arrow"))
+    files = sorted(
+        str(path) for path in tmp_path.iterdir() if path.suffix in (".parquet", ".arrow")
+    )
     assert [found.where(i) for i in (0, 39, 40, 56)] == [
         f"{files[0]}, row 1", f"{files[0]}, row 40", f"{files[1]}, row 1", f"{files[1]}, row 17",
     ]  # fmt: skip
 
 
-def test_a_bad_line_is_named_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_line_is_named_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files_module, "CHUNK_BYTES", 16)  # lines go over the edges of chunks
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "one"}\n\n{"text": "two", "n": 2}\n{"text: 3}\n[1]\n{"body": 1}\n')
@@ -174,7 +204,9 @@ def test_bad_places(tmp_path: Path) -> None:
     assert "data-00001-of-00002.arrow: no whole Arrow stream" in says(HuggingFace, saved)
     (saved / "data-00001-of-00002.arrow").unlink()
     assert "data-00001-of-00002.arrow is missing (1 of 2 files" in says(HuggingFace, saved)
-    assert "no splits; leave split 'test' out" in says(lambda where: HuggingFace(where, "test"), saved)
+    assert "no splits; leave split 'test' out" in says(
+        lambda where: HuggingFace(where, "test"), saved
+    )
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["saved", "test"]}')
     assert "several splits: give split; there are saved, test" in says(HuggingFace, tmp_path)
     assert "no split 'dev'" in says(lambda where: HuggingFace(where, "dev"), tmp_path)
@@ -189,11 +221,15 @@ def test_a_split_of_a_saved_dictionary(tmp_path: Path) -> None:
 
 def test_little_is_kept_and_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One record of a large file reads one piece of it."""
-    pyarrow.parquet.write_table(pyarrow.table({"x": np.arange(200_000)}), tmp_path / "x.parquet", row_group_size=1000)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"x": np.arange(200_000)}), tmp_path / "x.parquet", row_group_size=1000
+    )
     (tmp_path / "x.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(100_000)))
     read: list[int] = []
     real = files_module._pread
-    monkeypatch.setattr(files_module, "_pread", lambda *a: read.append(len(data := real(*a))) or data)
+    monkeypatch.setattr(
+        files_module, "_pread", lambda *a: read.append(len(data := real(*a))) or data
+    )
     found = Parquet(tmp_path)
     for i in range(0, 200_000, 10_000):
         assert found[i]["x"] == i
@@ -206,7 +242,8 @@ def test_little_is_kept_and_little_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert lines[77_777]["x"] == 77_777 and sum(read) < 40
 
 
-# ------------------------------------------------------------------------------------------------ token files
+# ------------------------------------------------------------------------------------------------
+# token files
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])
@@ -253,7 +290,9 @@ def test_bad_token_files(tmp_path: Path) -> None:
     assert "whole numbers" in says(npy(np.zeros(3)), "x.npy", None)
     assert "its tokens are int64, dtype says uint16" in says(npy(np.arange(3)), "x.npy", "uint16")
     assert "cut off?" in says(npy(np.arange(30))[:-8], "x.npy", None)
-    assert "column by column" in says(npy(np.asfortranarray(np.zeros((3, 4), dtype=np.int32))), "x.npy", None)
+    assert "column by column" in says(
+        npy(np.asfortranarray(np.zeros((3, 4), dtype=np.int32))), "x.npy", None
+    )
 
 
 def test_a_file_that_shrinks_under_the_run(tmp_path: Path) -> None:

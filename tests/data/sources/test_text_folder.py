@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic.data.sources.text_folder import TextFolder, find_files, in_validation, python_stdlib_folder
+from elastic.data.sources.text_folder import (
+    TextFolder,
+    find_files,
+    in_validation,
+    python_stdlib_folder,
+)
 from elastic.errors import SpecError
 
 
@@ -27,7 +32,9 @@ def text_of(data: TextFolder) -> bytes:
 
 def test_windows_follow_the_sorted_files(corpus: Path) -> None:
     data = TextFolder(corpus, seq=5, split="all")
-    whole = b"".join(name.encode() * 4 + b"\0" for name in ("a.py", "b.py", "pkg/c.py", "pkg/deep/d.py"))
+    whole = b"".join(
+        name.encode() * 4 + b"\0" for name in ("a.py", "b.py", "pkg/c.py", "pkg/deep/d.py")
+    )
     assert data.n_bytes == len(whole) and len(data) == (len(whole) - 1) // 5
     assert text_of(data) == whole[: len(data) * 5]
     for i in (0, len(data) - 1):
@@ -62,12 +69,17 @@ def test_the_split_is_by_file_and_does_not_move(tmp_path: Path) -> None:
     names = [f"file{i}.py" for i in range(200)]
     for name in names:
         (tmp_path / name).write_text(f"<{name}>")
-    train, validation = (text_of(TextFolder(tmp_path, 1, split, validation_share=0.2)) for split in ("train", "validation"))
+    train, validation = (
+        text_of(TextFolder(tmp_path, 1, split, validation_share=0.2))
+        for split in ("train", "validation")
+    )
     chosen = [name for name in names if f"<{name}".encode() in validation]
     assert 20 <= len(chosen) <= 60
     assert all((f"<{name}".encode() in train) != (name in chosen) for name in names)
-    assert chosen == [name for name in names if in_validation(name, 0.2)]  # a file's split hangs on its own name only
-    assert [i for i in range(40) if in_validation(f"file{i}.py", 0.2)] == [0, 11, 14, 24, 33, 37]  # the same everywhere
+    # a file's split hangs on its own name only
+    assert chosen == [name for name in names if in_validation(name, 0.2)]
+    # the same everywhere
+    assert [i for i in range(40) if in_validation(f"file{i}.py", 0.2)] == [0, 11, 14, 24, 33, 37]
 
 
 def test_bounded(corpus: Path) -> None:
@@ -75,7 +87,9 @@ def test_bounded(corpus: Path) -> None:
     assert data.n_bytes == 20 and text_of(data) == b"a.pya.pya.pya.py"
 
 
-def test_one_unreadable_file_is_named_in_a_warning(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_unreadable_file_is_named_in_a_warning(
+    corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (corpus / "gone.py").symlink_to(corpus / "nowhere")
     with caplog.at_level(logging.WARNING):
         data = TextFolder(corpus, seq=5, split="all")
@@ -90,7 +104,9 @@ def test_bad_input_is_one_line_that_names_the_folder(tmp_path: Path) -> None:
         assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "no such folder" in message(tmp_path / "absent") and "absent" in message(tmp_path / "absent")
+    assert "no such folder" in message(tmp_path / "absent") and "absent" in message(
+        tmp_path / "absent"
+    )
     assert "no file matches '**/*.py'" in message(tmp_path)
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     assert "gone.py" in message(tmp_path) and str(tmp_path) in message(tmp_path)

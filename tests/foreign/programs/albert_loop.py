@@ -37,7 +37,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"block.[qkv]": "colwise", "block.o": "rowwise", "block.up": "colwise", "block.down": "rowwise"}
+TP = {
+    "block.[qkv]": "colwise",
+    "block.o": "rowwise",
+    "block.up": "colwise",
+    "block.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):

@@ -10,7 +10,9 @@ VOCAB, D = 48, 32
 
 
 def turn(x):
-    angle = torch.arange(x.shape[-2], device=x.device)[:, None] / 50 ** (torch.arange(4, device=x.device) / 4)
+    angle = torch.arange(x.shape[-2], device=x.device)[:, None] / 50 ** (
+        torch.arange(4, device=x.device) / 4
+    )
     a, b = x.chunk(2, -1)
     return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
 
@@ -43,7 +45,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -60,7 +67,11 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
 EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: positions|layers|turn", "pp": "equal"}

@@ -12,7 +12,10 @@ VOCAB, D = 48, 32
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.attend = nn.LayerNorm(D), nn.MultiheadAttention(D, 4, dropout=0.1, batch_first=True)
+        self.norm, self.attend = (
+            nn.LayerNorm(D),
+            nn.MultiheadAttention(D, 4, dropout=0.1, batch_first=True),
+        )
         self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
 
     def forward(self, x):
@@ -53,7 +56,11 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
 EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "equal"}

@@ -23,7 +23,11 @@ class Net(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), nn.ReLU())
         self.layers = nn.Sequential(*(Block() for _ in range(4)))
-        self.pool, self.flat, self.head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, CLASSES)
+        self.pool, self.flat, self.head = (
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, images):
         return self.head(self.flat(self.pool(self.layers(self.stem(images)))))
@@ -43,7 +47,10 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Images, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Images,
+    loss=loss,
 )
 
 EXPECT = {

@@ -1,4 +1,5 @@
-"""BatchNorm over one value of each sample, behind the pooling: a single sample has no statistics."""
+"""BatchNorm over one value of each sample, behind the pooling: a single sample has no
+statistics."""
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,11 @@ class Net(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), nn.ReLU())
         self.layers = nn.Sequential(*(Block() for _ in range(4)))
-        self.pool, self.norm, self.head = nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(WIDTH), nn.Conv2d(WIDTH, CLASSES, 1)
+        self.pool, self.norm, self.head = (
+            nn.AdaptiveAvgPool2d(1),
+            nn.BatchNorm2d(WIDTH),
+            nn.Conv2d(WIDTH, CLASSES, 1),
+        )
         self.flat = nn.Flatten()
 
     def forward(self, images):
@@ -44,7 +49,10 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Images, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Images,
+    loss=loss,
 )
 
 EXPECT = {

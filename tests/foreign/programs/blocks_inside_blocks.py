@@ -55,4 +55,9 @@ program = elastic.Program(
     blocks="layers.*.*",
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: layers|blocks|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: layers|blocks|forward",
+}

@@ -60,4 +60,9 @@ program = elastic.Program(
     blocks="*.layers.*",
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: left|right|layers|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: left|right|layers|forward",
+}

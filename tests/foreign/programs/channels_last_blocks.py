@@ -1,4 +1,5 @@
-"""Blocks that turn channels to the end and back: the gradient of what they are given lies in memory in another order."""
+"""Blocks that turn channels to the end and back: the gradient of what they are given lies in memory
+in another order."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,11 @@ WIDTH, CLASSES = 16, 7
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 32),
+            nn.Linear(32, WIDTH),
+        )
 
     def forward(self, x):
         x = self.norm(x.permute(0, 2, 3, 1))
@@ -24,7 +29,11 @@ class Net(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), nn.ReLU())
         self.layers = nn.Sequential(*(Block() for _ in range(4)))
-        self.pool, self.flat, self.head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, CLASSES)
+        self.pool, self.flat, self.head = (
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, images):
         return self.head(self.flat(self.pool(self.layers(self.stem(images)))))
@@ -51,4 +60,9 @@ program = elastic.Program(
     tp={"layers.*.up": "colwise", "layers.*.down": "rowwise"},
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention|norm|sequence|dim 1|output", "pp": "equal"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "refused: elastic.attention|norm|sequence|dim 1|output",
+    "pp": "equal",
+}

@@ -25,7 +25,9 @@ class Block(nn.Module):
     def forward(self, x):
         h = self.norm1(x)
         q, k, v = (w(h).unflatten(-1, (-1, 8)) for w in (self.q, self.k, self.v))
-        seen = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v.transpose(1, 2), is_causal=True)
+        seen = F.scaled_dot_product_attention(
+            self.turned(q), self.turned(k), v.transpose(1, 2), is_causal=True
+        )
         x = x + self.o(seen.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -44,7 +46,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -61,7 +68,11 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
 EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "equal"}

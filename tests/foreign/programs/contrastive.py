@@ -56,4 +56,9 @@ program = elastic.Program(
     count=lambda batch: len(batch["input"]),
 )
 
-EXPECT = {"dp": "refused: loss|batch", "tp": "no plan", "cp": "refused: elastic.attention|loss", "pp": "refused: loss|batch"}
+EXPECT = {
+    "dp": "refused: loss|batch",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention|loss",
+    "pp": "refused: loss|batch",
+}

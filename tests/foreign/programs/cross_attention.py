@@ -12,10 +12,16 @@ VOCAB, D = 48, 32
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.attend, self.out = nn.LayerNorm(D), nn.MultiheadAttention(D, 4, batch_first=True), nn.Linear(D, D)
+        self.norm, self.attend, self.out = (
+            nn.LayerNorm(D),
+            nn.MultiheadAttention(D, 4, batch_first=True),
+            nn.Linear(D, D),
+        )
 
     def forward(self, x, source):
-        return x + self.out(F.gelu(self.attend(self.norm(x), source, source, need_weights=False)[0]))
+        return x + self.out(
+            F.gelu(self.attend(self.norm(x), source, source, need_weights=False)[0])
+        )
 
 
 class Net(nn.Module):
@@ -55,4 +61,9 @@ program = elastic.Program(
     keywords=lambda batch: {"source": batch["source"]},
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: embed|tower|source|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: embed|tower|source|forward",
+}

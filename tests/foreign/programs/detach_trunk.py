@@ -49,8 +49,17 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "refused: between layers.1 and layers.2"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: between layers.1 and layers.2",
+}
 MAY_LACK = "embed|layers\\.[01]"  # parameters that one step may leave without a gradient

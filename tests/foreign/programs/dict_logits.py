@@ -37,7 +37,12 @@ class Net(nn.Module):
         return {"logits": self.head(self.norm(x))}
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -50,11 +55,22 @@ class Rows(torch.utils.data.Dataset):
 
 
 def loss(output, batch):
-    return F.cross_entropy(output["logits"].flatten(0, 1), batch["target"].flatten(), reduction="sum")
+    return F.cross_entropy(
+        output["logits"].flatten(0, 1), batch["target"].flatten(), reduction="sum"
+    )
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "equal", "pp": "refused: dict|logits|output|forward|tensor"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "equal",
+    "pp": "refused: dict|logits|output|forward|tensor",
+}

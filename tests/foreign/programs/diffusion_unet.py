@@ -22,7 +22,9 @@ class UNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.layers = nn.ModuleList((Block(8, 16, 1), Block(16, 16, 0.5), Block(16, 16, 2), Block(32, 8, 1)))
+        self.layers = nn.ModuleList(
+            (Block(8, 16, 1), Block(16, 16, 0.5), Block(16, 16, 2), Block(32, 8, 1))
+        )
         self.out = nn.Conv2d(8, 3, 3, padding=1)
 
     def forward(self, x, t):

@@ -37,7 +37,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -46,7 +51,11 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         ids = (index * 5 + torch.arange(9) * (1 + index % 3)) % VOCAB
-        return {"input": ids[:-1], "target": ids[1:], "document": (torch.arange(8) > index % 6).long()}
+        return {
+            "input": ids[:-1],
+            "target": ids[1:],
+            "document": (torch.arange(8) > index % 6).long(),
+        }
 
 
 def loss(logits, batch):

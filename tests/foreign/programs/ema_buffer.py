@@ -52,7 +52,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "refused: mean|layers", "tp": "equal", "cp": "refused: layers.0.mean", "pp": "refused: mean|layers"}
+EXPECT = {
+    "dp": "refused: mean|layers",
+    "tp": "equal",
+    "cp": "refused: layers.0.mean",
+    "pp": "refused: mean|layers",
+}

@@ -21,7 +21,9 @@ class Net(nn.Module):
     def forward(self, source, so_far):
         mask = nn.Transformer.generate_square_subsequent_mask(so_far.shape[1], device=so_far.device)
         memory = self.encoder(self.embed(source))
-        return self.head(self.decoder(self.embed(so_far), memory, tgt_mask=mask, tgt_is_causal=True))
+        return self.head(
+            self.decoder(self.embed(so_far), memory, tgt_mask=mask, tgt_is_causal=True)
+        )
 
 
 class Rows(torch.utils.data.Dataset):

@@ -55,7 +55,15 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
 )
 
-EXPECT = {"dp": "refused: norm|gain|dtype|float64", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "equal"}
+EXPECT = {
+    "dp": "refused: norm|gain|dtype|float64",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "equal",
+}

@@ -49,4 +49,9 @@ program = elastic.Program(
     blocks="encoder.layer.*",
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: embeddings|forward|Tagger"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: embeddings|forward|Tagger",
+}

@@ -39,4 +39,9 @@ program = elastic.Program(
     blocks="bert.encoder.layer.*",
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: embeddings|bert|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: embeddings|bert|forward",
+}

@@ -6,7 +6,14 @@ from transformers import GPT2Config
 from elastic.models.huggingface import causal_lm
 
 CONFIG = GPT2Config(
-    vocab_size=48, n_embd=32, n_layer=4, n_head=4, n_positions=8, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+    vocab_size=48,
+    n_embd=32,
+    n_layer=4,
+    n_head=4,
+    n_positions=8,
+    attn_pdrop=0.0,
+    embd_pdrop=0.0,
+    resid_pdrop=0.0,
 )
 
 
@@ -18,6 +25,8 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": (index * 5 + torch.arange(8) * (1 + index % 3)) % 48}
 
 
-program = causal_lm(CONFIG, dataset=Rows, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3))
+program = causal_lm(
+    CONFIG, dataset=Rows, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)
+)
 
 EXPECT = {"dp": "equal", "tp": "no plan", "cp": "equal", "pp": "equal"}

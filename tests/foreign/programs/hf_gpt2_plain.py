@@ -40,4 +40,9 @@ program = elastic.Program(
     blocks="transformer.h.*",
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: wpe|wte|transformer|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: wpe|wte|transformer|forward",
+}

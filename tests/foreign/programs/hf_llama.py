@@ -25,6 +25,8 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": (index * 5 + torch.arange(8) * (1 + index % 3)) % 48}
 
 
-program = causal_lm(CONFIG, dataset=Rows, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3))
+program = causal_lm(
+    CONFIG, dataset=Rows, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)
+)
 
 EXPECT = {"dp": "equal", "tp": "equal", "cp": "equal", "pp": "equal"}

@@ -44,4 +44,9 @@ program = elastic.Program(
     keywords=lambda batch: {"decoder_input_ids": batch["so_far"]},
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: encoder|decoder|shared|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: encoder|decoder|shared|forward",
+}

@@ -40,4 +40,9 @@ program = elastic.Program(
     blocks="vit.layers.*",
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: embeddings|vit|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: embeddings|vit|forward",
+}

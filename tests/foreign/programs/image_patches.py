@@ -47,7 +47,11 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         ids = (index * 5 + torch.arange(9) * (1 + index % 3)) % VOCAB
-        return {"input": ids[:-1], "target": ids[1:], "patches": (torch.arange(24) * index % 13 / 7).view(6, 4)}
+        return {
+            "input": ids[:-1],
+            "target": ids[1:],
+            "patches": (torch.arange(24) * index % 13 / 7).view(6, 4),
+        }
 
 
 def loss(logits, batch):

@@ -41,7 +41,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -58,7 +63,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "equal", "pp": "refused: layers.1 reads the model.s input"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "equal",
+    "pp": "refused: layers.1 reads the model.s input",
+}

@@ -1,4 +1,5 @@
-"""Under autocast, and the mean over positions is added to the logits: rounding does not explain that."""
+"""Under autocast, and the mean over positions is added to the logits: rounding does not explain
+that."""
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -59,7 +65,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: another function", "pp": "refused: behind the blocks"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "refused: another function",
+    "pp": "refused: behind the blocks",
+}

@@ -43,7 +43,11 @@ class Net(nn.Module):
         return self.head(self.norm(x).mean(dim=1))
 
 
-TP = {f"layers.*.{name}.{i}": style for name in ("tokens", "channels") for i, style in ((0, "colwise"), (2, "rowwise"))}
+TP = {
+    f"layers.*.{name}.{i}": style
+    for name in ("tokens", "channels")
+    for i, style in ((0, "colwise"), (2, "rowwise"))
+}
 
 
 class Images(torch.utils.data.Dataset):
@@ -60,7 +64,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Images, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Images,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "refused: patches|mean|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: patches|mean|forward",
+}

@@ -13,7 +13,9 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(4)
+        )
 
     def forward(self, x):
         h = self.norm(x)
@@ -54,7 +56,15 @@ def loss(output, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: layers|aux|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: layers|aux|forward",
+}

@@ -1,4 +1,5 @@
-"""A balance loss from means over the batch: that of a batch is not the sum of those of its samples."""
+"""A balance loss from means over the batch: that of a batch is not the sum of those of its
+samples."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,9 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(4)
+        )
 
     def forward(self, x):
         h = self.norm(x)
@@ -54,7 +57,10 @@ def loss(output, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
 )
 
 EXPECT = {

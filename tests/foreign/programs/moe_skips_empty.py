@@ -13,7 +13,9 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, 16)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D)) for _ in range(16))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D)) for _ in range(16)
+        )
 
     def forward(self, x):
         h = self.norm(x)
@@ -55,8 +57,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
 )
 
-EXPECT = {"dp": "refused: expert|layers|gradient", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "equal"}
+EXPECT = {
+    "dp": "refused: expert|layers|gradient",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "equal",
+}
 MAY_LACK = "experts"  # parameters that one step may leave without a gradient

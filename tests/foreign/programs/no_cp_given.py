@@ -19,7 +19,9 @@ class Block(nn.Module):
     def forward(self, x):
         h = self.norm1(x)
         q, k, v = (w(h).unflatten(-1, (-1, 8)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        x = x[:, -6:] + self.o(elastic.attention(q[:, :, -6:], k[:, :, -6:], v[:, :, -6:]).transpose(1, 2).flatten(2))
+        x = x[:, -6:] + self.o(
+            elastic.attention(q[:, :, -6:], k[:, :, -6:], v[:, :, -6:]).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -37,7 +39,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):

@@ -39,7 +39,12 @@ class Net(nn.Module):
         return self.head(self.norm(x)) * (1 + share)[:, None, None]
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -59,7 +64,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "refused: another function", "tp": "equal", "cp": "refused: another function|gradients", "pp": "refused: input"}
+EXPECT = {
+    "dp": "refused: another function",
+    "tp": "equal",
+    "cp": "refused: another function|gradients",
+    "pp": "refused: input",
+}

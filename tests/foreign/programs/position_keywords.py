@@ -25,7 +25,9 @@ class Block(nn.Module):
     def forward(self, x, position):
         h = self.norm1(x)
         q, k, v = (w(h).unflatten(-1, (-1, 8)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        x = x + self.o(elastic.attention(turn(q, position), turn(k, position), v).transpose(1, 2).flatten(2))
+        x = x + self.o(
+            elastic.attention(turn(q, position), turn(k, position), v).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -43,7 +45,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):

@@ -12,7 +12,10 @@ CLASSES = 7
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.GroupNorm(2, 2 * width)
+        self.conv, self.norm = (
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+            nn.GroupNorm(2, 2 * width),
+        )
 
     def forward(self, x):
         return F.silu(self.norm(self.conv(x)))
@@ -46,7 +49,15 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Images, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Images,
+    loss=loss,
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention|sequence|dim 1|output", "pp": "equal"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention|sequence|dim 1|output",
+    "pp": "equal",
+}

@@ -34,7 +34,9 @@ class Block(nn.Module):
     def forward(self, x, cos, sin):
         h = self.norm1(x)
         q, k, v = (w(h).unflatten(-1, (-1, 8)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        x = x + self.o(elastic.attention(turn(q, cos, sin), turn(k, cos, sin), v).transpose(1, 2).flatten(2))
+        x = x + self.o(
+            elastic.attention(turn(q, cos, sin), turn(k, cos, sin), v).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -53,7 +55,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -70,7 +77,11 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
 EXPECT = {"dp": "equal", "tp": "equal", "cp": "equal", "pp": "refused: rotary|forward"}

@@ -37,7 +37,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 def before_cut(batch):
@@ -54,7 +59,9 @@ class Rows(torch.utils.data.Dataset):
 
 
 def loss(logits, batch):
-    target = batch["target"] if "target" in batch else F.pad(batch["input"][:, 1:], (0, 1), value=-100)
+    target = (
+        batch["target"] if "target" in batch else F.pad(batch["input"][:, 1:], (0, 1), value=-100)
+    )
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
 
 

@@ -37,7 +37,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -50,7 +55,9 @@ class Rows(torch.utils.data.Dataset):
 
 
 def loss(logits, batch):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input"][:, 1:].flatten(), reduction="sum")
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["input"][:, 1:].flatten(), reduction="sum"
+    )
 
 
 program = elastic.Program(

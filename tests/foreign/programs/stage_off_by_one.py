@@ -70,4 +70,9 @@ program = elastic.Program(
     tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "refused: stage|Stage|layers"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: stage|Stage|layers",
+}

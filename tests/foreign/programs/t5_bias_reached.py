@@ -12,7 +12,11 @@ VOCAB, D = 48, 32
 class Block(nn.Module):
     def __init__(self, biased):
         super().__init__()
-        self.norm, self.qkv, self.o = nn.LayerNorm(D), nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.norm, self.qkv, self.o = (
+            nn.LayerNorm(D),
+            nn.Linear(D, 3 * D, bias=False),
+            nn.Linear(D, D, bias=False),
+        )
         self.bias = nn.Embedding(16, 4) if biased else None
 
     def table(self, n, device):
@@ -21,7 +25,9 @@ class Block(nn.Module):
 
     def forward(self, x, bias):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        return x + self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+        return x + self.o(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        )
 
 
 class Net(nn.Module):
@@ -53,7 +59,10 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
 )
 
 EXPECT = {

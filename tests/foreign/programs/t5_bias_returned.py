@@ -12,7 +12,11 @@ VOCAB, D = 48, 32
 class Block(nn.Module):
     def __init__(self, biased):
         super().__init__()
-        self.norm, self.qkv, self.o = nn.LayerNorm(D), nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.norm, self.qkv, self.o = (
+            nn.LayerNorm(D),
+            nn.Linear(D, 3 * D, bias=False),
+            nn.Linear(D, D, bias=False),
+        )
         self.bias = nn.Embedding(16, 4) if biased else None
 
     def table(self, n, device):
@@ -22,7 +26,9 @@ class Block(nn.Module):
     def forward(self, x, bias=None):
         bias = self.table(x.shape[1], x.device) if bias is None else bias
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        return x + self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)), bias
+        return x + self.o(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        ), bias
 
 
 class Net(nn.Module):
@@ -54,7 +60,15 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
 )
 
-EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: layers|bias|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "no plan",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: layers|bias|forward",
+}

@@ -21,8 +21,12 @@ class Block(nn.Module):
         q, k, v = (w(h).unflatten(-1, (-1, 8)).transpose(1, 2) for w in (self.q, self.k, self.v))
         place = torch.arange(x.shape[1], device=x.device)
         slope = 2.0 ** -torch.arange(1, q.shape[1] + 1, device=x.device)
-        bias = slope[:, None, None] * (place - place[:, None]).masked_fill(place > place[:, None], -1e4)
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+        bias = slope[:, None, None] * (place - place[:, None]).masked_fill(
+            place > place[:, None], -1e4
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -40,7 +44,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -57,7 +66,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "refused: layers|slope|bias|head", "cp": "refused: elastic.attention", "pp": "equal"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "refused: layers|slope|bias|head",
+    "cp": "refused: elastic.attention",
+    "pp": "equal",
+}

@@ -12,7 +12,11 @@ VOCAB, D = 48, 32
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D, bias=False), nn.Linear(2 * D, D)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(D),
+            nn.Linear(D, 2 * D, bias=False),
+            nn.Linear(2 * D, D),
+        )
         self.shift = nn.Parameter(torch.zeros(2 * D))
 
     def forward(self, x):
@@ -50,7 +54,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "refused: layers|shift|up|shape", "cp": "refused: elastic.attention", "pp": "equal"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "refused: layers|shift|up|shape",
+    "cp": "refused: elastic.attention",
+    "pp": "equal",
+}

@@ -19,7 +19,9 @@ class Block(nn.Module):
     def forward(self, x):
         h = self.norm1(x)
         q, k, v = (w(h).unflatten(-1, (4, -1)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -37,7 +39,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -54,7 +61,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "refused: layers|heads|unflatten|view", "cp": "refused: elastic.attention", "pp": "equal"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "refused: layers|heads|unflatten|view",
+    "cp": "refused: elastic.attention",
+    "pp": "equal",
+}

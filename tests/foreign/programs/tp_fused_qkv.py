@@ -12,10 +12,17 @@ VOCAB, D = 48, 32
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.qkv, self.o = nn.LayerNorm(D), nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.norm, self.qkv, self.o = (
+            nn.LayerNorm(D),
+            nn.Linear(D, 3 * D, bias=False),
+            nn.Linear(D, D, bias=False),
+        )
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, 8)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         return x + self.o(elastic.attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -50,7 +57,11 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
 EXPECT = {"dp": "equal", "tp": "refused: layers|qkv|chunk", "cp": "equal", "pp": "equal"}

@@ -50,7 +50,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "refused: gain|layers", "cp": "refused: elastic.attention", "pp": "equal"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "refused: gain|layers",
+    "cp": "refused: elastic.attention",
+    "pp": "equal",
+}

@@ -52,7 +52,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "refused: layers|norm|mean|scale|up", "cp": "refused: elastic.attention", "pp": "equal"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "refused: layers|norm|mean|scale|up",
+    "cp": "refused: elastic.attention",
+    "pp": "equal",
+}

@@ -23,7 +23,9 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2, self.attend = nn.RMSNorm(D), nn.RMSNorm(D), Attention()
-        self.mlp = nn.Sequential(nn.Linear(D, 64, bias=False), nn.GELU(), nn.Linear(64, D, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(D, 64, bias=False), nn.GELU(), nn.Linear(64, D, bias=False)
+        )
 
     def forward(self, x):
         x = x + self.attend(self.norm1(x))
@@ -71,7 +73,11 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
 EXPECT = {"dp": "equal", "tp": "refused: norm|layers", "cp": "equal", "pp": "equal"}

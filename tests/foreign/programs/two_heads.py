@@ -47,11 +47,17 @@ class Rows(torch.utils.data.Dataset):
 def loss(output, batch):
     token, stride = output
     first = F.cross_entropy(token.flatten(0, 1), batch["target"].flatten(), reduction="sum")
-    return first + 0.3 * F.cross_entropy(stride.flatten(0, 1), batch["stride"].flatten(), reduction="sum")
+    return first + 0.3 * F.cross_entropy(
+        stride.flatten(0, 1), batch["stride"].flatten(), reduction="sum"
+    )
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
 EXPECT = {

@@ -47,11 +47,22 @@ class Rows(torch.utils.data.Dataset):
 def loss(output, batch):
     token, stride = output.split((VOCAB, 3), -1)
     first = F.cross_entropy(token.flatten(0, 1), batch["target"].flatten(), reduction="sum")
-    return first + 0.3 * F.cross_entropy(stride.flatten(0, 1), batch["stride"].flatten(), reduction="sum")
+    return first + 0.3 * F.cross_entropy(
+        stride.flatten(0, 1), batch["stride"].flatten(), reduction="sum"
+    )
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "refused: next|last|cat|output|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: next|last|cat|output|forward",
+}

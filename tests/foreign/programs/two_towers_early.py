@@ -26,7 +26,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.see = nn.Embedding(VOCAB, D), nn.Sequential(nn.Linear(27, D), nn.GELU(), nn.Linear(D, D))
+        self.embed, self.see = (
+            nn.Embedding(VOCAB, D),
+            nn.Sequential(nn.Linear(27, D), nn.GELU(), nn.Linear(D, D)),
+        )
         self.layers = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(D, VOCAB)
 
@@ -37,7 +40,12 @@ class Net(nn.Module):
         return self.head(x)
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {
+    "layers.*.[qkv]": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -46,7 +54,11 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         ids = (index * 5 + torch.arange(9) * (1 + index % 3)) % VOCAB
-        return {"input": ids[:-1], "target": ids[1:], "image": torch.linspace(-1, 1, 27).view(3, 9) * (index % 5)}
+        return {
+            "input": ids[:-1],
+            "target": ids[1:],
+            "image": torch.linspace(-1, 1, 27).view(3, 9) * (index % 5),
+        }
 
 
 def loss(logits, batch):

@@ -43,7 +43,11 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         ids = (index * 5 + torch.arange(9) * (1 + index % 3)) % VOCAB
-        return {"input": ids[:-1], "target": ids[1:], "image": torch.linspace(-1, 1, 27).view(3, 9) * (index % 5)}
+        return {
+            "input": ids[:-1],
+            "target": ids[1:],
+            "image": torch.linspace(-1, 1, 27).view(3, 9) * (index % 5),
+        }
 
 
 def loss(logits, batch):

@@ -50,7 +50,16 @@ def loss(logits, batch):
 
 
 program = elastic.Program(
-    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Images, loss=loss, tp=TP
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Images,
+    loss=loss,
+    tp=TP,
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "refused: pos|mean|unfold|stem|forward"}
+EXPECT = {
+    "dp": "equal",
+    "tp": "equal",
+    "cp": "refused: elastic.attention",
+    "pp": "refused: pos|mean|unfold|stem|forward",
+}

@@ -39,7 +39,12 @@ class Net(nn.Module):
         return self.head(x[:, 0])
 
 
-TP = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+TP = {
+    "blocks.*.[qkv]": "colwise",
+    "blocks.*.o": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
 
 
 class Images(torch.utils.data.Dataset):

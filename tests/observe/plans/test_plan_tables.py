@@ -1,4 +1,5 @@
-"""What `elastic plan` prints: numbers as words, tables, and bars that read without color at 80 columns."""
+"""What `elastic plan` prints: numbers as words, tables, and bars that read without color at 80
+columns."""
 
 from __future__ import annotations
 
@@ -12,23 +13,26 @@ from elastic.planner.explain import TOLD
 
 GIB = 2**30
 OFFER: dict[str, Any] = {
-    "n": 1, "layout": "dp_shard=8,tp=4", "n_gpus": 32, "n_idle_gpus": 0, "step_s": 10.0, "tokens_per_s": 100_000.0, "mfu": 0.41,
-    "memory_bytes": 60 * GIB, "room_bytes": 80 * GIB, "usd_per_h": 64.0, "usd_per_mtoken": 0.18, "efficiency": 0.9,
-    "goodput": 1.0, "copy_stall_s": 0.2, "copy_write_s": 12.0, "lost_node_s": 40.0, "moved_s": 0.3,
-    "hours": 0.0, "usd": 0.0, "why": "it is the fastest", "warnings": ["memory is tight"],
-    "seconds": {"products": 5.0, "tp": 3.0, "fsdp": 2.0}, "memory": {"activations": 45 * GIB, "parameters": 15 * GIB},
-    "parts": [{"pool": "spot", "n_gpus": 32, "samples": 4, "layers": [32], "busy": 0.9}],
+    "n": 1, "layout": "dp_shard=8,tp=4", "n_gpus": 32, "n_idle_gpus": 0, "step_s": 10.0,
+    "tokens_per_s": 100_000.0, "mfu": 0.41, "memory_bytes": 60 * GIB, "room_bytes": 80 * GIB,
+    "usd_per_h": 64.0, "usd_per_mtoken": 0.18, "efficiency": 0.9, "goodput": 1.0,
+    "copy_stall_s": 0.2, "copy_write_s": 12.0, "lost_node_s": 40.0, "moved_s": 0.3, "hours": 0.0,
+    "usd": 0.0, "why": "it is the fastest", "warnings": ["memory is tight"],
+    "seconds": {"products": 5.0, "tp": 3.0, "fsdp": 2.0}, "memory": {"activations": 45 * GIB,
+    "parameters": 15 * GIB}, "parts": [{"pool": "spot", "n_gpus": 32, "samples": 4, "layers": [32],
+    "busy": 0.9}],
 }  # fmt: skip
 DATA: dict[str, Any] = {
     "model": {
-        "name": "m", "n_params": 8_030_000_000, "sample_tokens": 4096, "global_batch": 256, "step_tokens": 1_048_576,
-        "precision": "bfloat16", "unit": "tokens", "layout": "auto",
+        "name": "m", "n_params": 8_030_000_000, "sample_tokens": 4096, "global_batch": 256,
+        "step_tokens": 1_048_576, "precision": "bfloat16", "unit": "tokens", "layout": "auto",
     },
     "pools": [
         {
-            "pool": "spot", "gpu": "H100-80GB-SXM", "n_gpus": 32, "n_nodes": 4, "gpus_per_node": 8, "market_type": "spot",
-            "instance_type": "p5.48xlarge", "usd_per_gpu_h": 2.0, "price_from": "table of 2026-01-01",
-            "hardware_from": "catalog", "network_bytes_per_s_per_gpu": 5e10, "lost_per_node_h": 0.05,
+            "pool": "spot", "gpu": "H100-80GB-SXM", "n_gpus": 32, "n_nodes": 4, "gpus_per_node": 8,
+            "market_type": "spot", "instance_type": "p5.48xlarge", "usd_per_gpu_h": 2.0,
+            "price_from": "table of 2026-01-01", "hardware_from": "catalog",
+            "network_bytes_per_s_per_gpu": 5e10, "lost_per_node_h": 0.05,
         }
     ],
     "tokens": 0.0, "purpose": "fastest", "prices_at": "2026-01-01", "offers": [OFFER],
@@ -39,15 +43,25 @@ DATA: dict[str, Any] = {
 
 def test_a_plan_answers_in_its_first_lines() -> None:
     lines = plan_tables.plan(DATA)
-    assert lines[0] == "m: 8.03 B parameters, sequences of 4096, 256 sequences = 1.05 M tokens a step, bfloat16"
-    assert lines[1].startswith(
-        "  32 x H100-80GB-SXM, spot (4 x 8, p5.48xlarge, 400 Gb/s per GPU between nodes, $2.00 per GPU-hour"
+    assert (
+        lines[0]
+        == "m: 8.03 B parameters, sequences of 4096, 256 sequences = 1.05 M tokens a step, bfloat16"
     )
-    assert lines[3:5] == ["best: dp_shard=8,tp=4", "      10.0 s a step, 100,000 tokens/s, $64.00/h, $0.18 per million tokens"]
+    assert lines[1].startswith(
+        "  32 x H100-80GB-SXM, spot (4 x 8, p5.48xlarge, 400 Gb/s per GPU between nodes, $2.00 "
+        "per GPU-hour"
+    )
+    assert lines[3:5] == [
+        "best: dp_shard=8,tp=4",
+        "      10.0 s a step, 100,000 tokens/s, $64.00/h, $0.18 per million tokens",
+    ]
     text = "\n".join(lines)
     assert "########.. 60.0 of 80.0 GiB" in text
     assert "left out (the cost of 1,234 layouts was computed):\n  cp  slower" in text
-    assert "warning: memory is tight\nnote: mind\nnote: prices are those of the dated table of 2026-01-01" in text
+    assert (
+        "warning: memory is tight\nnote: mind\nnote: prices are those of the dated table of "
+        "2026-01-01" in text
+    )
     assert "TIME" not in text
 
 
@@ -55,15 +69,18 @@ def test_with_tokens_it_says_how_long_and_how_much() -> None:
     timed = {**OFFER, "hours": 600.0, "usd": 2_345_678.0, "goodput": 0.95}
     lines = plan_tables.plan({**DATA, "tokens": 1e12, "offers": [timed]})
     assert (
-        "      1 T tokens: 25.0 days and $2.35 M, 5.0% of it lost to preempted nodes (up to 0.05 a node and hour assumed)"
-        in lines
-    )
+        "      1 T tokens: 25.0 days and $2.35 M, 5.0% of it lost to preempted nodes (up to 0.05 "
+        "a node and hour assumed)"
+    ) in lines
     assert any(line.endswith("25.0 days  2,345,678") for line in lines)
 
 
 def test_the_head_says_what_is_best() -> None:
     assert plan_tables.plan({**DATA, "purpose": "cheapest"})[3] == "cheapest: dp_shard=8,tp=4"
-    assert plan_tables.plan({**DATA, "model": {**DATA["model"], "layout": "dp_shard=8"}})[3] == "asked for: dp_shard=8,tp=4"
+    assert (
+        plan_tables.plan({**DATA, "model": {**DATA["model"], "layout": "dp_shard=8"}})[3]
+        == "asked for: dp_shard=8,tp=4"
+    )
 
 
 def test_warnings_name_the_offers_that_they_are_of() -> None:
@@ -99,24 +116,37 @@ def test_parts_that_are_not_known_are_shown_all_the_same() -> None:
 
 
 def test_a_picture(tmp_path: Path) -> None:
-    file = plan_bars.save({**DATA, "offers": [OFFER, {**OFFER, "n": 2}]}, tmp_path / "deep" / "plan.png")
+    file = plan_bars.save(
+        {**DATA, "offers": [OFFER, {**OFFER, "n": 2}]}, tmp_path / "deep" / "plan.png"
+    )
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("hours", "text"), [(0.0, "-"), (0.01, "36 s"), (0.5, "30 min"), (36, "36.0 h"), (504, "21.0 days"), (26280, "3.0 years")]
+    ("hours", "text"),
+    [
+        (0.0, "-"),
+        (0.01, "36 s"),
+        (0.5, "30 min"),
+        (36, "36.0 h"),
+        (504, "21.0 days"),
+        (26280, "3.0 years"),
+    ],
 )
 def test_hours(hours: float, text: str) -> None:
     assert plan_tables.hours(hours) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0123, "12 ms"), (0.5, "0.50 s"), (12.34, "12.3 s"), (6692.3, "1.9 h")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0123, "12 ms"), (0.5, "0.50 s"), (12.34, "12.3 s"), (6692.3, "1.9 h")]
+)
 def test_seconds(value: float, text: str) -> None:
     assert plan_tables.seconds(value) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "$-"), (0.0068, "$0.0068"), (2.5, "$2.50"), (12345, "$12,345"), (2.5e6, "$2.5 M")]
+    ("value", "text"),
+    [(0.0, "$-"), (0.0068, "$0.0068"), (2.5, "$2.50"), (12345, "$12,345"), (2.5e6, "$2.5 M")],
 )
 def test_dollars(value: float, text: str) -> None:
     assert plan_tables.usd(value) == text

@@ -13,7 +13,11 @@ def test_an_h100_in_its_reference_node() -> None:
     found = gpu("H100-80GB-SXM")
     assert (found.peak_flop_per_s, found.peak("float8"), found.units) == (9.89e14, 1.979e15, 132)
     assert found.memory_bytes == 80 << 30
-    assert (found.memory_bytes_per_s, found.node_bytes_per_s, found.link_bytes_per_s) == (3.35e12, 4.5e11, 5e10)
+    assert (found.memory_bytes_per_s, found.node_bytes_per_s, found.link_bytes_per_s) == (
+        3.35e12,
+        4.5e11,
+        5e10,
+    )
     assert found.reached == pytest.approx(794.5 / 989)
 
 
@@ -47,4 +51,12 @@ def test_nvlink_joins_racks_of_gb200() -> None:
 def test_every_chip_has_a_profile_that_a_plan_can_use(chip: catalog.Chip) -> None:
     found = catalog_hardware.profile(chip)
     assert found.peak_flop_per_s > 1e13 and 0.3 < found.reached <= 1
-    assert min(found.memory_bytes, found.memory_bytes_per_s, found.node_bytes_per_s, found.link_bytes_per_s) > 1e9
+    assert (
+        min(
+            found.memory_bytes,
+            found.memory_bytes_per_s,
+            found.node_bytes_per_s,
+            found.link_bytes_per_s,
+        )
+        > 1e9
+    )

@@ -35,33 +35,49 @@ def test_a_ring_in_a_node_sends_all_but_its_own_part() -> None:
 
 
 def test_between_nodes_each_gpu_sends_on_its_own_card_while_the_node_shares() -> None:
-    assert gather_s(LINKS, 8e9, RankGroup(8)) == pytest.approx(8 * 1 / 2 / 0.4 + 1e-2)  # 10 s > 6 s inside
+    # 10 s > 6 s inside
+    assert gather_s(LINKS, 8e9, RankGroup(8)) == pytest.approx(8 * 1 / 2 / 0.4 + 1e-2)
     fast = Links(1e9, 1e9, 4, 0.0, 0.0)
     assert gather_s(fast, 8e9, RankGroup(8)) == pytest.approx(8 * 3 / 4)  # inside is the slower one
-    assert gather_s(DRY, 8e9, RankGroup(4, 4)) == pytest.approx(8 * 3 / 4 / 0.1)  # one card of each of four nodes
+    # one card of each of four nodes
+    assert gather_s(DRY, 8e9, RankGroup(4, 4)) == pytest.approx(8 * 3 / 4 / 0.1)
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather_with_the_hops_of_a_tree() -> None:
     assert reduce_s(DRY, 8e9, RankGroup(4)) == pytest.approx(2 * 8 * 3 / 4)
     ring = 2 * (8 * 7 / 8 / 0.4)
-    assert reduce_s(LINKS, 8e9, RankGroup(32)) == pytest.approx(ring + 2 * 3 * 1e-2)  # log2 of 8 nodes, not 7
+    # log2 of 8 nodes, not 7
+    assert reduce_s(LINKS, 8e9, RankGroup(32)) == pytest.approx(ring + 2 * 3 * 1e-2)
 
 
 def test_hops_of_a_commit_grow_as_the_logarithm_of_the_ranks() -> None:
-    """Counted by hand: rows of 8, then what is left; 17 ranks are rows of 8, 8 and 1 and a row of three."""
+    """Counted by hand: rows of 8, then what is left; 17 ranks are rows of 8, 8 and 1 and a row of
+    three."""
     sizes = (1, 8, 16, 17, 64, 1024, 8192)
-    assert [commit_hops(n, 8) for n in sizes] == [(0, 0), (14, 0), (0, 30), (11, 4), (11, 14), (11, 41), (11, 52)]
+    assert [commit_hops(n, 8) for n in sizes] == [
+        (0, 0),
+        (14, 0),
+        (0, 30),
+        (11, 4),
+        (11, 14),
+        (11, 41),
+        (11, 52),
+    ]
     assert commit_hops(64, 4) == (0, 25)
     assert commit_s(LINKS, 1) == 0.0 and commit_s(LINKS, 4) == pytest.approx(4 * 6e-3)
     assert commit_s(Links(1e9, 1e8, 8), 1024) == pytest.approx(4 * (11 * 4e-6 + 41 * 1.2e-5))
-    measured = Links(1e9, 1e9, 8, measured=(("all_reduce", 2, 1e-3, 0.0), ("all_reduce", 4, 2e-3, 0.0)))
+    measured = Links(
+        1e9, 1e9, 8, measured=(("all_reduce", 2, 1e-3, 0.0), ("all_reduce", 4, 2e-3, 0.0))
+    )
     assert commit_s(measured, 4) == 2e-3
 
 
 def test_an_exchange_sends_what_is_for_others() -> None:
     assert exchange_s(DRY, 8e9, RankGroup(4)) == pytest.approx(8 * 3 / 4)
     assert exchange_s(DRY, 8e9, RankGroup(8)) == pytest.approx(8 * 4 / 8 / 0.1)
-    assert exchange_s(LINKS, 8e9, RankGroup(8)) - exchange_s(DRY, 8e9, RankGroup(8)) == pytest.approx(3e-2)
+    assert exchange_s(LINKS, 8e9, RankGroup(8)) - exchange_s(
+        DRY, 8e9, RankGroup(8)
+    ) == pytest.approx(3e-2)
     assert exchange_s(LINKS, 8e9, RankGroup(1)) == 0.0
 
 

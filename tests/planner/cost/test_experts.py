@@ -1,4 +1,5 @@
-"""Experts spread over ranks: planned where elastic is not to run it, and said to be planned only."""
+"""Experts spread over ranks: planned where elastic is not to run it, and said to be planned
+only."""
 
 from __future__ import annotations
 
@@ -26,13 +27,19 @@ def test_only_where_it_is_asked_for() -> None:
     with_ep = [offer for offer in found.best if offer.layout.ep > 1]
     assert with_ep or "ep" in found.rejected
     for offer in with_ep:
-        assert 64 % offer.layout.ep == 0 and (offer.layout.dp_shard * offer.layout.cp) % offer.layout.ep == 0
-        assert "planned only" in " ".join(offer.warnings) and f"ep={offer.layout.ep}" in str(offer.layout)
+        assert (
+            64 % offer.layout.ep == 0
+            and (offer.layout.dp_shard * offer.layout.cp) % offer.layout.ep == 0
+        )
+        assert "planned only" in " ".join(offer.warnings) and f"ep={offer.layout.ep}" in str(
+            offer.layout
+        )
 
 
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_what_is_gathered_of_a_block_falls_with_ep(ep: int) -> None:
-    """The state is spread over all ranks either way; a rank gathers only the experts that it has."""
+    """The state is spread over all ranks either way; a rank gathers only the experts that it
+    has."""
     work = ModelCost.of(MOE)
     plain, spread = (memory_bytes(work, Layout(dp_shard=8, ep=n), "bfloat16") for n in (1, ep))
     assert plain - spread == pytest.approx(2 * work.experts * 0.5 * (1 - 1 / ep), rel=1e-3)

@@ -1,4 +1,5 @@
-"""A CPU as `elastic profile` has measured it: its speed falls with the processes on it, its collectives take what they took."""
+"""A CPU as `elastic profile` has measured it: its speed falls with the processes on it, its
+collectives take what they took."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ TABLE = (
 )
 CPU = HardwareProfile(
     peak_flop_per_s=1e11, flop_per_s=(("float32", 1e11),), memory_bytes_per_s=1e10,
-    crowded_passes=((1, 8e10), (2, 8e10), (4, 4e10)), crowded_bytes=((1, 1e10), (4, 5e9)), collectives=TABLE,
+    crowded_passes=((1, 8e10), (2, 8e10), (4, 4e10)), crowded_bytes=((1, 1e10), (4, 5e9)),
+    collectives=TABLE,
 )  # fmt: skip
 MODEL = Decoder(2, 256, 4, 4, 704, 256, 128, compute="float32").profile()
 JOB = Job(global_batch=8)
@@ -47,7 +49,9 @@ def test_gpus_do_not_crowd_each_other() -> None:
 
 def step_s(layout: Layout, gpu: HardwareProfile = CPU) -> float:
     site = site_of(JOB, gpu, 1, layout.world_size)
-    return step_cost.step_cost(site, ModelCost.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")).step_s
+    return step_cost.step_cost(
+        site, ModelCost.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")
+    ).step_s
 
 
 def test_a_lone_step_takes_its_flop_at_the_measured_rate() -> None:
@@ -61,10 +65,16 @@ def test_measured_collectives_take_what_they_took() -> None:
     links = Links.of(CPU, MEASURED, 4)
     assert collectives.gather_s(links, 1e6, RankGroup(2)) == pytest.approx(0.001 + 1e-3)
     assert collectives.gather_s(links, 1e6, RankGroup(3)) == pytest.approx((0.002 + 0.005) / 2)
-    assert collectives.gather_s(Links.of(CPU, MEASURED, 6), 1e6, RankGroup(6)) == pytest.approx(0.005 * 6 / 4)
+    assert collectives.gather_s(Links.of(CPU, MEASURED, 6), 1e6, RankGroup(6)) == pytest.approx(
+        0.005 * 6 / 4
+    )
     assert collectives.reduce_s(links, 1e6, RankGroup(2)) == pytest.approx(0.003)
     assert collectives.send_s(links, 1e6, 1) == pytest.approx(1.5e-3)
-    assert collectives.gather_s(links, 0.0, RankGroup(2)) == 0.0 == collectives.reduce_s(links, 1e6, RankGroup(1))
+    assert (
+        collectives.gather_s(links, 0.0, RankGroup(2))
+        == 0.0
+        == collectives.reduce_s(links, 1e6, RankGroup(1))
+    )
 
 
 def test_operations_under_tp_cost_the_host_more_the_more_processes_there_are() -> None:
@@ -74,6 +84,8 @@ def test_operations_under_tp_cost_the_host_more_the_more_processes_there_are() -
         quick = replace(site.chip.kernels, dispatch_s=0.0)
         without = replace(site, chip=replace(site.chip, kernels=quick))
         step = Step(1, 8, 8, dtype="float32")
-        return step_cost.tp_s(site, MODEL.sample, layout, step) - step_cost.tp_s(without, MODEL.sample, layout, step)
+        return step_cost.tp_s(site, MODEL.sample, layout, step) - step_cost.tp_s(
+            without, MODEL.sample, layout, step
+        )
 
     assert tp_s(4) == pytest.approx(2 * tp_s(2)) and tp_s(2) > 0

@@ -34,22 +34,28 @@ def test_flop_are_the_models_own_whatever_is_computed_twice() -> None:
     twice = cost_on(LLAMA_8B, gpu(), Layout(dp_shard=8, activation_checkpointing="full"))
     assert plain.flop == twice.flop == 8 * SAMPLE.flop
     busy = sum(plain.parts[name] for name in ("products", "attention", "moved"))
-    assert plain.parts["recomputed"] == 0.0 < twice.parts["recomputed"] < busy / 3  # a forward pass, without the head
+    # a forward pass, without the head
+    assert plain.parts["recomputed"] == 0.0 < twice.parts["recomputed"] < busy / 3
 
 
 def test_bubbles() -> None:
-    """(p - 1) / m of the useful time where stages are equal (Narayanan et al. 2021, section 2.2.1), by v less interleaved."""
+    """(p - 1) / m of the useful time where stages are equal (Narayanan et al. 2021, section 2.2.1),
+    by v less interleaved."""
     assert cost.bubble(Layout(pp=8), 32) == 7 / 32
     assert cost.bubble(Layout(pp=8, schedule="interleaved1f1b", virtual_stages=4), 32) == 7 / 32 / 4
     found = cost_on(LLAMA_8B, gpu(), Layout(pp=4), m=16)
-    useful = found.step_s - sum(found.parts[name] for name in ("bubble", "uneven", "optimizer", "accumulate", "jitter", "pp"))
+    useful = found.step_s - sum(
+        found.parts[name]
+        for name in ("bubble", "uneven", "optimizer", "accumulate", "jitter", "pp")
+    )
     # the slowest stage waits for nobody: a little less than 3/16
     assert 0.8 * 3 / 16 < found.parts["bubble"] / useful <= 1.1 * 3 / 16
 
 
 def test_the_slowest_stage_has_fewer_blocks_where_it_has_the_head() -> None:
     assert cost.slowest_stage(32, Layout(pp=4), 0.0) == 8
-    assert cost.slowest_stage(32, Layout(pp=4), 2.0) == 9  # 9, 9, 8 and 6 with the head; 8 blocks with a head of 2 would be 10
+    # 9, 9, 8 and 6 with the head; 8 blocks with a head of 2 would be 10
+    assert cost.slowest_stage(32, Layout(pp=4), 2.0) == 9
     assert cost.slowest_stage(30, Layout(pp=4), 0.0) == 8
 
 
@@ -57,7 +63,9 @@ def test_tp_reduces_the_hidden_state_four_times_and_six_where_it_is_computed_aga
     n_bytes = 8192 * 4096 * 2
     one = reduce_s(SITE.links, n_bytes, RankGroup(8)) * (1 - SITE.kernels.tp_hidden)
     assert cost.tp_s(SITE, SAMPLE, Layout(tp=8), STEP) == pytest.approx(4 * one)
-    assert cost.tp_s(SITE, SAMPLE, Layout(tp=8, activation_checkpointing="full"), STEP) == pytest.approx(6 * one)
+    assert cost.tp_s(
+        SITE, SAMPLE, Layout(tp=8, activation_checkpointing="full"), STEP
+    ) == pytest.approx(6 * one)
     assert cost.tp_s(SITE, SAMPLE, Layout(), STEP) == 0.0
 
 
@@ -77,28 +85,40 @@ def test_shards_of_a_block_are_gathered_in_bfloat16_and_scattered_in_float32() -
     assert found.scatter == pytest.approx(gather_s(SITE.links, 4 * block, RankGroup(8)))
     assert found.replicas == 0.0
     both = cost.shards(SITE, WORK, Layout(dp_replicate=4, dp_shard=8), STEP)
-    assert both.replicas == pytest.approx(reduce_s(SITE.links, 4 * LLAMA_8B.n_params / 8, RankGroup(4, 8)))
+    assert both.replicas == pytest.approx(
+        reduce_s(SITE.links, 4 * LLAMA_8B.n_params / 8, RankGroup(4, 8))
+    )
 
 
 def test_adam_moves_30_bytes_a_parameter() -> None:
-    """Read: parameter, gradient, two moments; written: parameter, two moments, the copy in bfloat16."""
+    """Read: parameter, gradient, two moments; written: parameter, two moments, the copy in
+    bfloat16."""
     rate = 3.35e12 * SITE.kernels.bandwidth
-    assert cost.optimizer_s(SITE, WORK, Layout(dp_shard=8)) == pytest.approx(LLAMA_8B.n_params / 8 * 30 / rate)
-    assert cost.optimizer_s(SITE, WORK, Layout(dp_shard=8, zero_stage=0)) == pytest.approx(LLAMA_8B.n_params * 30 / rate)
+    assert cost.optimizer_s(SITE, WORK, Layout(dp_shard=8)) == pytest.approx(
+        LLAMA_8B.n_params / 8 * 30 / rate
+    )
+    assert cost.optimizer_s(SITE, WORK, Layout(dp_shard=8, zero_stage=0)) == pytest.approx(
+        LLAMA_8B.n_params * 30 / rate
+    )
 
 
 def test_offload_copies_up_twice_and_gradients_down_once() -> None:
     shard = LLAMA_8B.n_params / 8 * 4
     up = shard * (2 * 3 + 1) / 6.3e10
     updated = shard * 7.5 / (cost.HOST_BYTES_PER_S / 8)
-    assert cost.offload_s(SITE, WORK, Layout(dp_shard=8, offload=True), 3) == pytest.approx(up + updated)
+    assert cost.offload_s(SITE, WORK, Layout(dp_shard=8, offload=True), 3) == pytest.approx(
+        up + updated
+    )
     assert cost.offload_s(SITE, WORK, Layout(dp_shard=8), 3) == 0.0
 
 
 def test_gradients_of_further_microbatches_are_added_up() -> None:
-    """Read in bfloat16; the sum read and written in float32: 10 bytes an element, of the shard at stage 3."""
+    """Read in bfloat16; the sum read and written in float32: 10 bytes an element, of the shard at
+    stage 3."""
     rate = 3.35e12 * SITE.kernels.bandwidth
-    assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8), 4) == pytest.approx(3 * LLAMA_8B.n_params / 8 * 10 / rate)
+    assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8), 4) == pytest.approx(
+        3 * LLAMA_8B.n_params / 8 * 10 / rate
+    )
     assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8, zero_stage=1), 4) == pytest.approx(
         3 * LLAMA_8B.n_params * 10 / rate
     )
@@ -113,5 +133,6 @@ def test_a_step_ends_with_the_commit_of_all_ranks() -> None:
 def test_nodes_that_wait_for_each_other() -> None:
     found = step_cost(SITE, WORK, Layout(dp_shard=32), replace(STEP, global_batch=256))
     rest = found.step_s - found.parts["jitter"]
-    assert found.parts["jitter"] == pytest.approx(rest * SITE.kernels.jitter * 2)  # 4 nodes: two doublings
+    # 4 nodes: two doublings
+    assert found.parts["jitter"] == pytest.approx(rest * SITE.kernels.jitter * 2)
     assert step_cost(Site(SITE.chip, 8), WORK, Layout(dp_shard=8), STEP).parts["jitter"] == 0.0

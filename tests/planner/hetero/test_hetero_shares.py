@@ -31,8 +31,11 @@ def test_any_shares_add_up_and_nobody_is_left_out() -> None:
         found = shares(n, speeds, unit)
         assert sum(found) == n * unit and min(found) >= unit and all(s % unit == 0 for s in found)
         slowest_s, last = max((found[i] / speeds[i], i) for i in range(len(speeds)))
-        if found[last] > unit:  # giving a unit of the slowest to anybody else would not end the step earlier
-            assert all((found[i] + unit) / speeds[i] >= slowest_s - 1e-9 for i in range(len(speeds)))
+        # giving a unit of the slowest to anybody else would not end the step earlier
+        if found[last] > unit:
+            assert all(
+                (found[i] + unit) / speeds[i] >= slowest_s - 1e-9 for i in range(len(speeds))
+            )
 
 
 def test_more_ranks_than_samples_is_infeasible() -> None:
@@ -40,7 +43,9 @@ def test_more_ranks_than_samples_is_infeasible() -> None:
         shares(2, [1.0] * 3, 4)
 
 
-@pytest.mark.parametrize(("n", "pp", "layers"), [(8, 1, (8,)), (8, 3, (3, 3, 2)), (5, 2, (3, 2)), (4, 4, (1, 1, 1, 1))])
+@pytest.mark.parametrize(
+    ("n", "pp", "layers"), [(8, 1, (8,)), (8, 3, (3, 3, 2)), (5, 2, (3, 2)), (4, 4, (1, 1, 1, 1))]
+)
 def test_layers_per_stage(n: int, pp: int, layers: tuple[int, ...]) -> None:
     assert stage_layers(n, pp) == layers
     with pytest.raises(InfeasiblePlan, match=f"^{n + 1} pipeline stages"):
@@ -60,7 +65,8 @@ def test_layers_per_stage(n: int, pp: int, layers: tuple[int, ...]) -> None:
         (12, Layout(dp_shard=5, microbatch_size=2), 2),
         (12, Layout(dp_shard=2, microbatch_size=100), 1),
         (30, Layout(pp=2, microbatch_size=6, schedule="gpipe"), 5),
-        (30, Layout(pp=2, microbatch_size=6, schedule="interleaved1f1b"), 6),  # 5 in rounds of 2 does not go
+        # 5 in rounds of 2 does not go
+        (30, Layout(pp=2, microbatch_size=6, schedule="interleaved1f1b"), 6),
     ],
 )
 def test_microbatches(batch: int, layout: Layout, n: int) -> None:
@@ -76,5 +82,8 @@ def test_a_batch_that_is_too_small_is_infeasible() -> None:
 
 
 def test_divisors() -> None:
-    assert all(hetero_shares.divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0) for n in range(1, 200))
+    assert all(
+        hetero_shares.divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0)
+        for n in range(1, 200)
+    )
     assert hetero_shares.divisors(10**12)[-1] == 10**12  # at once, not after a count up to it

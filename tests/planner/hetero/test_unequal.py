@@ -1,4 +1,5 @@
-"""Heterogeneous GPUs and zones in the search: shares, stages, places, who is left out, and that no GPU idles for arithmetic."""
+"""Heterogeneous GPUs and zones in the search: shares, stages, places, who is left out, and that no
+GPU idles for arithmetic."""
 
 from __future__ import annotations
 
@@ -17,10 +18,21 @@ from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.hetero import hetero_shares
 from elastic.planner.hetero.hetero_split import SplitTask, split
 from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout
-from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, grid, parse_layout
+from elastic.types import (
+    Job,
+    Layout,
+    ModelProfile,
+    Node,
+    OptimizerSpec,
+    TensorSpec,
+    WorkerId,
+    grid,
+    parse_layout,
+)
 
 MODEL = ModelProfile(
-    8, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("m", "v")),), 0.0, 4
+    8, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("m", "v")),),
+    0.0, 4
 )  # fmt: skip
 
 
@@ -39,7 +51,11 @@ def nodes(*gpus: int) -> list[Node]:
 
 
 def rates(there: list[Node], speeds: tuple[float, ...]) -> dict[WorkerId, float]:
-    return {WorkerId(node.node_id, k): speed for node, speed in zip(there, speeds, strict=True) for k in range(node.gpus)}
+    return {
+        WorkerId(node.node_id, k): speed
+        for node, speed in zip(there, speeds, strict=True)
+        for k in range(node.gpus)
+    }
 
 
 def busy_s(found: Choice, speeds: dict[WorkerId, float]) -> float:
@@ -51,7 +67,8 @@ def names(found: Choice) -> list[str]:
     return list(dict.fromkeys(worker.node_id for worker in found.ranks))
 
 
-# ------------------------------------------------------------------------------------------ no GPU idles
+# ------------------------------------------------------------------------------------------ no GPU
+# idles
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8])
@@ -60,7 +77,11 @@ def test_any_number_of_gpus_is_used_wholly(per_node: int) -> None:
         sizes = [per_node] * (n // per_node) + ([n % per_node] if n % per_node else [])
         for model in (MODEL, SMALL.profile()):
             found = plan_layout(model, job(), nodes(*sizes))
-            assert found.layout.world_size == n and len(set(found.ranks)) == n and sum(found.samples) == 48
+            assert (
+                found.layout.world_size == n
+                and len(set(found.ranks)) == n
+                and sum(found.samples) == 48
+            )
             assert max(found.samples) - min(found.samples) <= found.n_microbatches
 
 
@@ -74,10 +95,13 @@ def test_a_number_that_does_not_divide_is_no_reason_to_cut_the_model_thinly() ->
     found = plan_layout(one, job(schedule="1f1b"), there, LayoutLimits(memory_bytes=least))
     assert found.layout == Layout(dp_shard=6, tp=2)
     assert found.rejected[0] == "pp=13: with 1 worker more a step would take 1.16 times as long"
-    assert plan_layout(one, job(), there, LayoutLimits(memory_bytes=least)).layout.world_size == 13, "interleaved it waits less"
+    assert (
+        plan_layout(one, job(), there, LayoutLimits(memory_bytes=least)).layout.world_size == 13
+    ), "interleaved it waits less"
 
 
-# ------------------------------------------------------------------------------------------ shares and stages
+# ------------------------------------------------------------------------------------------ shares
+# and stages
 
 
 @st.composite
@@ -97,14 +121,20 @@ def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
 
 @settings(max_examples=200, deadline=None)
 @given(tasks())
-def test_shares_and_stages_are_about_the_best_of_all(case: tuple[SplitTask, tuple[tuple[float, ...], ...]]) -> None:
+def test_shares_and_stages_are_about_the_best_of_all(
+    case: tuple[SplitTask, tuple[tuple[float, ...], ...]],
+) -> None:
     task, speeds = case
     layout, m = task.layout, task.n_microbatches
     at = [row[p] for p in range(layout.pp) for row in speeds]
     found = split(task, speeds)
-    assert sum(found.samples) == task.global_batch and all(n >= m and n % m == 0 for n in found.samples)
+    assert sum(found.samples) == task.global_batch and all(
+        n >= m and n % m == 0 for n in found.samples
+    )
     assert sum(found.layers) == task.n_blocks and min(found.layers) >= 1
-    assert found.busy_s == pytest.approx(hetero_shares.busy_s(layout, found.samples, found.layers, m, at))
+    assert found.busy_s == pytest.approx(
+        hetero_shares.busy_s(layout, found.samples, found.layers, m, at)
+    )
     best = min(
         hetero_shares.busy_s(layout, tuple(n * m for n in shares), layers, m, at)
         for shares in compositions(task.global_batch // m, layout.dp)
@@ -116,19 +146,29 @@ def test_shares_and_stages_are_about_the_best_of_all(case: tuple[SplitTask, tupl
 def test_equal_speeds_keep_even_stages_and_the_given_order() -> None:
     there = nodes(2, 2, 2)
     for text in ("pp=3,dp_shard=2", "pp=2,dp_shard=3", "pp=3,tp=2"):
-        found = plan_layout(MODEL, job(layout=text), there, LayoutLimits(rates=rates(there, (7.0, 7.0, 7.0))))
+        found = plan_layout(
+            MODEL, job(layout=text), there, LayoutLimits(rates=rates(there, (7.0, 7.0, 7.0)))
+        )
         assert found == plan_layout(MODEL, job(layout=text), there)
-        assert found.layers == hetero_shares.stage_layers(8, found.layout.pp) and names(found) == ["n0", "n1", "n2"]
+        assert found.layers == hetero_shares.stage_layers(8, found.layout.pp) and names(found) == [
+            "n0",
+            "n1",
+            "n2",
+        ]
 
 
 def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
     there = nodes(1, 1, 1, 1)
     speeds = rates(there, (1.0, 0.5, 1.0, 0.5))
     found = plan_layout(MODEL, job(layout="pp=2,dp_shard=2"), there, LayoutLimits(rates=speeds))
-    stages = [{speeds[found.ranks[rank]] for rank in grid.stage_ranks(found.layout, p)} for p in (0, 1)]
+    stages = [
+        {speeds[found.ranks[rank]] for rank in grid.stage_ranks(found.layout, p)} for p in (0, 1)
+    ]
     by_stage = stages == [{1.0}, {0.5}] or stages == [{0.5}, {1.0}]
     assert by_stage or found.samples[0] != found.samples[1]
-    even = hetero_shares.busy_s(found.layout, (24, 24), (4, 4), found.n_microbatches, [1.0, 0.5, 1.0, 0.5])
+    even = hetero_shares.busy_s(
+        found.layout, (24, 24), (4, 4), found.n_microbatches, [1.0, 0.5, 1.0, 0.5]
+    )
     assert busy_s(found, speeds) < 0.75 * even
 
 
@@ -179,7 +219,9 @@ def test_unequal_memory_makes_room_for_a_pipeline_that_even_stages_do_not_have()
     there, wanted = nodes(1, 1), job(layout="auto,dp_shard=1")
     with pytest.raises(InfeasiblePlan):
         plan_layout(one, wanted, there, LayoutLimits(3 * block))
-    found = plan_layout(one, wanted, there, LayoutLimits(2 * block, memory={"n0": 2 * block, "n1": 6 * block}))
+    found = plan_layout(
+        one, wanted, there, LayoutLimits(2 * block, memory={"n0": 2 * block, "n1": 6 * block})
+    )
     deep = dict(zip(names(found), found.layers, strict=True))
     assert found.layout.pp == 2 and deep == {"n0": 2, "n1": 6}
 
@@ -193,20 +235,29 @@ def test_tensor_parallel_groups_are_of_equal_gpus_of_one_node() -> None:
     found = plan_layout(MODEL, job(layout="dp_shard=4,tp=2"), there, LayoutLimits(rates=speeds))
     for group in grid.axis_groups(found.layout, ("cp", "tp")):
         members = [found.ranks[rank] for rank in group]
-        assert len({worker.node_id for worker in members}) == 1 and len({speeds[worker] for worker in members}) == 1
+        assert (
+            len({worker.node_id for worker in members}) == 1
+            and len({speeds[worker] for worker in members}) == 1
+        )
     assert sorted(found.samples)[0] < sorted(found.samples)[1]
 
 
 def test_pipelines_of_one_kind_or_stages_of_one_kind_whichever_is_faster() -> None:
     there = nodes(1, 1, 1, 1)
     speeds = rates(there, (1.0, 3.0, 1.0, 3.0))
-    few = plan_layout(MODEL, job(layout="pp=2,dp_shard=2", global_batch=8), there, LayoutLimits(rates=speeds))
+    few = plan_layout(
+        MODEL, job(layout="pp=2,dp_shard=2", global_batch=8), there, LayoutLimits(rates=speeds)
+    )
     at = [(speeds[few.ranks[d]], speeds[few.ranks[2 + d]]) for d in (0, 1)]
-    assert few.samples == (4, 4) and {frozenset(pair) for pair in at} == {frozenset((1.0, 3.0))}, "stages of one kind"
+    assert few.samples == (4, 4) and {frozenset(pair) for pair in at} == {frozenset((1.0, 3.0))}, (
+        "stages of one kind"
+    )
     shallow = ModelProfile(2, 1, MODEL.specs, MODEL.optimizers, 0.0, 1)
     many = plan_layout(shallow, job(layout="pp=2,dp_shard=2"), there, LayoutLimits(rates=speeds))
     at = [(speeds[many.ranks[d]], speeds[many.ranks[2 + d]]) for d in (0, 1)]
-    assert sorted(at) == [(1.0, 1.0), (3.0, 3.0)], "two blocks cannot be dealt out unequally: pipelines of one kind"
+    assert sorted(at) == [(1.0, 1.0), (3.0, 3.0)], (
+        "two blocks cannot be dealt out unequally: pipelines of one kind"
+    )
     assert sorted(many.samples)[1] == pytest.approx(3 * sorted(many.samples)[0], rel=0.2)
 
 
@@ -216,11 +267,18 @@ def test_a_worker_that_costs_more_than_it_gives_is_left_out() -> None:
     found = plan_layout(MODEL, job(global_batch=8), there, LayoutLimits(rates=slow))
     assert names(found) == ["n0", "n2", "n3"] and found.layout.world_size == 3
     assert "with 1 worker more a step would take" in found.rejected[0]
-    kept = plan_layout(MODEL, job(global_batch=8), there, LayoutLimits(rates=rates(there, (1.0, 0.6, 1.0, 1.0))))
+    kept = plan_layout(
+        MODEL, job(global_batch=8), there, LayoutLimits(rates=rates(there, (1.0, 0.6, 1.0, 1.0)))
+    )
     assert kept.layout.world_size == 4
     with pytest.raises(InfeasiblePlan, match="5 pipeline stages|min_workers"):
         plan_layout(MODEL, job(min_workers=5), there, LayoutLimits(rates=slow))
-    assert plan_layout(MODEL, job(global_batch=8, min_workers=4), there, LayoutLimits(rates=slow)).layout.world_size == 4
+    assert (
+        plan_layout(
+            MODEL, job(global_batch=8, min_workers=4), there, LayoutLimits(rates=slow)
+        ).layout.world_size
+        == 4
+    )
 
 
 # ------------------------------------------------------------------------------------------ zones
@@ -236,54 +294,92 @@ def test_a_node_in_another_zone_is_a_replica() -> None:
     there, zones = nodes(4, 4, 4), {"n0": "a", "n1": "b", "n2": "a"}
     found = plan_layout(MODEL, job(), there, LayoutLimits(zones=zones))
     assert found.layout == Layout(dp_replicate=3, dp_shard=4) and not crossing(found, zones)
-    assert found.rejected[0].startswith("dp_shard=12: its shards would lie in a and b; only replicas may")
-    assert plan_layout(MODEL, job(across_zones=True), there, LayoutLimits(zones=zones)).layout == Layout(dp_shard=12)
-    assert plan_layout(MODEL, job(), there, LayoutLimits(zones={"n0": "a", "n1": "", "n2": "a"})).layout == Layout(dp_shard=12)
+    assert found.rejected[0].startswith(
+        "dp_shard=12: its shards would lie in a and b; only replicas may"
+    )
+    assert plan_layout(
+        MODEL, job(across_zones=True), there, LayoutLimits(zones=zones)
+    ).layout == Layout(dp_shard=12)
+    assert plan_layout(
+        MODEL, job(), there, LayoutLimits(zones={"n0": "a", "n1": "", "n2": "a"})
+    ).layout == Layout(dp_shard=12)
 
 
 def test_a_named_layout_that_would_cross_zones_is_refused_or_placed_within_one() -> None:
     there, zones = nodes(4, 4, 4), {"n0": "a", "n1": "b", "n2": "a"}
-    with pytest.raises(InfeasiblePlan, match=r"of 12 workers each within one zone do not fit: workers in zones are a 8, b 4"):
+    with pytest.raises(
+        InfeasiblePlan,
+        match=r"of 12 workers each within one zone do not fit: workers in zones are a 8, b 4",
+    ):
         plan_layout(MODEL, job(layout="dp_shard=12"), there, LayoutLimits(zones=zones))
-    assert names(plan_layout(MODEL, job(layout="dp_shard=8"), there, LayoutLimits(zones=zones))) == ["n0", "n2"]
+    assert names(
+        plan_layout(MODEL, job(layout="dp_shard=8"), there, LayoutLimits(zones=zones))
+    ) == ["n0", "n2"]
 
 
-CROWD = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from("abc"), st.sampled_from([1.0, 1.0, 0.5, 0.1]))
+CROWD = st.tuples(
+    st.sampled_from([1, 2, 4, 8]), st.sampled_from("abc"), st.sampled_from([1.0, 1.0, 0.5, 0.1])
+)
 
 
 @settings(max_examples=120, deadline=None)
 @given(
-    st.lists(CROWD, min_size=1, max_size=5),
-    st.sampled_from(["auto", "auto", "auto,pp=2", "auto,tp=2", "auto,dp_replicate=2", "auto,pp=2,schedule=interleaved1f1b"]),
-    st.integers(2, 64),
+    st.lists(CROWD, min_size=1, max_size=5), st.sampled_from(["auto", "auto", "auto,pp=2",
+    "auto,tp=2", "auto,dp_replicate=2", "auto,pp=2,schedule=interleaved1f1b"]), st.integers(2, 64),
     st.sampled_from([0, 20 << 20, 5 << 20]),
 )  # fmt: skip
-def test_whatever_the_nodes_what_is_chosen_holds(there: list[tuple[int, str, float]], text: str, batch: int, room: int) -> None:
+def test_whatever_the_nodes_what_is_chosen_holds(
+    there: list[tuple[int, str, float]], text: str, batch: int, room: int
+) -> None:
     made = nodes(*(gpus for gpus, _, _ in there))
     zones = {node.node_id: zone for node, (_, zone, _) in zip(made, there)}
     speeds = rates(made, tuple(speed for _, _, speed in there))
     try:
-        found = plan_layout(MODEL, job(layout=text, global_batch=batch), made, LayoutLimits(room, rates=speeds, zones=zones))
+        found = plan_layout(
+            MODEL,
+            job(layout=text, global_batch=batch),
+            made,
+            LayoutLimits(room, rates=speeds, zones=zones),
+        )
     except InfeasiblePlan:
         return
     layout, m = found.layout, found.n_microbatches
-    assert not crossing(found, zones) and len(set(found.ranks)) == layout.world_size == len(found.ranks)
-    assert sum(found.samples) == batch and all(n and n % m == 0 for n in found.samples) and len(found.samples) == layout.dp
-    assert sum(found.layers) == 8 and len(found.layers) == layout.n_stages and min(found.layers) >= 1
+    assert not crossing(found, zones) and len(set(found.ranks)) == layout.world_size == len(
+        found.ranks
+    )
+    assert (
+        sum(found.samples) == batch
+        and all(n and n % m == 0 for n in found.samples)
+        and len(found.samples) == layout.dp
+    )
+    assert (
+        sum(found.layers) == 8 and len(found.layers) == layout.n_stages and min(found.layers) >= 1
+    )
     for group in grid.axis_groups(layout, ("cp", "tp")):
         assert len({found.ranks[rank].node_id for rank in group}) == 1
     assert not room or found.memory_bytes <= room
     assert parse_layout(str(layout)) == layout
     assert found == plan_layout(
-        MODEL, job(layout=text, global_batch=batch), made, LayoutLimits(room, rates=speeds, zones=zones)
+        MODEL,
+        job(layout=text, global_batch=batch),
+        made,
+        LayoutLimits(room, rates=speeds, zones=zones),
     )
 
 
 def test_a_pinned_size_of_microbatches_holds_for_unequal_shares_too() -> None:
     there = nodes(1, 1)
     found = plan_layout(
-        MODEL, job(global_batch=16, microbatch_size=4, layout="dp_shard=2"), there, LayoutLimits(rates=rates(there, (2.0, 1.0)))
+        MODEL,
+        job(global_batch=16, microbatch_size=4, layout="dp_shard=2"),
+        there,
+        LayoutLimits(rates=rates(there, (2.0, 1.0))),
     )
     assert max(found.samples) <= 4 * found.n_microbatches and sum(found.samples) == 16
-    free = plan_layout(MODEL, job(global_batch=16, layout="dp_shard=2"), there, LayoutLimits(rates=rates(there, (2.0, 1.0))))
+    free = plan_layout(
+        MODEL,
+        job(global_batch=16, layout="dp_shard=2"),
+        there,
+        LayoutLimits(rates=rates(there, (2.0, 1.0))),
+    )
     assert free.samples == (11, 5)

@@ -35,7 +35,10 @@ def test_parameters_of_a_block() -> None:
     assert replace(TINY, tied=True).n_params == TINY.n_params - 10 * 8
     assert replace(TINY, head_dim=8).attention_params == 2 * TINY.attention_params
     some = replace(TINY, experts=4, active=2)
-    assert some.mlp_params == 4 * 288 + 8 * 4 and some.active_params == 2 * (192 + 288 * 2 + 8 * 4 // 2) + 10 * 8
+    assert (
+        some.mlp_params == 4 * 288 + 8 * 4
+        and some.active_params == 2 * (192 + 288 * 2 + 8 * 4 // 2) + 10 * 8
+    )
 
 
 def test_of_active_parameters_only_those_a_token_goes_through() -> None:
@@ -45,9 +48,12 @@ def test_of_active_parameters_only_those_a_token_goes_through() -> None:
 
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B, LLAMA_405B], ids=["8b", "70b", "405b"])
 def test_flop_are_6_per_parameter_and_token_and_those_of_attention(model: Decoder) -> None:
-    """6 N s + 6 L s^2 h, half of the scores masked (Kaplan et al. 2020, table 1; Narayanan et al. 2021, appendix)."""
+    """6 N s + 6 L s^2 h, half of the scores masked (Kaplan et al. 2020, table 1; Narayanan et al.
+    2021, appendix)."""
     s = model.seq
-    expected = 6.0 * model.active_params * s + 6.0 * model.layers * s * s * model.heads * model.width
+    expected = (
+        6.0 * model.active_params * s + 6.0 * model.layers * s * s * model.heads * model.width
+    )
     assert model.sample().flop == pytest.approx(expected, rel=1e-9)
 
 
@@ -70,18 +76,28 @@ def test_bytes_of_a_sample() -> None:
     sample = TINY.sample()
     assert sample.hidden_bytes == 6 * 8 * 2 and sample.key_value_bytes == 2 * 6 * 4 * 2
     assert sample.ends_bytes == 6 * 10 * 14
-    # in both norms, in qkv, in the MLP: 4 x hidden; qkv; attention's output; gate and up, their product
+    # in both norms, in qkv, in the MLP: 4 x hidden; qkv; attention's output; gate and up, their
+    # product
     assert dict(sample.kept_bytes) == {
         "none": 2 * 6 * (4 * 8 + 16 + 8 + 3 * 12),
         "selective": 2 * 6 * (2 * 8 + 16 + 8 + 2 * 12),
         "full": 2 * 6 * 8,
     }
     unfused = dict(replace(TINY, fused=False).sample().kept_bytes)
-    assert unfused["none"] - dict(sample.kept_bytes)["none"] == 5 * 2 * 6 * 6  # 5 a s^2 (Korthikanti et al. 2022, equation 1)
+    # 5 a s^2 (Korthikanti et al. 2022, equation 1)
+    assert unfused["none"] - dict(sample.kept_bytes)["none"] == 5 * 2 * 6 * 6
 
 
 def test_products_are_those_of_the_parameters() -> None:
-    assert sum(m.k * m.n for m in LLAMA_8B.sample().matmuls) == LLAMA_8B.attention_params + LLAMA_8B.mlp_params
+    assert (
+        sum(m.k * m.n for m in LLAMA_8B.sample().matmuls)
+        == LLAMA_8B.attention_params + LLAMA_8B.mlp_params
+    )
     specs = LLAMA_405B.profile().specs
-    assert len(specs) == 126 * 4 + 2 and sum(prod(spec.shape) for spec in specs) == LLAMA_405B.n_params
-    assert LLAMA_405B.profile().tp_limit == 8 and QWEN_MOE.profile().n_expert_params == 48 * QWEN_MOE.mlp_params
+    assert (
+        len(specs) == 126 * 4 + 2 and sum(prod(spec.shape) for spec in specs) == LLAMA_405B.n_params
+    )
+    assert (
+        LLAMA_405B.profile().tp_limit == 8
+        and QWEN_MOE.profile().n_expert_params == 48 * QWEN_MOE.mlp_params
+    )

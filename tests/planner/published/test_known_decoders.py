@@ -20,9 +20,16 @@ def test_names_and_changes() -> None:
     assert known_decoders.find("8b").name == "llama3-8b"
     longer = known_decoders.find("8b, seq=16384")
     assert (longer.decoder.seq, longer.decoder.hidden) == (16384, 4096)
-    own = known_decoders.find("layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256,seq=8192")
+    own = known_decoders.find(
+        "layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256,seq=8192"
+    )
     assert own.decoder == known_decoders.find("70b").decoder
-    assert known_decoders.find("layers=2,hidden=64,heads=4,ffn=256,vocab=512,seq=128,gated=0").decoder.kv_heads == 4
+    assert (
+        known_decoders.find(
+            "layers=2,hidden=64,heads=4,ffn=256,vocab=512,seq=128,gated=0"
+        ).decoder.kv_heads
+        == 4
+    )
 
 
 @pytest.mark.parametrize(

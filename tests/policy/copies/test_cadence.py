@@ -10,7 +10,18 @@ from support.policy.story import SPOT, job
 from elastic.policy.copies.cadence import BURST_BYTES, adjust, durable_every, peer_every
 from elastic.policy.copies.replica_placement import Copies
 from elastic.policy.state.fold import PoolSeen, State, fold
-from elastic.types import Copy, CopyStored, Decided, Decision, Job, Layout, Node, Plan, SetCadence, WorkerId
+from elastic.types import (
+    Copy,
+    CopyStored,
+    Decided,
+    Decision,
+    Job,
+    Layout,
+    Node,
+    Plan,
+    SetCadence,
+    WorkerId,
+)
 
 NODES = [Node(name, "spot") for name in "abcd"]
 STATE = State(run="r", job=Job.from_plain(job(steps=10_000)), pools=(SPOT,))
@@ -21,7 +32,15 @@ TO = Copies(((1,), (2,), (3,), (0,)))
 
 @pytest.mark.parametrize(
     ("stall_s", "step_s", "every"),
-    [(0.0, 0.0, 5), (0.0, 1.0, 5), (0.02, 1.0, 2), (0.025, 1.0, 3), (0.01, 1.0, 1), (0.001, 1.0, 1), (2.0, 1.0, 200)],
+    [
+        (0.0, 0.0, 5),
+        (0.0, 1.0, 5),
+        (0.02, 1.0, 2),
+        (0.025, 1.0, 3),
+        (0.01, 1.0, 1),
+        (0.001, 1.0, 1),
+        (2.0, 1.0, 200),
+    ],
 )
 def test_peer_copies_cost_less_than_one_percent(stall_s: float, step_s: float, every: int) -> None:
     state = replace(STATE, copy_stall_s=stall_s, step_time_s=step_s)
@@ -37,7 +56,8 @@ def test_what_a_copy_slows_counts_like_what_it_stalls() -> None:
 
 
 def test_many_losses_are_worth_more_than_one_percent() -> None:
-    """9 s a copy, one loss in 5 h: sqrt(2 x 9 x 18000) steps of 1 s, where 1 % would ask for 900."""
+    """9 s a copy, one loss in 5 h: sqrt(2 x 9 x 18000) steps of 1 s, where 1 % would ask for
+    900."""
     state = replace(STATE, copy_stall_s=9.0, step_time_s=1.0)
     assert peer_every(state, NODES, TO) == 569
     assert peer_every(replace(state, history={"spot": PoolSeen(losses=20)}), NODES, TO) < 200
@@ -60,10 +80,15 @@ def test_given_numbers_are_taken_as_they_are_and_a_single_node_has_no_peer() -> 
 
 def test_durable_copies_follow_young_and_daly() -> None:
     measured = replace(STATE, step_time_s=1.0, durable_stall_s=0.5)
-    every = durable_every(measured, NODES)  # 4 nodes x 0.05 losses per hour: one in 5 h; sqrt(2 x 0.5 x 18000)
+    # 4 nodes x 0.05 losses per hour: one in 5 h; sqrt(2 x 0.5 x 18000)
+    every = durable_every(measured, NODES)
     assert every == pytest.approx(134, abs=1)
-    assert durable_every(replace(measured, durable_stall_s=2.0), NODES) == pytest.approx(2 * every, abs=2)
-    assert durable_every(replace(measured, history={"spot": PoolSeen(losses=20)}), NODES) < every / 3
+    assert durable_every(replace(measured, durable_stall_s=2.0), NODES) == pytest.approx(
+        2 * every, abs=2
+    )
+    assert (
+        durable_every(replace(measured, history={"spot": PoolSeen(losses=20)}), NODES) < every / 3
+    )
     assert durable_every(replace(measured, step_time_s=60.0), NODES) == 20
     assert durable_every(STATE, NODES) == 20
     assert durable_every(replace(measured, job=Job.from_plain(job(steps=200))), NODES) == 50
@@ -72,16 +97,36 @@ def test_durable_copies_follow_young_and_daly() -> None:
 def test_a_single_node_stores_at_least_every_ten_steps() -> None:
     measured = replace(STATE, step_time_s=1.0, durable_stall_s=0.5)
     assert durable_every(measured, NODES[:1]) == 10
-    assert durable_every(measured, NODES, alone=True) == 10, "no peer replicas fit: storage is all there is"
+    assert durable_every(measured, NODES, alone=True) == 10, (
+        "no peer replicas fit: storage is all there is"
+    )
 
 
-# ------------------------------------------------------------------------------------------------ while a plan runs
+# ------------------------------------------------------------------------------------------------
+# while a plan runs
 
 
 def running(every: int, **measured: float) -> State:
-    plan = Plan(1, Layout(dp_shard=4), tuple(WorkerId(n, 0) for n in "abcd"), (3,) * 4, (4,), peer_every=every, copies_to=TO.to)
+    plan = Plan(
+        1,
+        Layout(dp_shard=4),
+        tuple(WorkerId(n, 0) for n in "abcd"),
+        (3,) * 4,
+        (4,),
+        peer_every=every,
+        copies_to=TO.to,
+    )
     nodes = {node.node_id: node for node in NODES}
-    state = replace(STATE, phase="running", plan=plan, plans={1: plan}, nodes=nodes, step=50, step_time_s=1.0, n_copies_timed=3)
+    state = replace(
+        STATE,
+        phase="running",
+        plan=plan,
+        plans={1: plan},
+        nodes=nodes,
+        step=50,
+        step_time_s=1.0,
+        n_copies_timed=3,
+    )
     return replace(state, **measured)  # type: ignore[arg-type]
 
 
@@ -107,7 +152,9 @@ def new_every(state: State, now_s: float = 100.0) -> int | None:
         (2, 0.006, 1),
     ],
 )
-def test_another_cadence_is_ordered_only_when_it_is_clearly_better(every: int, cost_s: float, expected: int | None) -> None:
+def test_another_cadence_is_ordered_only_when_it_is_clearly_better(
+    every: int, cost_s: float, expected: int | None
+) -> None:
     assert new_every(running(every, copy_stall_s=cost_s)) == expected
 
 
@@ -115,7 +162,11 @@ def test_the_new_cadence_is_stable_whatever_it_was_before() -> None:
     for cost_s in (0.001, 0.004, 0.011, 0.03, 0.1, 0.4):
         for every in (1, 2, 3, 5, 8, 20, 50):
             new = new_every(running(every, copy_stall_s=cost_s))
-            assert new is None or new_every(running(new, copy_stall_s=cost_s)) is None, (every, cost_s, new)
+            assert new is None or new_every(running(new, copy_stall_s=cost_s)) is None, (
+                every,
+                cost_s,
+                new,
+            )
 
 
 def test_a_copy_that_takes_long_to_cross_is_taken_less_often() -> None:
@@ -126,25 +177,39 @@ def test_no_order_before_enough_was_measured_or_when_the_job_says_how_often() ->
     dear = running(5, copy_stall_s=0.5)
     assert new_every(dear) == 50
     assert new_every(replace(dear, n_copies_timed=2)) is None
-    assert new_every(replace(dear, cadence_at_s=95.0)) is None and new_every(replace(dear, cadence_at_s=90.0)) == 50
+    assert (
+        new_every(replace(dear, cadence_at_s=95.0)) is None
+        and new_every(replace(dear, cadence_at_s=90.0)) == 50
+    )
     assert new_every(replace(dear, entered_at_s=95.0)) is None
     assert new_every(replace(dear, job=Job.from_plain(job(peer_every=5)))) is None
     assert new_every(replace(dear, step=9_990)) is None, "the job is done before"
 
 
 def test_an_order_changes_the_plan_that_is_known_and_measuring_begins_anew() -> None:
-    state = fold(running(5, copy_stall_s=0.5), Decided(Decision((SetCadence(1, 50, 7),), "why")), 100.0)
+    state = fold(
+        running(5, copy_stall_s=0.5), Decided(Decision((SetCadence(1, 50, 7),), "why")), 100.0
+    )
     assert state.plan is not None and (state.plan.peer_every, state.plan.durable_every) == (50, 7)
     assert state.plans[1] == state.plan and (state.n_copies_timed, state.cadence_at_s) == (0, 100.0)
 
 
 def test_what_copies_cost_is_learned_from_what_is_told() -> None:
     def told(state: State, step: int, stall_s: float) -> State:
-        return fold(state, CopyStored(Copy(step, "peer", 1, Layout(dp_shard=4)), 0.5, stall_s, 0.01), 60.0)
+        return fold(
+            state, CopyStored(Copy(step, "peer", 1, Layout(dp_shard=4)), 0.5, stall_s, 0.01), 60.0
+        )
 
     state = told(running(5), 50, 0.2)
-    assert (state.copy_stall_s, state.copy_slowed_s, state.copy_flight_s, state.n_copies_timed) == (0.2, 0.01, 0.5, 4)
+    assert (state.copy_stall_s, state.copy_slowed_s, state.copy_flight_s, state.n_copies_timed) == (
+        0.2,
+        0.01,
+        0.5,
+        4,
+    )
     state = told(state, 55, 0.3)
     assert state.copy_stall_s == pytest.approx(0.23)
     first = replace(state, entered_step=60)
-    assert told(first, 60, 9.0).copy_stall_s == state.copy_stall_s, "the first of a generation fills new buffers"
+    assert told(first, 60, 9.0).copy_stall_s == state.copy_stall_s, (
+        "the first of a generation fills new buffers"
+    )

@@ -1,4 +1,5 @@
-"""After a break: a step that some have committed is made whole where it can be; wrong content and numbers that are none."""
+"""After a break: a step that some have committed is made whole where it can be; wrong content and
+numbers that are none."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ WHOLE: Copies = ((0, 6), (1, 6), (2, 6), (3, 6))
 
 
 def left(plan: Plan, name: str, step: int, said: str = "", copies: Copies = ()) -> Quiesced:
-    """What worker 0 of a node says when it has left: live after `step`, and peer replicas. `said`: it has seen the "commit" of
-    that step, or waits with the gradients of the next ("pending")."""
+    """What worker 0 of a node says when it has left: live after `step`, and peer replicas. `said`:
+    it has seen the "commit" of that step, or waits with the gradients of the next ("pending")."""
     worker, generation = WorkerId(name, 0), plan.generation
     held = [Holding(worker, generation, plan.ranks.index(worker), step, "live")]
     held += [Holding(worker, generation, r, s, "peer") for r, s in copies]
@@ -61,15 +62,23 @@ def said(story: Story, *events: Quiesced) -> Decision:
     return story.tick(*events)
 
 
-# ------------------------------------------------------------------------------------------ roll-forward
+# ------------------------------------------------------------------------------------------
+# roll-forward
 
 
 def test_with_replicas_those_who_missed_the_commit_apply_it() -> None:
     story, plan = broken(REPLICAS)
     assert plan.layout == Layout(dp_replicate=2, dp_shard=2)
-    decision = said(story, left(plan, "a", 8, "commit"), left(plan, "b", 7, "pending"), left(plan, "c", 7, "pending"))
+    decision = said(
+        story,
+        left(plan, "a", 8, "commit"),
+        left(plan, "b", 7, "pending"),
+        left(plan, "c", 7, "pending"),
+    )
     assert orders(decision, RollForward) == [RollForward(1, 8, COMMIT)]
-    assert "2 workers did not see it" in decision.reason and "step 8 was committed" in decision.reason
+    assert (
+        "2 workers did not see it" in decision.reason and "step 8 was committed" in decision.reason
+    )
     assert not story.tick().actions
     assert not orders(said(story, left(plan, "b", 8, "commit")), EnterPlan), "c has not answered"
     decision = said(story, left(plan, "c", 8, "commit"))
@@ -81,7 +90,10 @@ def test_with_replicas_those_who_missed_the_commit_apply_it() -> None:
 def test_without_replicas_a_part_that_went_with_its_node_keeps_all_back() -> None:
     story, plan = broken()
     decision = said(
-        story, left(plan, "a", 8, "commit", copies=WHOLE), left(plan, "b", 7, "pending"), left(plan, "c", 7, "pending")
+        story,
+        left(plan, "a", 8, "commit", copies=WHOLE),
+        left(plan, "b", 7, "pending"),
+        left(plan, "c", 7, "pending"),
     )
     assert not orders(decision, RollForward) and plan_of(decision).resume.step == 6
 
@@ -108,7 +120,12 @@ def test_a_commit_that_nobody_has_or_that_all_have_needs_nothing() -> None:
 
 def test_replicas_that_have_the_step_whole_need_nobody_else() -> None:
     story, plan = broken(REPLICAS)
-    decision = said(story, left(plan, "a", 8, "commit"), left(plan, "b", 8, "commit"), left(plan, "c", 7, "pending"))
+    decision = said(
+        story,
+        left(plan, "a", 8, "commit"),
+        left(plan, "b", 8, "commit"),
+        left(plan, "c", 7, "pending"),
+    )
     assert not orders(decision, RollForward) and plan_of(decision).resume.step == 8
 
 
@@ -121,10 +138,20 @@ def test_gradients_of_another_step_are_of_no_use() -> None:
 
 def test_one_that_fails_to_apply_it_leaves_the_older_copy() -> None:
     story, plan = broken(REPLICAS)
-    said(story, left(plan, "a", 8, "commit"), left(plan, "b", 7, "pending", copies=WHOLE), left(plan, "c", 7, "pending"))
+    said(
+        story,
+        left(plan, "a", 8, "commit"),
+        left(plan, "b", 7, "pending", copies=WHOLE),
+        left(plan, "c", 7, "pending"),
+    )
     story.tick(left(plan, "c", 8, "commit"))
     worker = WorkerId("b", 0)
-    torn = Quiesced(worker, plan.generation, -1, tuple(Holding(worker, plan.generation, r, s, "peer") for r, s in WHOLE))
+    torn = Quiesced(
+        worker,
+        plan.generation,
+        -1,
+        tuple(Holding(worker, plan.generation, r, s, "peer") for r, s in WHOLE),
+    )
     decision = story.tick(torn)
     assert not orders(decision, RollForward), "it is tried once"
     assert plan_of(decision).resume.step == 6
@@ -132,7 +159,12 @@ def test_one_that_fails_to_apply_it_leaves_the_older_copy() -> None:
 
 def test_one_that_dies_meanwhile_is_not_waited_for() -> None:
     story, plan = broken(REPLICAS)
-    said(story, left(plan, "a", 8, "commit", copies=WHOLE), left(plan, "b", 7, "pending"), left(plan, "c", 7, "pending"))
+    said(
+        story,
+        left(plan, "a", 8, "commit", copies=WHOLE),
+        left(plan, "b", 7, "pending"),
+        left(plan, "c", 7, "pending"),
+    )
     story.tick(NodeLost("b"))
     decision = story.tick(left(plan, "c", 8, "commit"))
     assert plan_of(decision).resume.step == 6
@@ -140,7 +172,12 @@ def test_one_that_dies_meanwhile_is_not_waited_for() -> None:
 
 def test_one_that_does_not_answer_is_ended() -> None:
     story, plan = broken(REPLICAS)
-    said(story, left(plan, "a", 8, "commit"), left(plan, "b", 7, "pending"), left(plan, "c", 7, "pending"))
+    said(
+        story,
+        left(plan, "a", 8, "commit"),
+        left(plan, "b", 7, "pending"),
+        left(plan, "c", 7, "pending"),
+    )
     story.tick(left(plan, "b", 8, "commit"))
     late = story.tick(after_s=QUIESCED_MOST_S)
     assert orders(late, Abort) == [Abort(1, kill=(WorkerId("c", 0),))]
@@ -158,11 +195,21 @@ def test_what_was_said_before_the_order_does_not_answer_it() -> None:
 
 def test_a_driver_that_comes_back_meanwhile_asks_again() -> None:
     story, plan = broken(REPLICAS)
-    said(story, left(plan, "a", 8, "commit"), left(plan, "b", 7, "pending"), left(plan, "c", 7, "pending"))
-    story.tick(DriverStarted("story", 2, story.start.job, (SPOT,), story.start.model, attached=True), after_s=5)
+    said(
+        story,
+        left(plan, "a", 8, "commit"),
+        left(plan, "b", 7, "pending"),
+        left(plan, "c", 7, "pending"),
+    )
+    story.tick(
+        DriverStarted("story", 2, story.start.job, (SPOT,), story.start.model, attached=True),
+        after_s=5,
+    )
     story.tick(*(NodePrepared(name) for name in "abc"))
     assert orders(story.decisions[-1], Abort)
-    decision = story.tick(left(plan, "a", 8, "commit"), left(plan, "b", 8, "commit"), left(plan, "c", 7, "pending"))
+    decision = story.tick(
+        left(plan, "a", 8, "commit"), left(plan, "b", 8, "commit"), left(plan, "c", 7, "pending")
+    )
     assert plan_of(story.tick() if not decision.actions else decision).resume.step == 8
 
 
@@ -172,7 +219,10 @@ def test_a_commit_broken_by_a_loss_while_others_already_enter_the_next_plan() ->
     plan = story.running("a", "b", "c", "d", steps=7)
     target = plan_of(story.tick(Notice("d", story.now_s + 5)))
     story.tick(NodeLost("d"))
-    ahead = [replace(left(plan, name, 8, "commit"), generation=target.generation, step=-1) for name in "a"]
+    ahead = [
+        replace(left(plan, name, 8, "commit"), generation=target.generation, step=-1)
+        for name in "a"
+    ]
     decision = said(story, *ahead, left(plan, "b", 7, "pending"), left(plan, "c", 7, "pending"))
     assert orders(decision, RollForward) == [RollForward(plan.generation, 8, COMMIT)]
 
@@ -184,7 +234,8 @@ def test_a_step_that_is_told_of_after_the_abort_is_still_counted() -> None:
     assert story.state.step_time_s == pytest.approx(0.1), "nobody measured it"
 
 
-# ------------------------------------------------------------------------------------------ second losses
+# ------------------------------------------------------------------------------------------ second
+# losses
 
 
 def second_loss(lost: str) -> tuple[Story, Plan, Plan]:
@@ -205,7 +256,11 @@ def test_a_loss_during_a_transition_goes_back_to_the_newest_whole_step(lost: str
         said(story, left(plan, name, 6, "commit", copies=copies))
     new = story.state.target
     assert new is not None and new.generation == target.generation + 1
-    assert (new.resume.source, new.resume.step, new.resume.generation) == ("peer", 5, plan.generation)
+    assert (new.resume.source, new.resume.step, new.resume.generation) == (
+        "peer",
+        5,
+        plan.generation,
+    )
     assert lost not in new.nodes and "b" not in new.nodes
 
 
@@ -216,7 +271,9 @@ def test_two_losses_at_once_find_the_step_that_is_whole_in_storage() -> None:
     story.tick(NodeLost("b"), NodeLost("c"))
     said(story, left(plan, "a", 6, copies=((0, 5), (3, 5))))
     decision = said(story, left(plan, "d", 6, copies=((3, 5), (2, 5))))
-    assert (plan_of(decision).resume.source, plan_of(decision).resume.step) == ("durable", 4), "nobody has rank 1"
+    assert (plan_of(decision).resume.source, plan_of(decision).resume.step) == ("durable", 4), (
+        "nobody has rank 1"
+    )
 
 
 # ------------------------------------------------------------------------------------------ content
@@ -244,10 +301,14 @@ def test_wrong_content_is_left_behind_with_all_that_came_of_it() -> None:
     held = {name: left(third, name, 7) for name in "ab"}
     back = plan_of(said(story, *held.values()))
     assert (back.cause, back.resume.uri, back.resume.step) == ("rollback", "u4", 4)
-    assert "3 steps back" in story.decisions[-1].reason and "rolled back" in story.decisions[-1].reason
+    assert (
+        "3 steps back" in story.decisions[-1].reason and "rolled back" in story.decisions[-1].reason
+    )
     story.entered()
     story.tick(CopyStored(Copy(8, "durable", 3, third.layout, third.layers, uri="u8"), 0.1))
-    assert story.state.durable[0].uri == "u4", "a copy of a distrusted generation does not count, however late it comes"
+    assert story.state.durable[0].uri == "u4", (
+        "a copy of a distrusted generation does not count, however late it comes"
+    )
 
 
 def test_content_found_wrong_while_its_generation_is_broken_off_is_not_used() -> None:
@@ -259,7 +320,9 @@ def test_content_found_wrong_while_its_generation_is_broken_off_is_not_used() ->
     story.tick(NodeLost("b"))
     wrong(story, second.generation)
     decision = said(story, left(second, "a", 6, copies=((0, 6), (1, 6))))
-    assert plan_of(decision).resume.source == "fresh", "only the wrong generation is in memory, and nothing was stored"
+    assert plan_of(decision).resume.source == "fresh", (
+        "only the wrong generation is in memory, and nothing was stored"
+    )
 
 
 def test_a_generation_that_came_of_an_older_copy_is_not_distrusted() -> None:
@@ -267,7 +330,9 @@ def test_a_generation_that_came_of_an_older_copy_is_not_distrusted() -> None:
     first = story.running("a", "b", "c", steps=4)
     second = plan_of(story.tick(Notice("c", story.now_s + 1)))
     story.tick(NodeLost("b"))
-    third = plan_of(said(story, left(first, "a", 4, copies=((0, 4), (1, 4), (2, 4))), left(first, "c", 4)))
+    third = plan_of(
+        said(story, left(first, "a", 4, copies=((0, 4), (1, 4), (2, 4))), left(first, "c", 4))
+    )
     assert third.resume.generation == first.generation
     story.entered()
     assert not wrong(story, second.generation).actions
@@ -278,31 +343,53 @@ def test_a_new_driver_still_knows_what_is_not_to_be_trusted() -> None:
     state = State(distrusted=frozenset({2}), generation=3)
     copies = (Copy(8, "durable", 2, Layout(), uri="u8"), Copy(4, "durable", 1, Layout(), uri="u4"))
     story = Story()
-    state = fold(state, DriverStarted("r", 2, story.start.job, (SPOT,), story.start.model, durable=copies), 1.0)
-    assert [copy.uri for copy in state.durable] == ["u4"] and state.distrusted == {2} and state.generation == 3
+    state = fold(
+        state,
+        DriverStarted("r", 2, story.start.job, (SPOT,), story.start.model, durable=copies),
+        1.0,
+    )
+    assert (
+        [copy.uri for copy in state.durable] == ["u4"]
+        and state.distrusted == {2}
+        and state.generation == 3
+    )
 
 
-# ------------------------------------------------------------------------------------------ numbers that are none
+# ------------------------------------------------------------------------------------------ numbers
+# that are none
 
 
 def not_finite(plan: Plan, step: int) -> list[WorkerFailed]:
-    text = f"step {step}: train_loss nan: the loss of rank 1 on b/0 is not finite; its samples: 7, 19"
-    return [WorkerFailed(worker, plan.generation, "not_finite", text, 0, step) for worker in plan.ranks]
+    text = (
+        f"step {step}: train_loss nan: the loss of rank 1 on b/0 is not finite; its samples: 7, 19"
+    )
+    return [
+        WorkerFailed(worker, plan.generation, "not_finite", text, 0, step) for worker in plan.ranks
+    ]
 
 
 def test_a_step_that_is_no_number_goes_back_once_and_then_ends_the_run() -> None:
     story = Story(peer_every=3)
     plan = story.running("a", "b", steps=7)
     decision = story.tick(*not_finite(plan, 8))
-    assert orders(decision, Abort) and "rank 1 on b/0" in decision.reason and "7, 19" in decision.reason
+    assert (
+        orders(decision, Abort)
+        and "rank 1 on b/0" in decision.reason
+        and "7, 19" in decision.reason
+    )
     assert story.state.rollbacks == 1, "both ranks tell of the same"
     back = plan_of(said(story, left(plan, "a", 7, copies=((0, 6), (1, 6))), left(plan, "b", 7)))
-    assert (back.cause, back.resume.step) == ("rollback", 6), "a copy from before, and the same samples again"
+    assert (back.cause, back.resume.step) == ("rollback", 6), (
+        "a copy from before, and the same samples again"
+    )
     again = story.entered()
     story.steps(1)
     story.tick(*not_finite(again, 8))
     assert story.state.phase == "failed"
-    assert "step 8" in story.state.outcome_reason and "again, after one roll-back" in story.state.outcome_reason
+    assert (
+        "step 8" in story.state.outcome_reason
+        and "again, after one roll-back" in story.state.outcome_reason
+    )
     assert "\n" not in story.state.outcome_reason and "rank 1" in story.state.outcome_reason
 
 
@@ -334,7 +421,9 @@ def test_it_is_not_rolled_forward_to() -> None:
     story = Story(peer_every=3)
     plan = story.running("a", "b", steps=7)
     story.tick(*not_finite(plan, 8)[:1])
-    decision = said(story, left(plan, "a", 7, "commit", copies=((0, 6), (1, 6))), left(plan, "b", 6, "pending"))
+    decision = said(
+        story, left(plan, "a", 7, "commit", copies=((0, 6), (1, 6))), left(plan, "b", 6, "pending")
+    )
     assert not orders(decision, RollForward) and plan_of(decision).resume.step < 7
 
 

@@ -24,7 +24,10 @@ def plan(layout: Layout, generation: int = 1) -> Plan:
 
 def state(layout: Layout, held: dict[str, list[tuple[int, int, str]]], **changes: Any) -> State:
     """Holdings of generation 1, by worker: (rank, step, kind)."""
-    holdings = {WorkerId(n, 0): tuple(Holding(WorkerId(n, 0), 1, r, s, k) for r, s, k in there) for n, there in held.items()}  # type: ignore[arg-type]
+    holdings = {
+        WorkerId(n, 0): tuple(Holding(WorkerId(n, 0), 1, r, s, k) for r, s, k in there)
+        for n, there in held.items()
+    }  # type: ignore[arg-type]
     nodes = {name: Node(name, "spot", 1, "prepared") for name in NAMES}
     base = State(
         run="r",
@@ -41,16 +44,27 @@ def state(layout: Layout, held: dict[str, list[tuple[int, int, str]]], **changes
 
 def test_live_boxes_of_all_ranks_beat_an_older_peer_copy() -> None:
     found = from_memory(
-        state(Layout(dp_shard=2), {"a": [(0, 9, "live"), (1, 5, "peer"), (0, 5, "peer")], "b": [(1, 9, "live")]})
+        state(
+            Layout(dp_shard=2),
+            {"a": [(0, 9, "live"), (1, 5, "peer"), (0, 5, "peer")], "b": [(1, 9, "live")]},
+        )
     )
     assert found is not None and found.step == 9 and {h.kind for h in found.holdings} == {"live"}
 
 
 def test_a_step_that_only_some_ranks_have_does_not_count() -> None:
-    held = {"a": [(0, 9, "live"), (0, 5, "peer"), (2, 5, "peer")], "b": [(1, 9, "live"), (1, 5, "peer"), (0, 5, "peer")]}
+    held = {
+        "a": [(0, 9, "live"), (0, 5, "peer"), (2, 5, "peer")],
+        "b": [(1, 9, "live"), (1, 5, "peer"), (0, 5, "peer")],
+    }
     found = from_memory(state(Layout(dp_shard=3), held))
     assert found is not None and found.step == 5
-    assert {(h.rank, h.worker.node_id) for h in found.holdings} == {(0, "a"), (0, "b"), (1, "b"), (2, "a")}
+    assert {(h.rank, h.worker.node_id) for h in found.holdings} == {
+        (0, "a"),
+        (0, "b"),
+        (1, "b"),
+        (2, "a"),
+    }
 
 
 def test_replicas_stand_in_for_each_other() -> None:
@@ -65,7 +79,11 @@ def test_every_loss_of_one_node_is_covered_by_keepers() -> None:
     for layout in (Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2)):
         whole = plan(layout)
         to = replica_holders(layout, whole.ranks, {}, 1)
-        holdings = [Holding(whole.ranks[keeper], 1, rank, 5, "peer") for rank in range(len(to)) for keeper in (rank, *to[rank])]
+        holdings = [
+            Holding(whole.ranks[keeper], 1, rank, 5, "peer")
+            for rank in range(len(to))
+            for keeper in (rank, *to[rank])
+        ]
         for lost in NAMES:
             assert covered(whole, [h for h in holdings if h.worker.node_id != lost])
         assert not covered(whole, [h for h in holdings if h.worker.node_id not in ("a", "b")])
@@ -87,15 +105,24 @@ def test_holdings_of_a_dead_worker_or_of_a_forgotten_generation_do_not_count() -
 
 def test_draining_holders_are_used_only_where_nobody_else_would_do() -> None:
     nodes = {"a": Node("a", "spot", 1, "prepared"), "b": Node("b", "spot", 1, "draining")}
-    both: dict[str, list[tuple[int, int, str]]] = {"a": [(0, 5, "peer"), (1, 5, "peer")], "b": [(1, 5, "live")]}
+    both: dict[str, list[tuple[int, int, str]]] = {
+        "a": [(0, 5, "peer"), (1, 5, "peer")],
+        "b": [(1, 5, "live")],
+    }
     found = from_memory(state(Layout(dp_shard=2), both, nodes=nodes))
     assert found is not None and {h.worker.node_id for h in found.holdings} == {"a"}
-    found = from_memory(state(Layout(dp_shard=2), {"a": [(0, 5, "peer")], "b": [(1, 5, "live")]}, nodes=nodes))
+    found = from_memory(
+        state(Layout(dp_shard=2), {"a": [(0, 5, "peer")], "b": [(1, 5, "live")]}, nodes=nodes)
+    )
     assert found is not None and {h.worker.node_id for h in found.holdings} == {"a", "b"}
 
 
-@pytest.mark.parametrize(("durable_step", "source", "step"), [(4, "peer", 5), (5, "peer", 5), (6, "durable", 6)])
-def test_the_newest_step_wins_and_memory_wins_a_tie(durable_step: int, source: str, step: int) -> None:
+@pytest.mark.parametrize(
+    ("durable_step", "source", "step"), [(4, "peer", 5), (5, "peer", 5), (6, "durable", 6)]
+)
+def test_the_newest_step_wins_and_memory_wins_a_tie(
+    durable_step: int, source: str, step: int
+) -> None:
     copy = Copy(durable_step, "durable", 1, Layout(), (4,), uri="u")
     resume = newest(state(Layout(), {"a": [(0, 5, "peer")]}, durable=(copy,)))
     assert (resume.source, resume.step) == (source, step)

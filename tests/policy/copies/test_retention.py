@@ -53,7 +53,9 @@ def state(steps: Sequence[int], losses: dict[int, float] | None = None, **job: A
         generation=1,
         step=900,
     )
-    return replace(made, plans={1: PLAN}, durable=tuple(copy(step) for step in steps), validation=losses or {})
+    return replace(
+        made, plans={1: PLAN}, durable=tuple(copy(step) for step in steps), validation=losses or {}
+    )
 
 
 def stays(of: State) -> list[int]:
@@ -68,8 +70,13 @@ def stays(of: State) -> list[int]:
         ({"keep_last": 3}, {}, [50, 40, 30]),
         ({"keep_last": 1, "keep_every": 20}, {}, [50, 40, 20]),
         ({"keep_last": 1, "keep_best": 1}, {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 2.0}, [50, 20]),
-        ({"keep_last": 1, "keep_best": 2}, {10: 3.0, 20: 1.0, 30: 1.0, 40: 2.5, 50: 2.0}, [50, 30, 20]),
-        ({"keep_last": 1, "keep_best": 1}, {15: 1.0, 35: 2.0}, [50, 30]),  # measured between the copies: counts for later ones
+        (
+            {"keep_last": 1, "keep_best": 2},
+            {10: 3.0, 20: 1.0, 30: 1.0, 40: 2.5, 50: 2.0},
+            [50, 30, 20],
+        ),
+        # measured between the copies: counts for later ones
+        ({"keep_last": 1, "keep_best": 1}, {15: 1.0, 35: 2.0}, [50, 30]),
         ({"keep_last": 1, "keep_best": 3}, {45: 2.0}, [50]),  # of the others no loss is known
         ({"keep_last": 4, "storage_quota_gb": 4.1}, {}, [50, 40, 30]),
         ({"keep_last": 4, "storage_quota_gb": 1.5}, {}, [50]),
@@ -82,7 +89,11 @@ def test_what_stays(job: dict[str, Any], losses: dict[int, float], expected: lis
 @given(
     st.lists(st.integers(1, 99), unique=True, max_size=8),
     st.fixed_dictionaries(
-        {"keep_last": st.integers(1, 4), "keep_every": st.integers(0, 30), "keep_best": st.integers(0, 3)},
+        {
+            "keep_last": st.integers(1, 4),
+            "keep_every": st.integers(0, 30),
+            "keep_best": st.integers(0, 3),
+        },
         optional={"storage_quota_gb": st.floats(0.1, 20)},
     ),
     st.dictionaries(st.integers(1, 99), st.floats(0, 10), max_size=6),
@@ -102,7 +113,9 @@ def test_a_removal_says_why_and_nothing_resumes_from_it() -> None:
     was = state([50, 40, 30, 20])
     decision = retention(was)
     assert decision.actions == (RemoveCopy("u30"), RemoveCopy("u20"))
-    assert decision.reason == "checkpoints of step 30, 20 (2.00 GB) are removed: keep_last=2, 2 stay"
+    assert (
+        decision.reason == "checkpoints of step 30, 20 (2.00 GB) are removed: keep_last=2, 2 stay"
+    )
     after = fold(was, Decided(decision), 1.0)
     assert [c.step for c in after.durable] == [50, 40]
     assert fold(after, CopyRemoved("u30"), 2.0).durable == after.durable
@@ -110,7 +123,9 @@ def test_a_removal_says_why_and_nothing_resumes_from_it() -> None:
     assert decide(was, 5.0).actions[:2] == decision.actions
 
 
-@pytest.mark.parametrize("change", [{"phase": "entering"}, {"phase": "waiting"}, {"below_step": 45}])
+@pytest.mark.parametrize(
+    "change", [{"phase": "entering"}, {"phase": "waiting"}, {"below_step": 45}]
+)
 def test_nothing_is_removed_while_something_is_wrong(change: dict[str, Any]) -> None:
     assert retention(replace(state([50, 40, 30]), **change)).actions == ()
 
@@ -127,7 +142,8 @@ def test_at_the_end_the_run_leaves_only_what_stays() -> None:
     assert isinstance(actions[1], Stop) and actions[1].outcome == "succeeded"
 
 
-# ------------------------------------------------------------------------------------------------ copies that fail
+# ------------------------------------------------------------------------------------------------
+# copies that fail
 
 
 def test_validation_losses_are_remembered() -> None:
@@ -155,14 +171,20 @@ def test_the_copy_of_the_last_step_is_tried_again_and_then_fails_the_run() -> No
         assert decide(now, at_s).actions == () and "retried in 5 s" in decide(now, at_s).reason
         at_s += COPY_WAIT_S
         assert decide(now, at_s).actions == (Abort(now.generation),), attempt
-        now = replace(now, generation=now.generation + 1, plan=replace(PLAN, generation=now.generation + 1))
+        now = replace(
+            now, generation=now.generation + 1, plan=replace(PLAN, generation=now.generation + 1)
+        )
     now = fold(now, CopyFailed(now.generation, 1000, "rank 0: the disk is full"), at_s)
     (stop,) = decide(now, at_s).actions
     assert isinstance(stop, Stop) and stop.outcome == "failed"
-    assert stop.reason == "the copy of the last step could not be stored in 3 tries: rank 0: the disk is full"
+    assert (
+        stop.reason
+        == "the copy of the last step could not be stored in 3 tries: rank 0: the disk is full"
+    )
 
 
-# ------------------------------------------------------------------------------------------------ copies that are damaged
+# ------------------------------------------------------------------------------------------------
+# copies that are damaged
 
 
 def test_a_damaged_copy_is_passed_over_and_never_removed_by_itself() -> None:
@@ -174,8 +196,14 @@ def test_a_damaged_copy_is_passed_over_and_never_removed_by_itself() -> None:
 
 
 def test_when_no_copy_can_be_read_the_run_does_not_begin_anew() -> None:
-    now = fold(replace(state([50]), phase="waiting", best_step=0), CopyDamaged("u50", "u50/commit.json: altered"), 1.0)
-    with pytest.raises(StateLost, match=r"no checkpoint can be read: u50/commit\.json: altered; mend one"):
+    now = fold(
+        replace(state([50]), phase="waiting", best_step=0),
+        CopyDamaged("u50", "u50/commit.json: altered"),
+        1.0,
+    )
+    with pytest.raises(
+        StateLost, match=r"no checkpoint can be read: u50/commit\.json: altered; mend one"
+    ):
         newest(now)
 
 
@@ -188,16 +216,22 @@ def test_when_no_copy_can_be_read_the_run_does_not_begin_anew() -> None:
         (0, range(20, 920, 20), [900, 880]),
     ],
 )
-def test_a_copy_from_before_the_last_good_comparison_of_results_stays(every: Any, steps: range, expected: list[int]) -> None:
+def test_a_copy_from_before_the_last_good_comparison_of_results_stays(
+    every: Any, steps: range, expected: list[int]
+) -> None:
     of = state(list(reversed(steps)), check_numbers_every=every)
-    assert stays(replace(of, step=max(steps), checked_step=430 if max(steps) > 430 else 0)) == expected
+    assert (
+        stays(replace(of, step=max(steps), checked_step=430 if max(steps) > 430 else 0)) == expected
+    )
 
 
 def test_there_is_always_one_to_go_back_to_when_a_comparison_fails() -> None:
     of = state([], check_numbers_every=200)
     for step in range(20, 4001, 20):
         if step % 700 == 0:  # as rarely as the workers compare them
-            assert of.checked_step == 0 or any(c.step <= of.checked_step for c in of.durable), "nothing to go back to"
+            assert of.checked_step == 0 or any(c.step <= of.checked_step for c in of.durable), (
+                "nothing to go back to"
+            )
             of = fold(of, NumbersChecked(1, step), float(step))
             assert of.checked_step == step
         of = replace(of, step=step, durable=(copy(step), *of.durable))
@@ -213,5 +247,7 @@ def test_nothing_is_removed_before_a_newer_copy_was_read_back() -> None:
     assert stays(fold(older, CopyVerified("u50"), 2.0)) == [50]
     damaged = fold(older, CopyDamaged("u50", "altered"), 2.0)
     assert stays(damaged) == [40, 30]
-    assert stays(replace(older, job=replace(older.job, storage_quota_gb=2.1))) == [50], "the quota has more weight"
+    assert stays(replace(older, job=replace(older.job, storage_quota_gb=2.1))) == [50], (
+        "the quota has more weight"
+    )
     assert fold(older, CopyVerified("elsewhere"), 2.0).verified == {"u30"}

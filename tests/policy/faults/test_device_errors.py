@@ -1,4 +1,5 @@
-"""A device that fails is a loss: the run continues without it, and its node is quarantined once nothing on it is needed."""
+"""A device that fails is a loss: the run continues without it, and its node is quarantined once
+nothing on it is needed."""
 
 from __future__ import annotations
 
@@ -54,13 +55,20 @@ def asserted(plan: Plan, worker: WorkerId, step: int) -> WorkerFailed:
 
 
 def lost(story: Story, plan: Plan, kept_by_a: list[tuple[int, int, str]]) -> Decision:
-    """The device of a fails; all leave: a with what it keeps in host memory, the others with their live state of step 5."""
-    decision = story.tick(WorkerFailed(B, plan.generation, "collective", "connection reset"), device(plan, A))
+    """The device of a fails; all leave: a with what it keeps in host memory, the others with their
+    live state of step 5."""
+    decision = story.tick(
+        WorkerFailed(B, plan.generation, "collective", "connection reset"), device(plan, A)
+    )
     assert orders(decision, Abort) and not orders(decision, Stop) and ECC in decision.reason
-    return story.quiesced(plan, {"a": kept_by_a, "b": [(1, 5, "live"), (0, 5, "peer")], "c": [(2, 5, "live")]})
+    return story.quiesced(
+        plan, {"a": kept_by_a, "b": [(1, 5, "live"), (0, 5, "peer")], "c": [(2, 5, "live")]}
+    )
 
 
-def test_the_run_goes_on_without_it_and_its_node_is_quarantined_when_the_next_generation_has_entered() -> None:
+def test_the_run_goes_on_without_it_and_its_node_is_quarantined_when_the_next_generation_has_entered() -> (
+    None
+):
     story = Story()
     plan = story.running("a", "b", "c", steps=5)
     decision = lost(story, plan, [(2, 5, "peer")])
@@ -77,16 +85,26 @@ def test_the_run_goes_on_without_it_and_its_node_is_quarantined_when_the_next_ge
     assert story.state.phase == "running"
 
 
-def test_what_only_it_keeps_for_others_is_still_a_source_and_the_node_stays_until_that_is_taken() -> None:
+def test_what_only_it_keeps_for_others_is_still_a_source_and_the_node_stays_until_that_is_taken() -> (
+    None
+):
     story = Story()
     plan = story.running("a", "b", "c", steps=5)
     story.tick(device(plan, A))
-    story.quiesced(plan, {"a": [(0, 4, "peer"), (2, 4, "peer")], "b": [(1, 5, "live"), (1, 4, "peer")]})
+    story.quiesced(
+        plan, {"a": [(0, 4, "peer"), (2, 4, "peer")], "b": [(1, 5, "live"), (1, 4, "peer")]}
+    )
     decision = story.quiesced(plan, {"c": [(2, 5, "live")]})
     new = plan_of(decision)
-    assert new.resume.step == 4 and A in {h.worker for h in new.resume.holdings} and "a" not in new.nodes
+    assert (
+        new.resume.step == 4
+        and A in {h.worker for h in new.resume.holdings}
+        and "a" not in new.nodes
+    )
     waiting = story.tick(after_s=2.0)
-    assert not orders(waiting, Quarantine) and not orders(waiting, ReleaseNode), "it is being read from"
+    assert not orders(waiting, Quarantine) and not orders(waiting, ReleaseNode), (
+        "it is being read from"
+    )
     story.entered()
     story.tick(Quiesced(A, new.generation, -1))
     story.tick(after_s=6.0)
@@ -97,7 +115,14 @@ def test_one_that_cannot_serve_its_host_copies_either_is_gone() -> None:
     story = Story()
     plan = story.running("a", "b", "c", steps=5)
     story.tick(device(plan, A))
-    story.quiesced(plan, {"a": [(0, 4, "peer"), (2, 4, "peer")], "b": [(1, 5, "live"), (1, 4, "peer")], "c": [(2, 5, "live")]})
+    story.quiesced(
+        plan,
+        {
+            "a": [(0, 4, "peer"), (2, 4, "peer")],
+            "b": [(1, 5, "live"), (1, 4, "peer")],
+            "c": [(2, 5, "live")],
+        },
+    )
     new = story.state.target
     assert new is not None and A in {h.worker for h in new.resume.holdings}
     assert orders(story.tick(device(new, A, ECC, 0)), Abort)
@@ -123,7 +148,9 @@ def test_a_report_that_comes_behind_that_of_the_peers_explains_it() -> None:
     assert story.state.aborting is not None and story.state.aborting.failure.cause == "loss"
     held = {"a": [(2, 5, "peer")], "b": [(1, 5, "live"), (0, 5, "peer")], "c": [(2, 5, "live")]}
     decision = story.quiesced(plan, held)
-    assert plan_of(decision).nodes == ("b", "c"), "no waiting, as after an error of the infrastructure"
+    assert plan_of(decision).nodes == ("b", "c"), (
+        "no waiting, as after an error of the infrastructure"
+    )
 
 
 def test_a_node_whose_device_fails_while_it_starts_is_quarantined() -> None:
@@ -131,7 +158,9 @@ def test_a_node_whose_device_fails_while_it_starts_is_quarantined() -> None:
     story.running("a", "b")
     story.tick(NodeReady(Node("c", "spot")))
     decision = story.tick(WorkerFailed(C, 0, "device", ECC))
-    assert [order.node_id for order in orders(decision, Quarantine)] == ["c"] and story.state.phase == "running"
+    assert [order.node_id for order in orders(decision, Quarantine)] == [
+        "c"
+    ] and story.state.phase == "running"
     assert not orders(decision, Abort)
 
 
@@ -141,7 +170,11 @@ def test_a_place_that_the_run_waits_for_is_given_back_once_others_hold_the_state
     plan = story.running("a", "b", steps=5)
     story.tick(device(plan, A))
     decision = story.quiesced(
-        plan, {"a": [(0, 4, "peer"), (1, 4, "peer")], "b": [(1, 5, "live"), (0, 4, "peer"), (1, 4, "peer")]}
+        plan,
+        {
+            "a": [(0, 4, "peer"), (1, 4, "peer")],
+            "b": [(1, 5, "live"), (0, 4, "peer"), (1, 4, "peer")],
+        },
     )
     assert not orders(decision, EnterPlan) and not orders(decision, Quarantine)
     assert decision.wake_at_s is not None and decision.wake_at_s <= story.now_s + 10.0
@@ -154,12 +187,15 @@ def test_state_that_nobody_else_has_is_waited_for_longer() -> None:
     story = Story(pools=(replace(SPOT, max_nodes=2),), min_workers=2, max_nodes=2)
     plan = story.running("a", "b", steps=5)
     story.tick(device(plan, A))
-    story.quiesced(plan, {"a": [(0, 4, "peer"), (1, 4, "peer")], "b": [(1, 5, "live"), (1, 4, "peer")]})
+    story.quiesced(
+        plan, {"a": [(0, 4, "peer"), (1, 4, "peer")], "b": [(1, 5, "live"), (1, 4, "peer")]}
+    )
     assert not orders(story.tick(after_s=60.0), Quarantine)
     assert orders(story.tick(after_s=600.0), Quarantine)
 
 
-# ------------------------------------------------------------------------------------------------ the program's part
+# ------------------------------------------------------------------------------------------------
+# the program's part
 
 
 def test_the_same_step_on_two_nodes_is_the_program_unless_only_hardware_can_do_that() -> None:
@@ -170,7 +206,10 @@ def test_the_same_step_on_two_nodes_is_the_program_unless_only_hardware_can_do_t
         story.tick(device(plan, B, error))
         assert bool(story.state.fatal) == ends, error
         if ends:
-            assert "worker b/0" in story.state.fatal and "node a failed in step 6 as well" in story.state.fatal
+            assert (
+                "worker b/0" in story.state.fatal
+                and "node a failed in step 6 as well" in story.state.fatal
+            )
     story = Story()
     plan = story.running("a", "b", "c", steps=5)
     story.tick(device(plan, A, ADDRESS), device(plan, B, ADDRESS, 7))
@@ -185,14 +224,22 @@ def test_a_device_side_assert_is_tried_once_more_and_ends_the_run_in_the_same_st
     story = Story()
     plan = story.running("a", "b", "c", steps=5)
     assert orders(story.tick(asserted(plan, A, 6)), Abort)
-    assert A in story.state.dead and story.state.nodes["a"].status == "ready", "another process, on the same node"
+    assert A in story.state.dead and story.state.nodes["a"].status == "ready", (
+        "another process, on the same node"
+    )
     decision = story.quiesced(plan, {"b": [(1, 5, "live"), (0, 5, "peer")], "c": [(2, 5, "live")]})
     assert orders(decision, EnterPlan) and not story.state.fatal
-    assert any(order.node_id == "a" for one in story.decisions[-4:] for order in orders(one, Prepare))
+    assert any(
+        order.node_id == "a" for one in story.decisions[-4:] for order in orders(one, Prepare)
+    )
     new = story.entered()
     decision = story.tick(asserted(new, C, 6))
     (stop,) = orders(decision, Stop)
-    assert stop.outcome == "failed" and "for the second time in step 6" in stop.reason and ASSERT in stop.reason
+    assert (
+        stop.outcome == "failed"
+        and "for the second time in step 6" in stop.reason
+        and ASSERT in stop.reason
+    )
 
 
 def test_two_ranks_with_an_assert_in_one_step_end_the_run_and_other_steps_do_not() -> None:
@@ -204,7 +251,8 @@ def test_two_ranks_with_an_assert_in_one_step_end_the_run_and_other_steps_do_not
         assert bool(story.state.fatal) == ends
 
 
-# ------------------------------------------------------------------------------------------------ journal, words, simulator
+# ------------------------------------------------------------------------------------------------
+# journal, words, simulator
 
 
 def test_the_kind_goes_through_the_journal_and_has_a_sentence() -> None:
@@ -213,10 +261,14 @@ def test_the_kind_goes_through_the_journal_and_has_a_sentence() -> None:
     assert parse_line(write_line(line)).events == ((1.5, event),)
     assert sentence(event, View()) == f"the GPU of worker a/0 failed in step 6: {ECC}"
     again = WorkerFailed(A, 3, "program", ASSERT, 0, 6, do="retry")
-    assert sentence(again, View()) == f"worker a/0 failed (program), to be tried once more: {ASSERT}"
+    assert (
+        sentence(again, View()) == f"worker a/0 failed (program), to be tried once more: {ASSERT}"
+    )
 
 
-def simulated(faults: list[Fault], gpus: int = 1, **changes: object) -> tuple[State, SimBackend, list[Line]]:
+def simulated(
+    faults: list[Fault], gpus: int = 1, **changes: object
+) -> tuple[State, SimBackend, list[Line]]:
     pools = (Pool("spot", "CPU", gpus, "spot", 1.0, 0, 4),)
     made = job(steps=40, peer_every=2, durable_every=0, **changes)
     backend, memory = SimBackend(pools, Job.from_plain(made), faults), MemoryJournal()
@@ -226,18 +278,30 @@ def simulated(faults: list[Fault], gpus: int = 1, **changes: object) -> tuple[St
 
 @pytest.mark.parametrize("moment", ["inside", "waiting", "torn"])
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_simulated_run_goes_on_and_loses_no_more_than_since_the_newest_copy(moment: Moment, gpus: int) -> None:
+def test_a_simulated_run_goes_on_and_loses_no_more_than_since_the_newest_copy(
+    moment: Moment, gpus: int
+) -> None:
     state, backend, lines = simulated([Fault(30.0, "device", 1, moment=moment)], gpus)
     assert state.phase == "succeeded" and backend.violations == [] and state.step == 40
     orders_of = [action for line in lines if line.decision for action in line.decision.actions]
     (quarantine,) = [action for action in orders_of if isinstance(action, Quarantine)]
-    assert ECC in quarantine.reason and state.nodes[quarantine.node_id].status in ("quarantined", "lost")
+    assert ECC in quarantine.reason and state.nodes[quarantine.node_id].status in (
+        "quarantined",
+        "lost",
+    )
     plans = [action.plan for action in orders_of if isinstance(action, EnterPlan)]
     failed = next(
-        event for line in lines for _, event in line.events if isinstance(event, WorkerFailed) and event.kind == "device"
+        event
+        for line in lines
+        for _, event in line.events
+        if isinstance(event, WorkerFailed) and event.kind == "device"
     )
     after = next(plan for plan in plans if plan.generation > failed.generation)
-    assert after.cause == "loss" and after.resume.source == "peer" and failed.step - after.resume.step <= 3
+    assert (
+        after.cause == "loss"
+        and after.resume.source == "peer"
+        and failed.step - after.resume.step <= 3
+    )
     assert quarantine.node_id not in after.nodes
     assert replay(lines).identical
 
@@ -246,9 +310,18 @@ def test_a_process_that_dies_before_it_can_say_so_is_followed_by_one_that_does()
     state, backend, lines = simulated([Fault(30.0, "device", 1), Fault(30.1, "process", 1)])
     assert state.phase == "succeeded" and backend.violations == []
     told = [
-        event for line in lines for _, event in line.events if isinstance(event, WorkerFailed) and event.worker.local_rank == 0
+        event
+        for line in lines
+        for _, event in line.events
+        if isinstance(event, WorkerFailed) and event.worker.local_rank == 0
     ]
     node = next(event.worker.node_id for event in told if event.kind == "process")
     assert [event.kind for event in told if event.worker.node_id == node] == ["process", "device"]
-    quarantined = [a.node_id for line in lines if line.decision for a in line.decision.actions if isinstance(a, Quarantine)]
+    quarantined = [
+        a.node_id
+        for line in lines
+        if line.decision
+        for a in line.decision.actions
+        if isinstance(a, Quarantine)
+    ]
     assert quarantined == [node]

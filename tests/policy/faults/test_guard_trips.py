@@ -1,4 +1,5 @@
-"""What the policy makes of guards that trip: bounded roll-backs, stops, and skipped steps that are no failures."""
+"""What the policy makes of guards that trip: bounded roll-backs, stops, and skipped steps that are
+no failures."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ from support.policy.story import Story, orders, plan_of
 
 from elastic.config.optimization import Guards
 from elastic.ledger.journal import Line, parse_line, write_line
-from elastic.types import Abort, EnterPlan, GuardTripped, Holding, Plan, Quiesced, StepDone, Stop, WorkerFailed, WorkerId
+from elastic.types import (
+    Abort,
+    EnterPlan,
+    GuardTripped,
+    Holding,
+    Plan,
+    Quiesced,
+    StepDone,
+    Stop,
+    WorkerFailed,
+    WorkerId,
+)
 
 
 def guards(**given: Any) -> dict[str, Any]:
@@ -18,13 +30,20 @@ def guards(**given: Any) -> dict[str, Any]:
 
 
 def tripped(plan: Plan, step: int, do: str) -> list[WorkerFailed]:
-    text = f"step {step}: train_loss 9 is 12.0 robust deviations above the median 2: rank 1; its samples: 7, 19"
+    text = (
+        f"step {step}: train_loss 9 is 12.0 robust deviations above the median 2: rank 1; its "
+        "samples: 7, 19"
+    )
     failed = WorkerFailed(plan.ranks[0], plan.generation, "guard", text, 0, step, "loss_spike", do)
-    return [WorkerFailed(worker, failed.generation, "guard", text, 0, step, "loss_spike", do) for worker in plan.ranks]
+    return [
+        WorkerFailed(worker, failed.generation, "guard", text, 0, step, "loss_spike", do)
+        for worker in plan.ranks
+    ]
 
 
 def left(story: Story, plan: Plan, live: int, copy: int) -> Plan:
-    """Both workers leave with their live state and a peer replica of both; the plan that follows."""
+    """Both workers leave with their live state and a peer replica of both; the plan that
+    follows."""
     for rank, worker in enumerate(plan.ranks):
         held = [Holding(worker, plan.generation, rank, live, "live")]
         held += [Holding(worker, plan.generation, r, copy, "peer") for r in (0, 1)]
@@ -44,10 +63,14 @@ def test_roll_backs_are_as_many_as_the_job_allows() -> None:
     story.steps(4)
     story.tick(*tripped(again, 11, "rollback"))
     third = left(story, again, 10, 9)
-    assert third.rolled_back == (("loss_spike", 8), ("loss_spike", 11)) and story.state.rollbacks == 2
+    assert (
+        third.rolled_back == (("loss_spike", 8), ("loss_spike", 11)) and story.state.rollbacks == 2
+    )
     last = story.entered()
     story.tick(*tripped(last, 12, "rollback"))
-    assert story.state.phase == "failed" and "again, after 2 roll-backs" in story.state.outcome_reason
+    assert (
+        story.state.phase == "failed" and "again, after 2 roll-backs" in story.state.outcome_reason
+    )
 
 
 def test_roll_backs_of_guards_are_bounded_by_their_own_rule_alone() -> None:
@@ -68,7 +91,9 @@ def test_a_worker_that_asks_twice_for_the_same_step_gets_no_second_roll_back() -
     story.tick(*tripped(plan, 8, "rollback"))
     left(story, plan, 7, 6)
     story.tick(*tripped(story.entered(), 8, "rollback"))
-    assert story.state.phase == "failed" and "again, after one roll-back" in story.state.outcome_reason
+    assert (
+        story.state.phase == "failed" and "again, after one roll-back" in story.state.outcome_reason
+    )
 
 
 def test_stop_means_stop_with_the_reason_of_the_guard() -> None:
@@ -76,13 +101,17 @@ def test_stop_means_stop_with_the_reason_of_the_guard() -> None:
     plan = story.running("a", "b", steps=7)
     decision = story.tick(*tripped(plan, 8, "stop"))
     assert [order.outcome for order in orders(decision, Stop)] == ["failed"]
-    assert story.state.outcome_reason.endswith("its samples: 7, 19") and not orders(decision, EnterPlan)
+    assert story.state.outcome_reason.endswith("its samples: 7, 19") and not orders(
+        decision, EnterPlan
+    )
 
 
 def test_a_skipped_step_is_a_step_whatever_its_loss() -> None:
     story = Story()
     plan = story.running("a", "b", steps=7)
-    event = GuardTripped(plan.generation, 8, "not_finite", "skip", "step 8: ...", 1, WorkerId("b", 0), (7, 19))
+    event = GuardTripped(
+        plan.generation, 8, "not_finite", "skip", "step 8: ...", 1, WorkerId("b", 0), (7, 19)
+    )
     story.tick(event)
     story.tick(StepDone(plan.generation, 8, math.nan, 10, 0.1, digest="d8", skipped=True))
     assert (story.state.step, story.state.n_skipped, story.state.phase) == (8, 1, "running")

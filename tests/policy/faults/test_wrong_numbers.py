@@ -32,7 +32,9 @@ REPLICAS = {2: "dp_replicate=2", 3: "dp_replicate=3"}
 
 def stored(story: Story, plan: Plan, step: int, kind: str = "durable") -> None:
     uri = f"s3://{step}.g{plan.generation}" if kind == "durable" else ""
-    story.tick(CopyStored(Copy(step, kind, plan.generation, plan.layout, plan.layers, uri), 1.0, 0.1))  # type: ignore[arg-type]
+    story.tick(
+        CopyStored(Copy(step, kind, plan.generation, plan.layout, plan.layers, uri), 1.0, 0.1)
+    )  # type: ignore[arg-type]
 
 
 def wrong(plan: Plan, step: int, good: int, *workers: WorkerId) -> WrongNumbers:
@@ -65,7 +67,9 @@ def test_the_only_worker_of_a_plan_is_put_aside_where_another_node_stands() -> N
         stored(story, plan, 10)
         story.tick(*(NodeReady(Node(name, "spot")) for name in others))
         found = settled(story, story.tick(wrong(plan, 20, 12, A)))
-        assert [order.node_id for decision in found for order in orders(decision, Quarantine)] == named
+        assert [
+            order.node_id for decision in found for order in orders(decision, Quarantine)
+        ] == named
 
 
 def test_the_one_that_differs_is_put_aside_and_the_run_goes_back_to_before_it() -> None:
@@ -77,12 +81,16 @@ def test_the_one_that_differs_is_put_aside_and_the_run_goes_back_to_before_it() 
     found = settled(story, story.tick(wrong(plan, 30, 12, B)))
     assert orders(found[0], Abort) and "right until step 12" in found[0].reason
     assert (
-        [order.node_id for order in orders(found[1], Quarantine)] == ["b"] == [o.node_id for o in orders(found[1], ReleaseNode)]
+        [order.node_id for order in orders(found[1], Quarantine)]
+        == ["b"]
+        == [o.node_id for o in orders(found[1], ReleaseNode)]
     )
     assert [order.uri for order in orders(found[1], RemoveCopy)] == ["s3://25.g1"]
     assert "the gradients of replicas differ" in orders(found[1], Quarantine)[0].reason
     back = plan_of(left(story, plan, "a", "c", live=30, copy=28))
-    assert (back.cause, back.resume.source, back.resume.step) == ("rollback", "durable", 10), "what peers hold is newer: wrong"
+    assert (back.cause, back.resume.source, back.resume.step) == ("rollback", "durable", 10), (
+        "what peers hold is newer: wrong"
+    )
     assert {worker.node_id for worker in back.ranks} == {"a", "c"}
     assert story.state.saved_step == 10 and not story.state.blamed and not story.state.spoilt
 
@@ -117,7 +125,9 @@ def test_two_of_two_stay_until_it_happens_again() -> None:
     stored(story, second, 20)
     story.tick(DeviceNoted(A, "uncorrectable memory errors: 2"))
     found = settled(story, story.tick(wrong(second, 25, 22, A, B)))
-    assert [order.node_id for order in orders(found[1], Quarantine)] == ["a"], "its GPU says something"
+    assert [order.node_id for order in orders(found[1], Quarantine)] == ["a"], (
+        "its GPU says something"
+    )
     assert plan_of(left(story, second, "b", live=25, copy=24)).resume.step == 20
 
 
@@ -140,8 +150,19 @@ def test_what_was_stored_since_stays_out_whenever_it_is_told() -> None:
     settled(story, story.tick(wrong(plan, 20, 16, B)))
     stored(story, plan, 20)
     assert story.state.saved_step == 15 and orders(story.decisions[-1], RemoveCopy)
-    copies = [Copy(step, "durable", 1, plan.layout, plan.layers, f"s3://{step}.g1") for step in (15, 20)]
-    story.tick(DriverStarted("story", 2, story.state.job.plain(), story.state.pools, story.start.model, durable=tuple(copies)))
+    copies = [
+        Copy(step, "durable", 1, plan.layout, plan.layers, f"s3://{step}.g1") for step in (15, 20)
+    ]
+    story.tick(
+        DriverStarted(
+            "story",
+            2,
+            story.state.job.plain(),
+            story.state.pools,
+            story.start.model,
+            durable=tuple(copies),
+        )
+    )
     assert story.state.saved_step == 15, "a driver that finds it in storage"
 
 
@@ -154,9 +175,22 @@ def test_what_an_earlier_finding_has_ruled_out_stays_out_after_a_later_one() -> 
     second = story.entered()
     story.steps(20)
     settled(story, story.tick(wrong(second, 30, 25, A, C)))
-    copies = tuple(Copy(step, "durable", 1, plan.layout, plan.layers, f"s3://{step}.g1") for step in (10, 15))
-    story.tick(DriverStarted("story", 2, story.state.job.plain(), story.state.pools, story.start.model, durable=copies))
-    assert story.state.saved_step == 10, "step 15 of the first generation was computed wrong, whatever was found since"
+    copies = tuple(
+        Copy(step, "durable", 1, plan.layout, plan.layers, f"s3://{step}.g1") for step in (10, 15)
+    )
+    story.tick(
+        DriverStarted(
+            "story",
+            2,
+            story.state.job.plain(),
+            story.state.pools,
+            story.start.model,
+            durable=copies,
+        )
+    )
+    assert story.state.saved_step == 10, (
+        "step 15 of the first generation was computed wrong, whatever was found since"
+    )
 
 
 def test_the_same_news_from_every_rank_count_once_and_old_ones_break_nothing() -> None:
@@ -183,7 +217,9 @@ def test_wrong_numbers_that_nobody_can_be_blamed_for_end_the_run_at_some_time() 
         if n < 2:
             plan = story.entered()
             story.steps(15)
-    assert [order.outcome for order in orders(last, Stop)] == ["failed"] or story.state.phase == "failed"
+    assert [order.outcome for order in orders(last, Stop)] == [
+        "failed"
+    ] or story.state.phase == "failed"
     assert "3 roll-backs" in story.state.outcome_reason
 
 
@@ -194,11 +230,17 @@ def test_a_node_that_stands_still_again_and_again_is_put_aside() -> None:
         plan = story.state.plan
         assert plan is not None
         found = settled(
-            story, story.tick(Silent(B, plan.generation, "stepping", 6.0, "in the all-reduce of step 21"), after_s=60)
+            story,
+            story.tick(
+                Silent(B, plan.generation, "stepping", 6.0, "in the all-reduce of step 21"),
+                after_s=60,
+            ),
         )
         if n < 2:
             assert not any(orders(one, Quarantine) for one in found)
-            found = settled(story, left(story, plan, "a", "c", live=story.state.step, copy=story.state.step))
+            found = settled(
+                story, left(story, plan, "a", "c", live=story.state.step, copy=story.state.step)
+            )
             story.entered()
             story.nodes("b")
             story.tick(after_s=5)
@@ -206,5 +248,9 @@ def test_a_node_that_stands_still_again_and_again_is_put_aside() -> None:
                 story.entered()
             story.steps(3)
     put = [order for one in found for order in orders(one, Quarantine)]
-    assert [order.node_id for order in put] == ["b"] and "stalled 3 times within an hour" in put[0].reason
-    assert "in the all-reduce of step 21" in put[0].reason and not any(orders(one, StoreCopy) for one in found)
+    assert [order.node_id for order in put] == ["b"] and "stalled 3 times within an hour" in put[
+        0
+    ].reason
+    assert "in the all-reduce of step 21" in put[0].reason and not any(
+        orders(one, StoreCopy) for one in found
+    )

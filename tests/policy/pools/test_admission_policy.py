@@ -1,4 +1,5 @@
-"""A node that is rejected is released with the reason, and its pool is not asked again in a tight loop."""
+"""A node that is rejected is released with the reason, and its pool is not asked again in a tight
+loop."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ WHY = "torch 2.12.0 (the run has 2.13.0)"
 def test_a_refused_node_is_given_back_with_the_reason() -> None:
     story = Story(pools=(replace(SPOT, max_nodes=2),))
     story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))
-    decision = story.tick(NodeRefused("a", WHY, "spot"), NodeRefused("a", "another worker of it says so too", "spot"))
+    decision = story.tick(
+        NodeRefused("a", WHY, "spot"), NodeRefused("a", "another worker of it says so too", "spot")
+    )
     assert [order.node_id for order in orders(decision, ReleaseNode)] == ["a"]
     assert [order.node_id for order in orders(decision, Quarantine)] == ["a"]
     assert "node a of pool spot is released, rejected: " in decision.reason
@@ -55,22 +58,32 @@ def test_a_pool_whose_nodes_all_are_refused_is_backed_off_and_the_reason_stands(
         if k:
             backoff = story.state.backoff["spot"]
             waits.append(backoff.wait_s)
-            said = f"pool spot: {k + 1} starts in a row ended before a node was prepared (the last one: rejected: {WHY})"
+            said = (
+                f"pool spot: {k + 1} starts in a row ended before a node was prepared (the last "
+                f"one: rejected: {WHY})"
+            )
             assert f"{said}, retried after {backoff.wait_s:.0f} s" in decision.reason
-            assert decision.wake_at_s is not None and decision.wake_at_s >= backoff.until_s - 1.0, "nobody looks again before"
+            assert decision.wake_at_s is not None and decision.wake_at_s >= backoff.until_s - 1.0, (
+                "nobody looks again before"
+            )
             asked = orders(story.tick(after_s=backoff.until_s - story.now_s), RequestNodes)
             assert [order.pool for order in asked] == ["spot"]
     assert waits == [30.0, 60.0, 120.0, 240.0]
 
 
 def test_another_pool_is_asked_meanwhile() -> None:
-    story = Story(pools=(replace(SPOT, max_nodes=1), FIXED), purpose="cheapest", waiting_usd_per_h=100.0)
+    story = Story(
+        pools=(replace(SPOT, max_nodes=1), FIXED), purpose="cheapest", waiting_usd_per_h=100.0
+    )
     asked: set[str] = set()
     for k in range(2):
         story.tick(NodeReady(Node(f"a{k}", "spot")), after_s=30)
         story.tick(NodeRefused(f"a{k}", WHY, "spot"))
         for _ in range(2):
-            asked |= {order.pool for order in orders(story.tick(NodeLost(f"a{k}", "released")), RequestNodes)}
+            asked |= {
+                order.pool
+                for order in orders(story.tick(NodeLost(f"a{k}", "released")), RequestNodes)
+            }
     assert "fixed" in asked
 
 
@@ -87,13 +100,16 @@ def test_nodes_are_told_what_memory_the_coming_layout_needs() -> None:
     gpu = replace(SPOT, name="gpu", accelerator_type="H100", gpus_per_node=2)
     story = Story(pools=(SPOT, gpu))
     decision = story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("g", "gpu", 2)))
-    needs = {order.node_id: (order.gpu_bytes, order.host_bytes) for order in orders(decision, Prepare)}
+    needs = {
+        order.node_id: (order.gpu_bytes, order.host_bytes) for order in orders(decision, Prepare)
+    }
     assert needs["a"][0] == needs["g"][1] == 0
     assert needs["a"][1] == needs["g"][0] > 1_000_000, "a third or half of 16 MB, per worker"
 
 
 def test_memory_that_a_killed_process_still_holds_gives_no_node_back() -> None:
-    """Two GPUs: the process of one was killed, and the other one's still sends to the generation that is being entered."""
+    """Two GPUs: the process of one was killed, and the other one's still sends to the generation
+    that is being entered."""
     story = Story(layout="auto")
     plan = story.running("a", "b", gpus=2, steps=5)
     story.tick(WorkerFailed(WorkerId("a", 0), 0, "process", "exit code -9"))
@@ -103,15 +119,28 @@ def test_memory_that_a_killed_process_still_holds_gives_no_node_back() -> None:
         for k, (rank, step) in there.items():
             worker = WorkerId(name, k)
             kinds = [Holding(worker, plan.generation, rank, step, "live")]
-            kinds += [Holding(worker, plan.generation, 0, step, "peer")] if (name, k) == ("b", 0) else []
+            kinds += (
+                [Holding(worker, plan.generation, 0, step, "peer")] if (name, k) == ("b", 0) else []
+            )
             decision = story.tick(Quiesced(worker, plan.generation, step, tuple(kinds)))
     assert decision is not None and WorkerId("a", 1) in story.state.members
-    short = NodeRefused("a", "8.00 GiB of a GPU's memory are free, the job needs 70.00 GiB there", "spot", may_pass=True)
+    short = NodeRefused(
+        "a",
+        "8.00 GiB of a GPU's memory are free, the job needs 70.00 GiB there",
+        "spot",
+        may_pass=True,
+    )
     decision = story.tick(short)
-    assert not orders(decision, ReleaseNode) and not orders(decision, Quarantine) and not story.state.refused
+    assert (
+        not orders(decision, ReleaseNode)
+        and not orders(decision, Quarantine)
+        and not story.state.refused
+    )
     assert not orders(decision, Prepare), "not while one of its workers sends"
     story.entered()
-    assert any(orders(one, Prepare) for one in (story.decisions[-1], story.tick(after_s=1.0))), "it is looked at again"
+    assert any(orders(one, Prepare) for one in (story.decisions[-1], story.tick(after_s=1.0))), (
+        "it is looked at again"
+    )
     for _ in range(3):
         decision = story.tick(short, after_s=60.0)
     (order,) = orders(decision, Quarantine)
@@ -122,4 +151,6 @@ def test_memory_that_a_killed_process_still_holds_gives_no_node_back() -> None:
 def test_a_new_node_without_memory_is_given_back() -> None:
     story = Story(pools=(replace(SPOT, max_nodes=2),))
     story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))
-    assert orders(story.tick(NodeRefused("a", "too little memory", "spot", may_pass=True)), ReleaseNode)
+    assert orders(
+        story.tick(NodeRefused("a", "too little memory", "spot", may_pass=True)), ReleaseNode
+    )

@@ -22,7 +22,9 @@ def state(**changes: Any) -> State:
 
 
 def asked(found: State, now_s: float = 0.0) -> list[tuple[str, int]]:
-    return [(a.pool, a.count) for a in capacity(found, now_s).actions if isinstance(a, RequestNodes)]
+    return [
+        (a.pool, a.count) for a in capacity(found, now_s).actions if isinstance(a, RequestNodes)
+    ]
 
 
 def test_spot_comes_before_on_demand_and_what_is_owned_before_both() -> None:
@@ -39,16 +41,23 @@ def test_spot_comes_before_on_demand_and_what_is_owned_before_both() -> None:
         ({"layout": {"2": "dp_shard=2", 4: "dp_shard=4"}}, [("ours", 1), ("cheap", 1)]),
     ],
 )
-def test_no_more_than_the_job_can_use(changes: dict[str, Any], expected: list[tuple[str, int]]) -> None:
+def test_no_more_than_the_job_can_use(
+    changes: dict[str, Any], expected: list[tuple[str, int]]
+) -> None:
     assert asked(state(job=Job.from_plain(job(**changes)))) == expected
 
 
 def test_what_is_there_or_coming_counts_and_what_is_leaving_does_not() -> None:
-    nodes = {"a": Node("a", "cheap", 2, "prepared"), "b": Node("b", "cheap", 2, "draining"), "c": Node("c", "ours", 2, "ready")}
+    nodes = {
+        "a": Node("a", "cheap", 2, "prepared"),
+        "b": Node("b", "cheap", 2, "draining"),
+        "c": Node("c", "ours", 2, "ready"),
+    }
     requests = {"fixed-1": Request("fixed-1", "fixed", 1, 0.0)}
     found = state(nodes=nodes, requests=requests, preparing={"c": 0.0})
     assert asked(found) == [("cheap", 2), ("fixed", 1)]
-    assert asked(found, 901.0) == [("fixed", 0), ("cheap", 2)]  # a request without an answer is taken back
+    # a request without an answer is taken back
+    assert asked(found, 901.0) == [("fixed", 0), ("cheap", 2)]
 
 
 def test_a_pool_that_said_no_is_left_alone_until_its_time() -> None:
@@ -62,9 +71,19 @@ def test_request_ids_are_never_used_twice() -> None:
     story = Story(pools=(SPOT, FIXED))
     story.tick(after_s=1000)
     story.tick(after_s=60)
-    ids = [a.request_id for d in story.decisions for a in d.actions if isinstance(a, RequestNodes) and a.count]
+    ids = [
+        a.request_id
+        for d in story.decisions
+        for a in d.actions
+        if isinstance(a, RequestNodes) and a.count
+    ]
     assert len(ids) == len(set(ids)) == 4
-    assert [a.request_id for d in story.decisions for a in d.actions if isinstance(a, RequestNodes) and not a.count] == ids[:2]
+    assert [
+        a.request_id
+        for d in story.decisions
+        for a in d.actions
+        if isinstance(a, RequestNodes) and not a.count
+    ] == ids[:2]
     assert story.state.backoff["cheap"].reason == "no answer for 1000 s"
 
 

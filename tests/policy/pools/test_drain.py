@@ -1,4 +1,5 @@
-"""Late drain: nodes with notice are used until a transition must begin, and one transition leaves them."""
+"""Late drain: nodes with notice are used until a transition must begin, and one transition leaves
+them."""
 
 from __future__ import annotations
 
@@ -65,8 +66,13 @@ def test_the_old_generation_trains_on_until_the_transition_must_begin() -> None:
     decision = story.tick(Notice("b", deadline_s))
     lead_s = drain.lead_of(story.state).seconds
     assert lead_s == pytest.approx(2 * drain.PRIOR_PAUSE_S + 2 * 0.1 + drain.MARGIN_S, abs=0.05)
-    assert not orders(decision, EnterPlan) and decision.wake_at_s == pytest.approx(deadline_s - drain.NEAR * lead_s)
-    assert f"{lead_s:.1f} s before" in decision.reason and "2 x 5.0 s for a transition (none measured yet)" in decision.reason
+    assert not orders(decision, EnterPlan) and decision.wake_at_s == pytest.approx(
+        deadline_s - drain.NEAR * lead_s
+    )
+    assert (
+        f"{lead_s:.1f} s before" in decision.reason
+        and "2 x 5.0 s for a transition (none measured yet)" in decision.reason
+    )
     plan = plan_of(acted(story, deadline_s))
     assert story.state.step > 200, "the node was used"
     assert (plan.cause, plan.nodes, plan.resume.source) == ("notice", ("a", "c"), "live")
@@ -79,24 +85,31 @@ def test_the_lead_follows_what_transitions_have_taken_and_what_the_state_weighs(
         lead = drain.lead_of(replace(story.state, pauses_s=pauses_s))
         assert lead.pause_s == longest_s and "median of 3" in str(lead)
     slow = replace(story.state, pauses_s=(0.5,), hardware=(HardwareProfile(link_bytes_per_s=1e5),))
-    assert drain.lead_of(slow).pause_s == pytest.approx(1_000_000 * 4 * 3 / 2 / 1e5)  # half of weights and two moments
+    # half of weights and two moments
+    assert drain.lead_of(slow).pause_s == pytest.approx(1_000_000 * 4 * 3 / 2 / 1e5)
     assert story.state.plan is not None and slow.model is not None
     frozen = TensorSpec("frozen", (1000, 1000), "float32", 0, 0, trainable=False, reread=True)
     half = replace(slow.model, specs=(frozen, *slow.model.specs))
-    assert drain.lead_of(replace(slow, model=half)).pause_s == drain.lead_of(slow).pause_s, "weights that are read again stay"
+    assert drain.lead_of(replace(slow, model=half)).pause_s == drain.lead_of(slow).pause_s, (
+        "weights that are read again stay"
+    )
     assert drain.lead_of(slow, 9.5).pause_s == 9.5, "the coming move itself"
     stated = replace(story.state.plan, move=Move(seconds=7.5))
     told = replace(story.state, plans={stated.generation: stated})
     assert drain.lead_of(told).pause_s == 7.5
     copying = replace(stated, copies_to=((1,), (0,)), peer_every=1, copy_bytes_per_s=2e6)
-    assert drain.lead_of(replace(told, plans={stated.generation: copying})).copy_s == pytest.approx(3.0)
+    assert drain.lead_of(replace(told, plans={stated.generation: copying})).copy_s == pytest.approx(
+        3.0
+    )
 
 
 def test_the_coming_move_itself_is_predicted_when_its_time_is_near() -> None:
     """The link is slow: what leaves with the node takes longer than any transition before."""
     story = Story(steps=10_000)
     story.running("a", "b", "c", steps=5)
-    story.state = replace(story.state, pauses_s=(1.0,), hardware=(HardwareProfile(link_bytes_per_s=1e6),))
+    story.state = replace(
+        story.state, pauses_s=(1.0,), hardware=(HardwareProfile(link_bytes_per_s=1e6),)
+    )
     deadline_s = story.now_s + FAR_S
     story.tick(Notice("b", deadline_s))
     plan = plan_of(acted_near(story, deadline_s))
@@ -179,7 +192,8 @@ def test_nodes_with_later_deadlines_share_one_pause() -> None:
     assert [n.node_id for n in drain.kept(story.state, story.now_s)] == ["c", "d"]
 
 
-# ------------------------------------------------------------------------------------------ replacements
+# ------------------------------------------------------------------------------------------
+# replacements
 
 
 def test_a_replacement_that_is_prepared_in_time_is_taken_in_the_same_transition() -> None:
@@ -192,7 +206,10 @@ def test_a_replacement_that_is_prepared_in_time_is_taken_in_the_same_transition(
     assert not orders(story.tick(NodePrepared("d")), EnterPlan)
     story.tick(NodeReady(Node("e", "spot")))
     decision = story.tick(NodePrepared("e"))
-    assert "d, e can join 3 workers when the nodes with notice are left: sooner would gain" in decision.reason
+    assert (
+        "d, e can join 3 workers when the nodes with notice are left: sooner would gain"
+        in decision.reason
+    )
     assert "GPU-seconds and cost" in decision.reason and not decision.actions
     plan = plan_of(acted(story, deadline_s))
     assert (plan.cause, set(plan.nodes)) == ("notice", set("acde"))
@@ -206,7 +223,10 @@ def test_new_nodes_do_not_wait_where_that_costs_more_than_a_pause() -> None:
     story.tick(NodeReady(Node("c", "spot")), NodeReady(Node("d", "spot")))
     decision = story.tick(NodePrepared("c"), NodePrepared("d"))
     plan = plan_of(decision)
-    assert (plan.cause, set(plan.nodes)) == ("growth", set("abcd")) and "GPU-seconds gained" in decision.reason
+    assert (plan.cause, set(plan.nodes)) == (
+        "growth",
+        set("abcd"),
+    ) and "GPU-seconds gained" in decision.reason
     story.entered()
     story.steps(2)
     assert plan_of(acted(story, deadline_s)).nodes == ("a", "c", "d")
@@ -279,7 +299,9 @@ def test_too_few_are_saved_at_once_unless_a_replacement_comes() -> None:
 def test_a_saved_run_goes_on_with_other_nodes_though_the_one_with_notice_was_never_taken() -> None:
     story = Story(steps=10_000)
     plan = story.running("a", steps=3)
-    assert orders(story.tick(Notice("a", story.now_s + 1)), Quiesce) == [Quiesce(plan.generation, save=True)]
+    assert orders(story.tick(Notice("a", story.now_s + 1)), Quiesce) == [
+        Quiesce(plan.generation, save=True)
+    ]
     story.quiesced(plan, {"a": [(0, 4, "live")]})
     story.tick(after_s=300)
     assert "waits for other nodes" in story.decisions[-1].reason
@@ -287,8 +309,12 @@ def test_a_saved_run_goes_on_with_other_nodes_though_the_one_with_notice_was_nev
     assert any(orders(decision, Abort) for decision in story.decisions[-4:]), story.decisions[-1]
     story.quiesced(plan, {"a": [(0, 4, "live")]})
     story.tick(after_s=2)
-    newest = [order.plan for decision in story.decisions for order in orders(decision, EnterPlan)][-1]
-    assert (newest.nodes, newest.resume.source) == (("b",), "peer"), [d.reason for d in story.decisions[-4:]]
+    newest = [order.plan for decision in story.decisions for order in orders(decision, EnterPlan)][
+        -1
+    ]
+    assert (newest.nodes, newest.resume.source) == (("b",), "peer"), [
+        d.reason for d in story.decisions[-4:]
+    ]
 
 
 def test_waiting_changes_nothing_and_says_the_same() -> None:

@@ -39,7 +39,8 @@ def seen(**changes: PoolSeen) -> State:
     [
         ("spot", PoolSeen(), 0.05),
         ("fixed", PoolSeen(), 0.002),
-        ("spot", PoolSeen(node_s=20 * 3600.0), 0.025),  # 20 h without any, as many as the prior's weight
+        # 20 h without any, as many as the prior's weight
+        ("spot", PoolSeen(node_s=20 * 3600.0), 0.025),
         ("spot", PoolSeen(node_s=20 * 3600.0, reclaims=3), 0.1),
         ("spot", PoolSeen(node_s=980 * 3600.0, reclaims=99), 0.1),
     ],
@@ -72,11 +73,15 @@ def test_reclaims_count_once_and_what_is_given_back_is_none() -> None:
 
 
 def test_a_warned_node_counts_a_little_until_it_is_taken() -> None:
-    """A fifth of a reclaim, once for each node; a reclaim in place of it where the cloud was right."""
+    """A fifth of a reclaim, once for each node; a reclaim in place of it where the cloud was
+    right."""
 
     def rate() -> float:
         return hazard.reclaims_per_node_h(
-            replace(story.state, history={"spot": replace(story.state.history["spot"], node_s=0.0)}), "spot"
+            replace(
+                story.state, history={"spot": replace(story.state.history["spot"], node_s=0.0)}
+            ),
+            "spot",
         )
 
     story = Story(pools=(SPOT, FIXED))
@@ -85,14 +90,21 @@ def test_a_warned_node_counts_a_little_until_it_is_taken() -> None:
     decision = story.tick(NodeWarned("b", "AWS: rebalance recommendation", risk=True))
     assert not decision.actions and story.state.nodes["b"].status == "prepared", "it trains on"
     assert rate() == pytest.approx((1.0 + 0.2) / 20)
-    story.tick(NodeWarned("b", "again, in other words", risk=True), NodeWarned("c", "GCP: it stalls", risk=False))
+    story.tick(
+        NodeWarned("b", "again, in other words", risk=True),
+        NodeWarned("c", "GCP: it stalls", risk=False),
+    )
     assert rate() == pytest.approx((1.0 + 0.2) / 20)
-    assert hazard.losses_per_h(story.state, [story.state.nodes["b"]]) <= losses, "it says nothing of losses without a notice"
+    assert hazard.losses_per_h(story.state, [story.state.nodes["b"]]) <= losses, (
+        "it says nothing of losses without a notice"
+    )
     story.tick(NodeWarned("a", "AWS: rebalance recommendation", risk=True))
     assert rate() == pytest.approx((1.0 + 0.4) / 20)
     story.tick(Notice("b", story.now_s + 10))
     assert rate() == pytest.approx((1.0 + 0.2 + 1.0) / 20), "one of the two was taken"
-    story.tick(NodeWarned("b", "late", risk=True), NodeWarned("gone", "of a node nobody knows", risk=True))
+    story.tick(
+        NodeWarned("b", "late", risk=True), NodeWarned("gone", "of a node nobody knows", risk=True)
+    )
     assert rate() == pytest.approx((1.0 + 0.2 + 1.0) / 20)
     story.entered()
     story.tick(NodeLost("a", "taken"))
@@ -131,10 +143,15 @@ def test_a_pool_whose_nodes_die_at_start_is_asked_again_at_once_and_then_ever_la
         story.tick(*(NodeReady(Node(name, "spot")) for name in names), after_s=30)
         decision = story.tick(*(NodeLost(name, "boot failed") for name in names), after_s=5)
         asked = [order for order in orders(decision, RequestNodes) if order.pool == "spot"]
-        assert bool(asked) == (k == 0), "both of a request are one start; the second in a row is one too many"
+        assert bool(asked) == (k == 0), (
+            "both of a request are one start; the second in a row is one too many"
+        )
         if asked:
             continue
-        assert f"pool spot: {k + 1} starts in a row" in decision.reason and "retried after" in decision.reason
+        assert (
+            f"pool spot: {k + 1} starts in a row" in decision.reason
+            and "retried after" in decision.reason
+        )
         backoff = story.state.backoff["spot"]
         waits.append(backoff.wait_s)
         assert f"{k + 1} starts in a row" in backoff.reason and "boot failed" in backoff.reason
@@ -163,7 +180,8 @@ def test_a_run_of_which_no_node_is_ever_prepared_ends() -> None:
     starts_in_vain(story, "spot", 1)
     assert story.state.phase == "failed"
     assert story.state.outcome_reason == (
-        "no node can be prepared: pool spot: 12 starts in a row ended before a node was prepared (the last one: its "
+        "no node can be prepared: pool spot: 12 starts in a row ended before a node was prepared "
+        "(the last one: its "
         "preparation has made no progress for 600 s); step 0 reached, last checkpoint at step 0"
     )
 
@@ -175,7 +193,9 @@ def test_it_goes_on_while_a_pool_may_still_give_nodes_or_one_was_prepared() -> N
     story = Story(pools=(SPOT,), min_workers=2)
     story.nodes("good")
     starts_in_vain(story, "spot", hazard.STARTS_MOST + 1)
-    assert story.state.phase == "waiting" and story.state.history["spot"].deaths > hazard.STARTS_MOST
+    assert (
+        story.state.phase == "waiting" and story.state.history["spot"].deaths > hazard.STARTS_MOST
+    )
 
 
 def test_a_new_driver_knows_what_was_seen_and_when_the_run_began() -> None:
@@ -193,8 +213,11 @@ def test_prices_are_those_seen_last_and_hazard_is_in_them() -> None:
     story.running("a", "b", steps=2)
     usd = story.state.usd
     story.tick(PriceSeen("spot", 2.0), after_s=1800)
-    assert story.state.usd == pytest.approx(usd + 1.0) and story.state.usd_per_h == 4.0  # what was used was cheaper
+    # what was used was cheaper
+    assert story.state.usd == pytest.approx(usd + 1.0) and story.state.usd_per_h == 4.0
     pool = story.state.pool("spot")
     assert pool is not None
-    reclaimed = replace(story.state, history={"spot": PoolSeen(node_s=0.0, reclaims=19, start_s=360.0)})
+    reclaimed = replace(
+        story.state, history={"spot": PoolSeen(node_s=0.0, reclaims=19, start_s=360.0)}
+    )
     assert hazard.usd_per_gpu_h(reclaimed, pool) == pytest.approx(2.0 * (1 + 1.0 * 0.1))

@@ -57,7 +57,8 @@ def on_demand(told: Story, *names: str) -> None:
     told.tick(*(NodePrepared(name) for name in names), after_s=30)
 
 
-# ------------------------------------------------------------------------------------------ purpose and floor
+# ------------------------------------------------------------------------------------------ purpose
+# and floor
 
 
 @pytest.mark.parametrize(
@@ -85,20 +86,25 @@ def test_the_floor_is_asked_for_first() -> None:
 
 @pytest.mark.parametrize(("memory", "nodes"), [(0, 1), (1 << 30, 1), (5 << 20, 4)])
 def test_a_copy_is_as_many_nodes_as_hold_the_state(memory: int, nodes: int) -> None:
-    """MODEL has 4 MB of parameters, as much in gradients, and twice that in AdamW's moments: 16 MB."""
-    told = story(SPOT, replace(FIXED, memory_bytes_per_gpu=memory), on_demand_floor="copy", max_workers=None)
+    """MODEL has 4 MB of parameters, as much in gradients, and twice that in AdamW's moments: 16
+    MB."""
+    told = story(
+        SPOT, replace(FIXED, memory_bytes_per_gpu=memory), on_demand_floor="copy", max_workers=None
+    )
     assert asked(told) == {"fixed": nodes, "spot": 4}
     assert (
-        f"{nodes} on-demand node{'s' * (nodes > 1)} for one whole copy of the state, ${3 * nodes:.2f}/h"
-        in told.decisions[0].reason
-    )
+        f"{nodes} on-demand node{'s' * (nodes > 1)} for one whole copy of the state, "
+        f"${3 * nodes:.2f}/h"
+    ) in told.decisions[0].reason
 
 
 def test_the_floor_comes_by_itself_when_durable_copies_are_too_far_apart() -> None:
     told = story(durable_every=200, steps=10_000, max_workers=5)
     told.running("a", "b", "c", "d")
     told.steps(2, step_time_s=1.0)
-    assert pool_allocation.expected_loss_share(told.state) == pytest.approx(0.2 * 0.05 * 4 * 100 / 3600, rel=0.01)
+    assert pool_allocation.expected_loss_share(told.state) == pytest.approx(
+        0.2 * 0.05 * 4 * 100 / 3600, rel=0.01
+    )
     assert pool_allocation.floor_nodes(told.state, [FIXED]) == (0, "")
     told.steps(1, step_time_s=600.0)
     told.steps(40, step_time_s=600.0)
@@ -106,16 +112,21 @@ def test_the_floor_comes_by_itself_when_durable_copies_are_too_far_apart() -> No
     assert n == 1 and "more than 1% of the spend" in why and "$3.00/h" in why
 
 
-# ------------------------------------------------------------------------------------------ too few nodes
+# ------------------------------------------------------------------------------------------ too few
+# nodes
 
 
 def test_a_pool_that_says_no_costs_no_time_when_waiting_is_dear() -> None:
-    """Waiting: $6/h. On demand: about $4/h more than spot. 15 min of that are $0.49; a start of 3 min costs $0.31."""
+    """Waiting: $6/h. On demand: about $4/h more than spot. 15 min of that are $0.49; a start of 3
+    min costs $0.31."""
     told = story()
     refused(told, "spot")
     assert asked(told) == {"fixed": 2}
     reason = told.decisions[-1].reason
-    assert "waiting costs $6.00/h ($0.00 of it idle nodes)" in reason and "spot is expected in 15 min" in reason
+    assert (
+        "waiting costs $6.00/h ($0.00 of it idle nodes)" in reason
+        and "spot is expected in 15 min" in reason
+    )
     assert "falling back saves $0.5" in reason and "for $0.32 once" in reason
 
 
@@ -126,7 +137,9 @@ def test_waiting_goes_on_while_it_is_worth_it() -> None:
     assert asked(told) == {}
     found = deadline.waiting(told.state, FIXED, 2, told.now_s)
     less = 4.5 - (6.0 - 2 * 1.0 * (1 + 0.05 * 185 / 3600))
-    assert found.look_s - told.now_s == pytest.approx(3600 * (2 * 3.0 * 190 / 3600 / less - 0.25), rel=1e-3)
+    assert found.look_s - told.now_s == pytest.approx(
+        3600 * (2 * 3.0 * 190 / 3600 / less - 0.25), rel=1e-3
+    )
     while told.now_s < found.look_s - 1:
         assert "fixed" not in asked(told)
         told.tick(after_s=min(20.0, found.look_s - 1 - told.now_s))
@@ -135,7 +148,11 @@ def test_waiting_goes_on_while_it_is_worth_it() -> None:
     assert told.state.backoff["spot"].wait_s > 100
     for _ in range(3):
         told.tick(after_s=5.0)
-    assert orders(told.decisions[-3], RequestNodes) or orders(told.decisions[-2], RequestNodes) or asked(told)
+    assert (
+        orders(told.decisions[-3], RequestNodes)
+        or orders(told.decisions[-2], RequestNodes)
+        or asked(told)
+    )
     assert told.state.requests and {r.pool for r in told.state.requests.values()} >= {"fixed"}
 
 
@@ -155,7 +172,9 @@ def test_idle_nodes_make_waiting_dear() -> None:
     told.nodes("a", "b", "c")
     told.tick(after_s=20)
     refused(told, "spot")
-    assert asked(told) == {"fixed": 1}, "three idle nodes at $1.00 against $1.99 more for one on demand"
+    assert asked(told) == {"fixed": 1}, (
+        "three idle nodes at $1.00 against $1.99 more for one on demand"
+    )
     assert "($3.00 of it idle nodes)" in told.decisions[-1].reason
 
 
@@ -167,7 +186,10 @@ def test_a_request_without_an_answer_is_taken_back_and_the_next_pool_is_asked_at
     told.tick(after_s=wake_at_s - told.now_s)
     assert asked(told) == {"spot": 0, "spot-b": 4}
     assert "pool spot has not answered for 360 s" in told.decisions[-1].reason
-    assert told.state.backoff["spot"].wait_s == 30 and "no answer for 360 s" in told.state.backoff["spot"].reason
+    assert (
+        told.state.backoff["spot"].wait_s == 30
+        and "no answer for 360 s" in told.state.backoff["spot"].reason
+    )
 
 
 def test_on_demand_that_is_asked_for_is_kept_when_spot_is_asked_again() -> None:
@@ -176,12 +198,15 @@ def test_on_demand_that_is_asked_for_is_kept_when_spot_is_asked_again() -> None:
     told.tick(after_s=30)
     assert asked(told) == {"spot": 4}, "asked again while the on-demand nodes are on their way"
     on_demand(told, "x", "y")
-    assert not orders(told.decisions[-1], ReleaseNode) and not orders(told.decisions[-2], ReleaseNode)
+    assert not orders(told.decisions[-1], ReleaseNode) and not orders(
+        told.decisions[-2], ReleaseNode
+    )
     told.tick(after_s=10)
-    assert set(plan_of(told.decisions[-1]).nodes if orders(told.decisions[-1], EnterPlan) else told.state.target.nodes) == {
-        "x",
-        "y",
-    }  # type: ignore[union-attr]
+    assert set(
+        plan_of(told.decisions[-1]).nodes
+        if orders(told.decisions[-1], EnterPlan)
+        else told.state.target.nodes
+    ) == {"x", "y"}  # type: ignore[union-attr]
 
 
 def test_the_next_on_demand_pool_takes_the_place_of_one_that_says_no() -> None:
@@ -192,7 +217,8 @@ def test_the_next_on_demand_pool_takes_the_place_of_one_that_says_no() -> None:
     assert asked(told) == {"dear": 2}
 
 
-# ------------------------------------------------------------------------------------------ back to spot
+# ------------------------------------------------------------------------------------------ back to
+# spot
 
 
 def fallen_back(**changes: Any) -> Story:
@@ -214,8 +240,14 @@ def test_on_demand_is_left_for_spot_in_one_transition() -> None:
     decision = decision if orders(decision, EnterPlan) else told.tick(after_s=5)
     assert {order.node_id for order in orders(decision, DrainNode)} == {"x", "y"}
     plan = plan_of(decision)
-    assert set(plan.nodes) == {"a", "b"} and plan.cause == "release" and plan.resume.source == "live"
-    assert "$4.00/h less" in decision.reason and "saved for" in decision.reason and "of pause" in decision.reason
+    assert (
+        set(plan.nodes) == {"a", "b"} and plan.cause == "release" and plan.resume.source == "live"
+    )
+    assert (
+        "$4.00/h less" in decision.reason
+        and "saved for" in decision.reason
+        and "of pause" in decision.reason
+    )
     assert "on demand are left: " in decision.reason
     told.entered()
     for name in "xy":
@@ -241,7 +273,9 @@ def test_the_way_back_must_pay() -> None:
     told.nodes("a", "b", pool="spot")
     told.tick(after_s=5)
     assert not any(orders(d, DrainNode) for d in told.decisions)
-    assert told.state.target is not None and len(told.state.target.nodes) == 4, "all of them finish it"
+    assert told.state.target is not None and len(told.state.target.nodes) == 4, (
+        "all of them finish it"
+    )
 
 
 def test_spot_that_is_dearer_by_now_is_no_reason_to_leave() -> None:
@@ -254,7 +288,9 @@ def test_spot_that_is_dearer_by_now_is_no_reason_to_leave() -> None:
 
 def test_often_reclaimed_spot_is_not_worth_a_move() -> None:
     told = fallen_back()
-    told.state = replace(told.state, history=told.state.history | {"spot": PoolSeen(reclaims=10_000, start_s=600.0)})
+    told.state = replace(
+        told.state, history=told.state.history | {"spot": PoolSeen(reclaims=10_000, start_s=600.0)}
+    )
     told.nodes("a", "b", pool="spot")
     told.tick(after_s=5)
     assert not any(orders(d, DrainNode) for d in told.decisions)
@@ -284,7 +320,8 @@ def test_when_the_new_nodes_die_the_ones_that_were_given_up_are_still_good() -> 
     assert target is not None and set(target.nodes) == {"x", "y"}
 
 
-# ------------------------------------------------------------------------------------------ deadline
+# ------------------------------------------------------------------------------------------
+# deadline
 
 
 def measured(step: int, hours: float, step_s: float = 60.0, **changes: Any) -> Story:
@@ -305,12 +342,17 @@ def test_progress_ahead_of_the_deadline_needs_nothing() -> None:
 
 
 def test_progress_behind_the_deadline_is_made_up_for_on_demand() -> None:
-    """400 steps of 120 worker-seconds in 5 h, less 3 % and twice 185 s: 2.8 workers. Two are there."""
+    """400 steps of 120 worker-seconds in 5 h, less 3 % and twice 185 s: 2.8 workers. Two are
+    there."""
     told = measured(100, 5.0)
     told.state = replace(told.state, requests={}, backoff={})
     found = need(told)
     assert found.workers == 1
-    assert "step 100 of 500" in found.why and "behind even progress" in found.why and "asks for 3 workers" in found.why
+    assert (
+        "step 100 of 500" in found.why
+        and "behind even progress" in found.why
+        and "asks for 3 workers" in found.why
+    )
 
 
 def test_the_safety_net_does_not_count_on_spot() -> None:
@@ -335,11 +377,20 @@ def test_the_deadline_ends_the_run_with_its_state_saved() -> None:
     plan = told.running("a", "b", steps=4)
     told.state = replace(told.state, requests={})
     decision = told.tick(after_s=3600)
-    assert orders(decision, Quiesce) == [Quiesce(plan.generation, save=True)] and "the deadline of 1 h" in decision.reason
+    assert (
+        orders(decision, Quiesce) == [Quiesce(plan.generation, save=True)]
+        and "the deadline of 1 h" in decision.reason
+    )
     stored = CopyStored(Copy(4, "durable", plan.generation, Layout(dp_shard=2), (), "file://c4"))
-    told.tick(Quiesced(WorkerId("a", 0), plan.generation, 4), Quiesced(WorkerId("b", 0), plan.generation, 4), stored)
+    told.tick(
+        Quiesced(WorkerId("a", 0), plan.generation, 4),
+        Quiesced(WorkerId("b", 0), plan.generation, 4),
+        stored,
+    )
     (stop,) = orders(told.decisions[-1], Stop)
-    assert stop.outcome == "stopped" and "the deadline of 1 h is over at step 4 of 500" in stop.reason
+    assert (
+        stop.outcome == "stopped" and "the deadline of 1 h is over at step 4 of 500" in stop.reason
+    )
 
 
 def test_what_gets_done_in_time_is_not_cut_short() -> None:
@@ -356,7 +407,8 @@ def test_what_gets_done_in_time_is_not_cut_short() -> None:
 
 
 def test_what_would_outrun_the_budget_is_not_asked_for() -> None:
-    """Before a start was seen, 20 s of four nodes; with starts of 6 min, $0.40 bear two nodes at $1/h for 12 min."""
+    """Before a start was seen, 20 s of four nodes; with starts of 6 min, $0.40 bear two nodes at
+    $1/h for 12 min."""
     assert asked(story(budget_usd=0.4)) == {"spot": 4}
     told = story(budget_usd=0.4)
     told.state = replace(told.state, requests={}, history={"spot": PoolSeen(start_s=360.0)})
@@ -375,9 +427,14 @@ def test_the_state_is_saved_before_the_budget_is_gone() -> None:
     told = story(budget_usd=2.0)
     plan = told.running("a", "b")
     told.steps(4, step_time_s=30.0)
-    told.tick(CopyStored(Copy(2, "durable", plan.generation, Layout(dp_shard=2), (), "file://c2"), 20.0))
+    told.tick(
+        CopyStored(Copy(2, "durable", plan.generation, Layout(dp_shard=2), (), "file://c2"), 20.0)
+    )
     decision = told.tick(after_s=3600 - 89 - told.now_s)
-    assert orders(decision, Quiesce) and "$2.00 is almost spent ($1.95; the last 90 s are kept for saving)" in decision.reason
+    assert (
+        orders(decision, Quiesce)
+        and "$2.00 is almost spent ($1.95; the last 90 s are kept for saving)" in decision.reason
+    )
     assert told.state.stop is not None
     told.tick(after_s=88)
     assert not orders(told.decisions[-1], Stop)
@@ -392,13 +449,16 @@ def test_nodes_above_max_nodes_are_given_back_and_those_that_leave_count() -> No
     told.running("a", "b", steps=2)
     told.tick(NodeReady(Node("c", "spot")))
     released = [order.node_id for d in told.decisions for order in orders(d, ReleaseNode)]
-    assert released == ["c"] and "released, max_nodes is 2" in "; ".join(d.reason for d in told.decisions)
+    assert released == ["c"] and "released, max_nodes is 2" in "; ".join(
+        d.reason for d in told.decisions
+    )
     told.tick(NodeLost("c", "released"))
     told.tick(Notice("b", told.now_s + 600))
     assert not asked(told), "two are paid for"
 
 
-# ------------------------------------------------------------------------------------------ reservations
+# ------------------------------------------------------------------------------------------
+# reservations
 
 
 def test_a_reservation_is_left_before_it_ends_and_not_asked_when_it_nearly_has() -> None:
@@ -413,8 +473,13 @@ def test_a_reservation_is_left_before_it_ends_and_not_asked_when_it_nearly_has()
     told.tick(after_s=4399 - told.now_s)
     assert not any(orders(d, DrainNode) for d in told.decisions)
     decision = told.tick(after_s=2)
-    assert orders(decision, DrainNode) == [DrainNode("r")] and "the reservation ends (ours in 10 min)" in decision.reason
-    assert told.state.nodes["r"].deadline_s == 5000.0 and told.state.target is None, "it works on until it must be left"
+    assert (
+        orders(decision, DrainNode) == [DrainNode("r")]
+        and "the reservation ends (ours in 10 min)" in decision.reason
+    )
+    assert told.state.nodes["r"].deadline_s == 5000.0 and told.state.target is None, (
+        "it works on until it must be left"
+    )
     told.tick(after_s=590)
     plan = plan_of(told.decisions[-1])
     assert set(plan.nodes) == {"a", "b"} and plan.cause == "notice"
@@ -426,22 +491,36 @@ def test_memory_is_part_of_the_least() -> None:
     told = story(replace(SPOT, memory_bytes_per_gpu=5 << 20), min_workers=1)
     assert pool_allocation.least_workers(told.state) == 4 and MODEL.n_params == 1_000_000
     assert pool_allocation.least_workers(story(min_workers=1).state) == 1
-    assert pool_allocation.least_workers(story(min_workers=1, layout={"2": "dp_shard=2", "4": "dp_shard=4"}).state) == 2
+    assert (
+        pool_allocation.least_workers(
+            story(min_workers=1, layout={"2": "dp_shard=2", "4": "dp_shard=4"}).state
+        )
+        == 2
+    )
 
 
-# ------------------------------------------------------------------------------------------ placement scores
+# ------------------------------------------------------------------------------------------
+# placement scores
 
 
 @pytest.mark.parametrize(
     ("usd_of_a", "scores", "first"),
-    [(1.0, {}, "a"), (1.0, {"a": 2, "b": 9}, "b"), (1.0, {"b": 9}, "b"), (1.0, {"a": 9}, "a"), (0.95, {"a": 1, "b": 10}, "a")],
+    [
+        (1.0, {}, "a"),
+        (1.0, {"a": 2, "b": 9}, "b"),
+        (1.0, {"b": 9}, "b"),
+        (1.0, {"a": 9}, "a"),
+        (0.95, {"a": 1, "b": 10}, "a"),
+    ],
 )
 def test_between_equal_prices_the_better_placement_score_is_asked_first(
     usd_of_a: float, scores: dict[str, int], first: str
 ) -> None:
     pools = [Pool(name, "CPU", 1, "spot", usd, 0, 4) for name, usd in (("a", usd_of_a), ("b", 1.0))]
     told = story(*pools, FIXED)
-    told.tick(*(PriceSeen(pool.name, pool.usd_per_node_h, scores.get(pool.name, 0)) for pool in pools))
+    told.tick(
+        *(PriceSeen(pool.name, pool.usd_per_node_h, scores.get(pool.name, 0)) for pool in pools)
+    )
     wanted, _ = pool_allocation.pool_demands(told.state, told.now_s)
     assert [want.pool.name for want in wanted if want.pool.market_type == "spot"][0] == first
     assert told.state.scores == scores

@@ -1,4 +1,5 @@
-"""What is made of reports of the ranks' speeds: estimates, rates for the planner, and orders that wait to be confirmed."""
+"""What is made of reports of the ranks' speeds: estimates, rates for the planner, and orders that
+wait to be confirmed."""
 
 from __future__ import annotations
 
@@ -29,9 +30,13 @@ from elastic.types import Node as NodeOf
 A, B, C = (WorkerId(name, 0) for name in "abc")
 
 
-def timed(plan: Plan, step: int, unit_s: dict[str, float], n_steps: int = 3, spread: float = 0.01) -> RanksTimed:
+def timed(
+    plan: Plan, step: int, unit_s: dict[str, float], n_steps: int = 3, spread: float = 0.01
+) -> RanksTimed:
     values = tuple(unit_s[worker.node_id] for worker in plan.ranks)
-    return RanksTimed(plan.generation, step, n_steps, values, (spread,) * len(values), (0.0,) * len(values))
+    return RanksTimed(
+        plan.generation, step, n_steps, values, (spread,) * len(values), (0.0,) * len(values)
+    )
 
 
 def window(at_s: float, unit_s: float, n_steps: int = 10) -> Window:
@@ -58,7 +63,10 @@ def test_the_first_steps_of_a_generation_are_not_believed() -> None:
     assert not story.state.speeds
     story.tick(timed(plan, 5, {"a": 1.0, "b": 1.0}))
     assert set(story.state.speeds) == {A, B}
-    story.tick(RanksTimed(plan.generation + 1, 30, 3, (1.0, 1.0)), RanksTimed(plan.generation, 30, 3, (1.0,)))
+    story.tick(
+        RanksTimed(plan.generation + 1, 30, 3, (1.0, 1.0)),
+        RanksTimed(plan.generation, 30, 3, (1.0,)),
+    )
     assert len(story.state.speeds[A]) == 1, "of another generation, or of other ranks"
 
 
@@ -68,12 +76,16 @@ def test_rates_outlive_the_generation_and_end_with_the_node() -> None:
     story.tick(timed(plan, 6, {"a": 1.0, "b": 2.0, "c": 1.05}))
     story.tick(WorkerFailed(C, plan.generation, "process", "gone"))
     nodes = [story.state.nodes[name] for name in "abc"]
-    assert speeds.rates(story.state, nodes) == pytest.approx({A: 1 / 1.05, B: 0.5, C: 1 / 1.05}), "within the band: the median"
+    assert speeds.rates(story.state, nodes) == pytest.approx({A: 1 / 1.05, B: 0.5, C: 1 / 1.05}), (
+        "within the band: the median"
+    )
     story.tick(NodeLost("b"))
     assert set(story.state.speeds) == {A, C}
     story.tick(NodeReady(NodeOf("b", "spot")), NodePrepared("b"))
     again = speeds.rates(story.state, nodes)
-    assert again is not None and again[B] == pytest.approx((1 + 1 / 1.05) / 2), "never measured: the median of its pool"
+    assert again is not None and again[B] == pytest.approx((1 + 1 / 1.05) / 2), (
+        "never measured: the median of its pool"
+    )
 
 
 def test_without_measurements_the_planner_is_told_nothing() -> None:
@@ -98,7 +110,10 @@ def test_an_order_that_waits_for_its_answer_is_not_given_again() -> None:
     late = story.tick(timed(plan, 36, slow, 8), after_s=40)
     assert orders(late, SetShares), "it was lost"
     story.tick(SharesSet(plan.generation, (8, 4), 38))
-    assert story.state.plan is not None and story.state.plan.samples == (8, 4) == story.state.plans[plan.generation].samples
+    assert (
+        story.state.plan is not None
+        and story.state.plan.samples == (8, 4) == story.state.plans[plan.generation].samples
+    )
     assert story.state.shares_ordered is None
     story.tick(timed(plan, 39, slow, 8))
     assert not orders(story.tick(after_s=1), SetShares)
@@ -116,14 +131,23 @@ def test_a_change_that_is_a_moment_old_is_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize(("lately", "moves"), [(1.06, True), (0.98, False)])
-def test_a_small_difference_must_last_to_the_end_to_be_acted_upon(lately: float, moves: bool) -> None:
-    """For a quarter of an hour b was a little slower than a; in the last third of it, it was so still, or no more."""
+def test_a_small_difference_must_last_to_the_end_to_be_acted_upon(
+    lately: float, moves: bool
+) -> None:
+    """For a quarter of an hour b was a little slower than a; in the last third of it, it was so
+    still, or no more."""
     story = Story(global_batch=120, steps=1_000_000)
     plan = story.running("a", "b", steps=30)
     now_s = story.now_s + share_rebalance.LASTING_S
     unit_s, then = 1e-3, now_s - share_rebalance.LASTING_S / 3
-    rows = {A: ((0.0, then, 1.0), (then, now_s, 1.0)), B: ((0.0, then, 1.08), (then, now_s, lately))}
-    seen = {who: tuple(Window(a, b, unit_s * times, 1000, 0.01, 0.0, 1, 30) for a, b, times in of) for who, of in rows.items()}
+    rows = {
+        A: ((0.0, then, 1.0), (then, now_s, 1.0)),
+        B: ((0.0, then, 1.08), (then, now_s, lately)),
+    }
+    seen = {
+        who: tuple(Window(a, b, unit_s * times, 1000, 0.01, 0.0, 1, 30) for a, b, times in of)
+        for who, of in rows.items()
+    }
     story.state = replace(story.state, speeds=seen, timed_at_s=now_s, entered_at_s=0.0)
     found = share_rebalance.shares(story.state, now_s)
     assert bool(found and orders(found, SetShares)) == moves
@@ -152,7 +176,10 @@ def test_shares_that_do_not_fit_leave_the_layout_and_make_shares_equal_again() -
     story.tick(timed(plan, 30, {"a": 1.0, "b": 2.0}, 8), after_s=5)
     story.tick(SharesSet(plan.generation, (8, 4), 32))
     story.tick(WorkerFailed(A, plan.generation, "out_of_memory", "out of memory", 1 << 30))
-    assert not story.state.infeasible and "shares of 8, 4 samples do not fit" in story.state.uneven_failed
+    assert (
+        not story.state.infeasible
+        and "shares of 8, 4 samples do not fit" in story.state.uneven_failed
+    )
     assert speeds.rates(story.state, list(story.state.nodes.values())) is None and SPOT.max_nodes
 
 
@@ -187,7 +214,9 @@ def test_shares_do_not_vary_where_the_compiler_could_not_follow() -> None:
     assert share_rebalance.ready(story.state, story.now_s)
     cut = replace(plan, layout=Layout(tp=2), samples=(12,))
     assert not share_rebalance.ready(replace(story.state, plan=cut), story.now_s)
-    assert share_rebalance.ready(replace(story.state, plan=cut, job=replace(story.state.job, compile=False)), story.now_s)
+    assert share_rebalance.ready(
+        replace(story.state, plan=cut, job=replace(story.state.job, compile=False)), story.now_s
+    )
 
 
 def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None:
@@ -199,7 +228,9 @@ def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None
     state = replace(story.state, plan=uneven, plans={**story.state.plans, plan.generation: uneven})
     found = infeasible(state, plan.generation, "out of memory", 1 << 30, story.now_s)
     assert found.uneven_failed and not found.infeasible
-    again = infeasible(replace(found, failure=None), plan.generation, "out of memory", 1 << 30, story.now_s)
+    again = infeasible(
+        replace(found, failure=None), plan.generation, "out of memory", 1 << 30, story.now_s
+    )
     assert plan.layout in again.infeasible
 
 
@@ -210,7 +241,11 @@ def test_a_stage_with_heavier_blocks_is_not_a_slow_node() -> None:
     state = replace(story.state, plan=plan, speeds={A: (window(20, 1.0),), B: (window(20, 4.0),)})
     assert speeds.times_slower(state)[B] == 4.0
     assert state.model is not None
-    unlike = replace(state.model, n_blocks=2, specs=tuple(TensorSpec(f"{k}", (4 + k, 4), "float32", block=k) for k in range(2)))
+    unlike = replace(
+        state.model,
+        n_blocks=2,
+        specs=tuple(TensorSpec(f"{k}", (4 + k, 4), "float32", block=k) for k in range(2)),
+    )
     assert speeds.times_slower(replace(state, model=unlike)) == {A: 1.0, B: 1.0}
 
 

@@ -53,24 +53,35 @@ def test_messages_of_an_older_generation_change_nothing() -> None:
         CopyStored(Copy(3, "peer", old.generation, old.layout)),
     ]
     for event in stale:
-        assert replace(fold(state, event, state.billed_at_s), billed_at_s=state.billed_at_s) == state, event
+        assert (
+            replace(fold(state, event, state.billed_at_s), billed_at_s=state.billed_at_s) == state
+        ), event
 
 
 def test_holdings_of_an_older_generation_count() -> None:
     story = Story()
     old = story.running("a", "b", steps=3)
     story.tick(NodeLost("b"))
-    held = (Holding(WorkerId("a", 0), old.generation, 0, 3, "peer"), Holding(WorkerId("a", 0), old.generation, 1, 3, "peer"))
+    held = (
+        Holding(WorkerId("a", 0), old.generation, 0, 3, "peer"),
+        Holding(WorkerId("a", 0), old.generation, 1, 3, "peer"),
+    )
     story.tick(Quiesced(WorkerId("a", 0), old.generation, 3, held))
     second = story.state.target
     assert second is not None
-    story.tick(WorkerFailed(WorkerId("a", 0), second.generation, "infrastructure", "store unreachable"))
+    story.tick(
+        WorkerFailed(WorkerId("a", 0), second.generation, "infrastructure", "store unreachable")
+    )
     story.tick(Quiesced(WorkerId("a", 0), second.generation, 3, held))
     assert story.state.holdings[WorkerId("a", 0)] == held
     story.tick(after_s=2)
     third = story.state.target
     assert third is not None and third.generation > second.generation
-    assert (third.resume.source, third.resume.step, third.resume.generation) == ("peer", 3, old.generation)
+    assert (third.resume.source, third.resume.step, third.resume.generation) == (
+        "peer",
+        3,
+        old.generation,
+    )
 
 
 def test_steps_of_the_old_generation_count_until_a_live_one_is_entered() -> None:
@@ -101,7 +112,9 @@ def test_notice_and_its_withdrawal() -> None:
     assert story.state.nodes["a"].status == "draining" and story.state.nodes["a"].deadline_s == 99.0
     state = fold(replace(story.state, releasing=frozenset()), NoticeWithdrawn("a"), story.now_s)
     assert state.nodes["a"].status == "prepared" and state.nodes["a"].deadline_s is None
-    state = fold(replace(story.state, releasing=frozenset({"a"})), NoticeWithdrawn("a"), story.now_s)
+    state = fold(
+        replace(story.state, releasing=frozenset({"a"})), NoticeWithdrawn("a"), story.now_s
+    )
     assert state.nodes["a"].status == "draining", "it is being released already"
 
 
@@ -147,16 +160,22 @@ def test_the_bill_counts_machines_from_their_launch_until_they_have_ended() -> N
     assert story.state.usd - before == pytest.approx(2.0) and story.state.usd_per_h == 2.0, (
         "one of them is a node, none counts twice"
     )
-    story.tick(NodeLost("a", "released"), InstancesSeen("spot", starting=1, leaving=1), after_s=1800)
+    story.tick(
+        NodeLost("a", "released"), InstancesSeen("spot", starting=1, leaving=1), after_s=1800
+    )
     story.tick(InstancesSeen("spot"), after_s=1800)
     assert story.state.usd - before == pytest.approx(4.0) and story.state.usd_per_h == 0.0
 
 
 def test_machines_that_start_are_not_held_twice_against_the_budget() -> None:
     """They are among the nodes that are coming."""
-    state = replace(Story(budget_usd=1.0).state, instances={"spot": InstancesSeen("spot", starting=2)})
+    state = replace(
+        Story(budget_usd=1.0).state, instances={"spot": InstancesSeen("spot", starting=2)}
+    )
     at_s = state.billed_at_s
-    assert limits.affordable(state, SPOT, 2.0, at_s) == limits.affordable(replace(state, instances={}), SPOT, 2.0, at_s)
+    assert limits.affordable(state, SPOT, 2.0, at_s) == limits.affordable(
+        replace(state, instances={}), SPOT, 2.0, at_s
+    )
 
 
 def test_by_a_decision_without_orders_only_the_bill_goes_on() -> None:
@@ -164,23 +183,37 @@ def test_by_a_decision_without_orders_only_the_bill_goes_on() -> None:
     story.running("a", "b", steps=3)
     before, at_s = story.state, story.now_s + 3600.0
     after = fold(before, Decided(Decision((), "waits", 5.0)), at_s)
-    assert after.usd == pytest.approx(before.usd + 2 * SPOT.usd_per_node_h) and after.billed_at_s == at_s
+    assert (
+        after.usd == pytest.approx(before.usd + 2 * SPOT.usd_per_node_h)
+        and after.billed_at_s == at_s
+    )
     bill = {name: getattr(before, name) for name in ("usd", "billed_at_s", "node_s", "history")}
     assert replace(after, **bill) == before
     back = fold(after, replace(story.start, epoch=2, attached=True), story.now_s)
-    assert back.usd == after.usd, "its clock is an hour behind: what was paid until the last line stays paid"
+    assert back.usd == after.usd, (
+        "its clock is an hour behind: what was paid until the last line stays paid"
+    )
 
 
 def test_what_the_last_line_says_is_paid_whatever_the_next_drivers_clock_says() -> None:
-    """The ledger and the policy agree on it, also where that line tells of no event and orders nothing."""
+    """The ledger and the policy agree on it, also where that line tells of no event and orders
+    nothing."""
     story = Story()
     story.running("a", "b", steps=3)
-    said = [(story.now_s, story.start), *((story.now_s, NodeReady(Node(name, "spot", 1))) for name in "ab")]
+    said = [
+        (story.now_s, story.start),
+        *((story.now_s, NodeReady(Node(name, "spot", 1))) for name in "ab"),
+    ]
     later = Line(story.now_s + 60.0, 1, (), Decision((), "waits"))
     next_one = (story.now_s - 600.0, replace(story.start, epoch=2, attached=True))
     lines = [Line(story.now_s, 1, tuple(said)), later, Line(next_one[0], 2, (next_one,))]
     state = restored(lines)
-    assert state is not None and state.usd == pytest.approx(sum(account(lines).usd.values())) == 2 * SPOT.usd_per_node_h / 60
+    assert (
+        state is not None
+        and state.usd
+        == pytest.approx(sum(account(lines).usd.values()))
+        == 2 * SPOT.usd_per_node_h / 60
+    )
 
 
 def test_a_number_that_is_none_rolls_back_once_then_ends_the_run() -> None:
@@ -202,13 +235,18 @@ def test_a_new_driver_that_does_not_attach_keeps_the_bill_and_the_generations() 
     story.running("a", "b", steps=3)
     layout = Layout(dp_shard=2)
     copies = (Copy(20, "durable", 1, layout, uri="u20"), Copy(40, "durable", 2, layout, uri="u40"))
-    state = fold(story.state, DriverStarted("story", 2, job(), (SPOT,), story.start.model, durable=copies), story.now_s + 5)
+    state = fold(
+        story.state,
+        DriverStarted("story", 2, job(), (SPOT,), story.start.model, durable=copies),
+        story.now_s + 5,
+    )
     assert (state.epoch, state.phase, state.nodes, state.saved_step) == (2, "waiting", {}, 40)
     assert state.generation == 2 and state.usd == story.state.usd
 
 
 def attached_at(story: Story, at_s: float, paid_until_s: float | None) -> State:
-    """A new driver whose clock says `at_s` attaches to the story's workers, and hears a minute later that they train."""
+    """A new driver whose clock says `at_s` attaches to the story's workers, and hears a minute
+    later that they train."""
     start = replace(story.start, epoch=2, attached=True, paid_until_s=paid_until_s)
     state = fold(story.state, start, at_s)
     return fold(state, StepDone(state.generation, state.step + 1, 1.0, 10, 0.1), at_s + 60)
@@ -226,6 +264,8 @@ def test_a_new_drivers_clock_does_not_spend_the_budget() -> None:
     behind = attached_at(story, now_s - 86400, now_s + most_s)
     assert behind.usd == pytest.approx(spent + a_minute), "the bill continues by its clock"
     as_recorded = attached_at(story, now_s + 86400, None)
-    assert as_recorded.usd == pytest.approx(spent + 1441 * a_minute) and as_recorded.stop is not None
+    assert (
+        as_recorded.usd == pytest.approx(spent + 1441 * a_minute) and as_recorded.stop is not None
+    )
     alone = fold(story.state, replace(story.start, epoch=2, paid_until_s=now_s + 120), now_s + 3600)
     assert alone.usd == pytest.approx(spent + 2 * a_minute), "its nodes outlived it"

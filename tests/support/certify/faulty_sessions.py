@@ -19,7 +19,11 @@ class SlowAbort(Session):
 
 class WrongLoss(Session):
     def _put(self, event: Event) -> None:
-        super()._put(replace(event, train_loss=event.train_loss + 1e-3) if isinstance(event, StepDone) else event)
+        super()._put(
+            replace(event, train_loss=event.train_loss + 1e-3)
+            if isinstance(event, StepDone)
+            else event
+        )
 
 
 class LeavesOutSteps(Session):
@@ -35,7 +39,8 @@ class OtherContent(Session):
 
 
 class OtherFunction(Session):
-    """Layouts on several ranks that it changes to, once it has been on one, compute something else."""
+    """Layouts on several ranks that it changes to, once it has been on one, compute something
+    else."""
 
     def order(self, order: WorkerOrder) -> None:
         if isinstance(order.action, EnterPlan) and len(order.action.plan.ranks) == 1:

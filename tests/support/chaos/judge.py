@@ -1,4 +1,5 @@
-"""What must be true of a run to which faults happened, whoever ran it: judged from its journal, beside an undisturbed run."""
+"""What must be true of a run to which faults happened, whoever ran it: judged from its journal,
+beside an undisturbed run."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ LATER_S = 3600.0
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run without faults: its losses and the digests of its samples, from step 1 on. `content_harmed`: a fault is that what
-    was sent is not what came. `end_waits`: its last order may wait for storage; what is paid meanwhile is in no bill."""
+    """A run without faults: its losses and the digests of its samples, from step 1 on.
+    `content_harmed`: a fault is that what was sent is not what came. `end_waits`: its last order
+    may wait for storage; what is paid meanwhile is in no bill."""
 
     losses: Sequence[float]
     digests: Sequence[str]
@@ -47,7 +49,10 @@ def wrong(lines: Sequence[Line], expected: Undisturbed) -> list[str]:
     """All that is wrong with the run, one sentence each."""
     state = restored(lines)
     if state is None or state.phase != "succeeded":
-        return [f"it {state.phase if state else 'has no journal'}: {state.outcome_reason if state else ''}"]
+        return [
+            f"it {state.phase if state else 'has no journal'}: "
+            f"{state.outcome_reason if state else ''}"
+        ]
     return [
         *_orders(lines),
         *_steps(lines, expected),
@@ -75,20 +80,31 @@ def _orders(lines: Sequence[Line]) -> Iterator[str]:
         for action in line.decision.actions if line.decision else ():
             if line.decision is not None and not line.decision.reason:
                 yield f"{action} without a reason"
-            if isinstance(action, EnterPlan) and action.plan != newest:  # the same again: by a driver that attaches
+            # the same again: by a driver that attaches
+            if isinstance(action, EnterPlan) and action.plan != newest:
                 if action.plan.generation <= generation:
                     yield f"generation {action.plan.generation} is ordered after {generation}"
                 if there := lost & set(action.plan.nodes):
-                    yield f"generation {action.plan.generation} is ordered on {', '.join(sorted(there))}, which is lost"
+                    yield (
+                        f"generation {action.plan.generation} is ordered on "
+                        f"{', '.join(sorted(there))}, which is lost"
+                    )
                 generation, newest = action.plan.generation, action.plan
 
 
 def kept(lines: Sequence[Line]) -> dict[int, StepDone]:
-    """The steps that the last state comes of: each as the generation made it that handed its state on."""
+    """The steps that the last state comes of: each as the generation made it that handed its state
+    on."""
     found: dict[int, StepDone] = {}
     told = [event for line in lines for _, event in line.events]
-    plans = {action.plan.generation: action.plan for action in actions(lines) if isinstance(action, EnterPlan)}
-    plans = {plan.generation: plan for event in events(lines, PlansFound) for plan in event.plans} | plans  # type: ignore[attr-defined]
+    plans = {
+        action.plan.generation: action.plan
+        for action in actions(lines)
+        if isinstance(action, EnterPlan)
+    }
+    plans = {
+        plan.generation: plan for event in events(lines, PlansFound) for plan in event.plans
+    } | plans  # type: ignore[attr-defined]
     entered = {event.generation: event.step for event in told if isinstance(event, PlanEntered)}
     done = {(event.generation, event.step): event for event in told if isinstance(event, StepDone)}
     for action in actions(lines):  # a rank that had not seen the commit has applied it since
@@ -98,10 +114,17 @@ def kept(lines: Sequence[Line]) -> dict[int, StepDone]:
         entered[number] = min(entered.get(number, step - 1), step - 1)
     generation, last = max(entered), max(step for _, step in done)
     while last > 0 and generation:
-        found |= {step: event for (number, step), event in done.items() if number == generation and step <= last}
+        found |= {
+            step: event
+            for (number, step), event in done.items()
+            if number == generation and step <= last
+        }
         resume = plans[generation].resume
-        left = [step for number, step in done if number == resume.generation and resume.source == "live"]
-        last = min(last, entered.get(generation, max([resume.step, *left])))  # its driver died before it wrote that down
+        left = [
+            step for number, step in done if number == resume.generation and resume.source == "live"
+        ]
+        # its driver died before it wrote that down
+        last = min(last, entered.get(generation, max([resume.step, *left])))
         generation = resume.generation if resume.source != "fresh" else 0
     return found
 
@@ -115,7 +138,8 @@ def events(lines: Sequence[Line], kind: type[Event]) -> list[Event]:
 
 
 def _steps(lines: Sequence[Line], expected: Undisturbed) -> Iterator[str]:
-    """Each once, on its own samples, with the loss of the undisturbed run, and content that arrived as it was sent."""
+    """Each once, on its own samples, with the loss of the undisturbed run, and content that arrived
+    as it was sent."""
     found, curve = kept(lines), {point.step: point for point in view_of(lines).curve()}
     steps, unwritten = range(1, len(expected.losses) + 1), Unwritten.of(lines).steps
     for step in steps:
@@ -125,10 +149,16 @@ def _steps(lines: Sequence[Line], expected: Undisturbed) -> Iterator[str]:
             continue
         event, loss = found[step], expected.losses[step - 1]
         if not abs(event.train_loss - loss) <= expected.tolerance:
-            yield f"step {step} of generation {event.generation} has train_loss {event.train_loss:.6f}, undisturbed {loss:.6f}"
+            yield (
+                f"step {step} of generation {event.generation} has train_loss "
+                f"{event.train_loss:.6f}, undisturbed {loss:.6f}"
+            )
         if event.digest != expected.digests[step - 1]:
             yield f"step {step} of generation {event.generation} was trained on other samples"
-        if step not in curve or (curve[step].digest, curve[step].train_loss) != (event.digest, event.train_loss):
+        if step not in curve or (curve[step].digest, curve[step].train_loss) != (
+            event.digest,
+            event.train_loss,
+        ):
             yield f"the curve that a user sees has another step {step}"
     if more := set(found) - set(steps):
         yield f"steps {sorted(more)} are too many"
@@ -138,17 +168,25 @@ def _steps(lines: Sequence[Line], expected: Undisturbed) -> Iterator[str]:
 
 def _until_its_end(lines: Sequence[Line]) -> Sequence[Line]:
     last = max(
-        (i for i, line in enumerate(lines) if line.decision and any(isinstance(a, Stop) for a in line.decision.actions)),
+        (
+            i
+            for i, line in enumerate(lines)
+            if line.decision and any(isinstance(a, Stop) for a in line.decision.actions)
+        ),
         default=-1,
     )
     return lines[: last + 1] or lines
 
 
 def _money(lines: Sequence[Line]) -> Iterator[str]:
-    """Two counts of the bill agree, nothing is below zero, and nothing is paid once the run is over."""
+    """Two counts of the bill agree, nothing is below zero, and nothing is paid once the run is
+    over."""
     state, books = restored(lines), account(lines)
     assert state is not None
-    if not any(isinstance(action, Stop) for action in (lines[-1].decision.actions if lines[-1].decision else ())):
+    if not any(
+        isinstance(action, Stop)
+        for action in (lines[-1].decision.actions if lines[-1].decision else ())
+    ):
         yield "its last line does not end it"
     if min(books.gpu_seconds.values()) < -1e-6:
         yield f"less than no GPU-seconds: {books.gpu_seconds}"

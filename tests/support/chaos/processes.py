@@ -1,4 +1,5 @@
-"""Runs under faults in processes of this machine: `elastic run` on its embedded cluster, again where its driver was killed."""
+"""Runs under faults in processes of this machine: `elastic run` on its embedded cluster, again
+where its driver was killed."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ FIRST_STEP, LAST_STEP = 10, 64
 RUN_MOST_S = 420.0
 LOOK_S = 0.05
 DRILLS = {
-    "notice": "notice", "loss": "kill", "return": "kill", "hang": "hang", "stall": "stall", "throttle": "slow",
-    "device": "device_error", "add": "add", "wrong_numbers": "corrupt",
+    "notice": "notice", "loss": "kill", "return": "kill", "hang": "hang", "stall": "stall",
+    "throttle": "slow", "device": "device_error", "add": "add", "wrong_numbers": "corrupt",
 }  # fmt: skip
 ONCE = (
     "hang",
@@ -89,17 +90,21 @@ class Case:
 
 
 def case(seed: int) -> Case:
-    """The faults are those of the virtual clock's run of that seed, as far as processes can have them."""
+    """The faults are those of the virtual clock's run of that seed, as far as processes can have
+    them."""
     chance = random.Random(seed)
     remote, layout = chance.random() < 0.4, chance.choice(LAYOUTS)
     job: dict[str, Any] = {
-        "steps": STEPS, "global_batch": BATCH, "seed": SEED, "clip_grad_norm": 1.0, "layout": layout,
-        "peer_every": chance.choice([0, 1, 4, "auto"]), "durable_every": chance.choice([5, 10, 15]), "eval_every": 0,
-        "program": "program.py", "min_workers": 1, "check_numbers_every": chance.choice([0, 5]),
-        "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 3, "notice_s": 12}],
+        "steps": STEPS, "global_batch": BATCH, "seed": SEED, "clip_grad_norm": 1.0,
+        "layout": layout, "peer_every": chance.choice([0, 1, 4, "auto"]),
+        "durable_every": chance.choice([5, 10, 15]), "eval_every": 0, "program": "program.py",
+        "min_workers": 1, "check_numbers_every": chance.choice([0, 5]), "pools": [{"name": "spot",
+        "market_type": "spot", "gpus_per_node": 1, "max_nodes": 3, "notice_s": 12}],
     }  # fmt: skip
     base = PROGRAMS / chance.choice(["tiny.py", "tiny_packed.py", "tiny_tied.py"])
-    program = PROGRAM.format(slow=str(PROGRAMS / "tiny_slow.py"), base=str(base), optimizer=chance.choice(OPTIMIZERS))
+    program = PROGRAM.format(
+        slow=str(PROGRAMS / "tiny_slow.py"), base=str(base), optimizer=chance.choice(OPTIMIZERS)
+    )
     refused = {"storage"} if not remote else {"full", "damage"}
     refused |= set() if job["check_numbers_every"] and layout == LAYOUTS[1] else {"wrong_numbers"}
     possible = [fault for fault in scenario(seed)[2] if fault.kind in {*DRILLS, *OUTSIDE} - refused]
@@ -109,12 +114,21 @@ def case(seed: int) -> Case:
         again = any(fault.kind == other.kind for other in chosen)
         if len(chosen) < FAULTS_MOST and not (again and fault.kind in ONCE):
             chosen.append(fault)
-    return Case(job, program, remote, [_in_steps(fault) for fault in sorted(chosen, key=lambda one: one.at_s)])
+    return Case(
+        job,
+        program,
+        remote,
+        [_in_steps(fault) for fault in sorted(chosen, key=lambda one: one.at_s)],
+    )
 
 
 def _in_steps(fault: Fault) -> Fault:
     part = min(1.0, max(0.0, fault.at_s - 5.0) / 85.0)
-    return replace(fault, at_s=float(round(FIRST_STEP + part * (LAST_STEP - FIRST_STEP))), lasts_s=min(fault.lasts_s, 18.0))
+    return replace(
+        fault,
+        at_s=float(round(FIRST_STEP + part * (LAST_STEP - FIRST_STEP))),
+        lasts_s=min(fault.lasts_s, 18.0),
+    )
 
 
 def drills_of(fault: Fault) -> list[dict[str, Any]]:
@@ -128,7 +142,11 @@ def drills_of(fault: Fault) -> list[dict[str, Any]]:
         entry["deadline_s"] = max(0.2, fault.lasts_s)
     if kind == "slow":
         entry["factor"] = min(3.0, fault.amount)
-    return [entry, {"at_step": entry["at_step"], "add": "spot"}] if kind in ("notice", "kill") else [entry]
+    return (
+        [entry, {"at_step": entry["at_step"], "add": "spot"}]
+        if kind in ("notice", "kill")
+        else [entry]
+    )
 
 
 @dataclass
@@ -171,7 +189,9 @@ class Scene:
             self.until_s[fault.kind] = now_s + fault.lasts_s
 
     def end(self, all_of_it: bool = False) -> None:
-        for kind in [kind for kind, at_s in self.until_s.items() if all_of_it or time.monotonic() >= at_s]:
+        for kind in [
+            kind for kind, at_s in self.until_s.items() if all_of_it or time.monotonic() >= at_s
+        ]:
             del self.until_s[kind]
             if kind == "freeze":
                 self.process.send_signal(signal.SIGCONT)
@@ -191,14 +211,18 @@ def fill(disk: Path) -> None:
 
 
 def damage(storage: Path, marker: bool) -> None:
-    """Of the newest checkpoint, where there is an older one: a byte of its largest file is wrong, or its marker is gone."""
+    """Of the newest checkpoint, where there is an older one: a byte of its largest file is wrong,
+    or its marker is gone."""
     found = sorted(storage.glob("chaos/checkpoints/*/commit.json"))
     if len(found) < 2:
         return
     if marker:
         found[-1].unlink()
         return
-    largest = max((path for path in found[-1].parent.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in found[-1].parent.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 0xFF
     largest.write_bytes(bytes(data))
@@ -214,17 +238,30 @@ def play(seed: int) -> Played:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, temp, ignore_errors=True)
         stack.callback(shutil.rmtree, root, ignore_errors=True)
-        environment = {MARK: mark, "TMPDIR": str(temp), "TORCHINDUCTOR_CACHE_DIR": str(root / "torch")}
+        environment = {
+            MARK: mark,
+            "TMPDIR": str(temp),
+            "TORCHINDUCTOR_CACHE_DIR": str(root / "torch"),
+        }
         shell = Shell(root, environment)
-        storage = stack.enter_context(_disk(root / "disk", any(fault.kind == "full" for fault in one.faults)))
+        storage = stack.enter_context(
+            _disk(root / "disk", any(fault.kind == "full" for fault in one.faults))
+        )
         proxy = None
         if one.remote:
             proxy = stack.enter_context(FaultyProxy(stack.enter_context(running_s3())))
             environment["AWS_ENDPOINT_URL_S3"] = proxy.url
         (root / "chaos").mkdir()
         (root / "chaos" / "program.py").write_text(one.program)
-        drills = [entry for fault in one.faults if fault.kind in DRILLS for entry in drills_of(fault)]
-        shell.job("chaos", **one.job, drill=drills, storage=f"s3://{BUCKET}/{seed}" if one.remote else str(storage))
+        drills = [
+            entry for fault in one.faults if fault.kind in DRILLS for entry in drills_of(fault)
+        ]
+        shell.job(
+            "chaos",
+            **one.job,
+            drill=drills,
+            storage=f"s3://{BUCKET}/{seed}" if one.remote else str(storage),
+        )
         _to_the_end(one, played, shell, None if one.remote else storage, proxy)
         if not played.wrong:
             played.wrong = wrong(played.lines, undisturbed(root / "chaos" / "program.py"))
@@ -244,11 +281,21 @@ def _disk(at: Path, small: bool) -> Iterator[Path]:
         yield at
 
 
-def _to_the_end(one: Case, played: Played, shell: Shell, storage: Path | None, proxy: FaultyProxy | None) -> None:
+def _to_the_end(
+    one: Case, played: Played, shell: Shell, storage: Path | None, proxy: FaultyProxy | None
+) -> None:
     """Fills in the journal, what happened, and what the command said that is wrong."""
-    journal = (storage if storage is not None else shell.root / "elastic_runs") / "chaos" / "journal.jsonl"
+    journal = (
+        (storage if storage is not None else shell.root / "elastic_runs")
+        / "chaos"
+        / "journal.jsonl"
+    )
     words = ("run", "chaos", "--run-name", "chaos", "--json", "--no-budget")
-    left = [fault for fault in one.faults if fault.kind in OUTSIDE and (fault.kind != "full" or os.geteuid() == 0)]
+    left = [
+        fault
+        for fault in one.faults
+        if fault.kind in OUTSIDE and (fault.kind != "full" or os.geteuid() == 0)
+    ]
     scene = Scene(shell, storage, proxy, shell.start(*words), Seen(journal))
     ends_s = time.monotonic() + RUN_MOST_S
     try:
@@ -272,8 +319,15 @@ def _to_the_end(one: Case, played: Played, shell: Shell, storage: Path | None, p
         scene.process.kill()
         played.lines = read(journal) if journal.is_file() else []
     played.said = err
-    asked = {e.drill.get("at_step") for line in played.lines for _, e in line.events if isinstance(e, DrillAsked)}
-    played.happened += [fault for fault in one.faults if fault.kind in DRILLS and fault.at_s in asked]
+    asked = {
+        e.drill.get("at_step")
+        for line in played.lines
+        for _, e in line.events
+        if isinstance(e, DrillAsked)
+    }
+    played.happened += [
+        fault for fault in one.faults if fault.kind in DRILLS and fault.at_s in asked
+    ]
     if scene.process.returncode:
         state = restored(played.lines)
         reason = state.outcome_reason if state is not None else err.strip()[-500:]
@@ -288,7 +342,11 @@ def _to_the_end(one: Case, played: Played, shell: Shell, storage: Path | None, p
 def undisturbed(program: Path) -> Undisturbed:
     """The same job in one process, without elastic."""
     loaded = load_program(program)
-    losses = train_alone(loaded, {"seed": SEED, "global_batch": BATCH, "clip_grad_norm": 1.0}, STEPS)
+    losses = train_alone(
+        loaded, {"seed": SEED, "global_batch": BATCH, "clip_grad_norm": 1.0}, STEPS
+    )
     n_samples = len(loaded.dataset())  # type: ignore[arg-type]
-    digests = [digest_text(digest(sample_ids(n_samples, BATCH, SEED, step))) for step in range(STEPS)]
+    digests = [
+        digest_text(digest(sample_ids(n_samples, BATCH, SEED, step))) for step in range(STEPS)
+    ]
     return Undisturbed(losses, digests, TOLERANCE)

@@ -1,4 +1,5 @@
-"""Runs under faults on the virtual clock: drivers die, stall or lose sight of storage; nodes and workers outlive them."""
+"""Runs under faults on the virtual clock: drivers die, stall or lose sight of storage; nodes and
+workers outlive them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ from elastic.types import (
 WEATHER = {*STORAGE_KINDS} - {"full"}
 PLANS_KEPT = 16  # as a worker does
 LEASE_S = 13.0  # that a driver is certain of its run without storage
-BY_DRIVER = (Notice, NoticeWithdrawn, NodeLost, NodeReady, RequestFailed)  # found out by a driver; workers say the rest again
+# found out by a driver; workers say the rest again
+BY_DRIVER = (Notice, NoticeWithdrawn, NodeLost, NodeReady, RequestFailed)
 
 
 class Died(Exception):
@@ -58,14 +60,22 @@ class Died(Exception):
 
 
 class Outliving(SimBackend):
-    """Its nodes and workers outlive a driver, and report to the next one; orders are idempotent by generation."""
+    """Its nodes and workers outlive a driver, and report to the next one; orders are idempotent by
+    generation."""
 
     def __init__(
-        self, pools: tuple[Pool, ...], job: Mapping[str, Any], faults: Iterable[Fault] = (), delays: Delays | None = None
+        self,
+        pools: tuple[Pool, ...],
+        job: Mapping[str, Any],
+        faults: Iterable[Fault] = (),
+        delays: Delays | None = None,
     ) -> None:
         self.script = [fault for fault in faults if fault.kind in ("driver", "freeze")]
         super().__init__(
-            pools, Job.from_plain(job), [fault for fault in faults if fault.kind not in ("driver", "freeze")], delays
+            pools,
+            Job.from_plain(job),
+            [fault for fault in faults if fault.kind not in ("driver", "freeze")],
+            delays,
         )
         self.rest = [fault for fault in faults if fault.kind not in ("driver", "freeze")]
         self.script.sort(key=lambda fault: fault.at_s)
@@ -111,7 +121,11 @@ class Outliving(SimBackend):
         return [self._in_its_time(event) for event in found]
 
     def _in_its_time(self, event: Event) -> Event:
-        return replace(event, deadline_s=event.deadline_s + self.skew_s) if isinstance(event, Notice) else event
+        return (
+            replace(event, deadline_s=event.deadline_s + self.skew_s)
+            if isinstance(event, Notice)
+            else event
+        )
 
     def happens(self) -> bool:
         """True = time has passed."""
@@ -132,7 +146,11 @@ class Outliving(SimBackend):
         for event in self._out:  # parts that are written, and no marker
             if isinstance(event, CopyStored) and event.copy.kind == "durable":
                 self.stored.pop(event.copy.uri, None)
-        self._out = [event for event in self._out if not (isinstance(event, CopyStored) and event.copy.kind == "durable")]
+        self._out = [
+            event
+            for event in self._out
+            if not (isinstance(event, CopyStored) and event.copy.kind == "durable")
+        ]
         raise Died
 
     def execute(self, action: Action) -> None:
@@ -178,14 +196,24 @@ class Outliving(SimBackend):
     def _missed(self, node_id: str) -> list[Event]:
         """Workers of the newest plan on this node that did not outlive the last driver."""
         newest, machine = self._groups.get(max(self._groups, default=0)), self._machines[node_id]
-        ranks = [worker for worker in newest.plan.ranks if worker.node_id == node_id] if newest is not None else []
+        ranks = (
+            [worker for worker in newest.plan.ranks if worker.node_id == node_id]
+            if newest is not None
+            else []
+        )
         gone = [worker for worker in ranks if not machine.prepared or not self._lives(worker)]
-        return [WorkerFailed(worker, 0, "process", "it was gone when the driver came back") for worker in gone]
+        return [
+            WorkerFailed(worker, 0, "process", "it was gone when the driver came back")
+            for worker in gone
+        ]
 
     def waits_for_storage(self) -> None:
         """It took nothing for so long that the run has ended."""
         self.n_died += 1
-        until_s = max(self._now_s + self.sim_storage.full_s(self._now_s), self.sim_storage.written_s(self._now_s))
+        until_s = max(
+            self._now_s + self.sim_storage.full_s(self._now_s),
+            self.sim_storage.written_s(self._now_s),
+        )
         self.dead = Fault(self._now_s, "driver", lasts_s=until_s - self._now_s, lasting=True)
         self._stopped_s = None
 
@@ -198,24 +226,44 @@ class Outliving(SimBackend):
         """`before`: what the journal tells it; `lost`: lines that are not in it."""
         assert self.dead is not None
         fault, known = self.dead, 0 if before is None else before.generation
-        attaches = before.phase not in ENDED if before is not None else not self._groups  # the one before wrote nothing down
+        # the one before wrote nothing down
+        attaches = before.phase not in ENDED if before is not None else not self._groups
         attaches = attaches and not fault.lasting
         if not attaches:
             self._ends()
-            self._groups = {number: group for number, group in self._groups.items() if number <= known}
+            self._groups = {
+                number: group for number, group in self._groups.items() if number <= known
+            }
         self.passes(fault.lasts_s)
         self.dead, self.skew_s, self.closed = None, fault.amount, False
         past_s = self.sim_storage.past_s(self._now_s)
-        seen = [c for uri, c in self.stored.items() if past_s is None or self.copied_s[uri] <= past_s]
+        seen = [
+            c for uri, c in self.stored.items() if past_s is None or self.copied_s[uri] <= past_s
+        ]
         copies = tuple(reversed(seen))
-        start = DriverStarted("random", 1, self.job.plain(), self.pools, MODEL, durable=copies, forms_ahead=self.forms_ahead)
+        start = DriverStarted(
+            "random",
+            1,
+            self.job.plain(),
+            self.pools,
+            MODEL,
+            durable=copies,
+            forms_ahead=self.forms_ahead,
+        )
         if not attaches:  # what has come since stands there, and nobody has prepared it
-            self._out = [event for m in self._standing() for event in (NodeReady(m.node), *self._noticed(m))]
+            self._out = [
+                event for m in self._standing() for event in (NodeReady(m.node), *self._noticed(m))
+            ]
             return start
         if lost:
             self._without_mute(known)
-        told = [event for line in lost for _, event in line.events if isinstance(event, StepDone)]  # workers say them again
-        self._out = [event for event in (*told, *self._out) if not isinstance(event, BY_DRIVER) and self._can_say(event)]
+        # workers say them again
+        told = [event for line in lost for _, event in line.events if isinstance(event, StepDone)]
+        self._out = [
+            event
+            for event in (*told, *self._out)
+            if not isinstance(event, BY_DRIVER) and self._can_say(event)
+        ]
         for machine in self._standing():
             name = machine.node.node_id
             self._out += [NodeReady(machine.node), *self._missed(name)]
@@ -225,13 +273,19 @@ class Outliving(SimBackend):
         if found := self._plans_after(known):
             self._out.insert(0, PlansFound(found))
         newest = self._groups.get(max(self._groups, default=0))
-        for worker in newest.plan.ranks if newest is not None and newest.ended else ():  # each of them, if it was not told yet
+        # each of them, if it was not told yet
+        for worker in newest.plan.ranks if newest is not None and newest.ended else ():
             if self._answers(worker) and worker not in self._without_device:
-                self._out.append(WorkerFailed(worker, newest.plan.generation, "collective", "connection reset by peer"))  # type: ignore[union-attr]
+                self._out.append(
+                    WorkerFailed(
+                        worker, newest.plan.generation, "collective", "connection reset by peer"
+                    )
+                )  # type: ignore[union-attr]
         return replace(start, attached=before is not None)
 
     def _without_mute(self, known: int) -> None:
-        """Workers that cannot be asked for what is not written down are ended, and with them what only they knew."""
+        """Workers that cannot be asked for what is not written down are ended, and with them what
+        only they knew."""
         for machine in self._standing():
             if machine.hung:
                 machine.hung = False
@@ -242,7 +296,9 @@ class Outliving(SimBackend):
     def _plans_after(self, generation: int) -> tuple[Plan, ...]:
         """Those that a living worker was given."""
         given = [
-            g.plan for number, g in sorted(self._groups.items()) if number > generation and any(map(self._answers, g.members))
+            g.plan
+            for number, g in sorted(self._groups.items())
+            if number > generation and any(map(self._answers, g.members))
         ]
         return tuple(given[-PLANS_KEPT:])
 
@@ -250,7 +306,11 @@ class Outliving(SimBackend):
         return [machine for name, machine in self._machines.items() if name not in self._lost()]
 
     def _noticed(self, machine: SimMachine) -> list[Event]:
-        return [] if machine.deadline_s is None else [Notice(machine.node.node_id, machine.deadline_s, "scripted")]
+        return (
+            []
+            if machine.deadline_s is None
+            else [Notice(machine.node.node_id, machine.deadline_s, "scripted")]
+        )
 
     def _can_say(self, event: Event) -> bool:
         """What a worker had to say is lost with it."""
@@ -259,7 +319,11 @@ class Outliving(SimBackend):
                 return False
             node_id = group.plan.ranks[0].node_id
         else:
-            node_id = event.worker.node_id if isinstance(event, Quiesced | WorkerFailed) else getattr(event, "node_id", "")
+            node_id = (
+                event.worker.node_id
+                if isinstance(event, Quiesced | WorkerFailed)
+                else getattr(event, "node_id", "")
+            )
         return not node_id or node_id not in self._lost()
 
     def _ends(self) -> None:
@@ -280,19 +344,27 @@ class Outliving(SimBackend):
 class _Kept(MemoryJournal):
     """A journal whose storage is the backend's. `times`: when each of `lines` came."""
 
-    def __init__(self, epoch: int, backend: Outliving, lines: list[Line], times: list[float]) -> None:
+    def __init__(
+        self, epoch: int, backend: Outliving, lines: list[Line], times: list[float]
+    ) -> None:
         self.backend = backend
         super().__init__(epoch)
         self.lines, self.times = lines, times
 
-    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+    def append(
+        self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None
+    ) -> None:
         super().append(at_s, events, decision)
         self.times.append(self.backend.true_s())
         self.backend.line_s = self.times[-1]
 
     @property
     def trouble(self) -> Exception | None:  # type: ignore[override]
-        return self.backend.trouble if self.backend.sim_storage.refusal(self.backend.true_s()).startswith("403") else None
+        return (
+            self.backend.trouble
+            if self.backend.sim_storage.refusal(self.backend.true_s()).startswith("403")
+            else None
+        )
 
     @trouble.setter
     def trouble(self, value: object) -> None:
@@ -300,7 +372,10 @@ class _Kept(MemoryJournal):
 
     @property
     def settled(self) -> bool:  # type: ignore[override]
-        return not self.times or self.backend.sim_storage.written_s(self.times[-1]) <= self.backend.true_s()
+        return (
+            not self.times
+            or self.backend.sim_storage.written_s(self.times[-1]) <= self.backend.true_s()
+        )
 
     @settled.setter
     def settled(self, value: bool) -> None:
@@ -313,7 +388,9 @@ class _Kept(MemoryJournal):
             return []
         past_s = weather.past_s(self.backend.comes_at_s())
         until_s = self.backend.true_s()
-        n = sum(weather.written_s(t) <= until_s and (past_s is None or t <= past_s) for t in self.times)
+        n = sum(
+            weather.written_s(t) <= until_s and (past_s is None or t <= past_s) for t in self.times
+        )
         lost = self.lines[n:]
         del self.lines[n:], self.times[n:]
         return lost
@@ -332,7 +409,8 @@ class Played:
 
 
 def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Played:
-    """`path`: of a journal that is really written, with its merged lines. `more`: faults beside those of the seed."""
+    """`path`: of a journal that is really written, with its merged lines. `more`: faults beside
+    those of the seed."""
     job, pools, faults, delays = scenario(seed)
     faults = [*faults, *more]
     delays = replace(delays, groups_s=(0.0, 0.3, 3.0)[seed % 3])
@@ -342,18 +420,24 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
     start = DriverStarted("random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead)
     while True:
         epoch = backend.n_died + 1
-        journal: Any = Journal(path, epoch) if path is not None else _Kept(epoch, backend, lines, times)
+        journal: Any = (
+            Journal(path, epoch) if path is not None else _Kept(epoch, backend, lines, times)
+        )
         try:
             state = drive(backend, journal, replace(start, epoch=epoch), before)
-            if state.phase == "succeeded" or not any(text in state.outcome_reason for text in REFUSALS.values()):
+            if state.phase == "succeeded" or not any(
+                text in state.outcome_reason for text in REFUSALS.values()
+            ):
                 break
-            backend.waits_for_storage()  # the run is started again when it takes writes, as its message says
+            # the run is started again when it takes writes, as its message says
+            backend.waits_for_storage()
         except LostContact:
             backend.waits_for_storage()
         except Died:
             lost = journal.lost() if path is None else []
         before = restored(read(path) if path is not None else lines)
-        if before is not None and before.phase == "succeeded":  # its driver died with the last order
+        # its driver died with the last order
+        if before is not None and before.phase == "succeeded":
             state = before
             break
         start = backend.next_driver(before, lost)
@@ -367,9 +451,14 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
 def judged(played: Played) -> list[str]:
     steps, kinds = played.backend.job.steps, {fault.kind for fault in played.faults}
     digests = [f"sample-{step}" for step in range(1, steps + 1)]
-    found = wrong(played.lines, Undisturbed([1.0] * steps, digests, 0.0, "corrupt" in kinds, bool(kinds & WEATHER)))
+    found = wrong(
+        played.lines,
+        Undisturbed([1.0] * steps, digests, 0.0, "corrupt" in kinds, bool(kinds & WEATHER)),
+    )
     # An order waits for storage, and a node that it names may be known as lost by then.
-    found += [text for text in played.backend.violations if not kinds & WEATHER or " uses " not in text]
+    found += [
+        text for text in played.backend.violations if not kinds & WEATHER or " uses " not in text
+    ]
     if not played.backend.closed and not played.backend.n_died:
         found.append("its backend is not closed")
     if found or played.backend.n_died or "freeze" in kinds:
@@ -378,7 +467,8 @@ def judged(played: Played) -> list[str]:
 
 
 def bill(played: Played) -> list[str]:
-    """A driver that was always there has seen all that was paid; but for what its last order waited for storage."""
+    """A driver that was always there has seen all that was paid; but for what its last order waited
+    for storage."""
     if played.backend.now_s() != pytest.approx(played.lines[-1].at_s):
         return []
     said, paid = sum(account(played.lines).gpu_seconds.values()), played.backend.gpu_seconds()
@@ -393,7 +483,11 @@ def calm(lines: list[Line]) -> list[str]:
     """Speeds are followed, and nothing goes back and forth: few moves in any quarter of an hour."""
     orders = [(line.at_s, a) for line in lines if line.decision for a in line.decision.actions]
     shares = [at_s for at_s, a in orders if isinstance(a, SetShares)]
-    stages = [at_s for at_s, a in orders if isinstance(a, EnterPlan) and a.plan.cause == "rebalance"]
-    often = lambda times, most: any(sum(at_s <= t < at_s + 900 for t in times) > most for at_s in times)  # noqa: E731
+    stages = [
+        at_s for at_s, a in orders if isinstance(a, EnterPlan) and a.plan.cause == "rebalance"
+    ]
+    often = lambda times, most: any(  # noqa: E731
+        sum(at_s <= t < at_s + 900 for t in times) > most for at_s in times
+    )
     found = [f"the layers are cut anew at {stages}"] if often(stages, 3) else []
     return found + ([f"other shares are set at {shares}"] if often(shares, 12) else [])

@@ -1,6 +1,8 @@
-"""A cluster that the real autoscaler runs, in namespaces of its own, and scenes on it. `python autoscaled.py FOLDER`: inside.
+"""A cluster that the real autoscaler runs, in namespaces of its own, and scenes on it. `python
+autoscaled.py FOLDER`: inside.
 
-It reads names of scenes from its input, a line each, and answers each by a JSON line: {"scene", "error", "told"}.
+It reads names of scenes from its input, a line each, and answers each by a JSON line: {"scene",
+"error", "told"}.
 """
 
 from __future__ import annotations
@@ -22,28 +24,47 @@ HEAD_ID = "f" * 51 + "00000"  # as the fake provider calls it
 INSIDE = """
 ip link set lo up && mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"
 """
-SETTINGS = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+SETTINGS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+}
 
 
 def not_allowed() -> str:
     """Why there can be no namespaces here; '' = there can."""
     try:
         done = subprocess.run(
-            [*NAMESPACES, "ip", "link", "set", "lo", "up"], capture_output=True, text=True, check=False, timeout=60
+            [*NAMESPACES, "ip", "link", "set", "lo", "up"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"namespaces: {error}"
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
 
-NAMESPACES = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--ipc"]
+NAMESPACES = [
+    "unshare",
+    "--net",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount",
+    "--mount-proc",
+    "--ipc",
+]
 
 
 class Inside:
-    """From outside: a script in namespaces of its own, and `play` for a scene. `setup`: shell lines before it. `failed`: the
-    scene that did."""
+    """From outside: a script in namespaces of its own, and `play` for a scene. `setup`: shell lines
+    before it. `failed`: the scene that did."""
 
-    def __init__(self, script: str, folder: Path, environment: Mapping[str, str], setup: str = INSIDE) -> None:
+    def __init__(
+        self, script: str, folder: Path, environment: Mapping[str, str], setup: str = INSIDE
+    ) -> None:
         self.log, self.failed = folder / "inside.log", ""
         own = {**environment, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": IMPORTS}
         with self.log.open("w") as log:
@@ -73,7 +94,11 @@ class Autoscaled(Inside):
     """The cluster that this file starts."""
 
     def __init__(self, folder: Path) -> None:
-        own = {"RAY_AUTH_MODE": "disabled", "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        own = {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_FAKE_CLUSTER": "1",
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        }
         super().__init__(__file__, folder, {**os.environ, **own})
 
 
@@ -82,16 +107,18 @@ class Autoscaled(Inside):
 
 def kind(market: str, name: str) -> dict[str, Any]:
     return {
-        "resources": {"CPU": 2, "object_store_memory": 80 << 20}, "node_config": {}, "min_workers": 0, "max_workers": 3,
-        "labels": {"ray.io/market-type": market, "ray.io/node-group": name},
+        "resources": {"CPU": 2, "object_store_memory": 80 << 20}, "node_config": {},
+        "min_workers": 0, "max_workers": 3, "labels": {"ray.io/market-type": market,
+        "ray.io/node-group": name},
     }  # fmt: skip
 
 
 def configuration(folder: Path, python: str) -> dict[str, Any]:
     """No idle node ends by itself in the time of a test."""
     provider = {
-        "type": "external", "module": "support.cluster.scarce_provider.ScarceProvider", "folder": str(folder), "python": python,
-        "head_node_id": HEAD_ID, "gcs_address": f"127.0.0.1:{PORT}", "launch_multiple": True, "use_node_id_as_ip": True,
+        "type": "external", "module": "support.cluster.scarce_provider.ScarceProvider",
+        "folder": str(folder), "python": python, "head_node_id": HEAD_ID,
+        "gcs_address": f"127.0.0.1:{PORT}", "launch_multiple": True, "use_node_id_as_ip": True,
         "disable_node_updaters": True, "disable_launch_config_check": True,
     }  # fmt: skip
     head = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
@@ -99,10 +126,12 @@ def configuration(folder: Path, python: str) -> dict[str, Any]:
     lists += [f"{who}setup_commands" for who in ("", "head_", "worker_")]
     lists += [f"{who}_start_ray_commands" for who in ("head", "worker")]
     return {
-        "cluster_name": "scarce", "max_workers": 5, "provider": provider, "idle_timeout_minutes": 60, "upscaling_speed": 100,
-        "available_node_types": {"spot": kind("spot", "spot"), "safe": kind("on-demand", "safe"), "ray.head.default": head},
-        "head_node_type": "ray.head.default", "file_mounts_sync_continuously": False,
-        **{name: {} for name in ("auth", "docker", "file_mounts")}, **{name: [] for name in lists},
+        "cluster_name": "scarce", "max_workers": 5, "provider": provider,
+        "idle_timeout_minutes": 60, "upscaling_speed": 100,
+        "available_node_types": {"spot": kind("spot", "spot"), "safe": kind("on-demand", "safe"),
+        "ray.head.default": head}, "head_node_type": "ray.head.default",
+        "file_mounts_sync_continuously": False, **{name: {} for name in ("auth", "docker",
+        "file_mounts")}, **{name: [] for name in lists},
     }  # fmt: skip
 
 
@@ -113,16 +142,24 @@ def start_head(folder: Path) -> None:
     path = folder / "cluster.json"
     path.write_text(json.dumps(configuration(folder, python)))
     words = [
-        "start", "--head", f"--port={PORT}", "--node-ip-address=127.0.0.1", f"--autoscaling-config={path}", "--num-cpus=0",
-        "--num-gpus=0", "--object-store-memory=80000000", "--include-dashboard=False", "--disable-usage-stats",
+        "start", "--head", f"--port={PORT}", "--node-ip-address=127.0.0.1",
+        f"--autoscaling-config={path}", "--num-cpus=0", "--num-gpus=0",
+        "--object-store-memory=80000000", "--include-dashboard=False", "--disable-usage-stats",
         f"--system-config={json.dumps(SETTINGS, separators=(',', ':'))}",
     ]  # fmt: skip
     text = (
-        f"import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom ray.scripts.scripts import main; main()"
+        f"import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom "
+        "ray.scripts.scripts import main; main()"
     )
-    own = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID}
+    own = {
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+    }
     own["RAY_NODE_TYPE_NAME"] = "ray.head.default"
-    subprocess.run([sys.executable, "-c", text], env={**os.environ, **own}, check=True, stdout=sys.stderr)
+    subprocess.run(
+        [sys.executable, "-c", text], env={**os.environ, **own}, check=True, stdout=sys.stderr
+    )
 
 
 def main(folder: Path) -> None:

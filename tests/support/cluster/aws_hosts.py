@@ -1,7 +1,9 @@
-"""A small AWS in namespaces of its own: EC2, IAM and S3 by moto, and for each instance a host with a kernel's view of its own
-(network, processes, mounts, name), a real sshd, its private address and its metadata on 169.254.169.254.
+"""A small AWS in namespaces of its own: EC2, IAM and S3 by moto, and for each instance a host with
+a kernel's view of its own (network, processes, mounts, name), a real sshd, its private address and
+its metadata on 169.254.169.254.
 
-`python aws_hosts.py FOLDER` runs inside; `Aws` is the account with its hosts. Nothing here leads out: no route, no name server.
+`python aws_hosts.py FOLDER` runs inside; `Aws` is the account with its hosts. Nothing here leads
+out: no route, no name server.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ REGION, BUCKET = "us-east-1", "elastic-runs"
 USER, HOME = "ubuntu", "/mnt/ubuntu"  # of the image
 SHUT_DOWN = "/mnt/shut-down"  # what `sudo shutdown` leaves on a host
 LOOK_S = 0.5
-TOOLS = {"sshd": "openssh-server", "ssh": "openssh-client", "rsync": "rsync", "ip": "iproute2", "make": "make"}
+TOOLS = {
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "rsync": "rsync",
+    "ip": "iproute2",
+    "make": "make",
+}
 SETUP = f"""
 set -e
 ip link set lo up
@@ -66,7 +74,11 @@ SetEnv AWS_ENDPOINT_URL={ENDPOINT}
 def missing() -> str:
     """Why there can be no such hosts here; '' = there can."""
     path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
-    gone = [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool, path=path) is None]
+    gone = [
+        f"{tool} ({package})"
+        for tool, package in TOOLS.items()
+        if shutil.which(tool, path=path) is None
+    ]
     return f"not on this machine: {', '.join(gone)}" if gone else not_allowed()
 
 
@@ -83,7 +95,8 @@ def answers(address: str, port: int) -> bool:
 
 
 def moto() -> None:
-    """In a process of its own. EC2 starts up to MaxCount instances, moto alone always MinCount of them."""
+    """In a process of its own. EC2 starts up to MaxCount instances, moto alone always MinCount of
+    them."""
     from moto.ec2.responses.instances import InstanceResponse
     from moto.server import main as serve
 
@@ -123,7 +136,13 @@ class Host:
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdigit() and os.readlink(entry / "ns/pid") == own:
-                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    words = (
+                        (entry / "cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                        .strip()
+                    )
                     if words:  # a zombie has none
                         found[int(entry.name)] = words
             except OSError:
@@ -133,7 +152,8 @@ class Host:
 
 @dataclass
 class Aws:
-    """The account. `hosts`: instance id -> host. `held`: instances whose host continues though EC2 has ended them."""
+    """The account. `hosts`: instance id -> host. `held`: instances whose host continues though EC2
+    has ended them."""
 
     folder: Path
     hosts: dict[str, Host] = field(default_factory=dict)
@@ -148,7 +168,9 @@ class Aws:
 
         self._network()
         with (self.folder / "moto.log").open("w") as log:
-            subprocess.Popen([sys.executable, __file__], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            subprocess.Popen(
+                [sys.executable, __file__], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         until(lambda: answers(GATEWAY, PORT), "moto's port")
         self.ec2, self.iam = boto3.client("ec2", REGION), boto3.client("iam", REGION)
         boto3.client("s3", REGION).create_bucket(Bucket=BUCKET)
@@ -158,25 +180,37 @@ class Aws:
 
     def _network(self) -> None:
         for words in (
-            "link add br0 type bridge", "link set br0 up", f"addr add {GATEWAY}/16 dev br0", f"addr add {METADATA}/32 dev br0"
+            "link add br0 type bridge", "link set br0 up", f"addr add {GATEWAY}/16 dev br0",
+            f"addr add {METADATA}/32 dev br0"
         ):  # fmt: skip
             sh("ip", *words.split())
 
     def _image(self) -> None:
-        """What a machine image of one's own holds: ~/venv with all that is needed but this package."""
+        """What a machine image of one's own holds: ~/venv with all that is needed but this
+        package."""
         from ray import __file__ as ray_file
 
         image, base = self.folder / "image", os.path.realpath(sys.executable)
-        packages = image / f"venv/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+        packages = (
+            image
+            / f"venv/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+        )
         (image / "venv/bin").mkdir(parents=True)
         packages.mkdir(parents=True)
         for name in ("python", "python3"):
             (image / "venv/bin" / name).symlink_to(base)
-        (image / "venv/pyvenv.cfg").write_text(f"home = {Path(base).parent}\ninclude-system-site-packages = false\n")
+        (image / "venv/pyvenv.cfg").write_text(
+            f"home = {Path(base).parent}\ninclude-system-site-packages = false\n"
+        )
         (packages / "image.pth").write_text(f"{HOME}/elastic\n{Path(ray_file).parents[1]}\n")
-        for name, module in (("ray", "ray.scripts.scripts"), ("elastic", "elastic.cli.command_line")):
+        for name, module in (
+            ("ray", "ray.scripts.scripts"),
+            ("elastic", "elastic.cli.command_line"),
+        ):
             self._script(
-                f"venv/bin/{name}", f"{HOME}/venv/bin/python", f"import sys\nfrom {module} import main\nsys.exit(main())"
+                f"venv/bin/{name}",
+                f"{HOME}/venv/bin/python",
+                f"import sys\nfrom {module} import main\nsys.exit(main())",
             )
         self._script("venv/bin/sudo", "/bin/sh", f'[ "$1" = shutdown ] && touch {SHUT_DOWN}')
         (image / ".bashrc").write_text("\n")
@@ -192,24 +226,31 @@ class Aws:
         script.write_text(f"#!{interpreter}\n{text}\n")
         script.chmod(0o755)
 
-    # ------------------------------------------------------------------------------------------ what EC2 says
+    # ------------------------------------------------------------------------------------------
+    # what EC2 says
 
     def instances(self) -> list[dict[str, Any]]:
-        return [i for page in self.ec2.describe_instances()["Reservations"] for i in page["Instances"]]
+        return [
+            i for page in self.ec2.describe_instances()["Reservations"] for i in page["Instances"]
+        ]
 
     def paid(self, kind: str = "worker") -> dict[str, str]:
         """Instance id -> node type of those that cost money."""
         found = {}
         for instance in self.instances():
             tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
-            if instance["State"]["Name"] in ("pending", "running") and tags.get("ray-node-type") == kind:
+            if (
+                instance["State"]["Name"] in ("pending", "running")
+                and tags.get("ray-node-type") == kind
+            ):
                 found[instance["InstanceId"]] = tags.get("ray-user-node-type", "")
         return found
 
     def end(self, instance_id: str) -> None:
         self.ec2.terminate_instances(InstanceIds=[instance_id])
 
-    # ------------------------------------------------------------------------------------------ hosts
+    # ------------------------------------------------------------------------------------------
+    # hosts
 
     def head(self) -> Host:
         (head,) = self.paid("head")
@@ -219,9 +260,17 @@ class Aws:
         while True:
             try:
                 time.sleep(LOOK_S)  # sleeps: AWS follows what is asked of it with a delay
-                live = {i["InstanceId"]: i for i in self.instances() if i["State"]["Name"] in ("pending", "running")}
+                live = {
+                    i["InstanceId"]: i
+                    for i in self.instances()
+                    if i["State"]["Name"] in ("pending", "running")
+                }
                 for instance_id, instance in live.items():
-                    if instance_id not in self.hosts and instance.get("Tags") and not self._one_boots():
+                    if (
+                        instance_id not in self.hosts
+                        and instance.get("Tags")
+                        and not self._one_boots()
+                    ):
                         self._start(instance)
                 for instance_id in set(self.hosts) - set(live) - self.held:
                     self._stop(self.hosts.pop(instance_id))
@@ -231,11 +280,15 @@ class Aws:
                 print(self.problems[-1], file=sys.stderr, flush=True)
 
     def _one_boots(self) -> bool:
-        """Machines come up at different times. Here they share the cores, and `ray start` gives up after 30 s."""
+        """Machines come up at different times. Here they share the cores, and `ray start` gives up
+        after 30 s."""
         for host in self.hosts.values():
             if not host.booted and host.process.poll() is None:
                 running = host.processes().values()
-                raylet, start = (any(word in words for words in running) for word in ("raylet/raylet", "ray start"))
+                raylet, start = (
+                    any(word in words for words in running)
+                    for word in ("raylet/raylet", "ray start")
+                )
                 host.booted = raylet and not start
         return any(not host.booted and host.process.poll() is None for host in self.hosts.values())
 
@@ -255,21 +308,41 @@ class Aws:
         space, link = f"h{instance_id[-8:]}", f"v{instance_id[-8:]}"
         tags = {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
         key = self.folder / f"{instance['KeyName']}.pub"
-        key.write_text(sh("ssh-keygen", "-y", "-f", str(self.folder / f"home/.ssh/{instance['KeyName']}.pem")))
+        key.write_text(
+            sh("ssh-keygen", "-y", "-f", str(self.folder / f"home/.ssh/{instance['KeyName']}.pem"))
+        )
         self._tell(instance)
         sh("ip", "netns", "add", space)
         sh("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
         sh("ip", "link", "set", link, "master", "br0", "up")
         for words in (
-            "link set lo up", f"addr add {address}/16 dev eth0", "link set eth0 up", f"route add default via {GATEWAY}"
+            "link set lo up", f"addr add {address}/16 dev eth0", "link set eth0 up",
+            f"route add default via {GATEWAY}"
         ):  # fmt: skip
             sh("ip", "-n", space, *words.split())
-        spaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts", "--ipc"]
+        spaces = [
+            "unshare",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount",
+            "--mount-proc",
+            "--uts",
+            "--ipc",
+        ]
         with (self.folder / f"{space}.log").open("w") as log:
-            words = ["sh", "-c", HOST, "sh", f"ip-{address.replace('.', '-')}", str(self.folder), str(key)]
+            words = [
+                "sh",
+                "-c",
+                HOST,
+                "sh",
+                f"ip-{address.replace('.', '-')}",
+                str(self.folder),
+                str(key),
+            ]
             process = subprocess.Popen(
-                ["ip", "netns", "exec", space, *spaces, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={"PATH": os.environ["PATH"]},
+                ["ip", "netns", "exec", space, *spaces, *words], stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, env={"PATH": os.environ["PATH"]},
             )  # fmt: skip
         host = Host(instance_id, address, tags.get("ray-user-node-type", ""), link, process)
 
@@ -281,30 +354,42 @@ class Aws:
         until(begun, f"the first process of {instance_id}")
         self.hosts[instance_id] = host
         self.launched.append(host.node_type)
-        print(f"{time.monotonic():.1f} up: {instance_id} {address} {host.node_type}", file=sys.stderr, flush=True)
+        print(
+            f"{time.monotonic():.1f} up: {instance_id} {address} {host.node_type}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _tell(self, instance: dict[str, Any]) -> None:
         """Its metadata, the role's credentials with them."""
-        profile = instance.get("IamInstanceProfile")  # moto gives one to the first of several instances
+        # moto gives one to the first of several instances
+        profile = instance.get("IamInstanceProfile")
         role = profile["Arn"].rpartition("/")[2] if profile else "elastic-worker"
         keys = {
-            "Code": "Success", "Type": "AWS-HMAC", "AccessKeyId": f"ASIA{role.upper()}", "SecretAccessKey": "secret",
-            "Token": "session", "LastUpdated": iso(time.time()), "Expiration": iso(time.time() + 6 * 3600),
+            "Code": "Success", "Type": "AWS-HMAC", "AccessKeyId": f"ASIA{role.upper()}",
+            "SecretAccessKey": "secret", "Token": "session", "LastUpdated": iso(time.time()),
+            "Expiration": iso(time.time() + 6 * 3600),
         }  # fmt: skip
         said = self.metadata.node(instance["PrivateIpAddress"])
         said.aws_only = True
         said.aws = {
-            "instance-id": instance["InstanceId"], "instance-life-cycle": instance.get("InstanceLifecycle", "on-demand"),
+            "instance-id": instance["InstanceId"],
+            "instance-life-cycle": instance.get("InstanceLifecycle", "on-demand"),
             "iam/security-credentials/": role, f"iam/security-credentials/{role}": keys,
         }  # fmt: skip
 
     def _stop(self, host: Host) -> None:
         host.process.kill()
         host.process.wait()
-        print(f"{time.monotonic():.1f} down: {host.instance_id} {host.address} {host.node_type}", file=sys.stderr, flush=True)
+        print(
+            f"{time.monotonic():.1f} down: {host.instance_id} {host.address} {host.node_type}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def kill(self, host: Host) -> None:
-        """The whole machine at once, its cable first: nobody says goodbye. EC2 does not know yet."""
+        """The whole machine at once, its cable first: nobody says goodbye. EC2 does not know
+        yet."""
         sh("ip", "link", "set", host.link, "down")
         os.kill(host.process.pid, signal.SIGKILL)
 
@@ -324,8 +409,8 @@ def main(folder: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("AWS_", "RAY_", "ELASTIC_"))]:
         del os.environ[name]
     os.environ.update(
-        HOME=str(home), AWS_ENDPOINT_URL=ENDPOINT, AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_DEFAULT_REGION=REGION,
-        RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token",
+        HOME=str(home), AWS_ENDPOINT_URL=ENDPOINT, AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b",
+        AWS_DEFAULT_REGION=REGION, RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token",
     )  # fmt: skip
     hand = Stagehand(folder, Aws(folder))
     answer_scenes(answers, lambda name: SCENES[name](hand), hand.state)

@@ -1,4 +1,5 @@
-"""Scenes on a cluster that `ray up` launched on the small AWS of aws_hosts.py; one run of the quickstart goes through all."""
+"""Scenes on a cluster that `ray up` launched on the small AWS of aws_hosts.py; one run of the
+quickstart goes through all."""
 
 from __future__ import annotations
 
@@ -33,22 +34,29 @@ ADDRESS = "http://127.0.0.1:8265"
 
 
 def cluster_file(aws: Aws) -> dict[str, Any]:
-    """The shipped file with what it says REPLACE, on an image that moto knows; its pools without GPUs: there are none here."""
+    """The shipped file with what it says REPLACE, on an image that moto knows; its pools without
+    GPUs: there are none here."""
     vpc = aws.ec2.describe_vpcs()["Vpcs"][0]["VpcId"]
-    group = aws.ec2.create_security_group(GroupName="elastic", Description="elastic", VpcId=vpc)["GroupId"]
+    group = aws.ec2.create_security_group(GroupName="elastic", Description="elastic", VpcId=vpc)[
+        "GroupId"
+    ]
     for name in ("elastic-head", "elastic-worker"):
         aws.iam.create_instance_profile(InstanceProfileName=name)
     text = re.sub(r"resolve:ssm:\S+", AMI, FILE.read_text()).replace("sg-0REPLACE000000000", group)
     data: dict[str, Any] = yaml.safe_load(text.replace("LIMIT_S=1200", "LIMIT_S=120"))
     types = data["available_node_types"]
-    pools = {"spot": (types.pop("g6e-small-spot"), 2), "on-demand": (types.pop("g6e-small-on-demand"), 1)}
+    pools = {
+        "spot": (types.pop("g6e-small-spot"), 2),
+        "on-demand": (types.pop("g6e-small-on-demand"), 1),
+    }
     data["available_node_types"] = {"head": types["head"]}
     for name, (pool, most) in pools.items():
         del pool["labels"]["ray.io/accelerator-type"]
         pool["node_config"]["InstanceType"] = "m7i.large"
         data["available_node_types"][name] = {**pool, "resources": {"CPU": 2}, "max_workers": most}
     data["provider"]["use_internal_ips"] = True
-    data["metadata"]["elastic"]["pools"] = {"spot": {"usd_per_node_h": 0.04}}  # the catalog has no spot price of it
+    # the catalog has no spot price of it
+    data["metadata"]["elastic"]["pools"] = {"spot": {"usd_per_node_h": 0.04}}
     return data
 
 
@@ -76,7 +84,13 @@ class Stagehand:
     def command(self, words: list[str], within_s: float = WITHIN_S, folder: Path = ROOT) -> str:
         """On the user's machine."""
         done = subprocess.run(
-            words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=within_s
+            words,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=within_s,
         )
         text = done.stdout + done.stderr
         with (self.folder / "commands.log").open("a") as log:
@@ -88,57 +102,114 @@ class Stagehand:
         tunnel = (self.folder / "tunnel.log").open("w")
         # no input: ssh would make this process's own one non-blocking
         own = {"stdin": subprocess.DEVNULL, "stdout": tunnel, "stderr": tunnel}
-        self.tunnel = subprocess.Popen([*RAY, "dashboard", str(self.file)], cwd=ROOT, text=True, **own)
-        settings = {"steps": STEPS, "storage": f"s3://{BUCKET}", "budget_usd": 50, "orphan_lease_s": LEASE_S, "eval_every": 0}
-        words = ["elastic", "run", "jobs/quickstart", "--cluster", "cluster.yaml", "--run-name", RUN, "--json"]
+        self.tunnel = subprocess.Popen(
+            [*RAY, "dashboard", str(self.file)], cwd=ROOT, text=True, **own
+        )
+        settings = {
+            "steps": STEPS,
+            "storage": f"s3://{BUCKET}",
+            "budget_usd": 50,
+            "orphan_lease_s": LEASE_S,
+            "eval_every": 0,
+        }
+        words = [
+            "elastic",
+            "run",
+            "jobs/quickstart",
+            "--cluster",
+            "cluster.yaml",
+            "--run-name",
+            RUN,
+            "--json",
+        ]
         words += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         until(lambda: answers("127.0.0.1", 8265), "the dashboard's port", 60)
-        submit = ["job", "submit", "--no-wait", "--address", ADDRESS, "--working-dir", ".", "--", *words]
+        submit = [
+            "job",
+            "submit",
+            "--no-wait",
+            "--address",
+            ADDRESS,
+            "--working-dir",
+            ".",
+            "--",
+            *words,
+        ]
         self.command([*RAY, *submit], folder=self.submitted)
 
     def drives(self) -> bool:
         """Is the job's driver there? It was once, where `driven`."""
-        there = any("jobs/quickstart --cluster" in words for words in self.aws.head().processes().values())
+        there = any(
+            "jobs/quickstart --cluster" in words for words in self.aws.head().processes().values()
+        )
         self.driven |= there
         return there
 
     def output(self) -> str:
         """What the job has printed."""
-        logs = self.aws.head().path("/tmp/ray").glob("session_*/logs/job-driver-*.log") if self.aws.paid("head") else []
+        logs = (
+            self.aws.head().path("/tmp/ray").glob("session_*/logs/job-driver-*.log")
+            if self.aws.paid("head")
+            else []
+        )
         return "".join(path.read_text() for path in logs)
 
-    # ------------------------------------------------------------------------------------------ what the run says
+    # ------------------------------------------------------------------------------------------
+    # what the run says
 
     def lines(self) -> list[Line]:
         """The driver's own journal, on the head."""
         found = list(
-            self.aws.head().path("/tmp/ray").glob(f"session_*/runtime_resources/working_dir_files/*/elastic_runs/{RUN}")
+            self.aws.head()
+            .path("/tmp/ray")
+            .glob(f"session_*/runtime_resources/working_dir_files/*/elastic_runs/{RUN}")
         )
         path = found[0] / "journal.jsonl" if found else None
         return read(path) if path is not None and path.is_file() else []
 
     def events(self, kind: type[Event]) -> list[tuple[float, Any]]:
-        return [(at_s, event) for line in self.lines() for at_s, event in line.events if isinstance(event, kind)]
+        return [
+            (at_s, event)
+            for line in self.lines()
+            for at_s, event in line.events
+            if isinstance(event, kind)
+        ]
 
     def step(self) -> int:
         return max((event.step for _, event in self.events(StepDone)), default=-1)
 
     def decided(self, kind: type[DrainNode], node: str) -> list[float]:
-        orders = [(line.at_s, a) for line in self.lines() if line.decision for a in line.decision.actions]
-        return [at_s for at_s, action in orders if isinstance(action, kind) and action.node_id == node]
+        orders = [
+            (line.at_s, a) for line in self.lines() if line.decision for a in line.decision.actions
+        ]
+        return [
+            at_s for at_s, action in orders if isinstance(action, kind) and action.node_id == node
+        ]
 
     def members(self) -> set[str]:
         """Nodes of the newest plan that was entered."""
         entered = self.events(PlanEntered)
-        orders = [a for line in self.lines() if line.decision for a in line.decision.actions if isinstance(a, EnterPlan)]
+        orders = [
+            a
+            for line in self.lines()
+            if line.decision
+            for a in line.decision.actions
+            if isinstance(a, EnterPlan)
+        ]
         plans = {order.plan.generation: order.plan for order in orders}
-        return {worker.node_id for worker in plans[entered[-1][1].generation].ranks} if entered else set()
+        return (
+            {worker.node_id for worker in plans[entered[-1][1].generation].ranks}
+            if entered
+            else set()
+        )
 
     def a_spot(self) -> tuple[Host, str]:
         """A host of the pool that trains, and its node."""
         hosts = {host.address: host for host in self.aws.hosts.values() if host.node_type == "spot"}
         for entry in self.ray_state().node_table():
-            found = [node for node in self.members() if entry["NodeID"].endswith(node.rpartition("-")[2])]
+            found = [
+                node for node in self.members() if entry["NodeID"].endswith(node.rpartition("-")[2])
+            ]
             if found and entry["NodeManagerAddress"] in hosts:
                 return hosts[entry["NodeManagerAddress"]], found[0]
         raise AssertionError(f"no spot host trains: {self.aws.hosts}, {self.members()}")
@@ -146,7 +217,8 @@ class Stagehand:
     def workers_on(self, host: Host) -> dict[int, str]:
         return {pid: words for pid, words in host.processes().items() if WORKER.match(words)}
 
-    # ------------------------------------------------------------------------------------------ what Ray says
+    # ------------------------------------------------------------------------------------------
+    # what Ray says
 
     def ray_state(self) -> Any:
         if self._state is None:
@@ -156,7 +228,9 @@ class Stagehand:
             address = f"{self.aws.head().address}:6379"
             self._state = GlobalState()
             self._state._initialize_global_state(
-                GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+                GcsClientOptions.create(
+                    address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
+                )
             )
         return self._state
 
@@ -187,11 +261,15 @@ class Stagehand:
         said = [f"problems of the account: {self.aws.problems[-3:]}", f"hosts: {self.aws.hosts}"]
         said.append(self.output()[-3000:])
         for line in self.lines()[-15:] if self.aws.paid("head") else []:
-            said.append(f"{line.at_s:.1f} {[e for _, e in line.events if not isinstance(e, StepDone)]} {line.decision}")
+            said.append(
+                f"{line.at_s:.1f} {[e for _, e in line.events if not isinstance(e, StepDone)]} "
+                f"{line.decision}"
+            )
         return "\n".join(said)
 
 
-# ------------------------------------------------------------------------------------------ the scenes
+# ------------------------------------------------------------------------------------------ the
+# scenes
 
 
 def launched(hand: Stagehand) -> Any:
@@ -215,29 +293,40 @@ def reaches_steps(hand: Stagehand) -> Any:
 
 
 def notice(hand: Stagehand) -> Any:
-    """AWS takes a spot instance, as it does: two lines on its metadata service, and later the instance."""
+    """AWS takes a spot instance, as it does: two lines on its metadata service, and later the
+    instance."""
     host, node = hand.a_spot()
     ray_id = hand.ray_id(node)
     written_s = time.time()
     hand.aws.metadata.interrupt(host.address, in_s=NOTICE_S)
     hand.until(lambda: any(event.node_id == node for _, event in hand.events(Notice)), "the notice")
-    ((heard_s, heard),) = [(at_s, event) for at_s, event in hand.events(Notice) if event.node_id == node]
+    ((heard_s, heard),) = [
+        (at_s, event) for at_s, event in hand.events(Notice) if event.node_id == node
+    ]
     assert heard.origin.startswith("AWS: spot instance-action terminate at "), heard
     assert written_s + NOTICE_S - 5 < heard.deadline_s < written_s + NOTICE_S + 5
-    hand.until(lambda: ray_id in hand.draining() or ray_id not in hand.alive(), "the node drained in Ray")
+    hand.until(
+        lambda: ray_id in hand.draining() or ray_id not in hand.alive(), "the node drained in Ray"
+    )
     drained_s = time.time()
     (decided_s,) = hand.decided(DrainNode, node)
     hand.until(lambda: node not in hand.members(), "a plan without the node")
     until(lambda: time.time() >= written_s + NOTICE_S, "the end of the notice")
     hand.aws.end(host.instance_id)
     hand.goes_on()
-    spans = {"event": heard_s - written_s, "decided": decided_s - heard_s, "drained": drained_s - decided_s}
+    spans = {
+        "event": heard_s - written_s,
+        "decided": decided_s - heard_s,
+        "drained": drained_s - decided_s,
+    }
     return {f"{name}_s": round(span, 2) for name, span in spans.items()}
 
 
 def killed(hand: Stagehand) -> Any:
     """A machine is gone without a word; nobody pays for it any longer."""
-    hand.until(lambda: any(node.startswith("spot-") for node in hand.members()), "a spot node that trains")
+    hand.until(
+        lambda: any(node.startswith("spot-") for node in hand.members()), "a spot node that trains"
+    )
     host, node = hand.a_spot()
     at_s = time.time()
     hand.aws.kill(host)
@@ -246,12 +335,18 @@ def killed(hand: Stagehand) -> Any:
     hand.goes_on()
     began_s = time.monotonic()
     hand.until(lambda: host.instance_id not in hand.aws.paid(), "its instance ended")
-    return {"lost_s": round(lost_s - at_s, 2), "instance_ended_s": round(time.monotonic() - began_s, 1)}
+    return {
+        "lost_s": round(lost_s - at_s, 2),
+        "instance_ended_s": round(time.monotonic() - began_s, 1),
+    }
 
 
 def cut(hand: Stagehand) -> Any:
-    """A machine that nobody reaches runs on: the driver's side continues, the other one ends itself, workers and machine."""
-    hand.until(lambda: any(node.startswith("spot-") for node in hand.members()), "a spot node that trains")
+    """A machine that nobody reaches runs on: the driver's side continues, the other one ends
+    itself, workers and machine."""
+    hand.until(
+        lambda: any(node.startswith("spot-") for node in hand.members()), "a spot node that trains"
+    )
     host, node = hand.a_spot()
     began, at_s = time.monotonic(), time.time()
     hand.aws.cut(host)
@@ -259,12 +354,20 @@ def cut(hand: Stagehand) -> Any:
     hand.until(lambda: any(event.node_id == node for _, event in hand.events(NodeLost)), "its loss")
     (lost_s,) = [at_s for at_s, event in hand.events(NodeLost) if event.node_id == node]
     hand.goes_on()
-    hand.until(lambda: not hand.workers_on(host), "no worker on the other side", LEASE_S + LEAVE_S + WITHIN_S)
+    hand.until(
+        lambda: not hand.workers_on(host),
+        "no worker on the other side",
+        LEASE_S + LEAVE_S + WITHIN_S,
+    )
     alone_s = time.monotonic() - began
     hand.until(lambda: host.instance_id in hand.aws.shut_down, "the machine shut down")
     down_s = time.monotonic() - began
     hand.goes_on()
-    return {"lost_s": round(lost_s - at_s, 2), "workers_left_s": round(alone_s, 1), "shut_down_s": round(down_s, 1)}
+    return {
+        "lost_s": round(lost_s - at_s, 2),
+        "workers_left_s": round(alone_s, 1),
+        "shut_down_s": round(down_s, 1),
+    }
 
 
 def ended(hand: Stagehand) -> Any:
@@ -280,11 +383,20 @@ def ended(hand: Stagehand) -> Any:
     unpaid_s = time.monotonic() - began_s
     hand.ray("down", "-y", str(hand.file))
     until(lambda: not hand.aws.paid("head"), "no head")
-    assert json.loads(hand.elastic("cluster", "reap", str(hand.file), "--json").splitlines()[-1])["instances"] == []
+    assert (
+        json.loads(hand.elastic("cluster", "reap", str(hand.file), "--json").splitlines()[-1])[
+            "instances"
+        ]
+        == []
+    )
     left = [t for t in summary["transitions"] if t["cause"] == "notice"]
     assert [(t["steps_lost"], t["source"]) for t in left] == [(0, "live")], left
-    assert all(t["digest_ok"] for t in summary["transitions"][1:])  # the start has nothing to compare with
-    causes = [f"{t['cause']}: {t['steps_lost']} lost, {t['pause_s']:.1f} s" for t in summary["transitions"]]
+    # the start has nothing to compare with
+    assert all(t["digest_ok"] for t in summary["transitions"][1:])
+    causes = [
+        f"{t['cause']}: {t['steps_lost']} lost, {t['pause_s']:.1f} s"
+        for t in summary["transitions"]
+    ]
     return {
         "stopped_s": round(over_s - began, 1),
         "unpaid_s": round(unpaid_s, 1),

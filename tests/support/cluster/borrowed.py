@@ -10,7 +10,8 @@ from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 
 @dataclass
 class Borrowed:
-    """A LocalCluster that outlives the backend which closes it: only the nodes that were started through it end."""
+    """A LocalCluster that outlives the backend which closes it: only the nodes that were started
+    through it end."""
 
     cluster: LocalCluster
     started: list[str] = field(default_factory=list)

@@ -1,7 +1,9 @@
-"""A worker session without torch: steps are naps. Same interface as elastic.worker.session.session.Session.
+"""A worker session without torch: steps are naps. Same interface as
+elastic.worker.session.session.Session.
 
-Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`, `imports`, `prints`, `unreached` (a
-node and the neighbor that it does not reach when it is prepared for the first time).
+Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`, `imports`,
+`prints`, `unreached` (a node and the neighbor that it does not reach when it is prepared for the
+first time).
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class FakeSession:
             self.put(WorkerFailed(self.me, 0, "program", "ValueError: the program is wrong"))
         elif self.me.node_id in self.job.get("unreached", {}) and not self.n:
             neighbor = self.job["unreached"][self.me.node_id]
-            self.put(NodeRefused(self.me.node_id, f"{neighbor} cannot be reached", neighbors=(neighbor,)))
+            self.put(
+                NodeRefused(self.me.node_id, f"{neighbor} cannot be reached", neighbors=(neighbor,))
+            )
         else:
             self.put(NodePrepared(self.me.node_id, (os.getpid(),)))
 
@@ -124,7 +128,14 @@ class FakeSession:
             self.outbox = [(n, e) for n, e in self.outbox if n > ack]
             while not self.outbox and (left := deadline - time.monotonic()) > 0:
                 self.lock.wait(left)
-            return Beat(tuple(self.outbox), self.generation, self.phase, self.step, self.progress, os.getpid())
+            return Beat(
+                tuple(self.outbox),
+                self.generation,
+                self.phase,
+                self.step,
+                self.progress,
+                os.getpid(),
+            )
 
     def close(self) -> None:
         self.aborted = 1 << 30

@@ -13,7 +13,8 @@ from elastic.types import Admission, NodePrepared, NodeRefused
 from elastic.types.orders import WorkerOrder
 from elastic.worker.profile.node_checks import NodeRejected, answer
 
-DISK = "ELASTIC_TEST_DISK"  # a folder that stands for the root of the host's disk; not set = that of the driver's host
+# a folder that stands for the root of the host's disk; not set = that of the driver's host
+DISK = "ELASTIC_TEST_DISK"
 
 
 class FarSession(FakeSession):

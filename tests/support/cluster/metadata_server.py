@@ -1,7 +1,8 @@
-"""A metadata server on loopback that follows the documents of AWS (IMDSv2 only), GCP, Azure and of Kubernetes' pod resource.
+"""A metadata server on loopback that follows the documents of AWS (IMDSv2 only), GCP, Azure and of
+Kubernetes' pod resource.
 
-What it says is set per node: a node asks under its own prefix (`endpoint("a")`); without one it is the node "". Where each
-node has an address of its own (`by_client`), that is its name.
+What it says is set per node: a node asks under its own prefix (`endpoint("a")`); without one it is
+the node "". Where each node has an address of its own (`by_client`), that is its name.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ def iso(at_s: float) -> str:
 
 @dataclass
 class Said:
-    """What one node is told. Paths of AWS are below latest/meta-data, those of GCP below computeMetadata/v1."""
+    """What one node is told. Paths of AWS are below latest/meta-data, those of GCP below
+    computeMetadata/v1."""
 
     aws: dict[str, Any] = field(default_factory=dict)
-    gcp: dict[str, str] = field(default_factory=lambda: {"instance/id": "1", "instance/preempted": "FALSE"})
+    gcp: dict[str, str] = field(
+        default_factory=lambda: {"instance/id": "1", "instance/preempted": "FALSE"}
+    )
     azure: list[dict[str, Any]] = field(default_factory=list)
     azure_name: str = "vm_0"
     pod: dict[str, Any] | None = None
@@ -35,10 +39,13 @@ class Said:
 
 
 class MetadataServer:
-    """`clock_off_s`: of the server's clock from this machine's. `says_date`: it tells its clock. `hang`: it takes connections
-    and never answers. `broken`: HTTP status of all answers, 0 = as it should be."""
+    """`clock_off_s`: of the server's clock from this machine's. `says_date`: it tells its clock.
+    `hang`: it takes connections and never answers. `broken`: HTTP status of all answers, 0 = as it
+    should be."""
 
-    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0), by_client: bool = False) -> None:
+    def __init__(
+        self, address: tuple[str, int] = ("127.0.0.1", 0), by_client: bool = False
+    ) -> None:
         self.by_client = by_client
         self.nodes: dict[str, Said] = {}
         self.tokens: dict[str, float] = {}
@@ -50,7 +57,9 @@ class MetadataServer:
         self._server = ThreadingHTTPServer(address, handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), daemon=True
+        )
         self._thread.start()
 
     def now_s(self) -> float:
@@ -64,12 +73,25 @@ class MetadataServer:
 
     def interrupt(self, node: str = "", in_s: float = 120.0, action: str = "terminate") -> None:
         """What AWS does about two minutes before it takes a spot instance."""
-        self.node(node).aws["spot/instance-action"] = {"action": action, "time": iso(self.now_s() + in_s)}
+        self.node(node).aws["spot/instance-action"] = {
+            "action": action,
+            "time": iso(self.now_s() + in_s),
+        }
 
-    def plan_maintenance(self, node: str = "", in_s: float = 7200.0, status: str = "PENDING") -> None:
+    def plan_maintenance(
+        self, node: str = "", in_s: float = 7200.0, status: str = "PENDING"
+    ) -> None:
         """What Google does some days before it stops a host with GPUs."""
-        window = {"window_start_time": iso(self.now_s() + in_s), "window_end_time": iso(self.now_s() + in_s + 7200)}
-        said = {"can_reschedule": "true", "maintenance_status": status, "type": "SCHEDULED", **window}
+        window = {
+            "window_start_time": iso(self.now_s() + in_s),
+            "window_end_time": iso(self.now_s() + in_s + 7200),
+        }
+        said = {
+            "can_reschedule": "true",
+            "maintenance_status": status,
+            "type": "SCHEDULED",
+            **window,
+        }
         self.node(node).gcp["instance/upcoming-maintenance"] = json.dumps(said)
 
     def __enter__(self) -> MetadataServer:
@@ -142,7 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(401)
             return
         value = said.aws.get(path)
-        self._answer(404) if value is None else self._answer(200, value if isinstance(value, str) else json.dumps(value))
+        self._answer(404) if value is None else self._answer(
+            200, value if isinstance(value, str) else json.dumps(value)
+        )
 
     def _gcp(self, said: Said, path: str) -> None:
         if self.headers.get("Metadata-Flavor") != "Google":
@@ -161,7 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "instance/compute/name":
             self._answer(200, said.azure_name)
         elif path == "scheduledevents":
-            self._answer(200, json.dumps({"DocumentIncarnation": len(said.azure), "Events": said.azure}))
+            self._answer(
+                200, json.dumps({"DocumentIncarnation": len(said.azure), "Events": said.azure})
+            )
         else:
             self._answer(404)
 

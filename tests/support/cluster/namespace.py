@@ -1,4 +1,5 @@
-"""Namespaces of their own (network, processes, mounts, IPC) in which commands run: Ray clusters that see and harm no others."""
+"""Namespaces of their own (network, processes, mounts, IPC) in which commands run: Ray clusters
+that see and harm no others."""
 
 from __future__ import annotations
 
@@ -14,32 +15,64 @@ from elastic.cluster.ray import processes
 
 
 class Namespace:
-    """`environment`: of all that runs inside. Folders but /tmp/ray and /dev/shm are those of this machine."""
+    """`environment`: of all that runs inside. Folders but /tmp/ray and /dev/shm are those of this
+    machine."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-        self.environment = {**kept, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **environment}
-        self._holder = subprocess.Popen([*NAMESPACES, "sh", "-c", INSIDE, "sh", "sleep", "infinity"])
-        until(lambda: self._inside() and processes.command(self._inside())[0] == "sleep", "the namespaces stand")
+        self.environment = {
+            **kept,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        self._holder = subprocess.Popen(
+            [*NAMESPACES, "sh", "-c", INSIDE, "sh", "sleep", "infinity"]
+        )
+        until(
+            lambda: self._inside() and processes.command(self._inside())[0] == "sleep",
+            "the namespaces stand",
+        )
         self._name = os.readlink(f"/proc/{self._inside()}/ns/net")
 
     def _inside(self) -> int:
         return next(iter(processes.descendants(self._holder.pid)), 0)
 
     def _words(self, words: tuple[str, ...]) -> list[str]:
-        return ["nsenter", "--target", str(self._inside()), "--net", "--pid", "--mount", "--ipc", "--wd=.", *words]
+        return [
+            "nsenter",
+            "--target",
+            str(self._inside()),
+            "--net",
+            "--pid",
+            "--mount",
+            "--ipc",
+            "--wd=.",
+            *words,
+        ]
 
     def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self._words(words), env={**self.environment, **more}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            self._words(words),
+            env={**self.environment, **more},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def run(self, *words: str, within_s: float = 300.0, **more: str) -> str:
         """Its output; raises AssertionError where it fails."""
         done = subprocess.run(
-            self._words(words), env={**self.environment, **more}, text=True, capture_output=True, timeout=within_s, check=False
+            self._words(words),
+            env={**self.environment, **more},
+            text=True,
+            capture_output=True,
+            timeout=within_s,
+            check=False,
         )
-        assert done.returncode == 0, f"{words}: {done.returncode}: {done.stdout[-2000:]} {done.stderr[-3000:]}"
+        assert done.returncode == 0, (
+            f"{words}: {done.returncode}: {done.stdout[-2000:]} {done.stderr[-3000:]}"
+        )
         return done.stdout
 
     def pids(self, *words: str) -> list[int]:
@@ -48,7 +81,10 @@ class Namespace:
         for name in filter(str.isdigit, os.listdir("/proc")):
             line = " ".join(processes.command(int(name)))
             with suppress(OSError):
-                if all(word in line for word in words) and os.readlink(f"/proc/{name}/ns/net") == self._name:
+                if (
+                    all(word in line for word in words)
+                    and os.readlink(f"/proc/{name}/ns/net") == self._name
+                ):
                     found.append(int(name))
         return [pid for pid in found if processes.started(pid) is not None]
 

@@ -1,7 +1,9 @@
-"""Ray's fake provider of nodes (real raylets on this machine), as `type: external`: with droughts and failing launches.
+"""Ray's fake provider of nodes (real raylets on this machine), as `type: external`: with droughts
+and failing launches.
 
-Files in the folder of the provider's configuration steer it: TYPE.error (its text is raised by each launch), TYPE.silent (a
-launch is taken and nothing comes). It writes `nodes` (id -> type of what exists) and `launches` (a line for each).
+Files in the folder of the provider's configuration steer it: TYPE.error (its text is raised by each
+launch), TYPE.silent (a launch is taken and nothing comes). It writes `nodes` (id -> type of what
+exists) and `launches` (a line for each).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class ScarceProvider(FakeMultiNodeProvider):  # type: ignore[misc]
         sys.executable = provider_config["python"]  # nodes without agents
         self._note()
 
-    def create_node_with_resources_and_labels(self, node_config: Any, tags: Any, count: int, *more: Any) -> None:
+    def create_node_with_resources_and_labels(
+        self, node_config: Any, tags: Any, count: int, *more: Any
+    ) -> None:
         kind = tags[TAG_RAY_USER_NODE_TYPE]
         with (self.folder / "launches").open("a") as file:
             file.write(f"{kind} {count}\n")
@@ -39,6 +43,10 @@ class ScarceProvider(FakeMultiNodeProvider):  # type: ignore[misc]
 
     def _note(self) -> None:
         with self.lock:
-            found = {name: node["tags"][TAG_RAY_USER_NODE_TYPE] for name, node in self._nodes.items() if "node" in node}
+            found = {
+                name: node["tags"][TAG_RAY_USER_NODE_TYPE]
+                for name, node in self._nodes.items()
+                if "node" in node
+            }
             (self.folder / "nodes.new").write_text(json.dumps(found))
             (self.folder / "nodes.new").rename(self.folder / "nodes")

@@ -24,7 +24,17 @@ from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.nodes.autoscaler_agent import NAME, NAMESPACE
 from elastic.cluster.ray import _ray_private
-from elastic.types import EnterPlan, NodeLost, NodeReady, Pool, ReleaseNode, RequestFailed, RequestNodes, StepDone, WorkerId
+from elastic.types import (
+    EnterPlan,
+    NodeLost,
+    NodeReady,
+    Pool,
+    ReleaseNode,
+    RequestFailed,
+    RequestNodes,
+    StepDone,
+    WorkerId,
+)
 
 SPOT = Pool("spot", market_type="spot", max_nodes=2, gpus_per_node=1)
 SAFE = Pool("safe", market_type="on-demand", max_nodes=2, gpus_per_node=1)
@@ -63,7 +73,9 @@ class Stagehand:
         """Bundles that Ray itself has as the cluster's request."""
         from ray.autoscaler.v2.sdk import get_cluster_status
 
-        demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands.cluster_constraint_demand
+        demands = get_cluster_status(
+            ray.get_runtime_context().gcs_address
+        ).resource_demands.cluster_constraint_demand
         return sum(entry.count for demand in demands for entry in demand.bundles_by_count)
 
     def nothing_left(self) -> bool:
@@ -72,7 +84,9 @@ class Stagehand:
 
     def state(self) -> str:
         log = Path("/tmp/ray/session_latest/logs/monitor.log").read_text().splitlines()[-12:]
-        return "\n".join(map(str, [self.nodes(), self.launches(), self.watcher(), _ray_private.scaling(), *log]))
+        return "\n".join(
+            map(str, [self.nodes(), self.launches(), self.watcher(), _ray_private.scaling(), *log])
+        )
 
 
 def asked(on: Stage, pool: str, count: int, number: int) -> None:
@@ -80,7 +94,8 @@ def asked(on: Stage, pool: str, count: int, number: int) -> None:
 
 
 def given_and_given_back(hand: Stagehand) -> None:
-    """A node comes, works, and its meter stops within seconds after it was released; nothing else was ever launched."""
+    """A node comes, works, and its meter stops within seconds after it was released; nothing else
+    was ever launched."""
     from elastic.types import NodePrepared, Prepare
 
     on = hand.stage("first")
@@ -96,7 +111,10 @@ def given_and_given_back(hand: Stagehand) -> None:
     on.backend.execute(ReleaseNode(node.node_id))
     on.wait(NodeLost)
     began_s = time.monotonic()
-    until(lambda: on.backend.poll(0.0) is not None and not hand.nodes(), "the provider has ended the node")
+    until(
+        lambda: on.backend.poll(0.0) is not None and not hand.nodes(),
+        "the provider has ended the node",
+    )
     print(f"released to ended: {time.monotonic() - began_s:.1f} s", file=sys.stderr)
     until(lambda: not hand.requested(), "the request is gone")
     assert hand.launches() == ["spot 1"]
@@ -104,8 +122,12 @@ def given_and_given_back(hand: Stagehand) -> None:
 
 
 def drought_then_on_demand(hand: Stagehand) -> None:
-    """A launch that fails tells the cloud's reason and is not repeated; the next pool is asked and answers."""
-    text = "An error occurred (InsufficientInstanceCapacity) when calling the RunInstances operation: none is left"
+    """A launch that fails tells the cloud's reason and is not repeated; the next pool is asked and
+    answers."""
+    text = (
+        "An error occurred (InsufficientInstanceCapacity) when calling the RunInstances "
+        "operation: none is left"
+    )
     (hand.folder / "spot.error").write_text(text)
     on = hand.stage("second")
     asked(on, "spot", 2, 1)
@@ -125,10 +147,14 @@ def drought_then_on_demand(hand: Stagehand) -> None:
 
 
 def no_more_than_asked(hand: Stagehand) -> None:
-    """Nodes that come although no run asked for them go again. What cannot be had fails, and leaves what there is alone."""
+    """Nodes that come although no run asked for them go again. What cannot be had fails, and leaves
+    what there is alone."""
     on = hand.open[0]
     before = len(hand.launches())
-    two: dict[str, Any] = {"bundles": [{"CPU": 2}] * 2, "bundle_label_selectors": [{"ray.io/node-group": "safe"}] * 2}
+    two: dict[str, Any] = {
+        "bundles": [{"CPU": 2}] * 2,
+        "bundle_label_selectors": [{"ray.io/node-group": "safe"}] * 2,
+    }
     until(lambda: request_resources(**two) or len(hand.nodes()) == 2, "a node nobody asked for")
     until(lambda: list(hand.nodes().values()) == ["safe"] and hand.requested() == 1, "it has gone")
     assert len(hand.launches()) <= before + 2 and len(on.backend.nodes) == 1
@@ -171,19 +197,26 @@ while True:
 
 
 def killed_driver(hand: Stagehand) -> None:
-    """Without its driver a run saves and leaves after the lease; its nodes end and its request is cleared."""
+    """Without its driver a run saves and leaves after the lease; its nodes end and its request is
+    cleared."""
     text = DRIVER.format(here=str(TESTS), address=ADDRESS, folder=str(hand.folder))
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True
+    ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline().strip() == "prepared"
         os.kill(driver.pid, signal.SIGKILL)
     assert list(hand.nodes().values()) == ["safe"]
     began_s = time.monotonic()
     until(hand.nothing_left, "nothing is left", LEASE_S + 60)
-    print(f"killed to nothing left: {time.monotonic() - began_s:.1f} s, lease {LEASE_S} s", file=sys.stderr)
+    print(
+        f"killed to nothing left: {time.monotonic() - began_s:.1f} s, lease {LEASE_S} s",
+        file=sys.stderr,
+    )
 
 
 SCENES: dict[str, Callable[[Stagehand], None]] = {
     "given_and_given_back": given_and_given_back, "drought_then_on_demand": drought_then_on_demand,
-    "no_more_than_asked": no_more_than_asked, "done_and_cleared": done_and_cleared, "killed_driver": killed_driver,
+    "no_more_than_asked": no_more_than_asked, "done_and_cleared": done_and_cleared,
+    "killed_driver": killed_driver,
 }  # fmt: skip

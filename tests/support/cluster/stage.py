@@ -10,16 +10,31 @@ from typing import Any
 from support.waiting import WITHIN_S, until
 
 from elastic.cluster.ray import processes
-from elastic.types import Event, Layout, NodePrepared, NodeReady, Plan, Pool, Prepare, RequestNodes, Resume, WorkerId
+from elastic.types import (
+    Event,
+    Layout,
+    NodePrepared,
+    NodeReady,
+    Plan,
+    Pool,
+    Prepare,
+    RequestNodes,
+    Resume,
+    WorkerId,
+)
 
 FAKE = "support.cluster.fake_session:FakeSession"
 POOL = Pool("spot", market_type="spot", gpus_per_node=2, max_nodes=9)
 
 
-def plan(generation: int, workers: list[WorkerId] | tuple[WorkerId, ...], resume: Resume | None = None) -> Plan:
+def plan(
+    generation: int, workers: list[WorkerId] | tuple[WorkerId, ...], resume: Resume | None = None
+) -> Plan:
     """Data parallel over the workers."""
     n = len(workers)
-    return Plan(generation, Layout(dp_shard=n), tuple(workers), (8,) * n, (4,), resume=resume or Resume())
+    return Plan(
+        generation, Layout(dp_shard=n), tuple(workers), (8,) * n, (4,), resume=resume or Resume()
+    )
 
 
 def living(pids: Iterable[int]) -> list[int]:
@@ -39,14 +54,17 @@ class Stage:
     events: list[Event] = field(default_factory=list)
 
     def wait(self, done: Callable[[Event], bool] | type, timeout_s: float = 120.0) -> Any:
-        """The first event, from those not waited for yet, that is of the kind or satisfies the condition."""
+        """The first event, from those not waited for yet, that is of the kind or satisfies the
+        condition."""
         deadline = time.monotonic() + timeout_s
         while True:
             for i, event in enumerate(self.events):
                 if isinstance(event, done) if isinstance(done, type) else done(event):
                     del self.events[: i + 1]
                     return event
-            assert time.monotonic() < deadline, f"nothing within {timeout_s} s; the last: {self.events[-5:]}"
+            assert time.monotonic() < deadline, (
+                f"nothing within {timeout_s} s; the last: {self.events[-5:]}"
+            )
             self.events += self.backend.poll(self.backend.now_s() + 0.5)
 
     def nodes(self, n: int) -> list[str]:

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 
 from support.places import ROOT
 
-FENCED = re.compile(r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(
+    r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 SHELL = ("bash", "sh")
-COMMANDS = ("elastic", "torchrun", "python", "ray", "make", "export", "RAY_ADDRESS=")  # that a block without a kind begins with
+# that a block without a kind begins with
+COMMANDS = ("elastic", "torchrun", "python", "ray", "make", "export", "RAY_ADDRESS=")
 
 
 @dataclass(frozen=True)
 class Block:
-    """`kind`: what stands behind the fence; where nothing does: `shell`, `session` (`$ command`, what it prints) or `text`."""
+    """`kind`: what stands behind the fence; where nothing does: `shell`, `session` (`$ command`,
+    what it prints) or `text`."""
 
     page: str
     line: int
@@ -48,7 +52,9 @@ def blocks(page: str, kind: str = "") -> list[Block]:
     for one in FENCED.finditer(text):
         said, _, file = one["kind"].partition(" file=")
         body = "".join(line.removeprefix(one["indent"]) for line in one["text"].splitlines(True))
-        found.append(Block(page, text.count("\n", 0, one.start()) + 1, _kind(said.strip(), body), body, file))
+        found.append(
+            Block(page, text.count("\n", 0, one.start()) + 1, _kind(said.strip(), body), body, file)
+        )
     return [block for block in found if kind in ("", block.kind)]
 
 
@@ -66,10 +72,17 @@ def _kind(said: str, body: str) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each line of a shell block, without comments, variables and brackets around what may be left out."""
+    """The words of each line of a shell block, without comments, variables and brackets around what
+    may be left out."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
-        words = re.sub(r"(^|\s)#.*$", "", line).replace("[", " ").replace("]", " ").replace("&", " ").split()
+        words = (
+            re.sub(r"(^|\s)#.*$", "", line)
+            .replace("[", " ")
+            .replace("]", " ")
+            .replace("&", " ")
+            .split()
+        )
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words = words[1:]
         if words:

@@ -1,4 +1,5 @@
-"""`elastic` as a person starts it: in a process of its own, with a job folder and a storage folder of its own."""
+"""`elastic` as a person starts it: in a process of its own, with a job folder and a storage folder
+of its own."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from elastic.cli.command_line import main
 PROGRAMS = ROOT / "tests" / "programs"
 LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "PYTHONUNBUFFERED")  # what a person's shell has not
 JOB = {
-    "steps": 12, "global_batch": 8, "seed": 1, "eval_samples": 8, "peer_every": 2, "durable_every": 5,
-    "layout": {"2": "dp_shard=2", "1": "dp_shard=1"}, "program": str(PROGRAMS / "tiny.py"),
-    "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}],
+    "steps": 12, "global_batch": 8, "seed": 1, "eval_samples": 8, "peer_every": 2,
+    "durable_every": 5, "layout": {"2": "dp_shard=2", "1": "dp_shard=1"},
+    "program": str(PROGRAMS / "tiny.py"), "pools": [{"name": "spot", "market_type": "spot",
+    "gpus_per_node": 1, "max_nodes": 2}],
 }  # fmt: skip
 
 
@@ -35,7 +37,8 @@ class Shell:
     environment: dict[str, str] = field(default_factory=dict)
 
     def job(self, name: str = "tiny", **changes: Any) -> str:
-        """Writes a job folder; returns its path relative to `root`. A key that is None is left out."""
+        """Writes a job folder; returns its path relative to `root`. A key that is None is left
+        out."""
         folder = self.root / name
         folder.mkdir(exist_ok=True)
         data = {key: value for key, value in (JOB | changes).items() if value is not None}
@@ -45,8 +48,9 @@ class Shell:
     def start(self, *words: str) -> subprocess.Popen[str]:
         inherited = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
         return subprocess.Popen(
-            [sys.executable, "-m", "elastic", *words], cwd=self.root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment},
+            [sys.executable, "-m", "elastic", *words], cwd=self.root, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**inherited,
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment},
         )  # fmt: skip
 
     def call(self, *words: str, timeout_s: float = 600.0) -> tuple[int, str, str]:
@@ -57,11 +61,14 @@ class Shell:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=120)
-            raise AssertionError(f"elastic {' '.join(words)} took more than {timeout_s} s\n{out}\n{err}") from None
+            raise AssertionError(
+                f"elastic {' '.join(words)} took more than {timeout_s} s\n{out}\n{err}"
+            ) from None
         return process.returncode, out, err
 
     def here(self, *words: str) -> tuple[int, str, str]:
-        """As `call`, but in this process: for what only reads, and for input that is refused before anything is started."""
+        """As `call`, but in this process: for what only reads, and for input that is refused before
+        anything is started."""
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.root)
@@ -78,7 +85,11 @@ class Shell:
 
     def files(self) -> dict[str, bytes]:
         """Everything below the runs but leases, to see that nothing is written over."""
-        found = (p for p in (self.root / "elastic_runs").rglob("*") if p.is_file() and "lease" not in p.parts)
+        found = (
+            p
+            for p in (self.root / "elastic_runs").rglob("*")
+            if p.is_file() and "lease" not in p.parts
+        )
         return {str(p): p.read_bytes() for p in found}
 
 

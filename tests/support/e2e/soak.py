@@ -1,4 +1,5 @@
-"""A run on a Ray cluster to which capacity events happen by chance, and what must not be left of it afterwards."""
+"""A run on a Ray cluster to which capacity events happen by chance, and what must not be left of it
+afterwards."""
 
 from __future__ import annotations
 
@@ -20,9 +21,22 @@ from elastic.ledger.journal import Line, parse_line
 from elastic.types import DrainNode, EnterPlan, NodeLost, NodePrepared, Plan, PlanEntered, StepDone
 
 Kind = Literal["notice", "withdrawn", "node", "raylet", "worker", "stop", "add"]
-KINDS: list[Kind] = ["notice", "notice", "withdrawn", "withdrawn", "node", "raylet", "worker", "worker", "stop", "add", "add"]
+KINDS: list[Kind] = [
+    "notice",
+    "notice",
+    "withdrawn",
+    "withdrawn",
+    "node",
+    "raylet",
+    "worker",
+    "worker",
+    "stop",
+    "add",
+    "add",
+]
 NODES_LEAST, NODES_FIRST, NODES_MOST = 1, 4, 6
-TAIL, WAITING = 20, 6  # steps after the last event, and for each that has to wait: steps are slow then
+# steps after the last event, and for each that has to wait: steps are slow then
+TAIL, WAITING = 20, 6
 WORKERS_MOST = 3  # of a node, until the policy calls it worn out
 NEXT_PLAN_STEPS = 8  # an event that waits for a transition waits no longer
 LOOK_S = 0.02
@@ -31,8 +45,9 @@ START_MOST_S = 180.0
 
 @dataclass(frozen=True)
 class Happening:
-    """`after`: steps since the one before; 0 = together with it. `in_plan`: it waits for a plan that is ordered and not yet
-    entered. `pick` chooses among the nodes that stand; `seconds`: until the node is taken, or the notice withdrawn."""
+    """`after`: steps since the one before; 0 = together with it. `in_plan`: it waits for a plan
+    that is ordered and not yet entered. `pick` chooses among the nodes that stand; `seconds`: until
+    the node is taken, or the notice withdrawn."""
 
     kind: Kind
     after: int
@@ -113,9 +128,12 @@ class Seen:
 
 
 class Chance(threading.Thread):
-    """Lets the script happen to the cluster while the run continues. `played`: what was done, for a person."""
+    """Lets the script happen to the cluster while the run continues. `played`: what was done, for a
+    person."""
 
-    def __init__(self, cluster: LocalCluster, folder: Path, journal: Path, script: list[Happening]) -> None:
+    def __init__(
+        self, cluster: LocalCluster, folder: Path, journal: Path, script: list[Happening]
+    ) -> None:
         super().__init__(name="chance", daemon=True)
         self.cluster, self.folder, self.script = cluster, folder, list(script)
         self.seen, self.slow = Seen(journal), folder / "slow"
@@ -133,7 +151,10 @@ class Chance(threading.Thread):
         file = self.folder / f"{name}.notice"
         labels = {"elastic-node": name, "elastic-pool": "spot", "ray.io/market-type": "spot"}
         environment = {"ELASTIC_NOTICE_FILE": str(file)}
-        self.coming[name] = (Standing(name, file), self.cluster.add(NodeOrder(name, 1, labels, environment=environment)))
+        self.coming[name] = (
+            Standing(name, file),
+            self.cluster.add(NodeOrder(name, 1, labels, environment=environment)),
+        )
 
     def arrived(self, wait_s: float = 0.0) -> None:
         for name, (node, answer) in list(self.coming.items()):
@@ -188,7 +209,9 @@ class Chance(threading.Thread):
         return [
             node
             for node in self.nodes.values()
-            if node.taken_at_s is None and node.name not in self.seen.drained and (node.name in self.seen.pids or not prepared)
+            if node.taken_at_s is None
+            and node.name not in self.seen.drained
+            and (node.name in self.seen.pids or not prepared)
         ]
 
     def _do(self, one: Happening) -> None:
@@ -207,7 +230,9 @@ class Chance(threading.Thread):
         if kind in ("notice", "withdrawn"):
             node.file.write_text(f"{max(one.seconds, 9.0):.1f}")
             at_s = time.monotonic() + one.seconds
-            node.taken_at_s, node.back_at_s = (at_s, None) if kind == "notice" else (at_s + 12.0, at_s)
+            node.taken_at_s, node.back_at_s = (
+                (at_s, None) if kind == "notice" else (at_s + 12.0, at_s)
+            )
         elif kind in ("worker", "stop"):
             number = signal.SIGKILL if kind == "worker" else signal.SIGSTOP
             of_machine.send(self.seen.pids[node.name], number)
@@ -227,21 +252,27 @@ class Chance(threading.Thread):
             if node.back_at_s is not None and now_s >= node.back_at_s:
                 node.file.unlink()
                 node.back_at_s = None
-                node.taken_at_s = None if node.name not in self.seen.drained else node.taken_at_s  # else it stays
+                # else it stays
+                node.taken_at_s = None if node.name not in self.seen.drained else node.taken_at_s
             if node.taken_at_s is not None and now_s >= node.taken_at_s:
                 self._take(node)
 
     def _say(self, one: Happening, what: str) -> None:
         when = " in a transition" if self.seen.in_transition else ""
-        self.played.append(f"step {self.seen.step}{when}: {what}" + (" with the one before" if one.after == 0 else ""))
+        self.played.append(
+            f"step {self.seen.step}{when}: {what}"
+            + (" with the one before" if one.after == 0 else "")
+        )
 
 
-# ------------------------------------------------------------------------------------------ what is left
+# ------------------------------------------------------------------------------------------ what is
+# left
 
 
 @dataclass
 class Before:
-    """What this machine had before the run. `mark`: in the environment of all that the run starts."""
+    """What this machine had before the run. `mark`: in the environment of all that the run
+    starts."""
 
     mark: str
     temp: Path
@@ -251,9 +282,12 @@ class Before:
     def now(cls, mark: str, temp: Path) -> Before:
         return cls(mark, temp, frozenset(os.listdir("/dev/shm")))
 
-    def left_on_cluster(self, cluster: LocalCluster, stay: set[str], drained: frozenset[str] = frozenset()) -> list[str]:
-        """Of a run that is over, on a cluster that continues: nodes beyond `stay`, actors, their processes, placement groups.
-        Who was `drained` (a notice may be taken back a moment too late for that) need not be there any more."""
+    def left_on_cluster(
+        self, cluster: LocalCluster, stay: set[str], drained: frozenset[str] = frozenset()
+    ) -> list[str]:
+        """Of a run that is over, on a cluster that continues: nodes beyond `stay`, actors, their
+        processes, placement groups. Who was `drained` (a notice may be taken back a moment too late
+        for that) need not be there any more."""
         import ray
 
         from elastic.cluster.nodes.providers import NODE_LABEL, living
@@ -264,19 +298,35 @@ class Before:
             found = [f"node {name} is left" for name in there - stay] + [
                 f"node {name} is gone" for name in stay - there - drained
             ]
-            found += [f"actor {a['namespace']}/{a['name']}" for a in ray.util.list_named_actors(all_namespaces=True)]
+            found += [
+                f"actor {a['namespace']}/{a['name']}"
+                for a in ray.util.list_named_actors(all_namespaces=True)
+            ]
             groups = ray.util.placement_group_table().values()
-            found += [f"placement group {group['name']}" for group in groups if group["state"] != "REMOVED"]
+            found += [
+                f"placement group {group['name']}"
+                for group in groups
+                if group["state"] != "REMOVED"
+            ]
         finally:
             cluster.disconnect()
-        titles = {pid: " ".join(of_machine.command(pid)).strip() for pid in of_machine.descendants(cluster.pid)}
+        titles = {
+            pid: " ".join(of_machine.command(pid)).strip()
+            for pid in of_machine.descendants(cluster.pid)
+        }
         return found + [
-            f"{title} ({pid})" for pid, title in titles.items() if title.startswith("ray::") and "IDLE" not in title
+            f"{title} ({pid})"
+            for pid, title in titles.items()
+            if title.startswith("ray::") and "IDLE" not in title
         ]
 
     def left_on_machine(self) -> list[str]:
-        """Of a cluster that was ended: processes, temporary folders, shared memory that no living process has."""
-        found = [f"process {pid}: {' '.join(of_machine.command(pid))[:120]}" for pid in processes(self.mark)]
+        """Of a cluster that was ended: processes, temporary folders, shared memory that no living
+        process has."""
+        found = [
+            f"process {pid}: {' '.join(of_machine.command(pid))[:120]}"
+            for pid in processes(self.mark)
+        ]
         found += [f"temporary {path}" for path in self.temp.iterdir()]
         new = set(os.listdir("/dev/shm")) - self.shared
         return found + [f"shared memory {name}" for name in new if not _used(f"/dev/shm/{name}")]
@@ -289,9 +339,21 @@ def _used(path: str) -> bool:
             if path in Path(f"/proc/{name}/maps").read_text():
                 return True
         with suppress(OSError):
-            if any(os.readlink(f"/proc/{name}/fd/{fd}") == path for fd in os.listdir(f"/proc/{name}/fd")):
+            if any(
+                os.readlink(f"/proc/{name}/fd/{fd}") == path
+                for fd in os.listdir(f"/proc/{name}/fd")
+            ):
                 return True
     return not os.path.exists(path)
 
 
-__all__ = ["MARK", "NODES_FIRST", "SLOW", "START_MOST_S", "Before", "Chance", "happenings", "steps_of"]
+__all__ = [
+    "MARK",
+    "NODES_FIRST",
+    "SLOW",
+    "START_MOST_S",
+    "Before",
+    "Chance",
+    "happenings",
+    "steps_of",
+]

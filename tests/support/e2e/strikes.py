@@ -22,12 +22,15 @@ SINGLES = [
     {"name": "spot", "market_type": "spot", "max_nodes": 3, "notice_s": 20},
     {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1},
 ]
-FOUR_NODES: dict[str, Any] = {"pools": SINGLES, "layout": {n: f"dp_shard={n}" for n in (4, 3, 2, 1)}}
+FOUR_NODES: dict[str, Any] = {
+    "pools": SINGLES,
+    "layout": {n: f"dp_shard={n}" for n in (4, 3, 2, 1)},
+}
 
 
 class Strikes(threading.Thread):
-    """SIGKILLs workers as soon as a plan of a cause stands in the journal: it is ordered, and nobody has entered it. `whom`: by
-    cause, who is struck then; once for each."""
+    """SIGKILLs workers as soon as a plan of a cause stands in the journal: it is ordered, and
+    nobody has entered it. `whom`: by cause, who is struck then; once for each."""
 
     def __init__(self, journal: Path, whom: Mapping[str, Callable[[Plan], WorkerId]]) -> None:
         super().__init__(daemon=True)
@@ -55,7 +58,9 @@ class Strikes(threading.Thread):
 
     def _kill(self, lines: list[Line], plan: Plan) -> None:
         victim = self.whom[plan.cause](plan)
-        pids = next(e.pids for e in reversed(events(lines, NodePrepared)) if e.node_id == victim.node_id)
+        pids = next(
+            e.pids for e in reversed(events(lines, NodePrepared)) if e.node_id == victim.node_id
+        )
         self.struck[plan.cause] = victim
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -65,8 +70,9 @@ class Strikes(threading.Thread):
 def struck(
     folder: Path, whom: Mapping[str, Callable[[Plan], WorkerId]], on: LocalCluster
 ) -> tuple[dict[str, Any], list[Line], dict[str, WorkerId]]:
-    """Runs the job; strikes once per cause. The plan must have been ordered and not entered; where a strike came too late,
-    since this thread did not get a core in time, the job is run again. Returns summary, journal and who was struck."""
+    """Runs the job; strikes once per cause. The plan must have been ordered and not entered; where
+    a strike came too late, since this thread did not get a core in time, the job is run again.
+    Returns summary, journal and who was struck."""
     for _ in range(STRIKES_MOST):
         shutil.rmtree(folder / "runs", ignore_errors=True)
         strikes = Strikes(folder / "runs" / "run" / "journal.jsonl", whom)
@@ -77,7 +83,9 @@ def struck(
         finally:
             strikes.ended.set()
             strikes.join()
-        assert set(strikes.struck) == set(whom), f"plans were ordered for {set(strikes.struck)} only"
+        assert set(strikes.struck) == set(whom), (
+            f"plans were ordered for {set(strikes.struck)} only"
+        )
         first = {plan.cause: plan.generation for plan in reversed(plans(lines))}
         entered = {e.generation for e in events(lines, PlanEntered)}
         late = [cause for cause in whom if first[cause] in entered]
@@ -88,7 +96,9 @@ def struck(
 
 def newcomer(plan: Plan) -> WorkerId:
     """A worker of the plan that holds nothing of the state yet."""
-    return next(worker for worker in plan.ranks if worker not in {h.worker for h in plan.resume.holdings})
+    return next(
+        worker for worker in plan.ranks if worker not in {h.worker for h in plan.resume.holdings}
+    )
 
 
 def sender(plan: Plan) -> WorkerId:

@@ -1,12 +1,15 @@
-"""Programs as people write them, and which layouts compute what one process does: subjects of the checks of layouts.
+"""Programs as people write them, and which layouts compute what one process does: subjects of the
+checks of layouts.
 
-Each file in programs/ has a `program` and EXPECT: for dp (dp_shard), tp, cp and pp either "equal", "refused: <regex>" (of the
-place that a refusal should name) or "no plan" (there is no Program.tp). MAY_LACK, where there is one, is a regex of parameters
-that one step may leave without a gradient; NO_BACKWARD_ON_THE_CPU: torch has none there for an operation of it.
+Each file in programs/ has a `program` and EXPECT: for dp (dp_shard), tp, cp and pp either "equal",
+"refused: <regex>" (of the place that a refusal should name) or "no plan" (there is no Program.tp).
+MAY_LACK, where there is one, is a regex of parameters that one step may leave without a gradient;
+NO_BACKWARD_ON_THE_CPU: torch has none there for an operation of it.
 
-"equal" is said of the output, and of each parameter's gradient, of the same samples. Where a model draws random numbers for its
-activations (dropout, drop_path), it is said of all but the draws. Where the ranks' draws decide what is called
-(stochastic_depth), they would wait for each other: that is refused.
+"equal" is said of the output, and of each parameter's gradient, of the same samples. Where a model
+draws random numbers for its activations (dropout, drop_path), it is said of all but the draws.
+Where the ranks' draws decide what is called (stochastic_depth), they would wait for each other:
+that is refused.
 """
 
 from __future__ import annotations

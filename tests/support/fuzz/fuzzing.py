@@ -33,7 +33,10 @@ class Found:
     failures: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        text = f"{self.name:15} {self.n:8,} inputs: {self.taken:,} read, {self.refused:,} refused, {len(self.failures)} wrong"
+        text = (
+            f"{self.name:15} {self.n:8,} inputs: {self.taken:,} read, {self.refused:,} refused, "
+            f"{len(self.failures)} wrong"
+        )
         each = f"{1000 * self.seconds / max(1, self.n):.2f} ms each, at most {self.slowest_s:.2f} s"
         return "\n".join([f"{text} ({each})", *self.failures[:KEPT]])
 
@@ -50,7 +53,9 @@ def fuzz(target: Target, n: int, seed: int = 0) -> Found:
             problem = _problem(target, data, good[source] if accident else None, found)
             found.slowest_s = max(found.slowest_s, time.process_time() - one_s)
             if problem:
-                found.failures.append(f"  seed {seed}, number {number}: {problem}\n    input: {data[:200]!r}")
+                found.failures.append(
+                    f"  seed {seed}, number {number}: {problem}\n    input: {data[:200]!r}"
+                )
     found.seconds = time.monotonic() - began_s
     return found
 

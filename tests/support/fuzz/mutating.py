@@ -1,5 +1,5 @@
-"""Inputs made wrong: by accident (a flipped bit, a lost end), by force (bytes, splices), by meaning (other values of JSON or
-YAML)."""
+"""Inputs made wrong: by accident (a flipped bit, a lost end), by force (bytes, splices), by meaning
+(other values of JSON or YAML)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 HOSTILE: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e300, 5e-324, float("inf"),
-    float("nan"), "", "auto", "\0", "a\nb", "../..", "1e999", "nan", "\ud800", "x" * 5000, [], {}, [[]], {"": None},
-    "2026-13-45",
+    None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e300,
+    5e-324, float("inf"), float("nan"), "", "auto", "\0", "a\nb", "../..", "1e999", "nan", "\ud800",
+    "x" * 5000, [], {}, [[]], {"": None}, "2026-13-45",
 ]  # fmt: skip
 TOKENS = [
-    b"null", b"1e999", b"-1", b"NaN", b"Infinity", b"[" * 300, b"{" * 300, b'"', b"\\ud800", b"\\u0000", b"\n", b"\n\n", b"\0",
-    b"\xff", b"&a [*a]", b"*a", b"<<: *a", b"? ", b": ", b"- ", b"!!binary x", b"9" * 5000, b"}", b"]", b'"crc":"00000000"',
-    b'"v":2', b"..", b"/", b"2026-13-45", b"!!timestamp 1",
+    b"null", b"1e999", b"-1", b"NaN", b"Infinity", b"[" * 300, b"{" * 300, b'"', b"\\ud800",
+    b"\\u0000", b"\n", b"\n\n", b"\0", b"\xff", b"&a [*a]", b"*a", b"<<: *a", b"? ", b": ", b"- ",
+    b"!!binary x", b"9" * 5000, b"}", b"]", b'"crc":"00000000"', b'"v":2', b"..", b"/",
+    b"2026-13-45", b"!!timestamp 1",
 ]  # fmt: skip
 
 
@@ -58,7 +59,10 @@ def changed(value: Any, chance: random.Random) -> Any:
         if kind == 0:
             return {k: v for k, v in value.items() if k != key}
         if kind == 1:
-            return {**value, chance.choice(["", "kind", "v", "folder", str(key) + "x"]): chance.choice(HOSTILE)}
+            return {
+                **value,
+                chance.choice(["", "kind", "v", "folder", str(key) + "x"]): chance.choice(HOSTILE),
+            }
         return {**value, key: changed(value[key], chance)}
     if isinstance(value, list) and value and chance.random() < 0.85:
         at = chance.randrange(len(value))
@@ -76,7 +80,9 @@ def as_json(data: bytes, chance: random.Random) -> bytes:
     lines = data.split(b"\n")
     at = chance.randrange(len(lines))
     try:
-        lines[at] = json.dumps(changed(json.loads(lines[at]), chance), separators=(",", ":")).encode()
+        lines[at] = json.dumps(
+            changed(json.loads(lines[at]), chance), separators=(",", ":")
+        ).encode()
     except ValueError:
         return forced(data, [data], chance)
     return b"\n".join(lines)

@@ -1,5 +1,5 @@
-"""What reads what others have written: for each reader good inputs, the errors that it declares, and what must hold of what it
-takes."""
+"""What reads what others have written: for each reader good inputs, the errors that it declares,
+and what must hold of what it takes."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ Mutate = Callable[[bytes, random.Random], bytes]
 
 @dataclass(frozen=True)
 class Target:
-    """`read` takes an input and gives what it means. `errors`: that it declares. `kept`: does an input that was changed by
-    accident still mean what the good one does? None = nothing promises that. `meaning`: changes it as what it is."""
+    """`read` takes an input and gives what it means. `errors`: that it declares. `kept`: does an
+    input that was changed by accident still mean what the good one does? None = nothing promises
+    that. `meaning`: changes it as what it is."""
 
     name: str
     seeds: Sequence[bytes]
@@ -104,19 +105,32 @@ def journal() -> Target:
 def journal_text() -> bytes:
     plan = Plan(1, Layout(dp_shard=2), (WorkerId("a", 0), WorkerId("b", 0)), (4, 4), (2,))
     pool = Pool("spot", "A100", 8, "spot", 10.0, max_nodes=4)
-    start = DriverStarted("run", 1, {"steps": 10, "global_batch": 8}, (pool,), ModelProfile(2, 100, ()))
+    start = DriverStarted(
+        "run", 1, {"steps": 10, "global_batch": 8}, (pool,), ModelProfile(2, 100, ())
+    )
     copy = Copy(5, "durable", 1, Layout(dp_shard=2), uri="s3://b/r/c", n_bytes=9)
     lines = [
         Line(0.0, 1, ((0.0, start),), None),
-        Line(1.0, 1, ((1.0, NodeReady(Node("a", "spot", 8))),), Decision((EnterPlan(plan),), "because", 9.0)),
-        *(Line(2.0 + n, 1, ((2.0 + n, StepDone(1, n, 2.5, 80, 1.0, digest="d")),), None) for n in range(1, 4)),
-        Line(9.0, 1, ((9.0, CopyStored(copy, 1.0)),), Decision((Stop("stopped", "asked"),), "asked")),
+        Line(
+            1.0,
+            1,
+            ((1.0, NodeReady(Node("a", "spot", 8))),),
+            Decision((EnterPlan(plan),), "because", 9.0),
+        ),
+        *(
+            Line(2.0 + n, 1, ((2.0 + n, StepDone(1, n, 2.5, 80, 1.0, digest="d")),), None)
+            for n in range(1, 4)
+        ),
+        Line(
+            9.0, 1, ((9.0, CopyStored(copy, 1.0)),), Decision((Stop("stopped", "asked"),), "asked")
+        ),
     ]
     return "".join(write_line(line) + "\n" for line in lines).encode()
 
 
 def stored_journal() -> list[Target]:
-    """What it is in a run's storage. Parts and States are sealed by a checksum: what gets past it is made under it."""
+    """What it is in a run's storage. Parts and States are sealed by a checksum: what gets past it
+    is made under it."""
     text = journal_text()
     half = len(text) // 2
     head = {"v": 1, "epoch": 2, "first": 3, "n_bytes": [half, len(text) - half], "before": {"1": 4}}
@@ -136,7 +150,13 @@ def stored_journal() -> list[Target]:
             (ValueError, SpecError),
             mutating.as_json,
         ),
-        Target("journal-state", [state[: state.rindex(b',"crc"')] + b"}"], _state, (ValueError, SpecError), mutating.as_json),
+        Target(
+            "journal-state",
+            [state[: state.rindex(b',"crc"')] + b"}"],
+            _state,
+            (ValueError, SpecError),
+            mutating.as_json,
+        ),
     ]
 
 
@@ -193,7 +213,9 @@ def _same(found: Any, good: Any) -> bool:
 def checkpoint(folder: Path) -> Target:
     """A whole one, of which one file is another; the seeds are its files, each behind its name."""
     storage = open_storage(str(folder))
-    checkpoint_writer.write_shard(storage, 5, 1, 0, [(Box("w", (0, 0), (8, 4), "float32"), torch.arange(32.0).reshape(8, 4))])
+    checkpoint_writer.write_shard(
+        storage, 5, 1, 0, [(Box("w", (0, 0), (8, 4), "float32"), torch.arange(32.0).reshape(8, 4))]
+    )
     uri = checkpoint_writer.commit(storage, 5, 1, 1, 1, {"run": "r"})
     files = sorted(path for path in Path(uri).iterdir())
     good = {path.name: path.read_bytes() for path in files}
@@ -205,8 +227,11 @@ def checkpoint(folder: Path) -> Target:
         try:
             if content == good[path.name] or checkpoint_index.verify(uri):
                 return []
-            same = path.name == MARKER and decode_marker(content, MARKER) == decode_marker(good[MARKER], MARKER)
-            return [] if same else ["a changed file was taken"]  # blanks between the words of the marker do not count
+            same = path.name == MARKER and decode_marker(content, MARKER) == decode_marker(
+                good[MARKER], MARKER
+            )
+            # blanks between the words of the marker do not count
+            return [] if same else ["a changed file was taken"]
         finally:
             path.write_bytes(good[path.name])
 
@@ -218,7 +243,11 @@ def checkpoint(folder: Path) -> Target:
         def made(self, chance: random.Random) -> tuple[bytes, bytes, bool]:
             seed = chance.choice(self.seeds)
             contents = list(good.values())
-            hows: list[Mutate] = [mutating.accident, mutating.as_json, lambda data, c: mutating.forced(data, contents, c)]
+            hows: list[Mutate] = [
+                mutating.accident,
+                mutating.as_json,
+                lambda data, c: mutating.forced(data, contents, c),
+            ]
             return seed, mutated(seed, chance, chance.choice(hows)), True
 
     seeds = [name.encode() + b"\0" + content for name, content in good.items()]
@@ -245,18 +274,29 @@ def _yaml_meaning(known: dict[bytes, Any]) -> Mutate:
 
 
 def jobs() -> Target:
-    seeds = [data for path in sorted((ROOT / "jobs").glob("*/job.yaml")) if b"\nsteps:" in b"\n" + (data := path.read_bytes())]
+    seeds = [
+        data
+        for path in sorted((ROOT / "jobs").glob("*/job.yaml"))
+        if b"\nsteps:" in b"\n" + (data := path.read_bytes())
+    ]
     known = {seed: yaml.safe_load(seed) for seed in seeds}
 
     def read(data: bytes) -> Any:
         found = yaml_of(data.decode(), "job.yaml")
-        return job_of(found, Path("/jobs/x/program.py"), "job.yaml").plain() if isinstance(found, dict) else None
+        return (
+            job_of(found, Path("/jobs/x/program.py"), "job.yaml").plain()
+            if isinstance(found, dict)
+            else None
+        )
 
     return Target("job", seeds, read, (SpecError, UnicodeDecodeError), _yaml_meaning(known))
 
 
 def clusters(folder: Path) -> Target:
-    paths = [*sorted((ROOT / "cluster_configs").glob("*.yaml")), *sorted((ROOT / "deploy" / "kubernetes").glob("ray*.yaml"))]
+    paths = [
+        *sorted((ROOT / "cluster_configs").glob("*.yaml")),
+        *sorted((ROOT / "deploy" / "kubernetes").glob("ray*.yaml")),
+    ]
     seeds = [path.read_bytes() for path in paths]
     known = {seed: yaml.safe_load(seed) for seed in seeds}
     file = folder / "cluster.yaml"
@@ -281,7 +321,13 @@ def wires() -> list[Target]:
         "wire-addresses": (addresses, wire.addresses),
     }
     return [
-        Target(name, [seed], partial(lambda read, data: read(data, 1), read), (PeerGarbled,), mutating.as_json)
+        Target(
+            name,
+            [seed],
+            partial(lambda read, data: read(data, 1), read),
+            (PeerGarbled,),
+            mutating.as_json,
+        )
         for name, (seed, read) in readers.items()
     ]
 
@@ -290,7 +336,9 @@ def wires() -> list[Target]:
 def opened() -> Iterator[list[Target]]:
     """All of them, over a folder in memory where there is one."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="elastic-fuzz-") as name:
+    with tempfile.TemporaryDirectory(
+        dir=memory if memory.is_dir() else None, prefix="elastic-fuzz-"
+    ) as name:
         root = Path(name)
         yield [
             journal(),

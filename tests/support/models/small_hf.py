@@ -10,11 +10,19 @@ import torch
 from elastic.models.huggingface import causal_lm
 from elastic.program import Program
 
-transformers = pytest.importorskip("transformers", reason="the models are of transformers (it is in the extra 'test')")
+transformers = pytest.importorskip(
+    "transformers", reason="the models are of transformers (it is in the extra 'test')"
+)
 
 
 def small(kind: str, **more: Any) -> Any:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     if kind == "GPT2Config":
         sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
     else:
@@ -23,4 +31,6 @@ def small(kind: str, **more: Any) -> Any:
 
 
 def made(config: Any) -> Program:
-    return causal_lm(config, dataset=list, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    return causal_lm(
+        config, dataset=list, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+    )

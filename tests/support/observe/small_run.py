@@ -1,4 +1,5 @@
-"""A small run as journal lines: start, a notice, a sudden loss with two steps trained again, the end."""
+"""A small run as journal lines: start, a notice, a sudden loss with two steps trained again, the
+end."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ POOLS = (
     Pool("spot", gpus_per_node=2, market_type="spot", max_nodes=2),
     Pool("on-demand", gpus_per_node=2, market_type="on-demand"),
 )
-JOB = {"name": "tiny", "folder": "/jobs/tiny", "program": "/jobs/tiny/program.py", "steps": 12, "global_batch": 8}
+JOB = {
+    "name": "tiny",
+    "folder": "/jobs/tiny",
+    "program": "/jobs/tiny/program.py",
+    "steps": 12,
+    "global_batch": 8,
+}
 
 
 def workers(*nodes: str) -> tuple[WorkerId, ...]:
@@ -60,25 +67,59 @@ def tick(at_s: float, *events: Event, actions: tuple[Action, ...] = (), reason: 
 
 
 def step(at_s: float, number: int, generation: int) -> Line:
-    return tick(at_s, StepDone(generation, number, 6.0 - 0.1 * number, tokens=1024, step_time_s=0.5))
+    return tick(
+        at_s, StepDone(generation, number, 6.0 - 0.1 * number, tokens=1024, step_time_s=0.5)
+    )
 
 
 def lines() -> list[Line]:
-    durable = Copy(12, "durable", 3, Layout(tp=2), uri="/runs/tiny-1/checkpoints/step-00000012", n_bytes=2_500_000)
+    durable = Copy(
+        12,
+        "durable",
+        3,
+        Layout(tp=2),
+        uri="/runs/tiny-1/checkpoints/step-00000012",
+        n_bytes=2_500_000,
+    )
     start = DriverStarted("tiny-1", 1, JOB, POOLS, ModelProfile(4, 1000, ()))
     ready = [NodeReady(Node(name, "spot" if name < "c" else "on-demand", 2)) for name in "abc"]
     return [
-        tick(0, start, actions=(RequestNodes("spot", 2, "r1"), RequestNodes("on-demand", 1, "r2")), reason="6 workers wanted"),
+        tick(
+            0,
+            start,
+            actions=(RequestNodes("spot", 2, "r1"), RequestNodes("on-demand", 1, "r2")),
+            reason="6 workers wanted",
+        ),
         tick(2, *ready),
-        tick(3, *(NodePrepared(name) for name in "abc"), actions=(EnterPlan(PLANS[0]),), reason="3 nodes are prepared"),
+        tick(
+            3,
+            *(NodePrepared(name) for name in "abc"),
+            actions=(EnterPlan(PLANS[0]),),
+            reason="3 nodes are prepared",
+        ),
         tick(4, PlanEntered(1, 0)),
         *(step(4 + 0.5 * n, n, 1) for n in range(1, 5)),
-        tick(6.1, Notice("b", T0 + 36.1), actions=(EnterPlan(PLANS[1]),), reason="b goes in 30 s: 6 -> 4 workers"),
+        tick(
+            6.1,
+            Notice("b", T0 + 36.1),
+            actions=(EnterPlan(PLANS[1]),),
+            reason="b goes in 30 s: 6 -> 4 workers",
+        ),
         tick(6.5, PlanEntered(2, 4, bytes_moved=4000)),
         *(step(6.5 + 0.5 * (n - 4), n, 2) for n in range(5, 9)),
-        tick(8.6, NodeLost("a", "its process is gone"), actions=(EnterPlan(PLANS[2]),), reason="a is lost: 4 -> 2 workers"),
+        tick(
+            8.6,
+            NodeLost("a", "its process is gone"),
+            actions=(EnterPlan(PLANS[2]),),
+            reason="a is lost: 4 -> 2 workers",
+        ),
         tick(9.5, PlanEntered(3, 6)),
         *(step(9.5 + 0.5 * (n - 6), n, 3) for n in range(7, 13)),
         tick(13, Evaluated(3, 12, {"validation_loss": 4.9})),
-        tick(13.2, CopyStored(durable, seconds=0.3), actions=(Stop("succeeded", "12 steps"),), reason="all 12 steps are done"),
+        tick(
+            13.2,
+            CopyStored(durable, seconds=0.3),
+            actions=(Stop("succeeded", "12 steps"),),
+            reason="all 12 steps are done",
+        ),
     ]

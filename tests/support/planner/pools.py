@@ -28,16 +28,31 @@ def gpu(name: str = "H100-80GB-SXM", gbps: float = 0.0) -> HardwareProfile:
     return catalog_hardware.profile(catalog.find_chip(name), gbps)
 
 
-def group(name: str = "H100-80GB-SXM", n_nodes: int = 1, per_node: int = 8, pool: str = "", **more: Any) -> NodeGroup:
+def group(
+    name: str = "H100-80GB-SXM", n_nodes: int = 1, per_node: int = 8, pool: str = "", **more: Any
+) -> NodeGroup:
     return NodeGroup(pool or name, gpu(name, more.pop("gbps", 0.0)), n_nodes, per_node, **more)
 
 
-def best(model: Decoder | ModelProfile, *groups: NodeGroup, batch: int = 64, aim: Aim | None = None, **job: Any) -> Offer:
+def best(
+    model: Decoder | ModelProfile,
+    *groups: NodeGroup,
+    batch: int = 64,
+    aim: Aim | None = None,
+    **job: Any,
+) -> Offer:
     profile = model.profile() if isinstance(model, Decoder) else model
     return find_offers(profile, replace(JOB, global_batch=batch, **job), groups, aim).best[0]
 
 
-def cost_on(model: Decoder, chip: HardwareProfile, layout: Layout, rows: int = 1, m: int = 1, per_node: int = 8) -> Cost:
+def cost_on(
+    model: Decoder,
+    chip: HardwareProfile,
+    layout: Layout,
+    rows: int = 1,
+    m: int = 1,
+    per_node: int = 8,
+) -> Cost:
     """Of `m` microbatches of `rows` samples on each data-parallel rank."""
     step = Step(m, m * rows, m * rows * layout.dp, per_node, "bfloat16")
     return step_cost(site_of(JOB, chip, per_node), ModelCost.of(model.profile()), layout, step)

@@ -42,15 +42,18 @@ SPOT = Pool("spot", "CPU", 1, "spot", 1.0, 0, 4)
 
 def job(**changes: Any) -> dict[str, Any]:
     return {
-        "name": "story", "steps": 100, "global_batch": 12, "seed": 0, "layout": "auto", "min_workers": 1, "max_workers": None,
-        "peer_every": "auto", "durable_every": "auto", "storage": None, "budget_usd": None, "max_nodes": None,
+        "name": "story", "steps": 100, "global_batch": 12, "seed": 0, "layout": "auto",
+        "min_workers": 1, "max_workers": None, "peer_every": "auto", "durable_every": "auto",
+        "storage": None, "budget_usd": None, "max_nodes": None,
     } | changes  # fmt: skip
 
 
 class Story:
     """`tick` folds events and decides once, as the driver does. Times are on a clock of its own."""
 
-    def __init__(self, pools: tuple[Pool, ...] = (SPOT,), durable: tuple[Copy, ...] = (), **changes: Any) -> None:
+    def __init__(
+        self, pools: tuple[Pool, ...] = (SPOT,), durable: tuple[Copy, ...] = (), **changes: Any
+    ) -> None:
         self.now_s = 0.0
         self.state = State()
         self.decisions: list[Decision] = []
@@ -72,7 +75,8 @@ class Story:
         return self.tick(*(NodePrepared(name) for name in names))
 
     def running(self, *names: str, steps: int = 0, gpus: int = 1) -> Plan:
-        """A generation on these nodes, `steps` steps old. Requests still open are waited for in vain."""
+        """A generation on these nodes, `steps` steps old. Requests still open are waited for in
+        vain."""
         self.nodes(*names, gpus=gpus)
         self.tick(after_s=20)
         plan = self.entered()
@@ -83,14 +87,24 @@ class Story:
         """What was ordered is entered."""
         assert self.state.target is not None, self.decisions[-1].reason
         plan = self.state.target
-        self.tick(PlanEntered(plan.generation, self.state.step if plan.resume.source == "live" else plan.resume.step))
+        self.tick(
+            PlanEntered(
+                plan.generation,
+                self.state.step if plan.resume.source == "live" else plan.resume.step,
+            )
+        )
         return plan
 
     def steps(self, n: int, **changes: Any) -> None:
         plan = self.state.plan
         assert plan is not None
         for step in range(self.state.step + 1, self.state.step + n + 1):
-            values = {"train_loss": 1.0, "tokens": 10, "step_time_s": 0.1, "digest": f"d{step}"} | changes
+            values = {
+                "train_loss": 1.0,
+                "tokens": 10,
+                "step_time_s": 0.1,
+                "digest": f"d{step}",
+            } | changes
             self.tick(StepDone(plan.generation, step, **values))
 
     def quiesced(self, plan: Plan, held: dict[str, list[tuple[int, int, str]]]) -> Decision:
@@ -99,7 +113,11 @@ class Story:
         for name, holdings in held.items():
             worker = WorkerId(name, 0)
             there = tuple(Holding(worker, plan.generation, r, s, kind) for r, s, kind in holdings)  # type: ignore[arg-type]
-            decision = self.tick(Quiesced(worker, plan.generation, max((s for _, s, _ in holdings), default=0), there))
+            decision = self.tick(
+                Quiesced(
+                    worker, plan.generation, max((s for _, s, _ in holdings), default=0), there
+                )
+            )
         return decision
 
 

@@ -14,39 +14,66 @@ Element = tuple[str, tuple[int, ...]]
 
 
 def random_model(random: Random) -> ModelProfile:
-    """Odd sizes, dimensions smaller than the number of ranks, tied embeddings, buffers, scalars, frozen tensors."""
+    """Odd sizes, dimensions smaller than the number of ranks, tied embeddings, buffers, scalars,
+    frozen tensors."""
     n_blocks = random.randint(1, 5)
     wide = random.randint(1, 7)
-    specs = [TensorSpec("embed.weight", (random.randint(1, 9), wide), "bfloat16", tp_dim=random.choice([0, 1, None]), block=-1)]
+    specs = [
+        TensorSpec(
+            "embed.weight",
+            (random.randint(1, 9), wide),
+            "bfloat16",
+            tp_dim=random.choice([0, 1, None]),
+            block=-1,
+        )
+    ]
     for i in range(n_blocks):
         specs += [
-            TensorSpec(f"layers.{i}.up", (random.randint(1, 11), wide), "float32", tp_dim=0, block=i),
-            TensorSpec(f"layers.{i}.down", (wide, random.randint(1, 11)), "float32", tp_dim=1, block=i),
+            TensorSpec(
+                f"layers.{i}.up", (random.randint(1, 11), wide), "float32", tp_dim=0, block=i
+            ),
+            TensorSpec(
+                f"layers.{i}.down", (wide, random.randint(1, 11)), "float32", tp_dim=1, block=i
+            ),
             TensorSpec(f"layers.{i}.norm", (wide,), "float32", block=i),
-            TensorSpec(f"layers.{i}.frozen", (3, 2, 2), "float32", tp_dim=2, block=i, trainable=False),
+            TensorSpec(
+                f"layers.{i}.frozen", (3, 2, 2), "float32", tp_dim=2, block=i, trainable=False
+            ),
             TensorSpec(f"layers.{i}.cache", (4,), "float32", block=i, trainable=False, buffer=True),
             TensorSpec(f"layers.{i}.scale", (), "float32", block=i),
         ]
     specs.append(TensorSpec("void", (0, 3), "float32", block=n_blocks))
     tied = random.choice(["embed.weight", None])
-    specs.append(TensorSpec("head.weight", specs[0].shape, "bfloat16", specs[0].tp_dim, n_blocks, tied_to=tied))
-    return ModelProfile(n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg",), ("step",)),), tp_limit=4)
+    specs.append(
+        TensorSpec(
+            "head.weight", specs[0].shape, "bfloat16", specs[0].tp_dim, n_blocks, tied_to=tied
+        )
+    )
+    return ModelProfile(
+        n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg",), ("step",)),), tp_limit=4
+    )
 
 
 def random_cut(random: Random, n_blocks: int) -> Cut:
     pp, replicate, shard, cp, tp = (
-        random.choice(sizes) for sizes in ([1, 1, 2, 3], [1, 2], [1, 2, 3, 4], [1, 1, 2], [1, 1, 2, 3])
+        random.choice(sizes)
+        for sizes in ([1, 1, 2, 3], [1, 2], [1, 2, 3, 4], [1, 1, 2], [1, 1, 2, 3])
     )
     pp = min(pp, n_blocks)
-    layout = Layout(pp, replicate, shard, cp, tp, schedule=random.choice(["gpipe", "interleaved1f1b"]))
-    bounds = sorted(random.randint(0, n_blocks) for _ in range(layout.n_stages - 1))  # stages without blocks are allowed
+    layout = Layout(
+        pp, replicate, shard, cp, tp, schedule=random.choice(["gpipe", "interleaved1f1b"])
+    )
+    # stages without blocks are allowed
+    bounds = sorted(random.randint(0, n_blocks) for _ in range(layout.n_stages - 1))
     return layout, tuple(b - a for a, b in zip([0, *bounds], [*bounds, n_blocks]))
 
 
 def elements(parts: Iterable[Box | Transfer]) -> Counter[Element]:
     """How often each element of each tensor lies in one of `parts`."""
     return Counter(
-        (part.fqn, at) for part in parts for at in product(*(range(o, o + s) for o, s in zip(part.offsets, part.sizes)))
+        (part.fqn, at)
+        for part in parts
+        for at in product(*(range(o, o + s) for o, s in zip(part.offsets, part.sizes)))
     )
 
 

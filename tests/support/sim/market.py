@@ -21,11 +21,16 @@ MODEL = ModelProfile(
     (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
     tp_limit=2,
 )
-SPOT, FIXED = Pool("spot", "CPU", 1, "spot", 1.2, 0, 4), Pool("fixed", "CPU", 1, "on-demand", 3.4, 0, 4)
-SLOW = Delays(boot_s=90.0, prepare_s=60.0, work_s=240.0, store_s=5.0)  # a step takes a minute on four workers
+SPOT, FIXED = (
+    Pool("spot", "CPU", 1, "spot", 1.2, 0, 4),
+    Pool("fixed", "CPU", 1, "on-demand", 3.4, 0, 4),
+)
+# a step takes a minute on four workers
+SLOW = Delays(boot_s=90.0, prepare_s=60.0, work_s=240.0, store_s=5.0)
 JOB: dict[str, Any] = {
-    "name": "market", "steps": 120, "global_batch": 12, "seed": 0, "layout": "auto", "min_workers": 2, "max_workers": 4,
-    "peer_every": "auto", "durable_every": 10, "budget_usd": None, "max_nodes": None, "purpose": "cheapest",
+    "name": "market", "steps": 120, "global_batch": 12, "seed": 0, "layout": "auto",
+    "min_workers": 2, "max_workers": 4, "peer_every": "auto", "durable_every": 10,
+    "budget_usd": None, "max_nodes": None, "purpose": "cheapest",
 }  # fmt: skip
 
 
@@ -44,12 +49,19 @@ class Run:
         return self.state.phase == "succeeded"
 
 
-def play(faults: Sequence[Fault] = (), pools: tuple[Pool, ...] = (SPOT, FIXED), delays: Delays = SLOW, **changes: Any) -> Run:
+def play(
+    faults: Sequence[Fault] = (),
+    pools: tuple[Pool, ...] = (SPOT, FIXED),
+    delays: Delays = SLOW,
+    **changes: Any,
+) -> Run:
     job = JOB | changes
     names = [pool.name for pool in pools]
     known = [fault for fault in faults if not fault.pool or fault.pool in names]
     backend, journal = SimBackend(pools, Job.from_plain(job), known, delays), MemoryJournal()
-    return Run(drive(backend, journal, DriverStarted("market", 1, job, pools, MODEL)), backend, journal)
+    return Run(
+        drive(backend, journal, DriverStarted("market", 1, job, pools, MODEL)), backend, journal
+    )
 
 
 def reasons(run: Run, word: str) -> list[str]:
@@ -59,7 +71,8 @@ def reasons(run: Run, word: str) -> list[str]:
 
 
 def weather(seed: int, hours: float) -> list[Fault]:
-    """A spot market: droughts that begin with the reclaim of most nodes, single reclaims, prices that change."""
+    """A spot market: droughts that begin with the reclaim of most nodes, single reclaims, prices
+    that change."""
     chance = random.Random(seed)
     faults: list[Fault] = []
     at_s = chance.uniform(0, 3600)
@@ -68,10 +81,28 @@ def weather(seed: int, hours: float) -> list[Fault]:
         lasts_s = chance.expovariate(1 / mean_s)
         faults.append(Fault(at_s, "drought", pool="spot", lasts_s=lasts_s))
         n = chance.randint(0, 4)
-        faults += [Fault(at_s + k, chance.choice(["notice", "notice", "loss"]), 0, 120.0, only="spot") for k in range(n)]
+        faults += [
+            Fault(at_s + k, chance.choice(["notice", "notice", "loss"]), 0, 120.0, only="spot")
+            for k in range(n)
+        ]
         at_s += lasts_s + chance.expovariate(1 / 3600)
     for _ in range(chance.randint(0, 6)):
-        faults.append(Fault(chance.uniform(0, hours * 3600), chance.choice(["notice", "loss"]), 0, 120.0, only="spot"))
+        faults.append(
+            Fault(
+                chance.uniform(0, hours * 3600),
+                chance.choice(["notice", "loss"]),
+                0,
+                120.0,
+                only="spot",
+            )
+        )
     for _ in range(chance.randint(0, 3)):
-        faults.append(Fault(chance.uniform(0, hours * 3600), "price", pool="spot", amount=chance.uniform(0.5, 4.0)))
+        faults.append(
+            Fault(
+                chance.uniform(0, hours * 3600),
+                "price",
+                pool="spot",
+                amount=chance.uniform(0.5, 4.0),
+            )
+        )
     return faults

@@ -6,8 +6,10 @@
         assert proxy.seen[0].fault == "reset"
 
 Kinds of faults, each at the next request that matches:
-    error      an answer of the given status and code, without asking the server (`slow_down`, `expired`, ... are made of it)
-    reset      the server is asked; half of its answer's body (nothing where it has none), then the connection is reset
+    error      an answer of the given status and code, without asking the server (`slow_down`,
+               `expired`, ... are made of it)
+    reset      the server is asked; half of its answer's body (nothing where it has none), then the
+               connection is reset
     short      the server is asked; its answer ends in the middle, in order (FIN)
     wrong      the server is asked; one byte of its answer's body is another one
     wrong_sent one byte of the request's body is another one when the server gets it
@@ -33,12 +35,16 @@ from typing import Any
 
 HANG_S = 60.0
 HOP_BY_HOP = ("content-length", "transfer-encoding", "connection")
-XML = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{code}, by the proxy</Message></Error>'
+XML = (
+    '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{code}, by the '
+    "proxy</Message></Error>"
+)
 
 
 @dataclass
 class Fault:
-    """`match`: a regular expression on method, path and query, as in `PUT /bucket/key?partNumber=2`. `skip`: matches let by."""
+    """`match`: a regular expression on method, path and query, as in `PUT
+    /bucket/key?partNumber=2`. `skip`: matches let by."""
 
     kind: str
     match: str = ""
@@ -207,7 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, [("Content-Type", "application/xml")], XML.format(code=code).encode())
 
     def _ask(self, body: bytearray) -> tuple[http.client.HTTPResponse, bytearray]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target_port, timeout=HANG_S)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.server.proxy.target_port, timeout=HANG_S
+        )
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for name, value in self.headers.items():
             if name.lower() not in ("expect", "connection"):
@@ -219,7 +227,9 @@ class _Handler(BaseHTTPRequestHandler):
         connection.close()
         return answer, data
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, whole: int | None = None) -> None:
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], data: bytes, whole: int | None = None
+    ) -> None:
         """`whole`: the length that is announced, where it is not that of `data`."""
         length = len(data) if whole is None else whole
         self.send_response_only(status)

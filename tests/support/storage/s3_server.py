@@ -1,4 +1,5 @@
-"""An S3 server for tests: moto on loopback, or a real one. From other folders of tests: `from storage.s3_server import ...`."""
+"""An S3 server for tests: moto on loopback, or a real one. From other folders of tests: `from
+storage.s3_server import ...`."""
 
 from __future__ import annotations
 
@@ -15,15 +16,18 @@ import pytest
 from elastic.storage.s3_calls import Patience
 
 QUICK = Patience(attempts=5, total_s=300.0, first_s=0.01, most_s=0.05, connect_s=30.0, read_s=30.0)
-IMPATIENT = replace(QUICK, read_s=0.8)  # where an answer never comes; elsewhere a slow machine would be asked twice
+# where an answer never comes; elsewhere a slow machine would be asked twice
+IMPATIENT = replace(QUICK, read_s=0.8)
 BUCKET = "elastic-tests"
-REAL = "ELASTIC_TEST_S3_PORT"  # of a real server on loopback, instead of moto; its credentials are in the environment
+# of a real server on loopback, instead of moto; its credentials are in the environment
+REAL = "ELASTIC_TEST_S3_PORT"
 PART_BYTES = 5 << 20 if os.environ.get(REAL) else 50_000  # real servers take no smaller ones
 
 
 @contextmanager
 def running_s3() -> Iterator[int]:
-    """The port of a server with an empty BUCKET; the environment of this process (and of its children) names it."""
+    """The port of a server with an empty BUCKET; the environment of this process (and of its
+    children) names it."""
     given = os.environ.get(REAL)
     with pytest.MonkeyPatch.context() as patch:
         if given:
@@ -46,8 +50,9 @@ def _moto(patch: pytest.MonkeyPatch) -> Iterator[int]:
     try:
         port = server.get_host_and_port()[1]
         for name, value in {
-            "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests", "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}", "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests",
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
+            "AWS_EC2_METADATA_DISABLED": "true",
         }.items():  # fmt: skip
             patch.setenv(name, value)
         make_bucket()
@@ -57,7 +62,8 @@ def _moto(patch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def _one_write_at_a_time(patch: pytest.MonkeyPatch) -> None:
-    """moto looks whether an object is there, then writes it; another thread may come between. S3 does both as one."""
+    """moto looks whether an object is there, then writes it; another thread may come between. S3
+    does both as one."""
     from moto.s3.responses import S3Response
 
     writing = threading.RLock()

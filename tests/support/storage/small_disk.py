@@ -15,7 +15,12 @@ import pytest
 def mounted(at: Path, size: str) -> Iterator[Path]:
     """`size`: as in 120m. The test is skipped where it may not mount one."""
     at.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", at], check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", at], check=False
+        ).returncode
+    ):
         pytest.skip("mounting a file system takes root")
     try:
         yield at

@@ -1,4 +1,5 @@
-"""A job of the pool, taken through a chain of layouts and compared with a plain process that trains the same."""
+"""A job of the pool, taken through a chain of layouts and compared with a plain process that trains
+the same."""
 
 from __future__ import annotations
 
@@ -19,35 +20,55 @@ from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 
 def job_of(program: str, steps: int, global_batch: int = 12) -> dict[str, Any]:
     return {
-        "name": "test", "program": str(PROGRAMS / program), "steps": steps, "global_batch": global_batch, "seed": 7,
-        "eval_every": 0, "eval_samples": 0, "clip_grad_norm": 1.0,
+        "name": "test", "program": str(PROGRAMS / program), "steps": steps,
+        "global_batch": global_batch, "seed": 7, "eval_every": 0, "eval_samples": 0,
+        "clip_grad_norm": 1.0,
     }  # fmt: skip
 
 
 def pass_through(
-    pool: Pool, job: dict[str, Any], run: Path, layouts: list[Layout], every: int, n_blocks: int = N_BLOCKS
+    pool: Pool,
+    job: dict[str, Any],
+    run: Path,
+    layouts: list[Layout],
+    every: int,
+    n_blocks: int = N_BLOCKS,
 ) -> list[StepDone]:
-    """Enter each layout in turn, live from the one before, after about `every` steps each; the last runs to the end."""
+    """Enter each layout in turn, live from the one before, after about `every` steps each; the last
+    runs to the end."""
     workers = pool.open(job, run)
     plans: list[Plan] = []
     for i, layout in enumerate(layouts):
         resume = live(plans[-1]) if plans else Resume()
-        plans.append(plan(i + 1, layout, workers, job["global_batch"], resume=resume, n_blocks=n_blocks))
+        plans.append(
+            plan(i + 1, layout, workers, job["global_batch"], resume=resume, n_blocks=n_blocks)
+        )
         pool.enter(plans[-1])
         pool.entered(i + 1)
         target = every * (i + 1)
         pool.wait(lambda: any(e.step >= target for e in pool.events(StepDone)), f"step {target}")  # noqa: B023
     pool.quiesced(len(layouts), len(plans[-1].ranks))
     pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last checkpoint")
-    checkpoint_writer.commit(open_storage(str(run)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
+    checkpoint_writer.commit(
+        open_storage(str(run)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {}
+    )
     return pool.events(StepDone)
 
 
-def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: float, program: Program | None = None) -> Reference:
-    """`program`: what the plain process trains, where that is another. Returns what that has left."""
+def check(
+    job: dict[str, Any],
+    run: Path,
+    steps: list[StepDone],
+    tolerance: float,
+    program: Program | None = None,
+) -> Reference:
+    """`program`: what the plain process trains, where that is another. Returns what that has
+    left."""
     program = program or load_program(job["program"])
     alone = train(program, job, job["steps"])
-    assert [e.step for e in steps] == list(range(1, job["steps"] + 1)), "a step was lost or done twice"
+    assert [e.step for e in steps] == list(range(1, job["steps"] + 1)), (
+        "a step was lost or done twice"
+    )
     assert len({e.generation for e in steps}) == max(e.generation for e in steps)
     worst = max(abs(e.train_loss - loss) for e, loss in zip(steps, alone.losses, strict=True))
     assert worst < tolerance, f"train loss is off by {worst}"
@@ -66,4 +87,6 @@ def check_stored(uri: str, alone: Reference) -> None:
         for fqn, tensor in wanted.items():
             shape = tuple(tensor.shape)
             got = checkpoint.read(Box(fqn, (0,) * len(shape), shape, "float32"))
-            torch.testing.assert_close(got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+            torch.testing.assert_close(
+                got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}"
+            )

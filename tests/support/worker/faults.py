@@ -1,8 +1,9 @@
-"""Faults at a chosen collective of a chosen step, put into a worker process of a test from outside: the product has no hook.
+"""Faults at a chosen collective of a chosen step, put into a worker process of a test from outside:
+the product has no hook.
 
-Collectives are seen as torch dispatches them (c10d and functional ones alike) while `Stepper.run` is under way, and where other
-threads call send and receive for peer replicas. A process that is armed dies by SIGKILL, as a lost node would, or does not hear
-a commit that the others hear.
+Collectives are seen as torch dispatches them (c10d and functional ones alike) while `Stepper.run`
+is under way, and where other threads call send and receive for peer replicas. A process that is
+armed dies by SIGKILL, as a lost node would, or does not hear a commit that the others hear.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ Kind = Literal["before", "after", "soon", "deaf", "list"]
 
 @dataclass(frozen=True)
 class Fault:
-    """`step`: done before the one in which it happens. `at`: index of the collective, or "commit", or "copy" (the first send or
-    receive of a peer replica that begins after that step).
+    """`step`: done before the one in which it happens. `at`: index of the collective, or "commit",
+    or "copy" (the first send or receive of a peer replica that begins after that step).
 
-    before, after: the process dies when the call begins, has returned. soon: `delay_s` after it has begun. deaf: the call is
-    made, its result destroyed, and an error raised as if a peer had gone. list: nothing; the names go to `path`.
+    before, after: the process dies when the call begins, has returned. soon: `delay_s` after it has
+    begun. deaf: the call is made, its result destroyed, and an error raised as if a peer had gone.
+    list: nothing; the names go to `path`.
     """
 
     kind: Kind
@@ -60,9 +62,16 @@ class Trap(TorchDispatchMode):
         if not name.startswith(("c10d.", "_c10d_functional.")) or "wait_tensor" in name:
             return func(*args, **(kwargs or {}))
         vector = args[0][0] if "allreduce" in name and isinstance(args[0], list) else None
-        commit = vector is not None and vector.dtype == torch.float64 and vector.numel() >= COMMIT_NUMBERS
+        commit = (
+            vector is not None
+            and vector.dtype == torch.float64
+            and vector.numel() >= COMMIT_NUMBERS
+        )
         self.names.append("commit" if commit else name)
-        here = self.fault.at == ("commit" if commit else len(self.names) - 1) or self.fault.at == len(self.names) - 1
+        here = (
+            self.fault.at == ("commit" if commit else len(self.names) - 1)
+            or self.fault.at == len(self.names) - 1
+        )
         kind = self.fault.kind if here else "list"
         if kind == "before":
             _die()

@@ -29,4 +29,8 @@ class FaultyPool(Pool):
         self.call(worker, "arm", fault)
 
     def gone(self) -> list[WorkerId]:
-        return [worker for worker, process in zip(self.workers, self.processes, strict=False) if not process.is_alive()]
+        return [
+            worker
+            for worker, process in zip(self.workers, self.processes, strict=False)
+            if not process.is_alive()
+        ]

@@ -1,9 +1,11 @@
-"""Counts how often a training step would make the host wait for a GPU, without one: the CPU plays the device.
+"""Counts how often a training step would make the host wait for a GPU, without one: the CPU plays
+the device.
 
-What lies on the device is followed by its memory: the tensors named at the start, whatever is made with a `torch.device` object
-(a factory's `device=`, a `.to(device)`, which is made a real copy here), and whatever is computed from those. The string "cpu"
-names the host. A number, a shape or a copy that the host takes from such memory is a synchronization on CUDA, and so is a copy
-to it without `non_blocking`.
+What lies on the device is followed by its memory: the tensors named at the start, whatever is made
+with a `torch.device` object (a factory's `device=`, a `.to(device)`, which is made a real copy
+here), and whatever is computed from those. The string "cpu" names the host. A number, a shape or a
+copy that the host takes from such memory is a synchronization on CUDA, and so is a copy to it
+without `non_blocking`.
 """
 
 from __future__ import annotations
@@ -38,25 +40,31 @@ class _Memory:
 
     def add(self, value: Any) -> None:
         for tensor in tree_leaves(value):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided:
+            if (
+                type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+                and tensor.layout is torch.strided
+            ):
                 storage = tensor.untyped_storage()
                 self.kept[storage._cdata] = storage
 
     def has(self, value: Any) -> bool:
         return any(
-            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self.kept for tensor in tree_leaves(value)
+            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self.kept
+            for tensor in tree_leaves(value)
         )
 
 
 class HostReads(TorchDispatchMode):
-    """`seen`: one line of the code for each synchronization. May be entered again: what is on the device stays known."""
+    """`seen`: one line of the code for each synchronization. May be entered again: what is on the
+    device stays known."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.seen: list[str] = []
         self.memory = _Memory()
         self.memory.add(list(tensors))
-        self.in_backward = False  # what is allocated there comes from hooks, whose own calls cannot be seen: the device's
+        # what is allocated there comes from hooks, whose own calls cannot be seen: the device's
+        self.in_backward = False
         self._calls = _Calls(self)
 
     def __enter__(self) -> HostReads:
@@ -79,14 +87,18 @@ class HostReads(TorchDispatchMode):
             for frame in traceback.extract_stack()
             if "host_reads" not in frame.filename and "torch/" not in frame.filename
         ]
-        self.seen.append(f"{what} at " + " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in own[:-4:-1]))
+        self.seen.append(
+            f"{what} at "
+            + " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in own[:-4:-1])
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
         here = self.memory.has((args, kwargs)) or (self.in_backward and name == "empty")
         masked = name in ("index", "index_put", "index_put_") and any(
-            isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1]
+            isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8)
+            for one in args[1]
         )
         if here and (name in READS or masked):
             self.note(name)
@@ -95,9 +107,22 @@ class HostReads(TorchDispatchMode):
             here = False
         out = func(*args, **kwargs)
         if here:
-            written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+            written = [
+                one.name
+                for one in func._schema.arguments
+                if one.alias_info is not None and one.alias_info.is_write
+            ]
             names = [one.name for one in func._schema.arguments]
-            self.memory.add([out, *(value for key, value in (*zip(names, args), *kwargs.items()) if key in written)])
+            self.memory.add(
+                [
+                    out,
+                    *(
+                        value
+                        for key, value in (*zip(names, args), *kwargs.items())
+                        if key in written
+                    ),
+                ]
+            )
         return out
 
 

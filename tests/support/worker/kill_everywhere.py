@@ -1,5 +1,5 @@
-"""Saves, commits, removes and loads a checkpoint, killed at every system call of it in turn: `kill_everywhere.py FOLDER EVERY`
-prints the points as one line of JSON."""
+"""Saves, commits, removes and loads a checkpoint, killed at every system call of it in turn:
+`kill_everywhere.py FOLDER EVERY` prints the points as one line of JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 MODEL = ModelProfile(
     1,
     0,
-    (TensorSpec("w", (40, 30), "float32", block=0), TensorSpec("big", (300, 400), "float32", block=0)),
+    (
+        TensorSpec("w", (40, 30), "float32", block=0),
+        TensorSpec("big", (300, 400), "float32", block=0),
+    ),
     (OptimizerSpec(("m",), ("n",)),),
 )
 
@@ -37,7 +40,13 @@ def save(storage: Storage, step: int) -> str:
     """A state whose every element is `step`."""
     for rank in range(2):
         mine = owned_boxes(MODEL, *CUT, rank)
-        write_shard(storage, step, 1, rank, [(b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype))) for b in mine])
+        write_shard(
+            storage,
+            step,
+            1,
+            rank,
+            [(b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype))) for b in mine],
+        )
     return commit(storage, step, 1, 2, 1, {})
 
 
@@ -47,7 +56,10 @@ def load(uri: str) -> int:
     checkpoint.check(state_specs(MODEL))
     seen: set[float] = set()
     for rank in range(2):
-        items = [(b, torch.empty(b.sizes, dtype=getattr(torch, b.dtype))) for b in boxes(MODEL, Layout(dp_shard=2), (1,), rank)]
+        items = [
+            (b, torch.empty(b.sizes, dtype=getattr(torch, b.dtype)))
+            for b in boxes(MODEL, Layout(dp_shard=2), (1,), rank)
+        ]
         checkpoint.fill(items)
         seen |= {float(value) for _, tensor in items for value in tensor.unique()}
     assert seen == {checkpoint.step}, f"{uri} is of step {checkpoint.step} and holds {seen}"
@@ -55,7 +67,8 @@ def load(uri: str) -> int:
 
 
 def load_newest(storage: Storage) -> tuple[int, list[str]]:
-    """As a run does it: the newest that can be read; -1 = none. And what was wrong with newer ones."""
+    """As a run does it: the newest that can be read; -1 = none. And what was wrong with newer
+    ones."""
     problems: list[str] = []
     for found in find(storage, problems):
         try:
@@ -65,11 +78,13 @@ def load_newest(storage: Storage) -> tuple[int, list[str]]:
     return -1, problems
 
 
-# ------------------------------------------------------------------------------------------ as a script
+# ------------------------------------------------------------------------------------------ as a
+# script
 
 
 class Points:
-    """Where the process may be killed: each call that changes the file system, before it and, where it matters, after it."""
+    """Where the process may be killed: each call that changes the file system, before it and, where
+    it matters, after it."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -108,7 +123,10 @@ def scenario(points: Points, folder: Path) -> None:
     storage = open_storage(folder)
     points.phase = "save"
     for rank in range(2):
-        items = [(b, torch.full(b.sizes, 30, dtype=getattr(torch, b.dtype))) for b in owned_boxes(MODEL, *CUT, rank)]
+        items = [
+            (b, torch.full(b.sizes, 30, dtype=getattr(torch, b.dtype)))
+            for b in owned_boxes(MODEL, *CUT, rank)
+        ]
         write_shard(storage, 30, 1, rank, items)
     points.phase = "commit"
     commit(storage, 30, 1, 2, 1, {})
@@ -137,7 +155,9 @@ def main(root: Path, every: int) -> None:
             scenario(points, folder)
             os._exit(3)
         status = os.waitpid(child, 0)[1]
-        killed.append((at, names[at], os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL))
+        killed.append(
+            (at, names[at], os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+        )
     print(json.dumps(killed))
 
 

@@ -1,5 +1,5 @@
-"""Measures what filling one rank's shard from safetensors takes, or an export: `load_peak.py FOLDER LAYOUT` (or `export`)
-prints one line of JSON."""
+"""Measures what filling one rank's shard from safetensors takes, or an export: `load_peak.py FOLDER
+LAYOUT` (or `export`) prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from elastic.worker.program.model_profile import trace
 from elastic.worker.program.weights import cut
 from elastic.worker.state.train_state import TrainState
 
-CONFIG = LlamaConfig(vocab_size=8192, hidden=1024, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden=2048)
+CONFIG = LlamaConfig(
+    vocab_size=8192, hidden=1024, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden=2048
+)
 
 
 def write(path: Path) -> None:
@@ -35,11 +37,14 @@ def write(path: Path) -> None:
 def peak_bytes() -> int:
     """Highest resident size since the last reset."""
     text = Path("/proc/self/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    return (
+        int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    )
 
 
 def begin() -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins again at what is resident now
+    # proc(5): the peak begins again at what is resident now
+    Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
 
 
@@ -75,14 +80,25 @@ def main(folder: str, layout_text: str) -> None:
     layout = parse_layout(layout_text)
     groups = Groups(0, layout, torch.device("cpu"))
     groups.pretend(1)
-    state = TrainState(program, profile, groups, layout=layout, layers=(CONFIG.n_layers,), rank=1, job=Job())
+    state = TrainState(
+        program, profile, groups, layout=layout, layers=(CONFIG.n_layers,), rank=1, job=Job()
+    )
     before_bytes = begin()
     state.fill_fresh(7)
     grown_bytes = peak_bytes() - before_bytes
     shard_bytes = sum(tensor.nbytes for _, tensor in state.tensors.values())
     right = check(path, state)
     groups.close()
-    print(json.dumps({"model_bytes": model_bytes, "shard_bytes": shard_bytes, "peak_bytes": grown_bytes, "right": right}))
+    print(
+        json.dumps(
+            {
+                "model_bytes": model_bytes,
+                "shard_bytes": shard_bytes,
+                "peak_bytes": grown_bytes,
+                "right": right,
+            }
+        )
+    )
 
 
 def check(path: Path, state: TrainState) -> bool:

@@ -1,4 +1,5 @@
-"""Faults at a chosen collective inside the body of a script's loop: the same faults, trapped in the script's thread."""
+"""Faults at a chosen collective inside the body of a script's loop: the same faults, trapped in the
+script's thread."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from elastic.worker.session.session import Session
 
 
 def arm_loop(session: Session, fault: Fault) -> None:
-    """From the first call of run.model after `fault.step` steps up to the run.step() that follows; one fault per process."""
+    """From the first call of run.model after `fault.step` steps up to the run.step() that follows;
+    one fault per process."""
     call, step = LoopModel.__call__, Run.step
     traps: list[Trap] = []
 

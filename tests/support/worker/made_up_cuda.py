@@ -1,4 +1,5 @@
-"""`torch.cuda` without a GPU: streams, events and the current device of each thread, with a record of who did what where."""
+"""`torch.cuda` without a GPU: streams, events and the current device of each thread, with a record
+of who did what where."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def make_up(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         return made
 
     for name, value in [
-        ("Stream", Stream), ("Event", Event), ("device", device), ("stream", stream), ("current_stream", current_stream)
+        ("Stream", Stream), ("Event", Event), ("device", device), ("stream", stream),
+        ("current_stream", current_stream)
     ]:  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     return cuda

@@ -1,4 +1,5 @@
-"""Processes with one gloo group that move made-up states: the part of a takeover that is about bytes."""
+"""Processes with one gloo group that move made-up states: the part of a takeover that is about
+bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """A transition. `holders[r]`: participants with the boxes of old rank r; others of no rank are idle."""
+    """A transition. `holders[r]`: participants with the boxes of old rank r; others of no rank are
+    idle."""
 
     model: ModelProfile
     old: Cut
@@ -46,25 +48,36 @@ def decoder(n_blocks: int, hidden: int, vocab: int = 1000) -> ModelProfile:
     specs = [TensorSpec("embed", (vocab, hidden), "float32", 0, -1)]
     for i in range(n_blocks):
         for name, shape, dim in [
-            ("wq", (hidden, hidden), 0), ("wk", (hidden, hidden), 0), ("wv", (hidden, hidden), 0), ("wo", (hidden, hidden), 1),
-            ("w1", (8 * hidden // 3, hidden), 0), ("w3", (8 * hidden // 3, hidden), 0), ("w2", (hidden, 8 * hidden // 3), 1),
-            ("norm1", (hidden,), None), ("norm2", (hidden,), None),
+            ("wq", (hidden, hidden), 0), ("wk", (hidden, hidden), 0), ("wv", (hidden, hidden), 0),
+            ("wo", (hidden, hidden), 1), ("w1", (8 * hidden // 3, hidden), 0), ("w3",
+            (8 * hidden // 3, hidden), 0), ("w2", (hidden, 8 * hidden // 3), 1), ("norm1",
+            (hidden,), None), ("norm2", (hidden,), None),
         ]:  # fmt: skip
             specs.append(TensorSpec(f"layers.{i}.{name}", shape, "float32", dim, i))
     specs += [
         TensorSpec("norm", (hidden,), "float32", None, n_blocks),
         TensorSpec("head", (vocab, hidden), "float32", 0, n_blocks),
     ]
-    return ModelProfile(n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),), tp_limit=8)
+    return ModelProfile(
+        n_blocks,
+        0,
+        tuple(specs),
+        (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
+        tp_limit=8,
+    )
 
 
 def empty_state(model: ModelProfile, cut: Cut, rank: int) -> Tensors:
     """Memory that nobody has touched yet."""
-    return {b.fqn: (b, torch.empty(b.sizes, dtype=getattr(torch, b.dtype))) for b in boxes(model, *cut, rank)}
+    return {
+        b.fqn: (b, torch.empty(b.sizes, dtype=getattr(torch, b.dtype)))
+        for b in boxes(model, *cut, rank)
+    }
 
 
 def numbered_state(model: ModelProfile, cut: Cut, rank: int) -> Tensors:
-    """Every element has bits that tell its tensor and its place in it (modulo what the dtype can hold)."""
+    """Every element has bits that tell its tensor and its place in it (modulo what the dtype can
+    hold)."""
     starts, at = {}, 1
     for spec in state_specs(model):
         starts[spec.fqn] = (at, spec.shape)
@@ -75,10 +88,15 @@ def numbered_state(model: ModelProfile, cut: Cut, rank: int) -> Tensors:
         number = torch.full((1,) * tensor.ndim, start, dtype=torch.int64)
         stride = 1
         for dim in reversed(range(tensor.ndim)):
-            index = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim], dtype=torch.int64) * stride
+            index = (
+                torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim], dtype=torch.int64)
+                * stride
+            )
             number = number + index.view([-1 if d == dim else 1 for d in range(tensor.ndim)])
             stride *= shape[dim]
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[DTYPE_BYTES[box.dtype]]
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            DTYPE_BYTES[box.dtype]
+        ]
         if box.dtype == "bool":
             number = number % 2
         tensor.view(bits).copy_(number.expand(tensor.shape))
@@ -123,15 +141,21 @@ def checked_move(mover: Mover, case: Case) -> TransferStats:
     want = numbered_state(case.model, case.new, mover.me) if new else {}
     for fqn, (box, tensor) in want.items():
         got = new[fqn][1]
-        assert torch.equal(got.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), f"{fqn} {box} is wrong"
+        assert torch.equal(got.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), (
+            f"{fqn} {box} is wrong"
+        )
     return moved
 
 
 def _serve(me: int, n: int, port: int, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=me, world_size=n, timeout=timedelta(seconds=120))
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=me == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=me, world_size=n, timeout=timedelta(seconds=120)
+    )
     mover = Mover(me, dist.group.WORLD)
     while True:
         try:
@@ -156,7 +180,9 @@ class Movers:
         self.pipes, self.processes = [], []
         for me in range(n):
             mine, theirs = FORKS.Pipe()
-            self.processes.append(FORKS.Process(target=_serve, args=(me, n, port, theirs), daemon=True))
+            self.processes.append(
+                FORKS.Process(target=_serve, args=(me, n, port, theirs), daemon=True)
+            )
             self.processes[-1].start()
             theirs.close()
             self.pipes.append(mine)
@@ -168,7 +194,9 @@ class Movers:
         answers = []
         for me, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout_s):
-                raise TimeoutError(f"participant {me} did not answer {function.__name__} within {timeout_s} s")
+                raise TimeoutError(
+                    f"participant {me} did not answer {function.__name__} within {timeout_s} s"
+                )
             answers.append(pipe.recv())
         return answers
 

@@ -1,19 +1,22 @@
-"""A process group that behaves as NCCL's does where gloo is kinder, and the transport that runs a generation on it, all on the
-CPU.
+"""A process group that behaves as NCCL's does where gloo is kinder, and the transport that runs a
+generation on it, all on the CPU.
 
 - The first use of a group needs all of its ranks, and of a batch of messages too.
-- An operation returns before it is done; who waits for it is freed by `abort` of that group and by nothing else: not by the end
-  of a connection, not by another group's abort. `abort` raises nothing in those that wait; the outputs hold silent data
-  corruption.
-- `abort` frees memory, which waits for all kernels that are on the device then, those of other groups too: aborted one after
-  the other, groups that hang wait for each other.
-- After its abort a group refuses further calls. `shutdown` waits for the group's own kernels, which `abort` ends first where
-  they hang; it may raise or take long.
-- Calls are counted when they are enqueued, and run in that order, `late_s` after it: inputs are read then.
-- Tensors of host memory are refused beside those of the device, and so are types that NCCL does not have.
+- An operation returns before it is done; who waits for it is freed by `abort` of that group and by
+  nothing else: not by the end of a connection, not by another group's abort. `abort` raises nothing
+  in those that wait; the outputs hold silent data corruption.
+- `abort` frees memory, which waits for all kernels that are on the device then, those of other
+  groups too: aborted one after the other, groups that hang wait for each other.
+- After its abort a group refuses further calls. `shutdown` waits for the group's own kernels, which
+  `abort` ends first where they hang; it may raise or take long.
+- Calls are counted when they are enqueued, and run in that order, `late_s` after it: inputs are
+  read then.
+- Tensors of host memory are refused beside those of the device, and so are types that NCCL does not
+  have.
 
-Numbers in host memory go through gloo as they do beside NCCL: float64, int64, bytes that are few (messages of the ranks), and
-what the threads of peer replicas send; everything else counts as being on the device.
+Numbers in host memory go through gloo as they do beside NCCL: float64, int64, bytes that are few
+(messages of the ranks), and what the threads of peer replicas send; everything else counts as being
+on the device.
 """
 
 from __future__ import annotations
@@ -40,18 +43,23 @@ NAME = "nccllike"
 FEW_BYTES = 4096
 COPIES = "peer-copy"  # the name of their threads
 WRONG = 7.0  # what an aborted operation leaves in its outputs
-SET_UP_S = 5.0  # that the first use waits for the other ranks; NCCL waits for TORCH_NCCL_NONBLOCKING_TIMEOUT
+# that the first use waits for the other ranks; NCCL waits for TORCH_NCCL_NONBLOCKING_TIMEOUT
+SET_UP_S = 5.0
 ENDS_S = 60.0  # that abort and shutdown wait for kernels; then they raise, as torch does
 LOOK_S = 0.0005
 NO_TYPE = (torch.int16, torch.complex64, torch.complex128)  # of NCCL's
 
 
 def in_host_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """As elastic uses them: commits, sums, messages between ranks and peer replicas are never on the device. Raises what torch
-    does where only some of them are."""
+    """As elastic uses them: commits, sums, messages between ranks and peer replicas are never on
+    the device. Raises what torch does where only some of them are."""
     if threading.current_thread().name == COPIES:
         return True
-    on_host = [t.dtype in (torch.float64, torch.int64) or (t.dtype == torch.uint8 and t.numel() <= FEW_BYTES) for t in tensors]
+    on_host = [
+        t.dtype in (torch.float64, torch.int64)
+        or (t.dtype == torch.uint8 and t.numel() <= FEW_BYTES)
+        for t in tensors
+    ]
     if len(set(on_host)) > 1:
         raise ValueError("Tensors must be CUDA and dense: some of these are in host memory")
     for tensor in tensors:
@@ -69,7 +77,9 @@ def _flat(nested: Any) -> list[torch.Tensor]:
 class DeviceWork(dist.Work):
     """An operation on the device. `outputs` are filled with WRONG when it is aborted."""
 
-    def __init__(self, of: NcclLike, begin: Callable[[], dist.Work], outputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self, of: NcclLike, begin: Callable[[], dist.Work], outputs: list[torch.Tensor]
+    ) -> None:
         super().__init__()
         self.of, self.outputs = of, outputs
         self.over = threading.Event()
@@ -137,7 +147,9 @@ class NcclLike(dist.ProcessGroup):
         super().__init__(rank, size)
         self.store, self.me, self.n = store, rank, size
         self.host = gloo_of(PrefixStore("host", store), rank, size, timeout, host)
-        self.kernels = dist.ProcessGroupGloo(PrefixStore("kernels", store), rank, size, timeout=timedelta(days=1))
+        self.kernels = dist.ProcessGroupGloo(
+            PrefixStore("kernels", store), rank, size, timeout=timedelta(days=1)
+        )
         self.gone = threading.Event()
         self.set_up = False
         self.from_host = False  # everything that is sent lies in host memory
@@ -145,7 +157,8 @@ class NcclLike(dist.ProcessGroup):
         self.n_enqueued = 0
         self.known_as = self.described_as = ""
 
-    # ------------------------------------------------------------------------------------------ as a communicator
+    # ------------------------------------------------------------------------------------------ as
+    # a communicator
 
     @property
     def stream(self) -> CopyThreads:
@@ -166,14 +179,19 @@ class NcclLike(dist.ProcessGroup):
         ends_s = time.monotonic() + ENDS_S
         while not all(work.ended for work in kernels):
             if time.monotonic() > ends_s:
-                raise dist.DistBackendError(f"NCCL communicator waits for kernels that do not end within {ENDS_S:.0f} s")
+                raise dist.DistBackendError(
+                    f"NCCL communicator waits for kernels that do not end within {ENDS_S:.0f} s"
+                )
             time.sleep(LOOK_S)  # sleeps: as a call that waits for the device
 
     def shutdown(self) -> None:
         self._wait_for([work for work in self._kernels() if work.of is self])
         time.sleep(self.shutdown_takes_s)  # sleeps: a slow shutdown
         if self.shutdown_raises:
-            raise RuntimeError("NCCL error: remote process exited or there was a network error (put in by the test)")
+            raise RuntimeError(
+                "NCCL error: remote process exited or there was a network error (put in by the "
+                "test)"
+            )
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Nothing here wakes up by itself."""
@@ -187,10 +205,14 @@ class NcclLike(dist.ProcessGroup):
         ends_s = time.monotonic() + SET_UP_S
         while not self.store.check([f"first-use/{rank}" for rank in range(self.n)]):
             if self.gone.wait(LOOK_S) or time.monotonic() > ends_s:
-                raise dist.DistBackendError("NCCL communicator was not set up: not all ranks of the group took part")
+                raise dist.DistBackendError(
+                    "NCCL communicator was not set up: not all ranks of the group took part"
+                )
         self.set_up = True
 
-    def _run(self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any) -> dist.Work:
+    def _run(
+        self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any
+    ) -> dist.Work:
         tensors, filled = [*_flat(inputs), *_flat(outputs)], _flat(outputs)
         if NcclLike.before is not None:
             NcclLike.before(self)
@@ -209,13 +231,18 @@ class NcclLike(dist.ProcessGroup):
             NcclLike.dies_after -= 1
         return DeviceWork(self, lambda: call(self.kernels), filled)
 
-    # ------------------------------------------------------------------------------------------ as a process group
+    # ------------------------------------------------------------------------------------------ as
+    # a process group
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda to: to.allreduce(tensors, opts or dist.AllreduceOptions()), (), tensors)
+        return self._run(
+            lambda to: to.allreduce(tensors, opts or dist.AllreduceOptions()), (), tensors
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda to: to.broadcast(tensors, opts or dist.BroadcastOptions()), (), tensors)
+        return self._run(
+            lambda to: to.broadcast(tensors, opts or dist.BroadcastOptions()), (), tensors
+        )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._run(lambda to: to.allgather(outputs, inputs), inputs, outputs)
@@ -233,8 +260,12 @@ class NcclLike(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._run(lambda to: to.reduce_scatter(outputs, inputs, opts), inputs, outputs)
 
-    def all_to_all_single(self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda to: to.alltoall_base(output, given, out_sizes, in_sizes), given, output)
+    def all_to_all_single(
+        self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None
+    ) -> dist.Work:
+        return self._run(
+            lambda to: to.alltoall_base(output, given, out_sizes, in_sizes), given, output
+        )
 
     alltoall_base = all_to_all_single
 
@@ -283,7 +314,13 @@ class NcclLikeTransport(Nccl):
             dist.Backend.register_backend(NAME, NcclLike, devices=["cpu"])
 
     def make(
-        self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh"
+        self,
+        store: Store,
+        name: str,
+        ranks: Sequence[int],
+        me: int,
+        timeout: timedelta,
+        host: Host = "mesh",
     ) -> dist.ProcessGroup:
         group = NcclLike(PrefixStore(f"{name}/", store), me, len(ranks), timeout, host)
         group._set_group_name(name)
@@ -292,7 +329,9 @@ class NcclLikeTransport(Nccl):
     def host_only(self) -> NcclLikeTransport:
         return NcclLikeHostOnly()
 
-    def wire(self, world: Any, device: torch.device, whole: bool) -> tuple[dist.ProcessGroup, torch.device]:
+    def wire(
+        self, world: Any, device: torch.device, whole: bool
+    ) -> tuple[dist.ProcessGroup, torch.device]:
         world.from_host = not whole
         return super().wire(world, device, whole)
 
@@ -309,7 +348,8 @@ class NcclLikeHostOnly(NcclLikeTransport):
 
 
 def use() -> None:
-    """In a worker's process: its generations are on NcclLike from now on, and nothing goes through a device that has failed."""
+    """In a worker's process: its generations are on NcclLike from now on, and nothing goes through
+    a device that has failed."""
     plain = DeviceFaults.check
 
     def check(faults: DeviceFaults, place: str) -> None:

@@ -13,7 +13,8 @@ from elastic.worker.step.optimizer_step import Stepper
 
 
 def _dies_on_device(session: Session, step: int, after: int) -> None:
-    """In the step that begins when `step` is done: at the operation on the device that comes after so many others."""
+    """In the step that begins when `step` is done: at the operation on the device that comes after
+    so many others."""
     plain = Stepper.run
 
     def run(stepper: Stepper, *args: Any) -> Any:

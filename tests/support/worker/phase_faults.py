@@ -1,8 +1,9 @@
-"""Faults of a worker at an operation of a chosen phase of a chosen generation, for workers on NcclLike: put in from outside,
-the product has no hook.
+"""Faults of a worker at an operation of a chosen phase of a chosen generation, for workers on
+NcclLike: put in from outside, the product has no hook.
 
-kill: the process dies, as with a lost node. stop: it is stopped, its connections stay. stuck: its training thread never comes
-back, as from a kernel that does not end; nothing frees it. abort: it waits there until its generation is aborted.
+kill: the process dies, as with a lost node. stop: it is stopped, its connections stay. stuck: its
+training thread never comes back, as from a kernel that does not end; nothing frees it. abort: it
+waits there until its generation is aborted.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ LOOK_S = 0.001
 
 @dataclass
 class PhaseFault:
-    """At the operation of this phase that comes after `after` others. `from_step`: of a step or commit that begins when so many
-    are done. `path`: gets the time (time.monotonic) at which it happened."""
+    """At the operation of this phase that comes after `after` others. `from_step`: of a step or
+    commit that begins when so many are done. `path`: gets the time (time.monotonic) at which it
+    happened."""
 
     kind: Kind
     phase: Phase
@@ -57,7 +59,9 @@ def _within(phase: str) -> Any:
         _here.phase = before
 
 
-def _wrapped(plain: Callable[..., Any], phase: str, wanted: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+def _wrapped(
+    plain: Callable[..., Any], phase: str, wanted: Callable[..., bool] = lambda *_: True
+) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with _within(phase if wanted(*args) else ""):
             return plain(*args, **kwargs)
@@ -72,7 +76,10 @@ class Trap:
         self.fault, self.left, self.lock = fault, fault.after, threading.Lock()
 
     def __call__(self, of: Any = None) -> None:
-        here = getattr(_here, "phase", "") == self.fault.phase and _running[-1].generation == self.fault.generation
+        here = (
+            getattr(_here, "phase", "") == self.fault.phase
+            and _running[-1].generation == self.fault.generation
+        )
         if not here:
             return
         with self.lock:
@@ -82,8 +89,8 @@ class Trap:
 
 
 def arm_phase(session: Session, fault: PhaseFault) -> None:
-    """From now on; one fault per process. Operations are those of the process groups; "meet" begins with one more, before
-    anyone was met."""
+    """From now on; one fault per process. Operations are those of the process groups; "meet" begins
+    with one more, before anyone was met."""
     late = lambda stepper, *_: stepper.state.step >= fault.from_step  # noqa: E731
     NcclLike.before = Trap(fault)
     Stepper.run = _wrapped(Stepper.run, "step", late)  # type: ignore[method-assign]

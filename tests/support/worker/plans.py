@@ -17,11 +17,17 @@ def shares(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
     return tuple(unit * (units // parts + (i < units % parts)) for i in range(parts))
 
 
-def plan(generation: int, layout: Layout, workers: list[WorkerId], global_batch: int, **more: Any) -> Plan:
+def plan(
+    generation: int, layout: Layout, workers: list[WorkerId], global_batch: int, **more: Any
+) -> Plan:
     """A plan on the first workers; `more`: other fields of Plan, and `n_blocks` of the model."""
     layers = shares(more.pop("n_blocks", N_BLOCKS), layout.n_stages)
-    full = 1 if layout.pp == 1 else 2 * layout.pp if global_batch % (2 * layout.pp) == 0 else layout.pp
-    m = more.pop("n_microbatches", microbatches(global_batch, layout) if layout.microbatch_size else full)
+    full = (
+        1 if layout.pp == 1 else 2 * layout.pp if global_batch % (2 * layout.pp) == 0 else layout.pp
+    )
+    m = more.pop(
+        "n_microbatches", microbatches(global_batch, layout) if layout.microbatch_size else full
+    )
     ranks = tuple(workers[: layout.world_size])
     if more.get("peer_every") and "copies_to" not in more:
         more["copies_to"] = replica_holders(layout, ranks, {}, more.pop("n_copies", 1))
@@ -29,7 +35,9 @@ def plan(generation: int, layout: Layout, workers: list[WorkerId], global_batch:
 
 
 def live(old: Plan) -> Resume:
-    holdings = tuple(Holding(worker, old.generation, rank, -1, "live") for rank, worker in enumerate(old.ranks))
+    holdings = tuple(
+        Holding(worker, old.generation, rank, -1, "live") for rank, worker in enumerate(old.ranks)
+    )
     return Resume("live", -1, old.generation, old.layout, old.layers, holdings)
 
 

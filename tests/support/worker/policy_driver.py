@@ -53,9 +53,12 @@ LAYOUTS = (REPLICAS, SHARDS, PIPELINE, TENSOR)
 
 
 class Driver:
-    """The policy over the workers of a pool, one per node: hears what they say and has its orders carried out."""
+    """The policy over the workers of a pool, one per node: hears what they say and has its orders
+    carried out."""
 
-    def __init__(self, pool: FaultyPool, job: dict[str, Any], run: Path, layout: Layout, peer_every: int) -> None:
+    def __init__(
+        self, pool: FaultyPool, job: dict[str, Any], run: Path, layout: Layout, peer_every: int
+    ) -> None:
         self.pool, self.job, self.storage = pool, job, open_storage(str(run))
         self.workers = pool.open(job, run, n=layout.world_size)
         nodes = tuple(worker.node_id for worker in self.workers)
@@ -78,8 +81,14 @@ class Driver:
 
     def commit_copy(self, parts: CheckpointParts) -> None:
         plan = parts.plan
-        uri = checkpoint_writer.commit(self.storage, parts.step, plan.generation, len(plan.ranks), 1, {})
-        self.fold(CopyStored(Copy(parts.step, "durable", plan.generation, plan.layout, plan.layers, uri=uri)))
+        uri = checkpoint_writer.commit(
+            self.storage, parts.step, plan.generation, len(plan.ranks), 1, {}
+        )
+        self.fold(
+            CopyStored(
+                Copy(parts.step, "durable", plan.generation, plan.layout, plan.layers, uri=uri)
+            )
+        )
 
     def fold(self, *events: Any) -> None:
         for event in events:
@@ -109,7 +118,8 @@ class Driver:
                         self.pool.order(worker, action)
 
     def run(self, timeout_s: float = 300.0) -> None:
-        """Until the copy of the last step is stored. What is armed before is armed before the first step."""
+        """Until the copy of the last step is stored. What is armed before is armed before the first
+        step."""
         until = time.monotonic() + timeout_s
         self.carry_out(Decision((EnterPlan(self.first),), "the test's plan"))
         while self.state.saved_step < self.job["steps"]:
@@ -122,7 +132,12 @@ class Driver:
             assert time.monotonic() < until, [d.reason for d in self.decisions]
 
     def orders(self, kind: type) -> list[Any]:
-        return [action for decision in self.decisions for action in decision.actions if isinstance(action, kind)]
+        return [
+            action
+            for decision in self.decisions
+            for action in decision.actions
+            if isinstance(action, kind)
+        ]
 
     def told(self, kind: type) -> list[Any]:
         return [event for _, _, event in self.pool.log if isinstance(event, kind)]
@@ -131,6 +146,12 @@ class Driver:
         """The stored state and the losses are those of a plain trainer."""
         alone = train(self.program, self.job, self.job["steps"], skipped=self.skipped)
         check_stored(self.state.durable[0].uri, alone)
-        last = {e.step: e.train_loss for e in sorted(self.told(StepDone), key=lambda e: e.generation)}
-        assert last == {step: pytest.approx(alone.losses[step - 1], abs=1e-4, nan_ok=True) for step in last}
-        assert sorted(self.state.digests) == list(range(1, self.job["steps"] + 1)), "a step was never told of"
+        last = {
+            e.step: e.train_loss for e in sorted(self.told(StepDone), key=lambda e: e.generation)
+        }
+        assert last == {
+            step: pytest.approx(alone.losses[step - 1], abs=1e-4, nan_ok=True) for step in last
+        }
+        assert sorted(self.state.digests) == list(range(1, self.job["steps"] + 1)), (
+            "a step was never told of"
+        )

@@ -18,16 +18,21 @@ WITHIN_S = 120.0  # on a machine however busy
 
 def meeting(n: int, port: int, timeout_s: float = 60.0, secret: str = "") -> Rendezvous:
     """Of n ranks at a store of this machine."""
-    return Rendezvous(tuple(WorkerId("node", i) for i in range(n)), ("127.0.0.1", port), timeout_s, secret)
+    return Rendezvous(
+        tuple(WorkerId("node", i) for i in range(n)), ("127.0.0.1", port), timeout_s, secret
+    )
 
 
-def _serve(pipe: Connection, function: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> None:
+def _serve(
+    pipe: Connection, function: Callable[..., Any], rank: int, arguments: tuple[Any, ...]
+) -> None:
     pipe.send(function(rank, *arguments))
     pipe.recv()  # stays until all have answered: the end of a process ends its connections
 
 
 def on_ranks(function: Callable[..., Any], n: int, *arguments: Any) -> list[Any]:
-    """What a module's `function(rank, n, store, *arguments)` has returned on each rank; `store`: host and port."""
+    """What a module's `function(rank, n, store, *arguments)` has returned on each rank; `store`:
+    host and port."""
     store = host_store("127.0.0.1", WITHIN_S)
     found = []
     with ExitStack() as ended:
@@ -35,7 +40,9 @@ def on_ranks(function: Callable[..., Any], n: int, *arguments: Any) -> list[Any]
         for rank in range(n):
             mine, theirs = FORKS.Pipe()
             given = (n, ("127.0.0.1", store.port), *arguments)
-            process = FORKS.Process(target=_serve, args=(theirs, function, rank, given), daemon=True)
+            process = FORKS.Process(
+                target=_serve, args=(theirs, function, rank, given), daemon=True
+            )
             process.start()
             theirs.close()
             ended.callback(process.join)

@@ -41,7 +41,9 @@ def state(step: int = 1) -> dict[str, Tensor]:
     """Each tensor of the training state, every element another value."""
     out = {}
     for k, spec in enumerate(state_specs(MODEL)):
-        values = torch.arange(prod(spec.shape), dtype=torch.float64).reshape(spec.shape) + 100 * k + step
+        values = (
+            torch.arange(prod(spec.shape), dtype=torch.float64).reshape(spec.shape) + 100 * k + step
+        )
         out[spec.fqn] = values.to(getattr(torch, spec.dtype))
     return out
 
@@ -55,5 +57,14 @@ def save(storage: Storage, cut: Cut, step: int = 1, generation: int = 1, epoch: 
     for rank in range(cut[0].world_size):
         items = ((box, part(tensors, box)) for box in owned_boxes(MODEL, *cut, rank))
         n_bytes = write_shard(storage, step, generation, rank, items)
-        assert n_bytes == storage.size(f"checkpoints/step-{step:08d}.g{generation:04d}/__{rank}_0.distcp")
-    return commit(storage, step, generation, cut[0].world_size, epoch, {"layers": cut[1], "layout": str(cut[0])})
+        assert n_bytes == storage.size(
+            f"checkpoints/step-{step:08d}.g{generation:04d}/__{rank}_0.distcp"
+        )
+    return commit(
+        storage,
+        step,
+        generation,
+        cut[0].world_size,
+        epoch,
+        {"layers": cut[1], "layout": str(cut[0])},
+    )

@@ -23,7 +23,13 @@ class SlowGroups(Transport):
     noted_in: ClassVar[str] = os.devnull  # a line for each set-up
 
     def make(
-        self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh"
+        self,
+        store: Store,
+        name: str,
+        ranks: Sequence[int],
+        me: int,
+        timeout: timedelta,
+        host: Host = "mesh",
     ) -> dist.ProcessGroup:
         if len(ranks) > 1:
             with open(self.noted_in, "a") as file:

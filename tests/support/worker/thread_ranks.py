@@ -1,4 +1,5 @@
-"""Ranks as threads of one process: their groups are real ones of gloo, around a store that counts what is asked of it.
+"""Ranks as threads of one process: their groups are real ones of gloo, around a store that counts
+what is asked of it.
 
 What a process knows of its own sockets is not looked at: all ranks have the same.
 """
@@ -81,7 +82,10 @@ class Ranks:
             except Exception as error:  # noqa: BLE001 - raised below
                 found[rank] = error
 
-        threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(len(self.groups))]
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"rank {rank}")
+            for rank in range(len(self.groups))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

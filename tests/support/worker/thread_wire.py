@@ -1,5 +1,6 @@
-"""Participants of a move as threads of one process, over a wire that is as strict as NCCL: the operations of a group start
-together and end together, groups of one participant run one after the other, and a send ends when it is received.
+"""Participants of a move as threads of one process, over a wire that is as strict as NCCL: the
+operations of a group start together and end together, groups of one participant run one after the
+other, and a send ends when it is received.
 
 It stands in for `torch.distributed` in elastic.worker.state.transfer, and counts.
 """
@@ -63,7 +64,9 @@ class Wire:
     def batch_isend_irecv(self, ops: list[Op]) -> list[Any]:
         group = ops[0].group
         group.ops.append(len(ops))
-        group.sent_bytes += sum(op.tensor.numel() * op.tensor.element_size() for op in ops if op.what == "send")
+        group.sent_bytes += sum(
+            op.tensor.numel() * op.tensor.element_size() for op in ops if op.what == "send"
+        )
         group.queue.put(ops)
         return [Work(ops)]
 
@@ -81,7 +84,9 @@ class Wire:
         pair = (op.group.me, op.group_peer) if op.what == "send" else (op.group_peer, op.group.me)
         with self.lock:
             self.posted.setdefault((*pair, op.what), deque()).append(op)
-            sends, receives = (self.posted.setdefault((*pair, what), deque()) for what in ("send", "receive"))
+            sends, receives = (
+                self.posted.setdefault((*pair, what), deque()) for what in ("send", "receive")
+            )
             while sends and receives:
                 send, receive = sends.popleft(), receives.popleft()
                 receive.tensor.copy_(send.tensor)
@@ -117,7 +122,8 @@ class Reads(TorchDispatchMode):
 
 @contextmanager
 def reads_counted() -> Iterator[Reads]:
-    """Of this thread, while it is inside. `run` sees to `tolist`, which goes past every dispatch for a CPU tensor."""
+    """Of this thread, while it is inside. `run` sees to `tolist`, which goes past every dispatch
+    for a CPU tensor."""
     with Reads() as reads:
         _here.reads = reads
         try:
@@ -130,7 +136,10 @@ _here = threading.local()
 
 
 def run(
-    n: int, participant: Callable[[Group], Any], monkeypatch: pytest.MonkeyPatch, fault: Callable[[Op], None] | None = None
+    n: int,
+    participant: Callable[[Group], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Op], None] | None = None,
 ) -> tuple[list[Any], list[Group]]:
     """Runs `participant` as each of n; what they returned or raised, and their ends of the wire."""
     wire = Wire(n, fault)
@@ -152,7 +161,9 @@ def run(
     with monkeypatch.context() as patch:
         patch.setattr(transfer, "dist", wire)
         patch.setattr(torch.Tensor, "tolist", tolist)
-        devices = [threading.Thread(target=wire.run, args=(group,), daemon=True) for group in wire.groups]
+        devices = [
+            threading.Thread(target=wire.run, args=(group,), daemon=True) for group in wire.groups
+        ]
         hosts = [threading.Thread(target=live, args=(me,), daemon=True) for me in range(n)]
         for thread in (*devices, *hosts):
             thread.start()

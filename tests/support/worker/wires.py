@@ -29,7 +29,8 @@ class Lines:
         self.hold.set()
 
     def between(self, source: int, to: int) -> queue.Queue[torch.Tensor]:
-        """The same queue for both ends, also where both ask for it at once: a `defaultdict` could give each its own."""
+        """The same queue for both ends, also where both ask for it at once: a `defaultdict` could
+        give each its own."""
         return self.queues.setdefault((source, to), queue.Queue())
 
 

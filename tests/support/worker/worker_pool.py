@@ -1,4 +1,5 @@
-"""One warm set of worker processes for a whole test session: each case is a generation (or several) in it."""
+"""One warm set of worker processes for a whole test session: each case is a generation (or several)
+in it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.session.session import Beat
 from elastic.worker.session.workplace import host_rendezvous
 
-TIMEOUT_S = 60.0  # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
+# of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
+TIMEOUT_S = 60.0
 WAIT_S = 300.0  # for anything that comes by itself, on a machine however busy
 
 
@@ -108,9 +110,12 @@ class Pool:
         self.processes.insert(i, process)
         self.pids.insert(i, process.pid)
 
-    def open(self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None) -> list[WorkerId]:
-        """New sessions for a job; the processes stay, but for those that have died. What still runs is aborted: else it would
-        wait for those that are through with it until the groups' timeout."""
+    def open(
+        self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None
+    ) -> list[WorkerId]:
+        """New sessions for a job; the processes stay, but for those that have died. What still runs
+        is aborted: else it would wait for those that are through with it until the groups'
+        timeout."""
         self.revive()
         for pipe in self.pipes if self.stores else ():
             with suppress(OSError):
@@ -123,7 +128,9 @@ class Pool:
         for pipe, worker in zip(self.pipes, self.workers, strict=False):
             pipe.send(("open", (self.serial, worker, job, str(run))))
             pipe.send(("order", (WorkerOrder(Prepare(worker.node_id)),)))
-        self.wait(lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare")
+        self.wait(
+            lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare"
+        )
         return self.workers
 
     def order(self, worker: WorkerId, action: Action, rendezvous: Rendezvous | None = None) -> None:
@@ -137,8 +144,11 @@ class Pool:
         """Runs a function of a test module in the worker's process, before any later call."""
         self.call(worker, "patch", function.__module__, function.__name__)
 
-    def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = (), formed: Rendezvous | None = None) -> None:
-        """Orders the generation; `leave_out`: workers that are not told; `formed`: what `form` has returned."""
+    def enter(
+        self, plan: Plan, leave_out: Iterable[WorkerId] = (), formed: Rendezvous | None = None
+    ) -> None:
+        """Orders the generation; `leave_out`: workers that are not told; `formed`: what `form` has
+        returned."""
         self._meet(EnterPlan(plan), formed or self._rendezvous(plan), leave_out)
 
     def form(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> Rendezvous:
@@ -149,7 +159,9 @@ class Pool:
         rendezvous, self.stores[plan.generation] = host_rendezvous(plan, "127.0.0.1", TIMEOUT_S)
         return rendezvous
 
-    def _meet(self, action: Action, rendezvous: Rendezvous, leave_out: Iterable[WorkerId]) -> Rendezvous:
+    def _meet(
+        self, action: Action, rendezvous: Rendezvous, leave_out: Iterable[WorkerId]
+    ) -> Rendezvous:
         for worker in rendezvous.participants:
             if worker not in tuple(leave_out):
                 self.order(worker, action, rendezvous)
@@ -160,16 +172,22 @@ class Pool:
         asked, of = len(self.log), of or self.workers
         for worker in of:
             self.call(worker, "beat")
-        told = lambda: {worker: said for _, worker, said in self.log[asked:] if isinstance(said, Beat)}  # noqa: E731
+        told = (  # noqa: E731
+            lambda: {worker: said for _, worker, said in self.log[asked:] if isinstance(said, Beat)}
+        )
         self.wait(lambda: len(told()) == len(of), "beats")
         return told()
 
     def stuck(self, workers: Sequence[WorkerId]) -> None:
-        """Waits until each of them stands in a collective, as in the look before, or has left its generation."""
+        """Waits until each of them stands in a collective, as in the look before, or has left its
+        generation."""
 
         def look() -> bool:
             beats = self.beats(workers).values()
-            return all(not b.generation or b.doing == "others" or b.where.startswith("nccl_like.py") for b in beats)
+            return all(
+                not b.generation or b.doing == "others" or b.where.startswith("nccl_like.py")
+                for b in beats
+            )
 
         until(look, "workers that wait in collectives")
 
@@ -195,23 +213,37 @@ class Pool:
             if time.monotonic() > deadline:
                 tail = "\n".join(str(e)[:300] for _, _, e in self.log[-12:])
                 dead = [str(worker) for i, worker in enumerate(self.workers) if self._is_dead(i)]
-                raise AssertionError(f"no {what} within {timeout_s} s; processes that died: {dead}; last messages:\n{tail}")
+                raise AssertionError(
+                    f"no {what} within {timeout_s} s; processes that died: {dead}; last "
+                    f"messages:\n{tail}"
+                )
 
     def events(self, kind: type, generation: int | None = None) -> list[Any]:
-        return [e for _, _, e in self.log if isinstance(e, kind) and (generation is None or e.generation == generation)]
+        return [
+            e
+            for _, _, e in self.log
+            if isinstance(e, kind) and (generation is None or e.generation == generation)
+        ]
 
     def entered(self, generation: int) -> PlanEntered:
         self.wait(lambda: self.events(PlanEntered, generation), f"PlanEntered({generation})")
         return self.events(PlanEntered, generation)[0]
 
     def quiesced(self, generation: int, n: int) -> list[Quiesced]:
-        self.wait(lambda: len({e.worker for e in self.events(Quiesced, generation)}) >= n, f"{n} x Quiesced({generation})")
+        self.wait(
+            lambda: len({e.worker for e in self.events(Quiesced, generation)}) >= n,
+            f"{n} x Quiesced({generation})",
+        )
         return self.events(Quiesced, generation)
 
     def digests(self, generation: int) -> list[DigestPart]:
-        """Those of a transition, from all who took part: they come behind the steps, the last of a run at its end."""
+        """Those of a transition, from all who took part: they come behind the steps, the last of a
+        run at its end."""
         found = lambda: self.events(DigestPart, generation)  # noqa: E731
-        self.wait(lambda: found() and len(found()) == found()[0].n_participants, f"digests of generation {generation}")
+        self.wait(
+            lambda: found() and len(found()) == found()[0].n_participants,
+            f"digests of generation {generation}",
+        )
         return found()
 
     def kill(self, worker: WorkerId) -> None:

@@ -33,7 +33,12 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import Rendezvous
-from elastic.worker.checkpoint import checkpoint_format, checkpoint_index, checkpoint_saver, checkpoint_writer
+from elastic.worker.checkpoint import (
+    checkpoint_format,
+    checkpoint_index,
+    checkpoint_saver,
+    checkpoint_writer,
+)
 from elastic.worker.checkpoint.checkpoint_saver import Saving, Snapshot
 from elastic.worker.session.takeover import Taken, check_digest
 from elastic.worker.session.workplace import EnterOrder
@@ -41,13 +46,18 @@ from elastic.worker.state.content_digest import digest
 from elastic.worker.state.host_copy import Tensors
 from elastic.worker.state.train_state import Held
 
-MODEL = ModelProfile(4, 0, (TensorSpec("w", (8, 3), "float32", block=0),), (OptimizerSpec(("exp_avg",), ("step",)),))
+MODEL = ModelProfile(
+    4, 0, (TensorSpec("w", (8, 3), "float32", block=0),), (OptimizerSpec(("exp_avg",), ("step",)),)
+)
 ME = WorkerId("a", 0)
 
 
 def tensors_of(plan: Plan, rank: int, value: float = 1.0) -> Tensors:
     mine = boxes(MODEL, plan.layout, plan.layers, rank)
-    return {box.fqn: (box, torch.full(box.sizes, value, dtype=getattr(torch, box.dtype))) for box in mine}
+    return {
+        box.fqn: (box, torch.full(box.sizes, value, dtype=getattr(torch, box.dtype)))
+        for box in mine
+    }
 
 
 class Rank:
@@ -122,7 +132,9 @@ def test_a_copy_that_comes_too_early_is_left_out(tmp_path: Path, slow: threading
     assert isinstance(stored, ShardStored) and stored.step == 10
 
 
-def test_a_copy_that_must_be_is_written_after_the_one_before(tmp_path: Path, slow: threading.Event) -> None:
+def test_a_copy_that_must_be_is_written_after_the_one_before(
+    tmp_path: Path, slow: threading.Event
+) -> None:
     on = Rank(tmp_path, four(), 0)
     on.save(10)
     on.save(20, must=True)
@@ -149,7 +161,9 @@ def test_the_host_copy_is_given_back(tmp_path: Path, slow: threading.Event) -> N
     assert first.released == 1
 
 
-def test_a_disk_without_room_is_seen_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_seen_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on = Rank(tmp_path, four(), 0)
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 60 << 20)
     on.save(10)
@@ -159,8 +173,11 @@ def test_a_disk_without_room_is_seen_before_the_first_byte(tmp_path: Path, monke
     assert on.storage.list() == []
 
 
-def test_a_disk_that_runs_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older checkpoint stays, nothing of the new one does, and the next one is written again."""
+def test_a_disk_that_runs_full_while_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older checkpoint stays, nothing of the new one does, and the next one is written
+    again."""
     on = Rank(tmp_path, four(Layout()), 0)
     on.save(10)
     on.finish(1)
@@ -177,10 +194,17 @@ def test_a_disk_that_runs_full_while_writing(tmp_path: Path, monkeypatch: pytest
     on.save(20)
     failed = on.finish(2)[1]
     assert isinstance(failed, CopyFailed) and failed.step == 20
-    assert failed.reason.startswith("rank 0: No space left on device: ") and "step-00000020" in failed.reason
+    assert (
+        failed.reason.startswith("rank 0: No space left on device: ")
+        and "step-00000020" in failed.reason
+    )
     monkeypatch.undo()
-    assert [path.name for path in (tmp_path / "checkpoints" / "step-00000020.g0001").iterdir()] == []
-    assert checkpoint_index.verify(uri) == [] and [found.step for found in checkpoint_index.find(on.storage)] == [10]
+    assert [
+        path.name for path in (tmp_path / "checkpoints" / "step-00000020.g0001").iterdir()
+    ] == []
+    assert checkpoint_index.verify(uri) == [] and [
+        found.step for found in checkpoint_index.find(on.storage)
+    ] == [10]
     on.save(30)
     assert isinstance(on.wait(3)[2], ShardStored)
 
@@ -195,11 +219,14 @@ def test_a_quota_is_kept(tmp_path: Path) -> None:
     on.save(30)
     failed = on.wait(3)[2]
     assert isinstance(failed, CopyFailed)
-    assert "storage_quota_gb=1e-05: 2 copies hold 0.00 GB, the copy of step 30 needs" in failed.reason
+    assert (
+        "storage_quota_gb=1e-05: 2 copies hold 0.00 GB, the copy of step 30 needs" in failed.reason
+    )
     assert [found.step for found in checkpoint_index.find(on.storage)] == [20, 10]
 
 
-# ------------------------------------------------------------------------------------------------ writing for others
+# ------------------------------------------------------------------------------------------------
+# writing for others
 
 
 def test_a_replica_writes_the_part_of_a_writer_that_is_gone(tmp_path: Path) -> None:
@@ -218,7 +245,9 @@ def test_a_replica_writes_the_part_of_a_writer_that_is_gone(tmp_path: Path) -> N
     ranks[0].save(10)  # it was only slow
     ranks[0].wait(1)
     assert (folder / "__0_0.distcp").read_bytes() == before
-    assert checkpoint_index.verify(checkpoint_writer.commit(ranks[1].storage, 10, 1, 4, 1, {})) == []
+    assert (
+        checkpoint_index.verify(checkpoint_writer.commit(ranks[1].storage, 10, 1, 4, 1, {})) == []
+    )
 
 
 def test_a_partner_writes_from_its_peer_copy(tmp_path: Path) -> None:
@@ -230,7 +259,9 @@ def test_a_partner_writes_from_its_peer_copy(tmp_path: Path) -> None:
     assert isinstance(stored, ShardStored) and (stored.rank, stored.step) == (0, 10)
     on.save(10)
     on.wait(2)
-    checkpoint = checkpoint_index.open_checkpoint(checkpoint_writer.commit(on.storage, 10, 1, 2, 1, {}))
+    checkpoint = checkpoint_index.open_checkpoint(
+        checkpoint_writer.commit(on.storage, 10, 1, 2, 1, {})
+    )
     for box in owned_boxes(MODEL, plan.layout, plan.layers, 0):
         assert bool((checkpoint.read(box) == 7).all())
 
@@ -239,20 +270,29 @@ def test_who_does_not_hold_the_boxes_says_so(tmp_path: Path) -> None:
     on = Rank(tmp_path, four(), 1)
     on.saving.write_for(four(), 10, 0)
     failed = on.wait(1)[0]
-    assert isinstance(failed, CopyFailed) and "a/0 holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
+    assert (
+        isinstance(failed, CopyFailed)
+        and "a/0 holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
+    )
 
 
-def test_a_replica_that_has_gone_on_does_not_write_an_older_step_from_what_it_has_now(tmp_path: Path) -> None:
+def test_a_replica_that_has_gone_on_does_not_write_an_older_step_from_what_it_has_now(
+    tmp_path: Path,
+) -> None:
     plan = four(Layout(dp_replicate=2, dp_shard=2))
     on = Rank(tmp_path, plan, 2)
     on.save(11)
     on.wait(1)
     on.saving.write_for(plan, 10, 0)
     failed = on.wait(2)[1]
-    assert isinstance(failed, CopyFailed) and "holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
+    assert (
+        isinstance(failed, CopyFailed)
+        and "holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
+    )
 
 
-# ------------------------------------------------------------------------------------------------ adding up
+# ------------------------------------------------------------------------------------------------
+# adding up
 
 
 def part(rank: int, step: int = 10, seconds: float = 1.0) -> ShardStored:
@@ -325,13 +365,17 @@ def test_parts_of_old_copies_are_let_go() -> None:
     assert len(gather._copies) == OPEN_COPIES
 
 
-# ------------------------------------------------------------------------------------------ is the content the same?
+# ------------------------------------------------------------------------------------------ is the
+# content the same?
 
 
 def test_content_is_compared_once_all_have_told_their_part() -> None:
     for after, equal in ((5, True), (6, False)):
         gather = Gather(lambda parts: None, lambda node: 1)
-        parts = [DigestPart(3, i, 3, before, new, 10) for i, (before, new) in enumerate(((2, None), (1, 1), (0, after - 3)))]
+        parts = [
+            DigestPart(3, i, 3, before, new, 10)
+            for i, (before, new) in enumerate(((2, None), (1, 1), (0, after - 3)))
+        ]
         assert [gather.add(ME, part) for part in parts[:2]] == [[], []]
         assert gather.add(ME, parts[2]) == [DigestChecked(3, equal, 30)]
 
@@ -345,9 +389,13 @@ def test_what_replicas_have_read_from_storage_counts_once() -> None:
     stored = digest(whole, {spec.fqn: spec.shape for spec in state_specs(MODEL)}, whole)
     for rank in range(2):
         order = EnterOrder(plan, rank, Rendezvous(plan.ranks, ("", 0)))
-        check_digest(place, order, Taken(stored_digest=stored if rank == 0 else None), tensors_of(plan, rank))
+        check_digest(
+            place, order, Taken(stored_digest=stored if rank == 0 else None), tensors_of(plan, rank)
+        )
     gather = Gather(lambda parts: None, lambda node: 1)
-    assert [event for part in told for event in gather.add(ME, part)] == [DigestChecked(2, True, sum(p.n_bytes for p in told))]
+    assert [event for part in told for event in gather.add(ME, part)] == [
+        DigestChecked(2, True, sum(p.n_bytes for p in told))
+    ]
     assert [part.before for part in told] == [stored, None] and sum(p.n_bytes for p in told) == sum(
         box.n_bytes for box, _ in whole.values()
     )

@@ -15,7 +15,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from support.places import PROGRAMS
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 
 from elastic.cli.command_line import main
 from elastic.errors import SpecError
@@ -67,13 +71,17 @@ def run_of(path: Path) -> Storage:
 def save(run: Storage, profile: ModelProfile, step: int, layout: Layout) -> str:
     """A copy of a made-up state."""
     for rank in range(layout.world_size):
-        items = [(b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype))) for b in owned_boxes(profile, layout, (), rank)]
+        items = [
+            (b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype)))
+            for b in owned_boxes(profile, layout, (), rank)
+        ]
         checkpoint_writer.write_shard(run, step, 1, rank, items)
     meta = {"layout": {"dp_shard": layout.dp_shard}, "saved_at_s": 5.0}
     return checkpoint_writer.commit(run, step, 1, layout.world_size, 1, meta)
 
 
-# ------------------------------------------------------------------------------------------------ safetensors
+# ------------------------------------------------------------------------------------------------
+# safetensors
 
 
 @pytest.mark.parametrize("file_bytes", [10**9, 3000])
@@ -83,10 +91,14 @@ def test_weights_go_out_and_come_in_again(
     monkeypatch.setattr(checkpoint_verbs, "PART_BYTES", 1000)
     model, _ = trained(program)
     save_file(weights_of(model), tmp_path / "in.safetensors")
-    done = import_state(str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program, at_step=4))
+    done = import_state(
+        str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program, at_step=4)
+    )
     assert (done["step"], done["moments"], done["weights"]) == (4, 0, len(weights_of(model)))
     assert checkpoint_index.verify(done["uri"]) == []
-    out = checkpoint_verbs.export(run_of(tmp_path), None, open_storage(tmp_path / "out"), file_bytes)
+    out = checkpoint_verbs.export(
+        run_of(tmp_path), None, open_storage(tmp_path / "out"), file_bytes
+    )
     found: dict[str, torch.Tensor] = {}
     for name in out["files"]:
         if name.endswith(".safetensors"):
@@ -97,23 +109,38 @@ def test_weights_go_out_and_come_in_again(
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert len(out["files"]) > 2 and set(index["weight_map"]) == set(found)
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-        again = import_state(str(tmp_path / "out"), open_storage(tmp_path / "second"), wanted(program))
+        again = import_state(
+            str(tmp_path / "out"), open_storage(tmp_path / "second"), wanted(program)
+        )
         assert again["weights"] == done["weights"]
     loaded = load_model(program, done["uri"])
-    assert all(torch.equal(tensor, loaded.get_parameter(name)) for name, tensor in weights_of(model).items())
+    assert all(
+        torch.equal(tensor, loaded.get_parameter(name))
+        for name, tensor in weights_of(model).items()
+    )
 
 
 def test_an_imported_state_is_whole(program: Program, tmp_path: Path) -> None:
     model, _ = trained(program)
-    save_file({f"module.{k}": v.to(torch.bfloat16) for k, v in weights_of(model).items()}, tmp_path / "in.safetensors")
-    done = import_state(str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program, at_step=7))
-    assert len(done["converted"]) == len(weights_of(model)) and "bfloat16 -> float32" in done["converted"][0]
+    save_file(
+        {f"module.{k}": v.to(torch.bfloat16) for k, v in weights_of(model).items()},
+        tmp_path / "in.safetensors",
+    )
+    done = import_state(
+        str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program, at_step=7)
+    )
+    assert (
+        len(done["converted"]) == len(weights_of(model))
+        and "bfloat16 -> float32" in done["converted"][0]
+    )
     checkpoint = checkpoint_index.open_checkpoint(done["uri"])
     checkpoint.check(state_specs(trace(program)))
     assert whole(checkpoint, "elastic.rng").tolist() == [3, 7]
     name = next(iter(weights_of(model)))
     assert not whole(checkpoint, f"optim.exp_avg.{name}").any()
-    assert torch.equal(whole(checkpoint, f"model.{name}"), weights_of(model)[name].to(torch.bfloat16).float())
+    assert torch.equal(
+        whole(checkpoint, f"model.{name}"), weights_of(model)[name].to(torch.bfloat16).float()
+    )
 
 
 def test_tied_weights_are_exported_once_and_found_again(tmp_path: Path) -> None:
@@ -122,7 +149,8 @@ def test_tied_weights_are_exported_once_and_found_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "in.safetensors")  # both names
+    # both names
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "in.safetensors")
     import_state(str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program))
     checkpoint_verbs.export(run_of(tmp_path), 0, open_storage(tmp_path / "out"))
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -133,10 +161,22 @@ def test_tied_weights_are_exported_once_and_found_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda w: w.pop("head.weight"), r"it has no tensor head\.weight \(and 0 more of \d+ are missing\)"),
-        (lambda w: w.update({"head.weight": torch.zeros(2, 2)}), r"head\.weight is \[2, 2\], the program's model\.head"),
-        (lambda w: w.update({"more.weight": torch.zeros(2)}), r"no tensor for more\.weight .* --ignore-extra leaves them out"),
-        (lambda w: w.update({"head.weight": torch.zeros(2, dtype=torch.complex64)}), r"head\.weight is of dtype C64"),
+        (
+            lambda w: w.pop("head.weight"),
+            r"it has no tensor head\.weight \(and 0 more of \d+ are missing\)",
+        ),
+        (
+            lambda w: w.update({"head.weight": torch.zeros(2, 2)}),
+            r"head\.weight is \[2, 2\], the program's model\.head",
+        ),
+        (
+            lambda w: w.update({"more.weight": torch.zeros(2)}),
+            r"no tensor for more\.weight .* --ignore-extra leaves them out",
+        ),
+        (
+            lambda w: w.update({"head.weight": torch.zeros(2, dtype=torch.complex64)}),
+            r"head\.weight is of dtype C64",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_named(
@@ -165,11 +205,14 @@ def header(text: bytes, n: int | None = None) -> bytes:
         header(b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'),  # no data
         header(b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,8]}}') + bytes(8),
         header(b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}') + bytes(16),
-        header(b'{"w":{"dtype":"F32","shape":[9223372036854775807,9],"data_offsets":[0,8]}}') + bytes(8),
+        header(b'{"w":{"dtype":"F32","shape":[9223372036854775807,9],"data_offsets":[0,8]}}')
+        + bytes(8),
         header(b'{"w":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}') + bytes(8),
     ],
 )
-def test_a_malicious_header_is_refused_by_name(program: Program, tmp_path: Path, data: bytes) -> None:
+def test_a_malicious_header_is_refused_by_name(
+    program: Program, tmp_path: Path, data: bytes
+) -> None:
     (tmp_path / "bad.safetensors").write_bytes(data)
     with pytest.raises(SpecError, match=r"bad\.safetensors: no safetensors file that can be read"):
         import_state(str(tmp_path / "bad.safetensors"), run_of(tmp_path), wanted(program))
@@ -179,14 +222,19 @@ def test_a_malicious_header_is_refused_by_name(program: Program, tmp_path: Path,
     ("index", "says"),
     [
         (b"{", "not readable"),
-        (b'{"weight_map": {"w": "../x.safetensors"}}', "it names the file '../x.safetensors': refused"),
+        (
+            b'{"weight_map": {"w": "../x.safetensors"}}',
+            "it names the file '../x.safetensors': refused",
+        ),
         (b'{"weight_map": {"w": "gone.safetensors"}}', r"gone\.safetensors: missing"),
         (b'{"weight_map": 3}', "not readable"),
         (b"[" * 100_000, r"model\.safetensors\.index\.json: not readable \(RecursionError"),
         (b'{"weight_map": {"w": "' + b"x/" * 100_000 + b'"}}', "^.{10,500}: refused$"),
     ],
 )
-def test_a_bad_index_is_refused_by_name(program: Program, tmp_path: Path, index: bytes, says: str) -> None:
+def test_a_bad_index_is_refused_by_name(
+    program: Program, tmp_path: Path, index: bytes, says: str
+) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(SpecError, match=says):
         import_state(str(tmp_path), run_of(tmp_path), wanted(program))
@@ -195,22 +243,31 @@ def test_a_bad_index_is_refused_by_name(program: Program, tmp_path: Path, index:
 def test_what_is_no_regular_file_is_not_waited_for(program: Program, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     for source in (tmp_path, tmp_path / "x.safetensors"):
-        with pytest.raises(SpecError, match=r"x\.safetensors: (no regular file|neither a \.safetensors file nor)"):
+        with pytest.raises(
+            SpecError, match=r"x\.safetensors: (no regular file|neither a \.safetensors file nor)"
+        ):
             import_state(str(source), run_of(tmp_path), wanted(program))
 
 
-# ------------------------------------------------------------------------------------------------ plain DCP
+# ------------------------------------------------------------------------------------------------
+# plain DCP
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_moments_of_a_plain_dcp_checkpoint_come_along(program: Program, tmp_path: Path) -> None:
     model, optimizer = trained(program)
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"app": {"model": weights, "optim": moments}, "epoch": 2}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(
+        {"app": {"model": weights, "optim": moments}, "epoch": 2},
+        checkpoint_id=tmp_path / "plain",
+        no_dist=True,
+    )
     with pytest.raises(SpecError, match="plain: the program has no tensor for app"):
         extra = {"model": weights, "ema": {k: v.clone() for k, v in weights.items()}}
         dcp.save({"app": extra}, checkpoint_id=tmp_path / "with-ema" / "plain", no_dist=True)
-        import_state(str(tmp_path / "with-ema" / "plain"), open_storage(tmp_path / "other"), wanted(program))
+        import_state(
+            str(tmp_path / "with-ema" / "plain"), open_storage(tmp_path / "other"), wanted(program)
+        )
     done = import_state(str(tmp_path / "plain"), run_of(tmp_path), wanted(program, at_step=1))
     assert done["moments"] == 3 * done["weights"]
     checkpoint = checkpoint_index.open_checkpoint(done["uri"])
@@ -221,7 +278,10 @@ def test_moments_of_a_plain_dcp_checkpoint_come_along(program: Program, tmp_path
 
 
 def test_what_is_nothing_is_said(program: Program, tmp_path: Path) -> None:
-    for source, says in ((tmp_path / "nowhere", "no such file"), (tmp_path, r"neither a \.safetensors file nor a folder")):
+    for source, says in (
+        (tmp_path / "nowhere", "no such file"),
+        (tmp_path, r"neither a \.safetensors file nor a folder"),
+    ):
         with pytest.raises(SpecError, match=says):
             import_state(str(source), run_of(tmp_path), wanted(program))
     save(run_of(tmp_path), trace(program), 10, Layout())
@@ -229,7 +289,8 @@ def test_what_is_nothing_is_said(program: Program, tmp_path: Path) -> None:
         import_state(str(tmp_path), run_of(tmp_path), wanted(program))
 
 
-# ------------------------------------------------------------------------------------------------ what a Ray Train job saves
+# ------------------------------------------------------------------------------------------------
+# what a Ray Train job saves
 
 
 def plain_save(folder: Path, state: dict[str, Any]) -> str:
@@ -239,33 +300,53 @@ def plain_save(folder: Path, state: dict[str, Any]) -> str:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("shape", ["optimizer", "app", "ddp", "compiled", "flat"])
-def test_what_a_ray_train_job_saves_is_found_under_its_names(shape: str, program: Program, tmp_path: Path) -> None:
+def test_what_a_ray_train_job_saves_is_found_under_its_names(
+    shape: str, program: Program, tmp_path: Path
+) -> None:
     model, optimizer = trained(program)
     weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": torch.tensor(1), "epoch": 0}
+    state: dict[str, Any] = {
+        "model": weights,
+        "optimizer": moments,
+        "step": torch.tensor(1),
+        "epoch": 0,
+    }
     if shape == "app":
         state = {"app": {"model": weights, "optim": moments}}
     elif shape in ("ddp", "compiled"):
         first = "module." if shape == "ddp" else "_orig_mod."
         state["model"] = {first + name: value for name, value in weights.items()}
-        state["optimizer"] = {"state": {first + name: value for name, value in moments["state"].items()}}
+        state["optimizer"] = {
+            "state": {first + name: value for name, value in moments["state"].items()}
+        }
     elif shape == "flat":
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
-    done = import_state(plain_save(tmp_path / "plain", state), run_of(tmp_path), wanted(program, at_step=None))
+    done = import_state(
+        plain_save(tmp_path / "plain", state), run_of(tmp_path), wanted(program, at_step=None)
+    )
     assert done["step"] == 1  # as the optimizer counts
     assert done["moments"] == 3 * done["weights"]
     checkpoint = checkpoint_index.open_checkpoint(done["uri"])
     for name, entries in moments["state"].items():
         assert torch.equal(whole(checkpoint, f"model.{name}"), weights[name])
-        assert all(torch.equal(whole(checkpoint, f"optim.{entry}.{name}"), tensor) for entry, tensor in entries.items())
+        assert all(
+            torch.equal(whole(checkpoint, f"optim.{entry}.{name}"), tensor)
+            for entry, tensor in entries.items()
+        )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_state_by_position_is_refused_and_weights_alone_begin_at_0(program: Program, tmp_path: Path) -> None:
+def test_state_by_position_is_refused_and_weights_alone_begin_at_0(
+    program: Program, tmp_path: Path
+) -> None:
     model, optimizer = trained(program)
-    source = plain_save(tmp_path / "plain", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    with pytest.raises(SpecError, match=r"optimizer\.state\.0\.\w+ names its parameter by a number"):
+    source = plain_save(
+        tmp_path / "plain", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
+    with pytest.raises(
+        SpecError, match=r"optimizer\.state\.0\.\w+ names its parameter by a number"
+    ):
         import_state(source, run_of(tmp_path), wanted(program, at_step=None))
     done = import_state(source, run_of(tmp_path), wanted(program, at_step=None, ignore_extra=True))
     assert (done["step"], done["moments"]) == (0, 0)
@@ -280,7 +361,9 @@ def test_a_state_past_the_end_of_the_job_is_refused(program: Program, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_our_own_copy_has_the_names_of_torch_and_is_imported_too(program: Program, tmp_path: Path) -> None:
+def test_our_own_copy_has_the_names_of_torch_and_is_imported_too(
+    program: Program, tmp_path: Path
+) -> None:
     weights, moments = get_state_dict(*trained(program))
     source = plain_save(tmp_path / "plain", {"model": weights, "optim": moments})
     ours = import_state(source, run_of(tmp_path), wanted(program, at_step=None))["uri"]
@@ -288,24 +371,43 @@ def test_our_own_copy_has_the_names_of_torch_and_is_imported_too(program: Progra
     optimizer = program.optimizer(list(model.named_parameters()))
     found_weights, found_moments = get_state_dict(model, optimizer)
     state = {"model": found_weights, "optim": found_moments}
-    dcp.load(state, checkpoint_id=ours, planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
+    dcp.load(
+        state, checkpoint_id=ours, planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True
+    )
     for name, entries in moments["state"].items():
         assert torch.equal(state["model"][name], weights[name])
-        assert all(torch.equal(state["optim"]["state"][name][entry], tensor) for entry, tensor in entries.items())
+        assert all(
+            torch.equal(state["optim"]["state"][name][entry], tensor)
+            for entry, tensor in entries.items()
+        )
     again = import_state(ours, run_of(tmp_path / "again"), wanted(program, at_step=None))
     assert (again["step"], again["moments"], again["ignored"]) == (1, 3 * again["weights"], [])
 
 
-# ------------------------------------------------------------------------------------------------ ls and rm
+# ------------------------------------------------------------------------------------------------
+# ls and rm
 
 
 def test_listed(program: Program, tmp_path: Path) -> None:
     run = run_of(tmp_path)
     save(run, trace(program), 10, Layout(dp_shard=2))
-    checkpoint_writer.write_shard(run, 20, 2, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))])
+    checkpoint_writer.write_shard(
+        run, 20, 2, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
+    )
     new, old = listed(run)
-    assert (new.step, new.generation, new.committed, new.layout) == (20, 2, False, "") and new.n_bytes > 0
-    assert (old.step, old.committed, old.layout, old.world_size, old.saved_at_s) == (10, True, "dp_shard=2", 2, 5.0)
+    assert (new.step, new.generation, new.committed, new.layout) == (
+        20,
+        2,
+        False,
+        "",
+    ) and new.n_bytes > 0
+    assert (old.step, old.committed, old.layout, old.world_size, old.saved_at_s) == (
+        10,
+        True,
+        "dp_shard=2",
+        2,
+        5.0,
+    )
 
 
 def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> None:
@@ -314,18 +416,23 @@ def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> 
     with pytest.raises(SpecError, match="no checkpoint of step 15; steps there: 20, 10"):
         remove(run, 15)
     (Path(uris[1]) / "rank-0.json").unlink()  # the newest is damaged
-    with pytest.raises(SpecError, match="step 10 is the only good checkpoint of this run; --force removes it"):
+    with pytest.raises(
+        SpecError, match="step 10 is the only good checkpoint of this run; --force removes it"
+    ):
         remove(run, 10)
     assert remove(run, 20) == [uris[1]]
     with pytest.raises(SpecError, match="only good"):
         remove(run, 10)
     assert remove(run, 10, force=True) == [uris[0]]
     assert run.list() == []
-    checkpoint_writer.write_shard(run, 30, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))])
+    checkpoint_writer.write_shard(
+        run, 30, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
+    )
     assert len(remove(run, 30)) == 1  # what was never committed may always go
 
 
-# ------------------------------------------------------------------------------------------------ the command line
+# ------------------------------------------------------------------------------------------------
+# the command line
 
 
 @dataclass
@@ -346,23 +453,47 @@ def test_verbs(program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (job / "job.yaml").write_text("steps: 20\nglobal_batch: 4\nprogram: " + str(TINY) + "\n")
     save_file(weights_of(trained(program)[0]), tmp_path / "in.safetensors")
     at = ("--storage", tmp_path / "runs")
-    done = elastic("import", tmp_path / "in.safetensors", "--into", "mine", "--job", job, "--at-step", 5, "--json", *at)
+    done = elastic(
+        "import",
+        tmp_path / "in.safetensors",
+        "--into",
+        "mine",
+        "--job",
+        job,
+        "--at-step",
+        5,
+        "--json",
+        *at,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 5
     rows = json.loads(elastic("ls", "mine", "--json", *at).stdout)["checkpoints"]
-    assert [(row["step"], row["committed"], row["layout"]) for row in rows] == [(5, True, "dp_shard=1")]
+    assert [(row["step"], row["committed"], row["layout"]) for row in rows] == [
+        (5, True, "dp_shard=1")
+    ]
     assert "COMMITTED" in elastic("ls", "mine", *at).stdout
     assert elastic("verify", "mine", *at).stdout == "step 5: every byte is as it was written\n"
     done = elastic("export", "mine", "--to", tmp_path / "out", *at)
     assert done.returncode == 0 and "model.safetensors" in done.stdout
     for words, says in (
         (("export", "mine", "--to", tmp_path / "out", *at), "model.safetensors is there already"),
-        (("export", "mine", "--step", 9, "--to", tmp_path / "x", *at), "no committed checkpoint of step 9; steps there: 5"),
+        (
+            ("export", "mine", "--step", 9, "--to", tmp_path / "x", *at),
+            "no committed checkpoint of step 9; steps there: 5",
+        ),
         (("rm", "mine", "--step", 5, *at), "the only good checkpoint"),
-        (("import", tmp_path / "gone", "--into", "new", "--job", job, *at), "no such file or folder"),
-        (("import", tmp_path / "gone", "--into", "new", "--job", job, "--at-step", 20, *at), "the job ends at step 20"),
+        (
+            ("import", tmp_path / "gone", "--into", "new", "--job", job, *at),
+            "no such file or folder",
+        ),
+        (
+            ("import", tmp_path / "gone", "--into", "new", "--job", job, "--at-step", 20, *at),
+            "the job ends at step 20",
+        ),
         (("ls", "nobody", *at), "no run 'nobody'"),
     ):
         done = elastic(*words)
-        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, (
+            done.stderr
+        )
     assert elastic("rm", "mine", "--step", 5, "--force", *at).returncode == 0

@@ -1,4 +1,5 @@
-"""Checkpoints: they come back in any layout, DCP reads them, and whatever is wrong with one has a name."""
+"""Checkpoints: they come back in any layout, DCP reads them, and whatever is wrong with one has a
+name."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.blob import decode_blob, digest_of, find_data
 from elastic.worker.checkpoint.checkpoint_format import Damaged, Fenced
-from elastic.worker.checkpoint.checkpoint_index import find, find_valid, open_checkpoint, remove, verify
+from elastic.worker.checkpoint.checkpoint_index import (
+    find,
+    find_valid,
+    open_checkpoint,
+    remove,
+    verify,
+)
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
 
@@ -44,7 +51,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-# ------------------------------------------------------------------------------------------------ round trips
+# ------------------------------------------------------------------------------------------------
+# round trips
 
 
 @pytest.mark.slow
@@ -52,10 +60,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("new", CUTS, ids=lambda cut: str(cut[0]))
 def test_state_comes_back_in_any_layout(storage: Storage, old: Cut, new: Cut) -> None:
     checkpoint = open_checkpoint(save(storage, old, step=40))
-    assert checkpoint.step == 40 and checkpoint.meta == {"layers": list(old[1]), "layout": str(old[0])}
+    assert checkpoint.step == 40 and checkpoint.meta == {
+        "layers": list(old[1]),
+        "layout": str(old[0]),
+    }
     checkpoint.check(state_specs(MODEL))
     tensors = state(40)
-    assert checkpoint.tensors == {s.fqn: (s.shape, s.dtype) for s in state_specs(MODEL) if 0 not in s.shape}
+    assert checkpoint.tensors == {
+        s.fqn: (s.shape, s.dtype) for s in state_specs(MODEL) if 0 not in s.shape
+    }
     for rank in range(new[0].world_size):
         for box in boxes(MODEL, *new, rank):
             got = checkpoint.read(box)
@@ -67,7 +80,11 @@ def test_state_comes_back_in_any_layout(storage: Storage, old: Cut, new: Cut) ->
 def test_large_boxes_are_cut_into_blobs(storage: Storage) -> None:
     checkpoint = open_checkpoint(save(storage, CUTS[0]))
     manifest = json.loads(storage.get("checkpoints/step-00000001.g0001/rank-0.json"))
-    parts = [(row["offsets"], row["sizes"]) for row in manifest["boxes"] if row["fqn"] == "model.layers.0.up"]
+    parts = [
+        (row["offsets"], row["sizes"])
+        for row in manifest["boxes"]
+        if row["fqn"] == "model.layers.0.up"
+    ]
     assert parts == [([0, 0], [3, 4]), ([3, 0], [3, 4]), ([6, 0], [1, 4])]
     for box in boxes(MODEL, *CUTS[1], 0):
         assert torch.equal(checkpoint.read(box), part(state(), box))
@@ -76,7 +93,9 @@ def test_large_boxes_are_cut_into_blobs(storage: Storage) -> None:
 def test_empty_boxes_and_ranks_without_boxes(storage: Storage) -> None:
     whole = Box("w", (0, 0), (2, 3), "float32")
     value = torch.arange(6.0).reshape(2, 3)
-    write_shard(storage, 1, 1, 0, [(whole, value), (Box("w", (2, 0), (0, 3), "float32"), torch.empty(0, 3))])
+    write_shard(
+        storage, 1, 1, 0, [(whole, value), (Box("w", (2, 0), (0, 3), "float32"), torch.empty(0, 3))]
+    )
     assert write_shard(storage, 1, 1, 1, []) == 0
     checkpoint = open_checkpoint(commit(storage, 1, 1, 2, 1, {}))
     assert torch.equal(checkpoint.read(whole), value)
@@ -88,7 +107,9 @@ def test_views_are_written_without_the_tensor_that_they_look_into(storage: Stora
     big = torch.arange(1_000_000.0).reshape(1000, 1000)
     row, column = big[10:11], big[:, 7:8]
     n_bytes = write_shard(storage, 1, 1, 0, [(Box("a", (0, 0), (1, 1000), "float32"), row)])
-    n_bytes += write_shard(storage, 1, 1, 1, [(Box("b", (0, 0), (1000, 1), "float32"), torch.nn.Parameter(column))])
+    n_bytes += write_shard(
+        storage, 1, 1, 1, [(Box("b", (0, 0), (1000, 1), "float32"), torch.nn.Parameter(column))]
+    )
     assert n_bytes < 20_000
     checkpoint = open_checkpoint(commit(storage, 1, 1, 2, 1, {}))
     assert torch.equal(checkpoint.read(Box("b", (0, 0), (1000, 1), "float32")), column)
@@ -106,7 +127,8 @@ def test_torch_save_keeps_its_setting(storage: Storage) -> None:
     assert torch.serialization.get_crc32_options()
 
 
-# ------------------------------------------------------------------------------------------------ DCP
+# ------------------------------------------------------------------------------------------------
+# DCP
 
 
 @pytest.mark.slow
@@ -114,7 +136,8 @@ def test_torch_save_keeps_its_setting(storage: Storage) -> None:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut[0]))
 def test_dcp_loads_it(storage: Storage, cut: Cut) -> None:
-    """torch.distributed.checkpoint reads the files as its own; fails when the private name of durable_dcp.py changes."""
+    """torch.distributed.checkpoint reads the files as its own; fails when the private name of
+    durable_dcp.py changes."""
     uri = save(storage, cut)
     tensors = {fqn: value for fqn, value in state().items() if value.numel()}
     loaded = {fqn: torch.zeros_like(value) for fqn, value in tensors.items()}
@@ -131,7 +154,8 @@ def test_dcp_turns_it_into_one_torch_save_file(storage: Storage, tmp_path: Path)
     assert all(torch.equal(loaded[fqn], value) for fqn, value in state().items() if value.numel())
 
 
-# ------------------------------------------------------------------------------------------------ commit
+# ------------------------------------------------------------------------------------------------
+# commit
 
 
 def test_without_marker_there_is_no_checkpoint(storage: Storage) -> None:
@@ -181,13 +205,16 @@ def test_commit_needs_every_rank(storage: Storage) -> None:
 def test_commit_refuses_gaps_and_overlaps(storage: Storage, second: Box) -> None:
     first = Box("w", (0, 0), (2, 2), "float32")
     for rank, box in enumerate((first, second)):
-        write_shard(storage, 1, 1, rank, [(box, torch.zeros(box.sizes, dtype=getattr(torch, box.dtype)))])
+        write_shard(
+            storage, 1, 1, rank, [(box, torch.zeros(box.sizes, dtype=getattr(torch, box.dtype)))]
+        )
     with pytest.raises(Damaged, match="the boxes of w hold"):
         commit(storage, 1, 1, 2, 1, {})
 
 
 def test_the_marker_is_written_last(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that dies at any write of a commit leaves no checkpoint, and the next one can still commit."""
+    """A driver that dies at any write of a commit leaves no checkpoint, and the next one can still
+    commit."""
     write_shard(storage, 1, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.ones(2))])
     real, n_puts = LocalStorage.put, 0
     while not find(storage):
@@ -260,12 +287,15 @@ def test_who_finds_no_marker_and_comes_second_leaves_the_one_that_came_meanwhile
 ) -> None:
     uri, looks = save(storage, CUTS[1]), [lambda *_: None]
     real = checkpoint_index.read_marker
-    monkeypatch.setattr(checkpoint_writer, "read_marker", lambda *where: (looks.pop() if looks else real)(*where))
+    monkeypatch.setattr(
+        checkpoint_writer, "read_marker", lambda *where: (looks.pop() if looks else real)(*where)
+    )
     assert commit(storage, 1, 1, CUTS[1][0].world_size, 1, {"who": "the second"}) == uri
     assert "who" not in open_checkpoint(uri).meta
 
 
-# ------------------------------------------------------------------------------------------------ damage
+# ------------------------------------------------------------------------------------------------
+# damage
 
 
 def flip(path: Path) -> None:
@@ -282,8 +312,12 @@ DAMAGE: list[Callable[[Path], None]] = [flip, truncate, Path.unlink]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=["altered", "truncated", "missing"])
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__3_0.distcp", "rank-2.json", ".metadata", "commit.json"])
-def test_damage_is_named_and_the_one_before_is_taken(storage: Storage, name: str, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", "__3_0.distcp", "rank-2.json", ".metadata", "commit.json"]
+)
+def test_damage_is_named_and_the_one_before_is_taken(
+    storage: Storage, name: str, damage: Callable[[Path], None]
+) -> None:
     good = save(storage, CUTS[1], step=10)
     bad = save(storage, CUTS[1], step=20)
     damage(Path(bad) / name)
@@ -312,7 +346,9 @@ def test_an_altered_box_is_noticed_while_it_is_read(storage: Storage) -> None:
             checkpoint.read(box)
 
 
-def test_only_the_blobs_that_are_needed_are_read(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_blobs_that_are_needed_are_read(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = open_checkpoint(save(storage, CUTS[1]))
     read: list[str] = []
     real = LocalStorage._fill
@@ -322,7 +358,8 @@ def test_only_the_blobs_that_are_needed_are_read(storage: Storage, monkeypatch: 
         return real(self, key, *how)
 
     monkeypatch.setattr(LocalStorage, "_fill", noted)
-    checkpoint.read(Box("model.layers.1.up", (1, 0), (2, 4), "float32"))  # rows 1 of rank 0, 2 of rank 1
+    # rows 1 of rank 0, 2 of rank 1
+    checkpoint.read(Box("model.layers.1.up", (1, 0), (2, 4), "float32"))
     assert read == ["__0_0.distcp", "__1_0.distcp"]
 
 
@@ -364,17 +401,25 @@ def write_large(storage: Storage) -> tuple[str, Tensor]:
     value = torch.randn(3000, 1000)
     for rank in range(2):
         rows = value[1500 * rank : 1500 * (rank + 1)]
-        write_shard(storage, 1, 1, rank, [(Box("w", (1500 * rank, 0), (1500, 1000), "float32"), rows)])
+        write_shard(
+            storage, 1, 1, rank, [(Box("w", (1500 * rank, 0), (1500, 1000), "float32"), rows)]
+        )
     return commit(storage, 1, 1, 2, 1, {}), value
 
 
-def test_large_blobs_are_read_straight_into_their_place(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blobs_are_read_straight_into_their_place(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint_writer, "CHUNK_BYTES", 1 << 20)
     uri, value = write_large(storage)
     checkpoint = open_checkpoint(uri)
     assert torch.equal(checkpoint.read(Box("w", (0, 0), (3000, 1000), "float32")), value)
-    assert torch.equal(checkpoint.read(Box("w", (700, 0), (1700, 1000), "float32")), value[700:2400])
-    assert torch.equal(checkpoint.read(Box("w", (100, 250), (2800, 500), "float32")), value[100:2900, 250:750])
+    assert torch.equal(
+        checkpoint.read(Box("w", (700, 0), (1700, 1000), "float32")), value[700:2400]
+    )
+    assert torch.equal(
+        checkpoint.read(Box("w", (100, 250), (2800, 500), "float32")), value[100:2900, 250:750]
+    )
 
 
 @pytest.mark.parametrize("at", ["head", "memory", "end"])
@@ -422,8 +467,11 @@ print(saved, straight, peak() - before, bool(torch.equal(half, value[:, 512:])))
 
 @pytest.mark.slow
 def test_save_and_load_take_one_chunk_of_memory_at_most(storage: Storage) -> None:
-    """205 MB: saved and loaded from and to where they lie, else through 64 MiB of scratch memory for all threads."""
-    done = subprocess.run([sys.executable, "-c", PEAK, storage.uri], capture_output=True, text=True, check=False)
+    """205 MB: saved and loaded from and to where they lie, else through 64 MiB of scratch memory
+    for all threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, storage.uri], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     saved, straight, scratch, equal = done.stdout.split()
     assert equal == "True"
@@ -443,7 +491,9 @@ BLOBS = [
 @pytest.mark.parametrize(("tensor", "as_it_lies"), BLOBS)
 def test_blobs_are_read_where_they_lie_else_by_torch(tensor: Tensor, as_it_lies: bool) -> None:
     """Fails when torch.save lays its files out differently: reading is then right, but slower."""
-    box = Box("w", (0,) * tensor.ndim, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    box = Box(
+        "w", (0,) * tensor.ndim, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    )
     file = io.BytesIO()
     torch.save(tensor, file)
     data = memoryview(bytearray(file.getvalue()))
@@ -451,7 +501,11 @@ def test_blobs_are_read_where_they_lie_else_by_torch(tensor: Tensor, as_it_lies:
     assert torch.equal(decode_blob(data, box), tensor)
     with pytest.raises(ValueError):
         decode_blob(data, Box("w", (0, 0), (7, 3), "float32"))
-    for bad in (memoryview(bytearray(data[:-30])), memoryview(bytearray(50)), memoryview(bytearray(0))):
+    for bad in (
+        memoryview(bytearray(data[:-30])),
+        memoryview(bytearray(50)),
+        memoryview(bytearray(0)),
+    ):
         with pytest.raises(ValueError):
             decode_blob(bad, box)
 
@@ -468,21 +522,27 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     body = json.loads(path.read_text())
     change(body)
     body.pop("sha256")
-    body["sha256"] = sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    body["sha256"] = sha256(
+        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
     path.write_text(json.dumps(body))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda body: body["files"].append({"name": "../../../etc/passwd", "n_bytes": 1, "sha256": ""}),
+        lambda body: body["files"].append(
+            {"name": "../../../etc/passwd", "n_bytes": 1, "sha256": ""}
+        ),
         lambda body: body.update(step=99),
         lambda body: body.update(version=3),
         lambda body: body.update(world_size=-1),
         lambda body: body.update(files={}),
     ],
 )
-def test_a_marker_that_makes_no_sense_is_refused(storage: Storage, change: Callable[[dict[str, Any]], None]) -> None:
+def test_a_marker_that_makes_no_sense_is_refused(
+    storage: Storage, change: Callable[[dict[str, Any]], None]
+) -> None:
     uri = save(storage, CUTS[0])
     rewrite(Path(uri) / "commit.json", change)
     found, problems = find_valid(storage)
@@ -494,7 +554,9 @@ class Boom:
         return os.mkdir, ("executed",)
 
 
-def test_nothing_of_a_checkpoint_is_executed(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_checkpoint_is_executed(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pickle in .metadata and one in place of a blob, with all digests mended."""
     monkeypatch.chdir(tmp_path)
     uri = Path(save(storage, CUTS[0]))
@@ -514,7 +576,9 @@ def test_nothing_of_a_checkpoint_is_executed(storage: Storage, tmp_path: Path, m
         for note in body["files"]:
             data = (uri / note["name"]).read_bytes()
             shard = note["name"].endswith(".distcp")
-            note.update(n_bytes=len(data), sha256=manifest["sha256"] if shard else sha256(data).hexdigest())
+            note.update(
+                n_bytes=len(data), sha256=manifest["sha256"] if shard else sha256(data).hexdigest()
+            )
 
     rewrite(uri / "commit.json", mend)
     assert find_valid(storage)[0] is not None
@@ -527,7 +591,8 @@ def test_nothing_of_a_checkpoint_is_executed(storage: Storage, tmp_path: Path, m
     assert (tmp_path / "executed").exists()  # it would have been
 
 
-# ------------------------------------------------------------------------------------------------ the wrong model
+# ------------------------------------------------------------------------------------------------
+# the wrong model
 
 
 def test_another_model_is_named_with_tensor_and_shapes(storage: Storage) -> None:
@@ -535,8 +600,14 @@ def test_another_model_is_named_with_tensor_and_shapes(storage: Storage) -> None
     specs = [spec for spec in state_specs(MODEL) if 0 not in spec.shape]
     for change, says in (
         (TensorSpec("model.new", (2,), "float32"), r"no tensor model\.new .*\[2\] float32"),
-        (TensorSpec("model.norm", (5,), "float32"), r"model\.norm is \[2\] float32 there, the model wants \[5\] float32"),
-        (TensorSpec("model.norm", (2,), "bfloat16"), r"model\.norm is \[2\] float32 there, the model wants \[2\] bfloat16"),
+        (
+            TensorSpec("model.norm", (5,), "float32"),
+            r"model\.norm is \[2\] float32 there, the model wants \[5\] float32",
+        ),
+        (
+            TensorSpec("model.norm", (2,), "bfloat16"),
+            r"model\.norm is \[2\] float32 there, the model wants \[2\] bfloat16",
+        ),
     ):
         with pytest.raises(SpecError, match=says):
             checkpoint.check([*(spec for spec in specs if spec.fqn != change.fqn), change])
@@ -548,7 +619,10 @@ def test_another_model_is_named_with_tensor_and_shapes(storage: Storage) -> None
     ("box", "says"),
     [
         (Box("model.new", (0,), (2,), "float32"), r"no tensor model\.new"),
-        (Box("model.norm", (1,), (2,), "float32"), r"model\.norm is \[2\] float32 there, wanted .* from \[1\]"),
+        (
+            Box("model.norm", (1,), (2,), "float32"),
+            r"model\.norm is \[2\] float32 there, wanted .* from \[1\]",
+        ),
         (Box("model.norm", (0, 0), (1, 1), "float32"), "other model"),
         (Box("model.norm", (0,), (2,), "float16"), "float16"),
     ],
@@ -565,7 +639,9 @@ def test_remove(storage: Storage) -> None:
     assert [found.uri for found in find(storage)] == [first] and not Path(second).exists()
 
 
-def test_a_removal_that_is_interrupted_leaves_no_checkpoint(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_that_is_interrupted_leaves_no_checkpoint(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = save(storage, CUTS[1], step=1), save(storage, CUTS[1], step=2)
 
     def interrupted(self: LocalStorage, key: str = "") -> None:

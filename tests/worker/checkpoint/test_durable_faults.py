@@ -1,7 +1,8 @@
-"""Whatever goes wrong, and whenever: the newest whole checkpoint is found and loaded, and nothing else ever is.
+"""Whatever goes wrong, and whenever: the newest whole checkpoint is found and loaded, and nothing
+else ever is.
 
-Killed at every system call that a save, a commit, a removal and a load make; every class of bytes of every file altered, cut
-off or removed; an S3 server behind a proxy that does harm.
+Killed at every system call that a save, a commit, a removal and a load make; every class of bytes
+of every file altered, cut off or removed; an S3 server behind a proxy that does harm.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 pytestmark = pytest.mark.slow
 
 
-# ------------------------------------------------------------------------------------------------ killed
+# ------------------------------------------------------------------------------------------------
+# killed
 
 
 def killed_everywhere(tmp_path: Path, every: int) -> list[tuple[str, int]]:
@@ -38,7 +40,12 @@ def killed_everywhere(tmp_path: Path, every: int) -> list[tuple[str, int]]:
     for step in (10, 20):
         save(before, step)
     write_shard(before, 15, 1, 0, [])  # an interrupted save, to be cleaned up
-    command = [sys.executable, str(TESTS / "support" / "worker" / "kill_everywhere.py"), str(tmp_path), str(every)]
+    command = [
+        sys.executable,
+        str(TESTS / "support" / "worker" / "kill_everywhere.py"),
+        str(tmp_path),
+        str(every),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     out = []
@@ -69,7 +76,8 @@ def check_kills(found: list[tuple[str, int]]) -> None:
     assert all(step == 20 for name, step in found if name.startswith("save"))
     assert all(step == 30 for name, step in found if name.startswith(("retention", "load")))
     commits = [step for name, step in found if name.startswith("commit")]
-    assert commits == sorted(commits) and set(commits) == {20, 30}  # the marker is what makes the difference
+    # the marker is what makes the difference
+    assert commits == sorted(commits) and set(commits) == {20, 30}
 
 
 @pytest.mark.e2e
@@ -87,7 +95,8 @@ def test_killed_at_every_point(tmp_path: Path) -> None:
     check_kills(found)
 
 
-# ------------------------------------------------------------------------------------------------ bytes
+# ------------------------------------------------------------------------------------------------
+# bytes
 
 
 def places(uri: str) -> dict[str, tuple[str, int]]:
@@ -102,20 +111,25 @@ def places(uri: str) -> dict[str, tuple[str, int]]:
         directory = blob.rindex(b"PK\x01\x02")
         n_bytes = len(blob) - directory
         for name, at in {
-            "zip header": 2, "pickle": blob.index(b"data.pkl") + 80, "padding": row["data"] - 3, "memory": row["data"] + 1,
-            "zip directory": directory + n_bytes // 2, "end": len(blob) - 1,
+            "zip header": 2, "pickle": blob.index(b"data.pkl") + 80, "padding": row["data"] - 3,
+            "memory": row["data"] + 1, "zip directory": directory + n_bytes // 2,
+            "end": len(blob) - 1,
         }.items():  # fmt: skip
             out[f"{kind} blob, {name}"] = ("__1_0.distcp", row["offset"] + at)
     for file in ("commit.json", "rank-0.json", "rank-1.json", ".metadata"):
         size = (folder / file).stat().st_size
-        out |= {f"{file}, {name}": (file, at) for name, at in {"first": 0, "middle": size // 2, "last": size - 1}.items()}
+        out |= {
+            f"{file}, {name}": (file, at)
+            for name, at in {"first": 0, "middle": size // 2, "last": size - 1}.items()
+        }
     return out
 
 
 NAMES = [
     *(f"{kind} blob, {name}" for kind in ("small", "large") for name in (
         "zip header", "pickle", "padding", "memory", "zip directory", "end")),
-    *(f"{file}, {name}" for file in ("commit.json", "rank-0.json", "rank-1.json", ".metadata") for name in (
+    *(f"{file}, {name}" for file in ("commit.json", "rank-0.json", "rank-1.json",
+    ".metadata") for name in (
         "first", "middle", "last")),
 ]  # fmt: skip
 
@@ -165,13 +179,19 @@ def test_damage_of_every_class_of_bytes_is_seen_by_loading_alone(
     changed = (Path(uri) / file).read_bytes() != before
     step, problems = load_newest(storage)
     if changed:
-        assert step == 10 and len(problems) == 1 and f"{uri}/{file}" in problems[0], (step, problems)
+        assert step == 10 and len(problems) == 1 and f"{uri}/{file}" in problems[0], (
+            step,
+            problems,
+        )
         assert checkpoint_index.verify(uri) != []
     else:
         assert step == 20 and problems == []
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "rank-0.json", "rank-1.json", ".metadata", "commit.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["__0_0.distcp", "__1_0.distcp", "rank-0.json", "rank-1.json", ".metadata", "commit.json"],
+)
 def test_a_file_that_is_gone(two: Path, tmp_path: Path, name: str) -> None:
     storage = open_storage(Path(shutil.copytree(two, tmp_path / "run")))
     (Path(find(storage)[0].uri) / name).unlink()
@@ -197,9 +217,20 @@ def test_blobs_are_zip_files(two: Path) -> None:
     (folder / "blob.zip").unlink()
 
 
-# ------------------------------------------------------------------------------------------------ object storage
+# ------------------------------------------------------------------------------------------------
+# object storage
 
-HARM = ["unavailable", "slow_down", "internal", "reset", "short", "hang", "lost", "wrong", "wrong_sent"]
+HARM = [
+    "unavailable",
+    "slow_down",
+    "internal",
+    "reset",
+    "short",
+    "hang",
+    "lost",
+    "wrong",
+    "wrong_sent",
+]
 
 
 @pytest.mark.e2e
@@ -240,7 +271,13 @@ def test_credentials_that_expire(s3: Storage, proxy: object, phase: str) -> None
     if phase == "commit":
         for rank in range(2):
             mine = owned_boxes(MODEL, *CUT, rank)
-            write_shard(s3, 20, 1, rank, [(b, torch.full(b.sizes, 20, dtype=getattr(torch, b.dtype))) for b in mine])
+            write_shard(
+                s3,
+                20,
+                1,
+                rank,
+                [(b, torch.full(b.sizes, 20, dtype=getattr(torch, b.dtype))) for b in mine],
+            )
     proxy.faults.append(expired(times=10_000))  # type: ignore[attr-defined]
     with pytest.raises(ElasticError, match="ExpiredToken"):
         save(s3, 20) if phase == "write_shard" else commit(s3, 20, 1, 2, 1, {})

@@ -1,4 +1,5 @@
-"""What keeps a run's checkpoints from a driver that was replaced, and from markers that somebody has changed."""
+"""What keeps a run's checkpoints from a driver that was replaced, and from markers that somebody
+has changed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_a_marker_that_was_changed_is_not_believed(tmp_path: Path) -> None:
     assert '"epoch": 3' in text
     marker.write_text(text.replace('"epoch": 3', '"epoch": 9'))
     problems: list[str] = []
-    assert [found.uri for found in find(storage, problems)] == [first] and "its own digest does not fit" in problems[0]
+    assert [found.uri for found in find(storage, problems)] == [
+        first
+    ] and "its own digest does not fit" in problems[0]
     with pytest.raises(Damaged, match="its own digest does not fit"):
         open_checkpoint(second)
 
@@ -46,7 +49,8 @@ def test_a_driver_that_was_replaced_cleans_nothing_up(tmp_path: Path) -> None:
 
 @pytest.fixture
 def replaced(tmp_path: Path) -> Storage:
-    """A run whose driver of epoch 1 has committed step 1 and written step 2; epoch 2 has just taken over."""
+    """A run whose driver of epoch 1 has committed step 1 and written step 2; epoch 2 has just taken
+    over."""
     storage = open_storage(tmp_path / "run")
     save(storage, CUTS[1], step=1, epoch=1)
     save(storage, CUTS[1], step=2, epoch=1)
@@ -56,14 +60,18 @@ def replaced(tmp_path: Path) -> Storage:
 
 
 def test_before_its_successor_has_committed_it_commits_nothing(replaced: Storage) -> None:
-    with pytest.raises(Fenced, match="the driver of epoch 1 may not commit it; epoch 2 has taken over this run"):
+    with pytest.raises(
+        Fenced, match="the driver of epoch 1 may not commit it; epoch 2 has taken over this run"
+    ):
         commit(replaced, 2, 1, 1, 1, {})
     assert [found.step for found in find(replaced)] == [1]
     commit(replaced, 2, 1, 1, 2, {})
     assert [(found.step, found.epoch) for found in find(replaced)] == [(2, 2), (1, 1)]
 
 
-def test_nor_where_it_is_replaced_while_it_looks_through_the_files(replaced: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_where_it_is_replaced_while_it_looks_through_the_files(
+    replaced: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replaced.delete(TAKEN.key)
     put = replaced.put
 
@@ -88,7 +96,9 @@ def test_nor_removes_or_cleans_it_anything(replaced: Storage) -> None:
     assert clean(replaced, 2) == [replaced.uri_of("checkpoints/step-00000002.g0001")]
 
 
-def test_a_file_that_only_has_the_name_of_a_newer_driver_keeps_nobody_from_committing(replaced: Storage) -> None:
+def test_a_file_that_only_has_the_name_of_a_newer_driver_keeps_nobody_from_committing(
+    replaced: Storage,
+) -> None:
     replaced.put(TAKEN.key, b"{}")
     replaced.put("lease/99999999-00000000.json", SIGN)
     commit(replaced, 2, 1, 1, 1, {})

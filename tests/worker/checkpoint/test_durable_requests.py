@@ -1,4 +1,5 @@
-"""What a checkpoint of many ranks asks of object storage: one request for each manifest, and a few for all files."""
+"""What a checkpoint of many ranks asks of object storage: one request for each manifest, and a few
+for all files."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ N_RANKS = 6
 @pytest.mark.slow
 def test_sizes_are_asked_once_for_all_files(s3: S3Storage, proxy: FaultyProxy) -> None:
     for rank in range(N_RANKS):
-        checkpoint_writer.write_shard(s3, 5, 1, rank, [(Box("model.w", (2 * rank, 0), (2, 3), "float32"), torch.ones(2, 3))])
+        checkpoint_writer.write_shard(
+            s3, 5, 1, rank, [(Box("model.w", (2 * rank, 0), (2, 3), "float32"), torch.ones(2, 3))]
+        )
     proxy.clear()
     uri = checkpoint_writer.commit(s3, 5, 1, N_RANKS, 1, {})
     assert proxy.count("^HEAD") == 0 and proxy.count(r"^GET .*rank-\d+\.json") == N_RANKS
     assert proxy.count("list-type=2") <= 5, "twice for the fence, once for the sizes"
     proxy.clear()
-    assert checkpoint_index.open_checkpoint(uri).tensors == {"model.w": ((2 * N_RANKS, 3), "float32")}
+    assert checkpoint_index.open_checkpoint(uri).tensors == {
+        "model.w": ((2 * N_RANKS, 3), "float32")
+    }
     assert proxy.count("^HEAD") == 0 and proxy.count("list-type=2") == 1
     assert len(proxy.seen) == N_RANKS + 3, "marker, list and index besides the manifests"

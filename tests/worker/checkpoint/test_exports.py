@@ -22,7 +22,12 @@ from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Job, Layout
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
-from elastic.worker.checkpoint.checkpoint_verbs import PART_BYTES, ImportRequest, export_for, import_state
+from elastic.worker.checkpoint.checkpoint_verbs import (
+    PART_BYTES,
+    ImportRequest,
+    export_for,
+    import_state,
+)
 from elastic.worker.checkpoint.finished_model import load_model
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
@@ -43,7 +48,9 @@ def stored(program: Program, folder: Path) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)
     model.save_pretrained(folder / "made")
-    import_state(str(folder / "made"), open_storage(str(folder / "run")), ImportRequest(trace(program), 3))
+    import_state(
+        str(folder / "made"), open_storage(str(folder / "run")), ImportRequest(trace(program), 3)
+    )
     return model.eval()
 
 
@@ -51,7 +58,9 @@ def stored(program: Program, folder: Path) -> torch.nn.Module:
 def test_from_pretrained_loads_what_was_exported(name: str, tmp_path: Path) -> None:
     program = load_program(PROGRAMS / name)
     model = stored(program, tmp_path)
-    done = export_for(open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "out")), program)
+    done = export_for(
+        open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "out")), program
+    )
     assert set(done["files"]) == {"model.safetensors", "config.json"}
     with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as file:
         assert ("lm_head.weight" in file.keys()) == (name == "hf_qwen3.py")  # noqa: SIM118 - tied ones are there once
@@ -69,15 +78,26 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
     from elastic.models.huggingface import causal_lm
 
     program = causal_lm(tmp_path / "made", base.dataset, base.optimizer)
-    done = export_for(open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "out")), program)
+    done = export_for(
+        open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "out")), program
+    )
     assert {"tokenizer.json", "generation_config.json", "config.json"} < set(done["files"])
     assert not (tmp_path / "out" / "notes.txt").exists()
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
     with pytest.raises(SpecError, match="has no adapters"):
-        export_for(open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "b")), program, merged=True)
+        export_for(
+            open_storage(str(tmp_path / "run")),
+            None,
+            open_storage(str(tmp_path / "b")),
+            program,
+            merged=True,
+        )
 
 
-# ------------------------------------------------------------------------------------------------ adapters
+# ------------------------------------------------------------------------------------------------
+# adapters
 
 
 PROGRAM = """
@@ -97,8 +117,12 @@ program = lora(base, ("q_proj", "o_proj", "down_proj"), r=4, alpha=8)
 def adapter_job(folder: Path) -> dict[str, Any]:
     """A job on the random weights in `folder`/made."""
     torch.manual_seed(2)
-    load_program(PROGRAMS / "hf_qwen3.py").model().save_pretrained(folder / "made", max_shard_size="20KB")
-    (folder / "program.py").write_text(PROGRAM.format(programs=str(PROGRAMS), weights=str(folder / "made")))
+    load_program(PROGRAMS / "hf_qwen3.py").model().save_pretrained(
+        folder / "made", max_shard_size="20KB"
+    )
+    (folder / "program.py").write_text(
+        PROGRAM.format(programs=str(PROGRAMS), weights=str(folder / "made"))
+    )
     return job_of(str(folder / "program.py"), steps=16)
 
 
@@ -106,7 +130,9 @@ def reference(program: Program, job: dict[str, Any]) -> list[float]:
     """Losses of one process that begins with the same adapters: those of `Weights.fresh`."""
     profile = trace(program)
     groups = Groups(0, Layout(), torch.device("cpu"))
-    state = TrainState(program, profile, groups, layout=Layout(), layers=(4,), rank=0, job=Job.from_plain(job))
+    state = TrainState(
+        program, profile, groups, layout=Layout(), layers=(4,), rank=0, job=Job.from_plain(job)
+    )
     state.read_frozen()
     state.fill_fresh(job["seed"])
 
@@ -119,9 +145,11 @@ def reference(program: Program, job: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.whole
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers so
+# peft asks transformers so
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
-    """The frozen weights are in no checkpoint; transformers and peft read what comes out, alone and merged."""
+    """The frozen weights are in no checkpoint; transformers and peft read what comes out, alone and
+    merged."""
     job = adapter_job(tmp_path) | {"layout": {"4": "dp_shard=2,cp=2"}}
     program = load_program(job["program"])
     run = tmp_path / "run"
@@ -133,7 +161,9 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
     storage = open_storage(str(run))
     checkpoint_writer.commit(storage, job["steps"], len(layouts), 4, 1, {})
     uri = checkpoint_index.find(storage)[0].uri
-    kept = [fqn for fqn in checkpoint_index.open_checkpoint(uri).tensors if fqn.startswith("model.")]
+    kept = [
+        fqn for fqn in checkpoint_index.open_checkpoint(uri).tensors if fqn.startswith("model.")
+    ]
     assert len(kept) == 4 * 3 * 2 and all(".lora_" in fqn for fqn in kept)
     ids = torch.arange(24).view(2, 12) * 5 % 64
     with torch.no_grad():
@@ -144,7 +174,9 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
         merged = transformers_model(tmp_path / "merged").eval()
         torch.testing.assert_close(merged(ids).logits, wanted, atol=1e-5, rtol=1e-5)
         done = export_for(storage, None, open_storage(str(tmp_path / "adapter")), program)
-        assert done["files"] == ["adapter_model.safetensors", "adapter_config.json"] and done["tensors"] == len(kept)
+        assert done["files"] == ["adapter_model.safetensors", "adapter_config.json"] and done[
+            "tensors"
+        ] == len(kept)
         peft = pytest.importorskip("peft", reason="it is in the extra 'test'")
         base = transformers_model(tmp_path / "made")
         loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
@@ -154,7 +186,12 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_exporting_needs_a_few_chunks(tmp_path: Path) -> None:
     """A model of about 200 MB; measured in a process of its own."""
-    command = [sys.executable, str(TESTS / "support" / "worker" / "load_peak.py"), str(tmp_path), "export"]
+    command = [
+        sys.executable,
+        str(TESTS / "support" / "worker" / "load_peak.py"),
+        str(tmp_path),
+        "export",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["model_bytes"] > 180e6 and 1e6 < found["peak_bytes"] < 2 * PART_BYTES, found

@@ -21,7 +21,9 @@ PROGRAM = PROGRAMS / "tiny.py"
 
 def store(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
     storage = open_storage(folder)
-    items = [(Box(name, (0,) * t.ndim, tuple(t.shape), "float32"), t) for name, t in tensors.items()]
+    items = [
+        (Box(name, (0,) * t.ndim, tuple(t.shape), "float32"), t) for name, t in tensors.items()
+    ]
     write_shard(storage, 7, 1, 0, items)
     return commit(storage, 7, 1, 1, 1, {})
 
@@ -32,13 +34,17 @@ def program() -> Program:
 
 
 def test_weights_are_those_of_the_checkpoint(program: Program, tmp_path: Path) -> None:
-    wanted = {f"model.{name}": torch.randn(p.shape) for name, p in program.model().named_parameters()}
+    wanted = {
+        f"model.{name}": torch.randn(p.shape) for name, p in program.model().named_parameters()
+    }
     uri = store(tmp_path, wanted)
     model = load_model(program, uri)
     assert not model.training
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, wanted[f"model.{name}"])
-    speaking = replace(program, sample=lambda m: f"{sum(float(p.detach().sum()) for p in m.parameters()):.3f}")
+    speaking = replace(
+        program, sample=lambda m: f"{sum(float(p.detach().sum()) for p in m.parameters()):.3f}"
+    )
     assert sample_text(speaking, uri) == f"{sum(float(t.sum()) for t in wanted.values()):.3f}"
     assert sample_text(replace(program, sample=None), uri) is None
 

@@ -1,4 +1,5 @@
-"""Checkpoints of plain torch.distributed.checkpoint: what it saves comes back, and a malicious index is refused by name."""
+"""Checkpoints of plain torch.distributed.checkpoint: what it saves comes back, and a malicious
+index is refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 300), nn.LayerNorm(300), nn.Linear(300, 1000).to(torch.bfloat16))
+    model = nn.Sequential(
+        nn.Linear(5, 300), nn.LayerNorm(300), nn.Linear(300, 1000).to(torch.bfloat16)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     model[0](torch.randn(4, 5)).sum().backward()
     model[2](torch.randn(4, 300, dtype=torch.bfloat16)).sum().backward()
@@ -35,21 +38,30 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def whole(fqn: str, tensor: torch.Tensor) -> Box:
-    return Box(fqn, (0,) * tensor.ndim, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return Box(
+        fqn, (0,) * tensor.ndim, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    )
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     model, optimizer = trained()
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": moments, "step": 3}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(
+        {"model": weights, "optim": moments, "step": 3},
+        checkpoint_id=tmp_path / "plain",
+        no_dist=True,
+    )
     return tmp_path / "plain", {"model": weights, "optim": moments}
 
 
 def test_what_dcp_saved_comes_back(saved: tuple[Path, dict[str, Any]]) -> None:
     folder, state = saved
     checkpoint = open_plain(str(folder))
-    assert "step" not in checkpoint.tensors and checkpoint.tensors["model.2.weight"] == ((1000, 300), "bfloat16")
+    assert "step" not in checkpoint.tensors and checkpoint.tensors["model.2.weight"] == (
+        (1000, 300),
+        "bfloat16",
+    )
     for name, tensor in state["model"].items():
         assert torch.equal(checkpoint.read(whole(f"model.{name}", tensor)), tensor)
     for fqn, entries in state["optim"]["state"].items():
@@ -101,7 +113,9 @@ def test_a_malicious_index_is_refused_by_name(
     monkeypatch.chdir(tmp_path)
     data = pickle.dumps(value, protocol)
     name = name.replace("builtins", "__builtin__") if protocol < 3 else name
-    with pytest.raises(SpecError, match=rf"x/\.metadata: it asks for {name.replace('.', '[.]')}, which no index"):
+    with pytest.raises(
+        SpecError, match=rf"x/\.metadata: it asks for {name.replace('.', '[.]')}, which no index"
+    ):
         read_index(data, "x/.metadata")
     assert list(tmp_path.iterdir()) == []
 
@@ -116,14 +130,18 @@ def test_opcodes_that_import_by_number_or_name_are_refused(tmp_path: Path) -> No
         read_index(b"\x82\x01.", "f")  # EXT1: an extension code that nobody has registered
 
 
-@pytest.mark.parametrize("data", [b"", b"abc", pickle.dumps({}), pickle.dumps(Metadata({}))[:-9], b"(" * 50_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"abc", pickle.dumps({}), pickle.dumps(Metadata({}))[:-9], b"(" * 50_000]
+)
 def test_what_is_no_index_is_called_so(data: bytes) -> None:
     with pytest.raises(Damaged, match="f: "):
         read_index(data, "f")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "", "a/b"])
-def test_an_index_that_points_elsewhere_is_refused(saved: tuple[Path, dict[str, Any]], name: str) -> None:
+def test_an_index_that_points_elsewhere_is_refused(
+    saved: tuple[Path, dict[str, Any]], name: str
+) -> None:
     folder, _ = saved
     index = pickle.loads((folder / ".metadata").read_bytes())
     for info in index.storage_data.values():
@@ -133,11 +151,13 @@ def test_an_index_that_points_elsewhere_is_refused(saved: tuple[Path, dict[str, 
         open_plain(str(folder))
 
 
-# ------------------------------------------------------------------------------------------ an index that is small and endless
+# ------------------------------------------------------------------------------------------ an
+# index that is small and endless
 
 
 def by_hand(first: bytes, again: bytes, times: int = 64) -> bytes:
-    """Opcodes: `first`, then `again` for the value of it twice, and so on; the last value is the key of a dict."""
+    """Opcodes: `first`, then `again` for the value of it twice, and so on; the last value is the
+    key of a dict."""
     lines = [b"\x80\x04}", first, b"\x94"]
     for k in range(times):
         lines += [b"0", again.replace(b"%", b"h" + bytes([k])), b"\x94"]
@@ -149,8 +169,9 @@ def by_hand(first: bytes, again: bytes, times: int = 64) -> bytes:
     [
         (by_hand(b"(t", b"%%\x86"), "a tuple in it stands for more than 100,000 items"),
         (by_hand(b"(t", b"(%%t"), "a tuple in it stands for more than 100,000 items"),
-        (by_hand(b"(t", b"ctorch\nSize\n(](%%etR"), "a size in it is made of other things than numbers"),
-        (by_hand(b"V" + b"x" * 99 + b"\n", b"cpathlib\nPath\n%%\x86R"), "a path in it is no short text"),
+        (by_hand(b"(t", b"ctorch\nSize\n(](%%etR"),
+        "a size in it is made of other things than numbers"), (by_hand(b"V" + b"x" * 99 + b"\n",
+        b"cpathlib\nPath\n%%\x86R"), "a path in it is no short text"),
         (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "not readable"),
         (b"\x80\x02r\xff\xff\xff\xff.", "not readable"),
     ],
@@ -192,4 +213,8 @@ def test_odd_values_in_an_index_are_one_line(saved: tuple[Path, dict[str, Any]],
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ElasticError) as error:
         open_plain(str(folder))
-    assert ".metadata" in str(error.value) and len(str(error.value)) < 600 and "\n" not in str(error.value)
+    assert (
+        ".metadata" in str(error.value)
+        and len(str(error.value)) < 600
+        and "\n" not in str(error.value)
+    )

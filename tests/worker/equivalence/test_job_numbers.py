@@ -23,7 +23,9 @@ JOB: dict[str, Any] = {"program": "job/program.py", "steps": 4, "global_batch": 
 
 def test_it_is_what_a_worker_finds() -> None:
     found = model_profile_of(TINY, Job.from_plain(JOB | {"precision": "float16"}))
-    assert replace(found, sample=None) == profile_of(TINY, Job.from_plain(JOB | {"precision": "float16"}))
+    assert replace(found, sample=None) == profile_of(
+        TINY, Job.from_plain(JOB | {"precision": "float16"})
+    )
     assert found.sample == traced_sample(TINY, Job(precision="float16"), TINY.dataset()[0])  # type: ignore[misc]
     assert found.sample is not None and found.sample.flop > 0
 
@@ -58,12 +60,14 @@ def unreadable() -> Any:
 @pytest.mark.parametrize(
     ("program", "kind", "line"),
     [
-        (replace(TINY, model=Broken, tp={}), ProgramError, "job/program.py: on the meta device, where tensors have no values, "
+        (replace(TINY, model=Broken, tp={}), ProgramError,
+        "job/program.py: on the meta device, where tensors have no values, "
             "it raised ValueError: two lines"),
-        (replace(TINY, dataset=unreadable), SpecError, "job/program.py: its dataset raised FileNotFoundError: no corpus"),
-        (replace(TINY, dataset=list), SpecError, "Program.dataset: it has no samples"),
-        (replace(TINY, optimizer=None), SpecError, "no optimizer: give Program.optimizer"),
-        (replace(TINY, model=lambda: 3), ProgramError, "Program.model must return an nn.Module, not int"),
+        (replace(TINY, dataset=unreadable), SpecError,
+        "job/program.py: its dataset raised FileNotFoundError: no corpus"), (replace(TINY,
+        dataset=list), SpecError, "Program.dataset: it has no samples"), (replace(TINY,
+        optimizer=None), SpecError, "no optimizer: give Program.optimizer"), (replace(TINY,
+        model=lambda: 3), ProgramError, "Program.model must return an nn.Module, not int"),
     ],
 )  # fmt: skip
 def test_one_line_for_what_is_wrong(program: Program, kind: type[Exception], line: str) -> None:
@@ -78,6 +82,8 @@ def test_no_weights_are_made() -> None:
             super().__init__(4, 4)
             assert self.weight.is_meta
 
-    wide = Program(model=lambda: nn.ModuleDict({"layers": nn.ModuleList([Watched()])}).layers[0], optimizer=TINY.optimizer,
-        dataset=lambda: [{"input": torch.zeros(4)}], loss=lambda output, batch: output.sum())  # fmt: skip
+    wide = Program(model=lambda: nn.ModuleDict({"layers": nn.ModuleList([Watched()])}).layers[0],
+        optimizer=TINY.optimizer,
+        dataset=lambda: [{"input": torch.zeros(4)}], loss=lambda output,
+        batch: output.sum())  # fmt: skip
     assert model_profile_of(wide, Job.from_plain(JOB)).n_params == 20

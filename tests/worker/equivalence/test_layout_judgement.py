@@ -1,4 +1,5 @@
-"""What is judged of a layout without starting processes: equal numbers are numbers, and what a pipeline asks of a model."""
+"""What is judged of a layout without starting processes: equal numbers are numbers, and what a
+pipeline asks of a model."""
 
 from __future__ import annotations
 
@@ -47,14 +48,17 @@ def test_only_numbers_that_are_equal_are_equal(loss: float, off: float, says: st
 def test_a_gradient_that_is_no_number_is_not_equal() -> None:
     box = Box("model.head", (0,), (2,), "float32")
     parameter = nn.Parameter(torch.zeros(2))
-    state: Any = SimpleNamespace(local={"head": parameter}, tensors={"model.head": (box, parameter)})
+    state: Any = SimpleNamespace(
+        local={"head": parameter}, tensors={"model.head": (box, parameter)}
+    )
     whole = {"head": torch.tensor([1.0, 2.0])}
     for own, equal in (([1.0, 2.0], True), ([1.0, 2.1], False), ([1.0, math.nan], False)):
         off = layout_values._differ(state, {"head": torch.tensor(own)}, whole)["head"]
         assert (off <= 1.0) == equal
 
 
-# ------------------------------------------------------------------------------------------ structure
+# ------------------------------------------------------------------------------------------
+# structure
 
 
 class Net(nn.Module):
@@ -98,7 +102,8 @@ def test_each_block_of_a_pipeline_is_called_once_and_in_order() -> None:
 def test_a_weight_of_two_blocks_is_refused_where_blocks_are_sharded_or_spread() -> None:
     no_dp, no_pp = refusals(0, 1, 2, shared=True)
     assert (
-        "layers.0.weight and layers.2.weight are one weight in two blocks" in no_dp and "which two stages would hold" in no_pp
+        "layers.0.weight and layers.2.weight are one weight in two blocks" in no_dp
+        and "which two stages would hold" in no_pp
     )
 
 
@@ -137,7 +142,9 @@ class Mask(nn.Linear):
         (Half, torch.float32, "float16"),
     ],
 )
-def test_the_type_of_fewest_bits_that_a_model_computes_in(kind: type[nn.Linear], dtype: torch.dtype, found: str) -> None:
+def test_the_type_of_fewest_bits_that_a_model_computes_in(
+    kind: type[nn.Linear], dtype: torch.dtype, found: str
+) -> None:
     def model() -> nn.Module:
         net = Net((0, 1, 2)).to(dtype)
         net.layers[1] = kind(8, 8) if dtype is torch.float32 else kind(8, 8).to(dtype)
@@ -154,5 +161,8 @@ def test_the_type_of_fewest_bits_that_a_model_computes_in(kind: type[nn.Linear],
 
 
 def test_a_tied_head_is_kept_in_every_layout() -> None:
-    specs = (TensorSpec("embed", (4,), "float32", block=-1), TensorSpec("head", (4,), "float32", block=2, tied_to="embed"))
+    specs = (
+        TensorSpec("embed", (4,), "float32", block=-1),
+        TensorSpec("head", (4,), "float32", block=2, tied_to="embed"),
+    )
     assert _one_weight(ModelProfile(2, 0, specs)) is None

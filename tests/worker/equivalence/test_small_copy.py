@@ -1,4 +1,5 @@
-"""What stands for a model that counts as large: a few of its blocks, all its kinds, or a line that says why nothing does."""
+"""What stands for a model that counts as large: a few of its blocks, all its kinds, or a line that
+says why nothing does."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from torch import nn
 
 from elastic.program import Program, load_program
 from elastic.worker.equivalence import layout_values
-from elastic.worker.equivalence.layout_values import SmallCopy, TooLarge, check_rows, longest, n_multiplied, shortened
+from elastic.worker.equivalence.layout_values import (
+    SmallCopy,
+    TooLarge,
+    check_rows,
+    longest,
+    n_multiplied,
+    shortened,
+)
 from elastic.worker.equivalence.small_copy import positions
 from elastic.worker.program.model_profile import trace
 
@@ -44,14 +52,22 @@ def test_as_many_blocks_as_may_be(large: Callable[[int], Program], most: int, bl
     assert small.profile.tp_limit == trace(TINY).tp_limit
 
 
-def test_what_is_too_large_even_so_is_one_line_with_the_numbers(large: Callable[[int], Program]) -> None:
-    with pytest.raises(TooLarge, match=r"^0 M parameters are left of it with 2 blocks, 0 M can be compared$"):
+def test_what_is_too_large_even_so_is_one_line_with_the_numbers(
+    large: Callable[[int], Program],
+) -> None:
+    with pytest.raises(
+        TooLarge, match=r"^0 M parameters are left of it with 2 blocks, 0 M can be compared$"
+    ):
         SmallCopy(large(ENDS + 2 * BLOCK - 1), trace(TINY))
 
 
-def test_memory_bounds_it_too(large: Callable[[int], Program], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_bounds_it_too(
+    large: Callable[[int], Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = large(10**6)
-    monkeypatch.setattr(layout_values, "free_host_bytes", lambda: layout_values.BYTES * (ENDS + 2 * BLOCK))
+    monkeypatch.setattr(
+        layout_values, "free_host_bytes", lambda: layout_values.BYTES * (ENDS + 2 * BLOCK)
+    )
     assert SmallCopy(program, trace(TINY)).profile.n_blocks == 2
     monkeypatch.setattr(layout_values, "free_host_bytes", lambda: layout_values.BYTES * ENDS)
     with pytest.raises(TooLarge):
@@ -70,7 +86,12 @@ def test_passes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all axes but cp fewer positions; of cp rather fewer samples."""
     small = SmallCopy(TINY, trace(TINY))
     batch = batch_of(4, 256)
-    for allowed, short, long in ((10**9, 64, (4, 256)), (800, 64, (2, 256)), (300, 64, (1, 256)), (130, 32, (1, 128))):
+    for allowed, short, long in (
+        (10**9, 64, (4, 256)),
+        (800, 64, (2, 256)),
+        (300, 64, (1, 256)),
+        (130, 32, (1, 128)),
+    ):
         monkeypatch.setattr(layout_values, "MOST_FLOP", small.flop * allowed)
         assert positions(shortened(small, batch)) == short
         assert longest(small, batch) == long
@@ -82,7 +103,9 @@ def test_passes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_process_is_asked_once_for_all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     small, batch, calls = SmallCopy(TINY, trace(TINY)), batch_of(4, 16), []
     alone = layout_values._alone
-    monkeypatch.setattr(layout_values, "_alone", lambda *given: calls.append(given[2]) or alone(*given))
+    monkeypatch.setattr(
+        layout_values, "_alone", lambda *given: calls.append(given[2]) or alone(*given)
+    )
     assert small.one_process(batch, 1) is small.one_process(batch, 1)
     assert small.one_process(batch, 2).loss == pytest.approx(small.one_process(batch, 1).loss)
     assert calls == [1, 2]

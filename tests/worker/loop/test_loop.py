@@ -1,4 +1,5 @@
-"""A script that enters elastic.loop, in warm processes: the losses of one process, whatever happens to the workers."""
+"""A script that enters elastic.loop, in warm processes: the losses of one process, whatever happens
+to the workers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from elastic.worker.program.extra_state import decode
 
 @pytest.mark.e2e
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=3), Layout(dp_replicate=2, dp_shard=2), Layout(tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(dp_shard=3), Layout(dp_replicate=2, dp_shard=2), Layout(tp=2)],
+    ids=str,
+)
 def test_same_losses_as_one_process(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     job = loop_job(steps=8)
     workers = pool.open(job, tmp_path)
@@ -35,15 +40,20 @@ def test_same_losses_as_one_process(pool: Pool, tmp_path: Path, layout: Layout) 
 
 @pytest.mark.whole
 def test_a_model_of_transformers_keeps_its_losses(pool: Pool, tmp_path: Path) -> None:
-    """Tied embeddings, cut by the model's own plan: fully sharded, tensor parallel, on one worker, sharded both ways."""
+    """Tied embeddings, cut by the model's own plan: fully sharded, tensor parallel, on one worker,
+    sharded both ways."""
     job = job_of("hf_tiny.py", steps=12)
     workers = pool.open(job, tmp_path)
     plans: list[Any] = []
-    for i, layout in enumerate((Layout(dp_shard=3), Layout(tp=2), Layout(), Layout(dp_shard=2, tp=2))):
+    for i, layout in enumerate(
+        (Layout(dp_shard=3), Layout(tp=2), Layout(), Layout(dp_shard=2, tp=2))
+    ):
         more = {"resume": live(plans[-1])} if plans else {}
         plans.append(plan(i + 1, layout, workers, 12, **more))
         pool.enter(plans[-1])
-        pool.wait(lambda i=i: any(e.step >= 3 * i + 3 for e in pool.events(StepDone)), f"step {3 * i + 3}")  # type: ignore[misc]
+        pool.wait(
+            lambda i=i: any(e.step >= 3 * i + 3 for e in pool.events(StepDone)), f"step {3 * i + 3}"
+        )  # type: ignore[misc]
     pool.quiesced(4, 4)
     loss_curve_agrees(pool, job)
 
@@ -62,7 +72,9 @@ def test_live_moves(pool: Pool, tmp_path: Path) -> None:
     plans.append(plan(3, Layout(dp_shard=2, tp=2), workers, 12, resume=live(plans[1])))
     pool.enter(plans[2])
     pool.quiesced(3, 4)
-    assert [e.step for e in pool.events(StepDone)] == list(range(1, 17)), "a notice or growth costs no step"
+    assert [e.step for e in pool.events(StepDone)] == list(range(1, 17)), (
+        "a notice or growth costs no step"
+    )
     loss_curve_agrees(pool, job)
 
 
@@ -90,7 +102,9 @@ def test_extra_state_of_a_program_travels(pool: Pool, tmp_path: Path) -> None:
     """Live to a worker that comes later, by peer replicas after a loss, and into the checkpoint."""
     job = job_of("tiny_counted.py", steps=12)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=2))
-    second = plan(2, Layout(dp_shard=3), workers[:1] + workers[2:], 12, resume=live(first), peer_every=2)
+    second = plan(
+        2, Layout(dp_shard=3), workers[:1] + workers[2:], 12, resume=live(first), peer_every=2
+    )
     try:
         pool.enter(second)
         pool.wait(lambda: any(e.step >= 6 for e in pool.events(StepDone, 2)), "step 6")
@@ -111,7 +125,8 @@ def test_extra_state_of_a_program_travels(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_from_a_durable_copy_in_new_processes(pool: Pool, tmp_path: Path) -> None:
-    """The script runs from its top; model, moments, learning rates and schedule come from storage, into another layout."""
+    """The script runs from its top; model, moments, learning rates and schedule come from storage,
+    into another layout."""
     job = loop_job(steps=12)
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_shard=2, tp=2), workers, 12, durable_every=4)

@@ -1,4 +1,5 @@
-"""Collectives that abort inside the body of a script's loop: the `for` continues in the same processes, the losses stay."""
+"""Collectives that abort inside the body of a script's loop: the `for` continues in the same
+processes, the losses stay."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def pool() -> Iterator[FaultyPool]:
 
 
 class LoopDriver(Driver):
-    """The same policy over workers whose job is a script. `first`: a fault that is there before the first generation."""
+    """The same policy over workers whose job is a script. `first`: a fault that is there before the
+    first generation."""
 
     first_fault: tuple[int, Fault] | None = None
 
@@ -49,21 +51,25 @@ class LoopDriver(Driver):
         return decode(name, checkpoint.read(Box(f"extra.{name}", (0,), shape, dtype)))
 
 
-def loop_driver(pool: FaultyPool, run: Path, layout: Layout, peer_every: int = PEER_EVERY, *args: str) -> LoopDriver:
+def loop_driver(
+    pool: FaultyPool, run: Path, layout: Layout, peer_every: int = PEER_EVERY, *args: str
+) -> LoopDriver:
     run.mkdir(parents=True, exist_ok=True)
     job = loop_job(steps=STEPS) | {"args": ["--starts", str(run / "starts"), *args]}
     return LoopDriver(pool, job, run, layout, peer_every)
 
 
 def starts(run: Path) -> Counter[int]:
-    """How often each worker process has started the script (the test's own process, which reads it, left out)."""
+    """How often each worker process has started the script (the test's own process, which reads it,
+    left out)."""
     found = Counter(map(int, (run / "starts").read_text().split()))
     del found[os.getpid()]
     return found
 
 
 def finished(driver: LoopDriver) -> Plan:
-    """Runs to the end; all is as in one process, the schedule too; gives the plan that it continued with."""
+    """Runs to the end; all is as in one process, the schedule too; gives the plan that it continued
+    with."""
     driver.run()
     driver.check_end()
     assert driver.last_extra("scheduler")["last_epoch"] == STEPS
@@ -83,9 +89,13 @@ def collectives(pool: FaultyPool, run: Path, layout: Layout, rank: int, *args: s
 @pytest.mark.e2e
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("layout", "victim", "share"), [(SHARDS, 2, 0.0), (SHARDS, 0, 0.9), (TENSOR, 3, 0.5), (REPLICAS, 1, 0.7)], ids=str
+    ("layout", "victim", "share"),
+    [(SHARDS, 2, 0.0), (SHARDS, 0, 0.9), (TENSOR, 3, 0.5), (REPLICAS, 1, 0.7)],
+    ids=str,
 )
-def test_a_kill_inside_the_body(pool: FaultyPool, tmp_path: Path, layout: Layout, victim: int, share: float) -> None:
+def test_a_kill_inside_the_body(
+    pool: FaultyPool, tmp_path: Path, layout: Layout, victim: int, share: float
+) -> None:
     names = collectives(pool, tmp_path, layout, victim)
     assert len(names) >= 5 and "commit" not in names
     driver = loop_driver(pool, tmp_path / "run", layout)
@@ -94,11 +104,15 @@ def test_a_kill_inside_the_body(pool: FaultyPool, tmp_path: Path, layout: Layout
     assert AT - PEER_EVERY <= entered.resume.step <= AT and entered.resume.source == "peer"
     assert len(driver.lost) == 1
     counted = starts(tmp_path / "run")
-    assert len(counted) == layout.world_size and set(counted.values()) == {1}, "the error came up in the loop's body"
+    assert len(counted) == layout.world_size and set(counted.values()) == {1}, (
+        "the error came up in the loop's body"
+    )
 
 
 @pytest.mark.e2e
-def test_a_kill_in_the_first_step_of_all(pool: FaultyPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_in_the_first_step_of_all(
+    pool: FaultyPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No call of the model has come back yet: what a call gives is worked out without memory."""
     monkeypatch.setattr(LoopDriver, "first_fault", (1, Fault("before", 0, 1)))
     driver = loop_driver(pool, tmp_path, SHARDS)
@@ -108,7 +122,9 @@ def test_a_kill_in_the_first_step_of_all(pool: FaultyPool, tmp_path: Path, monke
 
 
 @pytest.mark.e2e
-def test_a_step_that_others_have_is_rolled_forward_with_its_schedule(pool: FaultyPool, tmp_path: Path) -> None:
+def test_a_step_that_others_have_is_rolled_forward_with_its_schedule(
+    pool: FaultyPool, tmp_path: Path
+) -> None:
     """The script's own part of the step (scheduler.step) is done then too, once."""
     driver = loop_driver(pool, tmp_path, REPLICAS, 0)
     for rank, kind in ((1, "deaf"), (2, "deaf"), (0, "after")):
@@ -120,8 +136,11 @@ def test_a_step_that_others_have_is_rolled_forward_with_its_schedule(pool: Fault
 
 
 @pytest.mark.e2e
-def test_a_collective_of_the_scripts_own_starts_the_script_again(pool: FaultyPool, tmp_path: Path) -> None:
-    """What aborts outside of run.model ends the loop's body: the script runs again from its top, in the same process."""
+def test_a_collective_of_the_scripts_own_starts_the_script_again(
+    pool: FaultyPool, tmp_path: Path
+) -> None:
+    """What aborts outside of run.model ends the loop's body: the script runs again from its top, in
+    the same process."""
     names = collectives(pool, tmp_path, SHARDS, 2, "--own-collective")
     driver = loop_driver(pool, tmp_path / "run", SHARDS, PEER_EVERY, "--own-collective")
     pool.call(driver.workers[2], "arm_loop", Fault("before", AT, len(names) - 1))
@@ -134,6 +153,11 @@ def test_the_programs_are_the_same(tmp_path: Path) -> None:
     job = loop_job(steps=STEPS)
     script, plain = capture(Path(job["script"]), [], job["seed"]), load_program(job["program"])
     one, two = trace(script), trace(plain)
-    assert one.specs == two.specs and one.optimizers == two.optimizers and one.tp_limit == two.tp_limit
-    assert [spec.fqn for spec in one.extra] == ["extra.scheduler", "extra.param_groups"] and two.extra == ()
+    assert (
+        one.specs == two.specs and one.optimizers == two.optimizers and one.tp_limit == two.tp_limit
+    )
+    assert [spec.fqn for spec in one.extra] == [
+        "extra.scheduler",
+        "extra.param_groups",
+    ] and two.extra == ()
     assert two.pipeline and not one.pipeline

@@ -1,4 +1,5 @@
-"""Scripts that are wrong: one line each, with the file and the line, in the driver before anything starts, or in the worker."""
+"""Scripts that are wrong: one line each, with the file and the line, in the driver before anything
+starts, or in the worker."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.arange(64.0).view(16, 4)
 """
 ENTER = (
-    "with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, global_batch=4) as run:\n    for x in run:\n"
+    "with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, global_batch=4) "
+    "as run:\n    for x in run:\n"
 )
 GOOD = HEAD + ENTER + "        run.backward(run.model(x).square().sum())\n        run.step()\n"
 
@@ -67,7 +69,9 @@ def test_a_good_script_runs(tmp_path: Path) -> None:
 
 def test_a_script_that_never_comes_to_its_loop(tmp_path: Path) -> None:
     assert "it ended before it entered elastic.loop" in refused(tmp_path, HEAD)
-    assert "train.py, line 7: ZeroDivisionError: division by zero" in refused(tmp_path, HEAD + "1 / 0\n")
+    assert "train.py, line 7: ZeroDivisionError: division by zero" in refused(
+        tmp_path, HEAD + "1 / 0\n"
+    )
     assert "it ended before it entered elastic.loop (exit code 3, with no arguments)" in refused(
         tmp_path, "raise SystemExit(3)"
     )
@@ -76,13 +80,41 @@ def test_a_script_that_never_comes_to_its_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("model=model", "model=model.parameters()", "model is a generator; give the plain nn.Module"),
-        ("optimizer=optimizer", "optimizer=None", "must give a torch.optim.Optimizer, or a dict of them by name, not NoneType"),
-        ("dataset=data", "dataset=iter(data)", "dataset is a tuple_iterator without __len__; it must be map-style"),
-        ("dataset=data", "dataset=['text']", "a sample is a str; it must be a dict or tuple of tensors, or a tensor"),
-        ("steps=3", "validation=data", "validation (a dataset) and evaluate ((model, batch) -> summed loss) belong together"),
-        ("steps=3", "extra_state={'param_groups': 1}", "extra_state['param_groups'] is the optimizer's; choose another name"),
-        ("steps=3", "extra_state={'me': 1}", "extra_state['me'] is a int; it must be an object with state_dict()"),
+        (
+            "model=model",
+            "model=model.parameters()",
+            "model is a generator; give the plain nn.Module",
+        ),
+        (
+            "optimizer=optimizer",
+            "optimizer=None",
+            "must give a torch.optim.Optimizer, or a dict of them by name, not NoneType",
+        ),
+        (
+            "dataset=data",
+            "dataset=iter(data)",
+            "dataset is a tuple_iterator without __len__; it must be map-style",
+        ),
+        (
+            "dataset=data",
+            "dataset=['text']",
+            "a sample is a str; it must be a dict or tuple of tensors, or a tensor",
+        ),
+        (
+            "steps=3",
+            "validation=data",
+            "validation (a dataset) and evaluate ((model, batch) -> summed loss) belong together",
+        ),
+        (
+            "steps=3",
+            "extra_state={'param_groups': 1}",
+            "extra_state['param_groups'] is the optimizer's; choose another name",
+        ),
+        (
+            "steps=3",
+            "extra_state={'me': 1}",
+            "extra_state['me'] is a int; it must be an object with state_dict()",
+        ),
         (
             "optimizer=optimizer",
             "optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(7))])",
@@ -91,7 +123,11 @@ def test_a_script_that_never_comes_to_its_loop(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_are_wrong(tmp_path: Path, old: str, new: str, said: str) -> None:
-    text = GOOD.replace(old, new, 1) if old != "model=model" else GOOD.replace("loop(model=model", "loop(" + new, 1)
+    text = (
+        GOOD.replace(old, new, 1)
+        if old != "model=model"
+        else GOOD.replace("loop(model=model", "loop(" + new, 1)
+    )
     if "extra_state={'me'" in new:
         with pytest.raises(SpecError, match="extra_state"):
             trace(capture(script(tmp_path, text), [], 0))
@@ -100,20 +136,43 @@ def test_arguments_that_are_wrong(tmp_path: Path, old: str, new: str, said: str)
 
 
 def test_an_optimizer_with_state_is_refused(tmp_path: Path) -> None:
-    used = "optimizer = torch.optim.AdamW(model.parameters())\nmodel(data).sum().backward()\noptimizer.step()\n"
-    assert "has state already; give a fresh one" in refused(tmp_path, HEAD + used + ENTER + "        pass\n")
+    used = (
+        "optimizer = "
+        "torch.optim.AdamW(model.parameters())\nmodel(data).sum().backward()\noptimizer.step()\n"
+    )
+    assert "has state already; give a fresh one" in refused(
+        tmp_path, HEAD + used + ENTER + "        pass\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("run.backward(run.model(x).sum())", "line 8: the batch of step 1 was left without run.step(); call it once for each"),
+        (
+            "run.backward(run.model(x).sum())",
+            "line 8: the batch of step 1 was left without run.step(); call it once for each",
+        ),
         ("run.step()", "line 9: run.step() of step 1 without run.backward(loss) before it"),
-        ("run.backward(run.model(x))", "line 9: run.backward was given a tensor of shape [4, 4]; it must be the loss summed"),
-        ("run.backward(3.0)", "line 9: run.backward was given a float; it must be the loss summed over the batch"),
-        ("run.backward(run.model(x).sum()); run.step(); run.step()", "line 9: run.step() was called without a batch in hand"),
-        ("run.backward(run.model(x).sum()); run.step(); break", "it left its loop at step 1 of 3; a loop ends by itself"),
-        ("run.model.weight = 3", "line 9: run.model.weight cannot be set: the model may be rebuilt at any step"),
+        (
+            "run.backward(run.model(x))",
+            "line 9: run.backward was given a tensor of shape [4, 4]; it must be the loss summed",
+        ),
+        (
+            "run.backward(3.0)",
+            "line 9: run.backward was given a float; it must be the loss summed over the batch",
+        ),
+        (
+            "run.backward(run.model(x).sum()); run.step(); run.step()",
+            "line 9: run.step() was called without a batch in hand",
+        ),
+        (
+            "run.backward(run.model(x).sum()); run.step(); break",
+            "it left its loop at step 1 of 3; a loop ends by itself",
+        ),
+        (
+            "run.model.weight = 3",
+            "line 9: run.model.weight cannot be set: the model may be rebuilt at any step",
+        ),
         (
             "run.backward(run.model(x).mean()); run.step()",
             "line 9: run.backward was given a mean over the batch; it must be the sum",
@@ -128,19 +187,26 @@ def test_bodies_that_are_wrong(tmp_path: Path, text: str, said: str) -> None:
 
 
 LOSSES = {  # what is a mean, of outputs [6, 3] and their classes
-    "cross_entropy(o, y)": True, "cross_entropy(o.bfloat16(), y).float()": True, "mse_loss(o, z)": True,
-    "cross_entropy(o, y) + o.mean()": True, "-o.mean()": True, "cross_entropy(o, y, reduction='none').mean()": True,
-    "o.sum() / 6": True, "o.sum() / torch.tensor(6)": True,
-    "cross_entropy(o, y, reduction='sum')": False, "mse_loss(o, z, reduction='sum')": False, "cross_entropy(o, y) * 6": False,
-    "o.mean(1).sum()": False, "cross_entropy(o, y, reduction='sum') + o.mean()": False, "o.sum() / 4": False,
-    "o.detach().mean()": False,
+    "cross_entropy(o, y)": True, "cross_entropy(o.bfloat16(), y).float()": True,
+    "mse_loss(o, z)": True, "cross_entropy(o, y) + o.mean()": True, "-o.mean()": True,
+    "cross_entropy(o, y, reduction='none').mean()": True, "o.sum() / 6": True,
+    "o.sum() / torch.tensor(6)": True, "cross_entropy(o, y, reduction='sum')": False,
+    "mse_loss(o, z, reduction='sum')": False, "cross_entropy(o, y) * 6": False,
+    "o.mean(1).sum()": False, "cross_entropy(o, y, reduction='sum') + o.mean()": False,
+    "o.sum() / 4": False, "o.detach().mean()": False,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", LOSSES)
 def test_a_mean_is_told_from_a_sum(text: str) -> None:
     o, y = torch.randn(6, 3, requires_grad=True) * 2, torch.tensor([0, 1, 2, 0, 1, 2])
-    names = {"torch": torch, "o": o, "y": y, "z": torch.zeros(6, 3), **{f: getattr(functional, f) for f in dir(functional)}}
+    names = {
+        "torch": torch,
+        "o": o,
+        "y": y,
+        "z": torch.zeros(6, 3),
+        **{f: getattr(functional, f) for f in dir(functional)},
+    }
     loss = eval(text, names)
     assert is_mean(loss, 6) is LOSSES[text]
     assert not is_mean(loss, 1), "the mean of one is its sum"
@@ -157,7 +223,8 @@ def test_means_of_single_samples_are_parts_of_a_sum(tmp_path: Path) -> None:
     [
         (
             "report({})",
-            "ray.train's report has no meaning in elastic.loop, leave it out: each step's loss and gradient norm are",
+            "ray.train's report has no meaning in elastic.loop, leave it out: each step's loss "
+            "and gradient norm are",
         ),
         (
             "get_context().get_world_rank()",
@@ -165,29 +232,51 @@ def test_means_of_single_samples_are_parts_of_a_sum(tmp_path: Path) -> None:
         ),
         (
             "torch.prepare_model(model)",
-            "ray.train's prepare_model has no meaning in elastic.loop, leave it out: run.model and the",
+            "ray.train's prepare_model has no meaning in elastic.loop, leave it out: run.model "
+            "and the",
         ),
     ],
 )
-def test_a_script_that_asks_ray_train_is_told_what_there_is_instead(tmp_path: Path, call: str, said: str) -> None:
+def test_a_script_that_asks_ray_train_is_told_what_there_is_instead(
+    tmp_path: Path, call: str, said: str
+) -> None:
     text = f"import ray.train, ray.train.torch\nray.train.{call}\n"
     assert f"train.py, line 8: {said}" in refused(tmp_path, HEAD + text)
     with pytest.raises(ProgramError, match=f"line 9: {said}"):
-        train_script_alone(script(tmp_path, "import ray.train, ray.train.torch" + body(f"ray.train.{call}")), [], 0, 3)
+        train_script_alone(
+            script(tmp_path, "import ray.train, ray.train.torch" + body(f"ray.train.{call}")),
+            [],
+            0,
+            3,
+        )
 
 
-def test_the_traceback_of_the_scripts_own_error_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_of_the_scripts_own_error_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ProgramError, match="line 9: KeyError: 'mine'"):
         train_script_alone(script(tmp_path, body("raise KeyError('mine')")), [], 0, 3)
     printed = capsys.readouterr().err.splitlines()
     assert printed[0] == "Traceback (most recent call last):" and printed[-1] == "KeyError: 'mine'"
-    assert f'File "{tmp_path}/train.py", line 9, in <module>' in printed[1], "from the script's own first frame on"
+    assert f'File "{tmp_path}/train.py", line 9, in <module>' in printed[1], (
+        "from the script's own first frame on"
+    )
 
 
-def test_what_comes_after_the_loop_runs_and_does_not_fail_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_comes_after_the_loop_runs_and_does_not_fail_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     done = tmp_path / "done"
     train_script_alone(
-        script(tmp_path, GOOD + f"from pathlib import Path\nPath({str(done)!r}).write_text(str(run.step_index))\n1 / 0\n"),
+        script(
+            tmp_path,
+            GOOD
+            + (
+                "from pathlib import "
+                f"Path\nPath({str(done)!r}).write_text(str(run.step_index))\n1 / "
+                "0\n"
+            ),
+        ),
         [],
         0,
         3,
@@ -198,12 +287,17 @@ def test_what_comes_after_the_loop_runs_and_does_not_fail_the_run(tmp_path: Path
 
 def test_a_loop_outside_of_a_script_job(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(GOOD)
-    with pytest.raises(SpecError, match=r"outside of `elastic run --script FILE`.*a program.py has no loop"):
+    with pytest.raises(
+        SpecError, match=r"outside of `elastic run --script FILE`.*a program.py has no loop"
+    ):
         load_program(tmp_path / "program.py")
 
 
 def told(err: str) -> bool:
-    line = "elastic: train.py enters elastic.loop" in err and "`elastic run --script train.py -- ARGS` does" in err
+    line = (
+        "elastic: train.py enters elastic.loop" in err
+        and "`elastic run --script train.py -- ARGS` does" in err
+    )
     return line and err.count("\n") == 1
 
 
@@ -212,7 +306,9 @@ def test_a_plain_start_is_one_line(tmp_path: Path) -> None:
     """`python train.py`."""
     file = script(tmp_path, GOOD)
     environment = {k: v for k, v in os.environ.items() if k != "RANK"}
-    done = subprocess.run([sys.executable, file.name], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, file.name], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, told(done.stderr)) == (2, "", True), done.stderr
 
 
@@ -232,7 +328,9 @@ def test_of_the_ranks_of_torchrun_one_says_it(
 
 def test_a_job_with_a_script_is_for_elastic_run_alone(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("script: train.py\nsteps: 3\nglobal_batch: 4\n")
-    with pytest.raises(SpecError, match=r"job.yaml: its 'script' is started by `elastic run .*` alone"):
+    with pytest.raises(
+        SpecError, match=r"job.yaml: its 'script' is started by `elastic run .*` alone"
+    ):
         load_job(tmp_path)
 
 
@@ -257,14 +355,20 @@ def test_two_ways_at_once(tmp_path: Path) -> None:
 
 def test_steps_must_be_said_somewhere(tmp_path: Path) -> None:
     file = script(tmp_path, GOOD.replace("steps=3, ", ""))
-    with pytest.raises(SpecError, match=r"'steps' is missing; give it to elastic.loop\(steps=...\), or by --set steps=N"):
+    with pytest.raises(
+        SpecError,
+        match=r"'steps' is missing; give it to elastic.loop\(steps=...\), or by --set steps=N",
+    ):
         api.run_script(file)
 
 
 def test_a_loop_is_never_cut_into_pipeline_stages(tmp_path: Path) -> None:
     program = capture(script(tmp_path, GOOD), [], 0)
     profile = trace(program)
-    job = job_of({"steps": 3, "global_batch": 2, "script": "train.py", "layout": "pp=2"}, tmp_path / "train.py")
+    job = job_of(
+        {"steps": 3, "global_batch": 2, "script": "train.py", "layout": "pp=2"},
+        tmp_path / "train.py",
+    )
     with pytest.raises(SpecError, match=r"layout 'pp=2': no pp: its script calls the whole model"):
         check_layouts(job, profile)
     choice = plan_layout(profile, Job(global_batch=2), [Node("a", "p", 4)])
@@ -274,29 +378,48 @@ def test_a_loop_is_never_cut_into_pipeline_stages(tmp_path: Path) -> None:
 
 
 def test_the_program_of_a_script(tmp_path: Path) -> None:
-    """The module as it is, buffers too; on the meta device without memory; the optimizer's own settings."""
+    """The module as it is, buffers too; on the meta device without memory; the optimizer's own
+    settings."""
     program = capture(script(tmp_path, GOOD + "\nprint(model)"), [], 7)
     assert dict(program.settings) == {"steps": 3, "global_batch": 4}
     one, two = program.model(), program.model()
-    assert all(torch.equal(a, b) and a is not b for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert all(tensor.is_meta for tensor in (*build_meta(program).parameters(), *build_meta(program).buffers()))
+    assert all(
+        torch.equal(a, b) and a is not b
+        for a, b in zip(one.parameters(), two.parameters(), strict=True)
+    )
+    assert all(
+        tensor.is_meta
+        for tensor in (*build_meta(program).parameters(), *build_meta(program).buffers())
+    )
     made = program.optimizer(list(one.named_parameters()))
     assert isinstance(made, torch.optim.SGD) and made.param_groups[0]["lr"] == 0.1
     assert made.param_groups[0]["params"][0] is next(one.parameters())
 
 
 def test_weights_are_imported_for_a_script_too(tmp_path: Path) -> None:
-    """Into a checkpoint that has all that the loop's state has: the optimizer's settings from a fresh start."""
+    """Into a checkpoint that has all that the loop's state has: the optimizer's settings from a
+    fresh start."""
     from safetensors.torch import save_file
 
     script(tmp_path, GOOD)
     (tmp_path / "job.yaml").write_text("script: train.py\n")
-    weights = {f"{i}.{name}": torch.full(shape, 0.5) for i in (0, 1) for name, shape in (("weight", (4, 4)), ("bias", (4,)))}
-    save_file(weights | {"2.weight": torch.ones(4), "2.bias": torch.zeros(4)}, tmp_path / "weights.safetensors")
-    order = api.Import(str(tmp_path / "weights.safetensors"), "new", str(tmp_path), str(tmp_path / "runs"))
+    weights = {
+        f"{i}.{name}": torch.full(shape, 0.5)
+        for i in (0, 1)
+        for name, shape in (("weight", (4, 4)), ("bias", (4,)))
+    }
+    save_file(
+        weights | {"2.weight": torch.ones(4), "2.bias": torch.zeros(4)},
+        tmp_path / "weights.safetensors",
+    )
+    order = api.Import(
+        str(tmp_path / "weights.safetensors"), "new", str(tmp_path), str(tmp_path / "runs")
+    )
     checkpoint = checkpoint_index.open_checkpoint(api.import_state(order)["uri"])
     shape, dtype = checkpoint.tensors["extra.param_groups"]
-    settings = decode("param_groups", checkpoint.read(Box("extra.param_groups", (0,), shape, dtype)))
+    settings = decode(
+        "param_groups", checkpoint.read(Box("extra.param_groups", (0,), shape, dtype))
+    )
     assert settings["groups"][0]["lr"] == 0.1
     assert checkpoint.read(Box("model.0.weight", (0, 0), (4, 4), "float32")).eq(0.5).all()
 

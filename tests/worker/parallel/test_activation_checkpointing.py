@@ -27,11 +27,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         self.calls += 1
-        return x + scale * self.second(torch.nn.functional.dropout(self.first(x).sigmoid().exp(), 0.5))
+        return x + scale * self.second(
+            torch.nn.functional.dropout(self.first(x).sigmoid().exp(), 0.5)
+        )
 
 
 def kept_bytes(block: Block, mode: str) -> tuple[int, list[torch.Tensor], int]:
-    """Bytes that the forward pass leaves for the backward pass, the gradients, and how often forward ran."""
+    """Bytes that the forward pass leaves for the backward pass, the gradients, and how often
+    forward ran."""
     checkpoint_blocks([block], mode)
     kept: dict[int, int] = {}
     torch.manual_seed(3)
@@ -73,7 +76,8 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "n"), [("none", 2), ("selective", 2), ("full", 3)])  # full: the last is not needed
+# full: the last is not needed
+@pytest.mark.parametrize(("mode", "n"), [("none", 2), ("selective", 2), ("full", 3)])
 def test_selective_does_no_matrix_product_twice(mode: str, n: int) -> None:
     block = Block()
     checkpoint_blocks([block], mode)

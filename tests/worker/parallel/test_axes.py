@@ -1,6 +1,8 @@
-"""Every axis, pairs of axes and products of three against one process, in one warm set of processes.
+"""Every axis, pairs of axes and products of three against one process, in one warm set of
+processes.
 
-CI runs a cover: each axis, each pair of axes, each schedule and each kind of program come up; `make bench` runs the product.
+CI runs a cover: each axis, each pair of axes, each schedule and each kind of program come up; `make
+bench` runs the product.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """`program` for `steps` under `layout`; a global batch of 13 gives the data-parallel ranks unequal batch shares."""
+    """`program` for `steps` under `layout`; a global batch of 13 gives the data-parallel ranks
+    unequal batch shares."""
 
     program: str
     layout: str
@@ -71,11 +74,19 @@ COVER = [
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
-PROGRAMS = ("tiny.py", "tiny_tied.py", "tiny_packed.py", "tiny_vocab.py", "tiny_sequence.py", "tiny_loss_parallel.py")
+PROGRAMS = (
+    "tiny.py",
+    "tiny_tied.py",
+    "tiny_packed.py",
+    "tiny_vocab.py",
+    "tiny_sequence.py",
+    "tiny_loss_parallel.py",
+)
 
 
 def product() -> list[Case]:
-    """Every axis and pair of axes for 20 steps: each program, unequal batch shares, accumulation, each schedule."""
+    """Every axis and pair of axes for 20 steps: each program, unequal batch shares, accumulation,
+    each schedule."""
     sets = [(a,) for a in AXES] + list(combinations(AXES, 2))
     out = []
     for axes in sets:
@@ -84,7 +95,15 @@ def product() -> list[Case]:
         for cut, program in cross(cuts, PROGRAMS):
             out.append(Case(program, cut, steps=20, microbatches=0 if "pp" in axes else 3))
         if {"dp_replicate", "dp_shard"} & set(axes):
-            out.append(Case("tiny.py", text, 14 if "pp" in axes else 13, 20, microbatches=2 if "pp" in axes else 1))
+            out.append(
+                Case(
+                    "tiny.py",
+                    text,
+                    14 if "pp" in axes else 13,
+                    20,
+                    microbatches=2 if "pp" in axes else 1,
+                )
+            )
     return out
 
 
@@ -109,7 +128,8 @@ def run(pool: Pool, case: Case, folder: Path) -> list[StepDone]:
 
 
 def check(case: Case, steps: list[StepDone]) -> None:
-    """Loss (forward), gradient norm (backward) and the losses of later steps (update) are those of one process."""
+    """Loss (forward), gradient norm (backward) and the losses of later steps (update) are those of
+    one process."""
     want = alone(case.program, case.batch, case.steps)
     assert [e.step for e in steps] == list(range(1, case.steps + 1))
     assert [e.train_loss for e in steps] == pytest.approx(want.losses, abs=TOLERANCE)
@@ -125,7 +145,9 @@ def test_it_trains_as_one_process_does(pool: Pool, tmp_path: Path, case: Case) -
 
 
 @pytest.mark.e2e
-def test_numbers_of_logits_that_are_cut_are_added_up_by_all_tp_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_numbers_of_logits_that_are_cut_are_added_up_by_all_tp_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
     found = []
     for layout in ("tp=2", "dp_shard=2"):
         run(pool, Case("tiny_numbers.py", layout, steps=1), tmp_path / layout)
@@ -154,15 +176,26 @@ def test_three_axes(tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_live_to_and_from_parts_of_sequences(pool: Pool, tmp_path: Path) -> None:
     """And to and from several pipeline stages per rank."""
-    layouts = ["dp_shard=4", "dp_shard=2,cp=2", "pp=2,cp=2,schedule=interleaved1f1b", "cp=2,tp=2", "dp_shard=3"]
+    layouts = [
+        "dp_shard=4",
+        "dp_shard=2,cp=2",
+        "pp=2,cp=2,schedule=interleaved1f1b",
+        "cp=2,tp=2",
+        "dp_shard=3",
+    ]
     case = Case("tiny.py", "", steps=30)
-    workers = pool.open(job_of(case.program, case.steps) | {"layout": dict.fromkeys("4", layouts[1])}, tmp_path)
+    workers = pool.open(
+        job_of(case.program, case.steps) | {"layout": dict.fromkeys("4", layouts[1])}, tmp_path
+    )
     last = None
     for number, text in enumerate(layouts, 1):
         resume = {"resume": live(last)} if last is not None else {}
         last = plan(number, parse_layout(text), workers, case.batch, **resume)
         pool.enter(last)
         pool.entered(number)
-        pool.wait(lambda: any(e.step >= 3 * number for e in pool.events(StepDone)), f"step {3 * number}")  # noqa: B023
+        pool.wait(
+            lambda: any(e.step >= 3 * number for e in pool.events(StepDone)),  # noqa: B023
+            f"step {3 * number}",
+        )
     pool.quiesced(len(layouts), 3)
     check(case, pool.events(StepDone))

@@ -1,4 +1,5 @@
-"""torch.compile per block: through live changes of the layout, and refused where there is no compiler."""
+"""torch.compile per block: through live changes of the layout, and refused where there is no
+compiler."""
 
 from __future__ import annotations
 
@@ -26,13 +27,20 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "no-such-compiler"])
-def test_without_a_compiler_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+def test_without_a_compiler_it_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(SpecError, match=f"^compile: true needs a C[+][+] compiler, and there is no '{compiler}' here[^\n]*$"):
+    with pytest.raises(
+        SpecError,
+        match=f"^compile: true needs a C[+][+] compiler, and there is no '{compiler}' here[^\n]*$",
+    ):
         compiled.settle_compiler(torch.device("cpu"))
 
 
-def test_the_folder_is_one_on_this_node_unless_the_user_says_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_is_one_on_this_node_unless_the_user_says_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CXX", "true")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
@@ -43,9 +51,13 @@ def test_the_folder_is_one_on_this_node_unless_the_user_says_another(monkeypatch
     assert "elastic-compiled-" in os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
-def test_each_block_is_compiled_and_what_was_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_block_is_compiled_and_what_was_is_forgotten_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
-    monkeypatch.setattr(torch, "compile", lambda forward: said.append(forward.__self__.name) or forward)
+    monkeypatch.setattr(
+        torch, "compile", lambda forward: said.append(forward.__self__.name) or forward
+    )
     monkeypatch.setattr(torch.compiler, "reset", lambda: said.append("reset"))
 
     class Block(nn.Module):
@@ -72,8 +84,16 @@ def test_compiled_blocks_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> No
         resume = live(plans[-1]) if plans else Resume()
         plans.append(plan(number, layout, workers, job["global_batch"], resume=resume))
         pool.enter(plans[-1])
-        pool.wait(lambda: pool.events(StepDone, number), f"a step of generation {number}", PATIENCE_S)  # noqa: B023
-    pool.wait(lambda: any(e.step == job["steps"] for e in pool.events(StepDone)), "the last step", PATIENCE_S)
+        pool.wait(
+            lambda: pool.events(StepDone, number),  # noqa: B023
+            f"a step of generation {number}",
+            PATIENCE_S,
+        )
+    pool.wait(
+        lambda: any(e.step == job["steps"] for e in pool.events(StepDone)),
+        "the last step",
+        PATIENCE_S,
+    )
     alone = train(load_program(job["program"]), job, job["steps"])
     steps = pool.events(StepDone)
     assert [e.train_loss for e in steps] == pytest.approx(alone.losses, abs=1e-4)

@@ -18,7 +18,13 @@ from elastic.models.llama import tp_plan
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout
 from elastic.types.grid import coordinates
-from elastic.worker.parallel.context_parallel import Sequence, check_calls, check_loss, cut, largest_cp
+from elastic.worker.parallel.context_parallel import (
+    Sequence,
+    check_calls,
+    check_loss,
+    cut,
+    largest_cp,
+)
 from elastic.worker.process_groups.groups import Groups
 
 TINY = load_program(PROGRAMS / "tiny.py")
@@ -68,11 +74,18 @@ def test_loss_that_is_no_sum_over_positions_is_refused() -> None:
     check_loss(TINY, model, batch_of(TINY), 2)
 
     def shifted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["input"][:, 1:].flatten(), reduction="sum")
+        return F.cross_entropy(
+            output[:, :-1].flatten(0, 1), batch["input"][:, 1:].flatten(), reduction="sum"
+        )
 
-    with pytest.raises(ProgramError, match=r"Program\.loss of one sample is .* targets are shifted in the dataset"):
+    with pytest.raises(
+        ProgramError, match=r"Program\.loss of one sample is .* targets are shifted in the dataset"
+    ):
         check_loss(replace(TINY, loss=shifted), model, batch_of(TINY), 2)
-    with pytest.raises(ProgramError, match=r"must return a tensor with the sequence \(16\) as its dim 1, not \[1, 64\]"):
+    with pytest.raises(
+        ProgramError,
+        match=r"must return a tensor with the sequence \(16\) as its dim 1, not \[1, 64\]",
+    ):
         check_loss(TINY, nn.Sequential(model, Pooled()), batch_of(TINY), 2)
 
 
@@ -84,10 +97,14 @@ class Pooled(nn.Module):
 def test_sequence_parallelism_of_a_part_that_is_odd_is_refused() -> None:
     layout = Layout(tp=2)
     program = replace(TINY, tp=tp_plan(sequence=True))
-    sequence = Sequence(program, layout, coordinates(layout, 0), Groups(1, layout, torch.device("cpu")))
+    sequence = Sequence(
+        program, layout, coordinates(layout, 0), Groups(1, layout, torch.device("cpu"))
+    )
     batch = batch_of(TINY)
     assert sequence.cut(batch) is batch
-    with pytest.raises(ProgramError, match="tp=2 with sequence parallelism needs a multiple of 2 positions, not 15"):
+    with pytest.raises(
+        ProgramError, match="tp=2 with sequence parallelism needs a multiple of 2 positions, not 15"
+    ):
         sequence.cut({"input": batch["input"][:, :15]})
 
 

@@ -26,7 +26,9 @@ class Small(nn.Module):
         self.embed, self.squash, self.table = nn.Linear(3, 4), nn.Tanh(), Table()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(3))
         self.more = nn.ModuleList()
-        self.ends = nn.ModuleDict({"gelu": nn.GELU(), "head": nn.Linear(4, 2), "soft": nn.LogSoftmax(-1)})
+        self.ends = nn.ModuleDict(
+            {"gelu": nn.GELU(), "head": nn.Linear(4, 2), "soft": nn.LogSoftmax(-1)}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.squash(self.embed(x))

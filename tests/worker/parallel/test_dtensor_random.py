@@ -1,4 +1,5 @@
-"""A random operation on a DTensor has no collective of its own: not all participants of a generation come to it."""
+"""A random operation on a DTensor has no collective of its own: not all participants of a
+generation come to it."""
 
 from __future__ import annotations
 

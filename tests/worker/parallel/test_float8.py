@@ -1,4 +1,5 @@
-"""float8 is refused in one line where it cannot be. What it computes was not run: that needs a GPU."""
+"""float8 is refused in one line where it cannot be. What it computes was not run: that needs a
+GPU."""
 
 from __future__ import annotations
 

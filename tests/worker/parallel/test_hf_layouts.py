@@ -1,4 +1,5 @@
-"""Models of transformers in layouts of every kind: a pairwise cover of axes here, the product of them under `product`."""
+"""Models of transformers in layouts of every kind: a pairwise cover of axes here, the product of
+them under `product`."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from elastic.types import Evaluated, Layout
 
 TOLERANCE = 1e-4
 COVER = {
-    "hf_tiny.py": [Layout(pp=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_replicate=2, tp=2), Layout(cp=2)],
-    "hf_qwen3.py": [Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3), Layout(cp=2, tp=2)],
-    "hf_gpt2.py": [Layout(pp=2, dp_replicate=2), Layout(dp_shard=3), Layout(pp=4), Layout(pp=2, cp=2)],
-    "hf_packed.py": [
-        Layout(dp_shard=2, cp=2, activation_checkpointing="full"), Layout(tp=2), Layout(dp_replicate=2, cp=2), Layout(cp=4),
-        Layout(pp=2, cp=2, schedule="interleaved1f1b", virtual_stages=2),
+    "hf_tiny.py": [Layout(pp=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_replicate=2, tp=2),
+    Layout(cp=2)], "hf_qwen3.py": [Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3),
+    Layout(cp=2, tp=2)], "hf_gpt2.py": [Layout(pp=2, dp_replicate=2), Layout(dp_shard=3),
+    Layout(pp=4), Layout(pp=2, cp=2)], "hf_packed.py": [
+        Layout(dp_shard=2, cp=2, activation_checkpointing="full"), Layout(tp=2),
+        Layout(dp_replicate=2, cp=2), Layout(cp=4), Layout(pp=2, cp=2, schedule="interleaved1f1b",
+        virtual_stages=2),
     ],
 }  # fmt: skip
 PRODUCT = [
@@ -36,11 +38,17 @@ PRODUCT = [
 
 def follow(pool: Pool, folder: Path, name: str, layouts: list[Layout], **more: int) -> None:
     """Losses, and the gradients that they come from, are those of one process."""
-    job = job_of(name, steps=4 * len(layouts)) | {"layout": {str(i): str(x) for i, x in enumerate(layouts)}} | more
+    job = (
+        job_of(name, steps=4 * len(layouts))
+        | {"layout": {str(i): str(x) for i, x in enumerate(layouts)}}
+        | more
+    )
     steps = pass_through(pool, job, folder, layouts, every=3)
     alone = train(load_program(job["program"]), job, job["steps"])
     assert [event.step for event in steps] == list(range(1, job["steps"] + 1))
-    worst = max(abs(event.train_loss - loss) for event, loss in zip(steps, alone.losses, strict=True))
+    worst = max(
+        abs(event.train_loss - loss) for event, loss in zip(steps, alone.losses, strict=True)
+    )
     assert worst < TOLERANCE, f"train loss is off by {worst}"
     assert [event.grad_norm for event in steps] == pytest.approx(alone.grad_norms, rel=1e-3)
     assert [event.tokens for event in steps] == alone.tokens
@@ -56,7 +64,9 @@ def test_losses_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", COVER)
-def test_losses_are_those_of_one_process_in_every_layout(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_losses_are_those_of_one_process_in_every_layout(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
     tps = (1,) if name == "hf_gpt2.py" else (1, 2)
     follow(pool, tmp_path, name, [layout for layout in PRODUCT if layout.tp in tps])
 
@@ -66,7 +76,8 @@ VIT = str(ROOT / "jobs" / "vit_digits" / "program.py")
 
 @pytest.mark.whole
 def test_a_vision_transformer_on_real_digits(pool: Pool, tmp_path: Path) -> None:
-    """No language model: pictures in, classes out, a plain parameter beside the modules; and a metric of its own."""
+    """No language model: pictures in, classes out, a plain parameter beside the modules; and a
+    metric of its own."""
     pytest.importorskip("sklearn", reason="the job needs scikit-learn (it is in the extra 'test')")
     layouts = [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_replicate=2, tp=2)]
     follow(pool, tmp_path, VIT, layouts, eval_every=6, eval_samples=50)

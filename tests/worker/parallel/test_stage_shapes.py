@@ -1,4 +1,5 @@
-"""What pipeline stages tell each other of their tensors goes without pickle, in torch's own part of it too."""
+"""What pipeline stages tell each other of their tensors goes without pickle, in torch's own part of
+it too."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from elastic.worker.process_groups.wire import TensorMeta
 OBJECTS = [name for name in dir(dist) if "_object" in name and callable(getattr(dist, name))]
 CPU = torch.device("cpu")
 SEEN: dict[str, Any] = {}
-from_torch_2_12 = pytest.mark.skipif(not hasattr(PipelineStage, "_send_meta"), reason="torch 2.11 has no metadata of stages")
+from_torch_2_12 = pytest.mark.skipif(
+    not hasattr(PipelineStage, "_send_meta"), reason="torch 2.11 has no metadata of stages"
+)
 
 
 def no_objects() -> None:
@@ -47,9 +50,18 @@ def objects_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, schedule="interleaved1f1b")], ids=str)
-def test_stages_train_where_no_object_can_be_sent(pool: Pool, tmp_path: Path, layout: Layout) -> None:
-    assert {"send_object_list", "recv_object_list", "broadcast_object_list", "all_gather_object"} <= set(OBJECTS)
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2), Layout(pp=2, schedule="interleaved1f1b")], ids=str
+)
+def test_stages_train_where_no_object_can_be_sent(
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
+    assert {
+        "send_object_list",
+        "recv_object_list",
+        "broadcast_object_list",
+        "all_gather_object",
+    } <= set(OBJECTS)
     job = job_of("tiny.py", steps=3)
     workers = pool.open(job, tmp_path, n=2)
     for worker in workers:
@@ -80,17 +92,19 @@ def test_shapes_arrive_as_they_were() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        b"\x80\x04K\x01.", b"", b"\xff", b"[" * 100_000, b"{}", b"1", b"[1]", b"[[]]", b'["abcd"]', b'[{"shape": [1]}]',
-        b'[[[-1], [1], "int8", true]]', b'[[[1], [-1], "int8", true]]', b'[[[1.0], [1], "int8", true]]',
-        b'[[[true], [1], "int8", true]]', b'[[[1], ["1"], "int8", true]]', b'[[[1], [], "int8", true]]',
-        b'[[1, 1, "int8", true]]', b'[[[1], [1], "object", true]]', b'[[[1], [1], ["int8"], true]]',
-        b'[[[1], [1], null, true]]',
-        b'[[[1], [1], "int8", 1]]', b'[[[1], [1], "int8", null]]', b'[[[1], [1], "int8"]]', b'[[[1], [1], "int8", true, 0]]',
+        b"\x80\x04K\x01.", b"", b"\xff", b"[" * 100_000, b"{}", b"1", b"[1]", b"[[]]", b'["abcd"]',
+        b'[{"shape": [1]}]', b'[[[-1], [1], "int8", true]]', b'[[[1], [-1], "int8", true]]',
+        b'[[[1.0], [1], "int8", true]]', b'[[[true], [1], "int8", true]]',
+        b'[[[1], ["1"], "int8", true]]', b'[[[1], [], "int8", true]]', b'[[1, 1, "int8", true]]',
+        b'[[[1], [1], "object", true]]', b'[[[1], [1], ["int8"], true]]',
+        b'[[[1], [1], null, true]]', b'[[[1], [1], "int8", 1]]', b'[[[1], [1], "int8", null]]',
+        b'[[[1], [1], "int8"]]', b'[[[1], [1], "int8", true, 0]]',
         b'[[[68719476736], [1], "int16", true]]', b'[[[2], [68719476736], "int8", true]]',
         b'[[[99999999999], [1], "int8", true]]',
-        b'[[[68719476736, 68719476736], [0, 0], "int8", true]]', b'[[[68719476736], [0], "int16", true]]',
-        b'[[[68719476736], [1], "int8", true], [[1], [1], "int8", true]]', b"[" + b"9" * 10_000 + b"]",
-        json.dumps([[[1] * 65, [1] * 65, "int8", True]]).encode(),
+        b'[[[68719476736, 68719476736], [0, 0], "int8", true]]',
+        b'[[[68719476736], [0], "int16", true]]',
+        b'[[[68719476736], [1], "int8", true], [[1], [1], "int8", true]]',
+        b"[" + b"9" * 10_000 + b"]", json.dumps([[[1] * 65, [1] * 65, "int8", True]]).encode(),
     ],
 )  # fmt: skip
 def test_only_shapes_are_taken(words: bytes) -> None:
@@ -107,9 +121,10 @@ def test_where_a_rank_listens_arrives_as_it_was() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        b"", b"\xff", b"[]", b"{}", b"[[]]", b"[1, [], []]", b"[true, []]", b"[true, {}, []]", b"[true, [], 0]",
-        b'[true, ["ab"], []]', b'[true, [["a"]], []]', b'[true, [["a", "1"]], []]', b'[true, [["a", true]], []]',
-        b'[true, [[1, 1]], []]', b'[true, [["a", 1, 2]], []]', b'[["127.0.0.1", 29500]]', b'[true, [["a", 1.5]], []]',
+        b"", b"\xff", b"[]", b"{}", b"[[]]", b"[1, [], []]", b"[true, []]", b"[true, {}, []]",
+        b"[true, [], 0]", b'[true, ["ab"], []]', b'[true, [["a"]], []]',
+        b'[true, [["a", "1"]], []]', b'[true, [["a", true]], []]', b'[true, [[1, 1]], []]',
+        b'[true, [["a", 1, 2]], []]', b'[["127.0.0.1", 29500]]', b'[true, [["a", 1.5]], []]',
         b"[true, [null], []]", b"[true, [], [1]]", b"[true, [], [], []]", b"[true, [], [null]]",
     ],
 )  # fmt: skip
@@ -174,7 +189,10 @@ def test_torch_gets_what_it_would_have_sent(line: list[torch.Tensor]) -> None:
         stage_at(source)._send_meta(said, to)
         heard = stage_at(to)._recv_meta(source)
         assert heard == said and type(heard) is type(said) and not line
-        assert all(meta is None or type(meta.shape) is torch.Size for meta in getattr(heard, fields(heard)[0].name))
+        assert all(
+            meta is None or type(meta.shape) is torch.Size
+            for meta in getattr(heard, fields(heard)[0].name)
+        )
 
 
 @from_torch_2_12
@@ -191,12 +209,23 @@ def test_only_a_gradient_may_be_missing_and_nothing_be_a_dtensor(line: list[torc
 @from_torch_2_12
 def test_torch_still_has_the_private_names_that_are_replaced() -> None:
     """Under other names torch would go back to pickle."""
-    assert list(inspect.signature(PipelineStage._send_meta).parameters) == ["self", "meta", "dst_stage"]
+    assert list(inspect.signature(PipelineStage._send_meta).parameters) == [
+        "self",
+        "meta",
+        "dst_stage",
+    ]
     assert list(inspect.signature(PipelineStage._recv_meta).parameters) == ["self", "src_stage"]
-    assert [f.name for f in fields(_utils._TensorMeta)] == ["shape", "stride", "dtype", "requires_grad"]
+    assert [f.name for f in fields(_utils._TensorMeta)] == [
+        "shape",
+        "stride",
+        "dtype",
+        "requires_grad",
+    ]
     assert [f.name for f in fields(_utils._StageForwardMeta)] == ["forward_metas"]
     assert [f.name for f in fields(_utils._StageBackwardMeta)] == ["backward_metas"]
-    assert hasattr(_utils._DTensorMeta, "placements") and not hasattr(_utils._TensorMeta, "placements")
+    assert hasattr(_utils._DTensorMeta, "placements") and not hasattr(
+        _utils._TensorMeta, "placements"
+    )
 
 
 def test_torch_has_no_other_way_to_send_an_object_between_stages() -> None:

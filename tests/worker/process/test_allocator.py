@@ -39,7 +39,9 @@ def test_cuda_is_asked_for_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     settle_cuda_allocator()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True,pinned_max_cached_size_mb:64"
+    assert (
+        os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True,pinned_max_cached_size_mb:64"
+    )
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     settle_cuda_allocator()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
@@ -66,8 +68,12 @@ def test_a_torch_that_does_not_know_the_limit_on_pinned_memory_is_not_asked_for_
     assert allocator.knows_pinned_setting()
     header = tmp_path / "include" / "c10" / "core" / "AllocatorConfig.h"
     header.parent.mkdir(parents=True)
-    monkeypatch.setattr(allocator, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "there is no header"
+    monkeypatch.setattr(
+        allocator, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    )
+    assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, (
+        "there is no header"
+    )
     header.write_text("size_t pinned_use_background_threads();")
     assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     header.write_text("size_t pinned_max_cached_size();")
@@ -76,8 +82,13 @@ def test_a_torch_that_does_not_know_the_limit_on_pinned_memory_is_not_asked_for_
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is of glibc")
-@pytest.mark.parametrize(("how", "least_mb", "most_mb"), [("settled", 230, 260), ("as it is", -10, 200)])
+@pytest.mark.parametrize(
+    ("how", "least_mb", "most_mb"), [("settled", 230, 260), ("as it is", -10, 200)]
+)
 def test_freed_blocks_go_back(how: str, least_mb: float, most_mb: float) -> None:
-    """Without the setting the same program keeps part of its memory: the test would notice that the setting does nothing."""
-    done = subprocess.run([sys.executable, "-c", HOLE, how], capture_output=True, text=True, check=True, timeout=300)
+    """Without the setting the same program keeps part of its memory: the test would notice that the
+    setting does nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLE, how], capture_output=True, text=True, check=True, timeout=300
+    )
     assert least_mb <= float(done.stdout) <= most_mb

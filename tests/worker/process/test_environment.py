@@ -21,7 +21,10 @@ def test_what_recovery_needs_is_overridden_and_a_users_choice_stays() -> None:
 
 
 def test_it_can_be_applied_before_torch_is_imported() -> None:
-    code = "import elastic.worker.process.environment, sys; assert not {'torch', 'ray'} & set(sys.modules)"
+    code = (
+        "import elastic.worker.process.environment, sys; assert not {'torch', 'ray'} & "
+        "set(sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -80,8 +83,12 @@ def torchrun() -> None:
     assert main(["no/such/job"]) == 2
 
 
-@pytest.mark.parametrize("way", [actor, remote_process, certified, fork_server, torchrun], ids=lambda way: way.__name__)
-def test_every_way_of_starting_a_worker_applies_it(way: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "way", [actor, remote_process, certified, fork_server, torchrun], ids=lambda way: way.__name__
+)
+def test_every_way_of_starting_a_worker_applies_it(
+    way: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "unset")  # restored by the fixture, whatever the way sets
         monkeypatch.delenv(name)

@@ -27,10 +27,10 @@ class Nvml:
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {
-            "nvmlDeviceGetCurrentClocksEventReasons": 0x1, "nvmlDeviceGetTemperature": 60, "nvmlDeviceGetTotalEccErrors": 0,
-            "nvmlDeviceGetPcieReplayCounter": 3, "nvmlDeviceGetNvLinkErrorCounter": NotSupported,
-            "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
-            **answers,
+            "nvmlDeviceGetCurrentClocksEventReasons": 0x1, "nvmlDeviceGetTemperature": 60,
+            "nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetPcieReplayCounter": 3,
+            "nvmlDeviceGetNvLinkErrorCounter": NotSupported, "nvmlDeviceGetRemappedRows": (0, 0, 0,
+            0), **answers,
         }  # fmt: skip
         self.asked: list[str] = []
 
@@ -59,7 +59,9 @@ class Nvml:
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     found = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", found)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0b1c"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0b1c")
+    )
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # the test looks itself
     return found
 
@@ -81,7 +83,10 @@ def test_of_a_healthy_gpu_nothing_is_said(nvml: Nvml) -> None:
 @pytest.mark.parametrize(
     ("answers", "sentence"),
     [
-        ({"nvmlDeviceGetCurrentClocksEventReasons": 0x44}, "clocks lowered by the power limit and the temperature (hardware)"),
+        (
+            {"nvmlDeviceGetCurrentClocksEventReasons": 0x44},
+            "clocks lowered by the power limit and the temperature (hardware)",
+        ),
         ({"nvmlDeviceGetCurrentClocksEventReasons": 0x80}, "clocks lowered by the power brake"),
         ({"nvmlDeviceGetCurrentClocksEventReasons": 0x5}, ""),
         ({"nvmlDeviceGetTemperature": 93}, "90 °C or more"),
@@ -89,11 +94,18 @@ def test_of_a_healthy_gpu_nothing_is_said(nvml: Nvml) -> None:
             {"nvmlDeviceGetTotalEccErrors": lambda kind, counter: 4 * kind},
             "4 uncorrected memory errors since this worker began",
         ),
-        ({"nvmlDeviceGetPcieReplayCounter": 2500}, "more than 1000 PCIe replays since this worker began"),
-        ({"nvmlDeviceGetRemappedRows": (5, 0, 1, 0)}, "a row is to be remapped: the GPU must be reset"),
+        (
+            {"nvmlDeviceGetPcieReplayCounter": 2500},
+            "more than 1000 PCIe replays since this worker began",
+        ),
+        (
+            {"nvmlDeviceGetRemappedRows": (5, 0, 1, 0)},
+            "a row is to be remapped: the GPU must be reset",
+        ),
         (
             {"nvmlDeviceGetTemperature": 86, "nvmlDeviceGetRemappedRows": (0, 2, 0, 1)},
-            "85 °C or more; 2 rows of its memory remapped after errors that were not corrected; a row could not be remapped: "
+            "85 °C or more; 2 rows of its memory remapped after errors that were not corrected; a "
+            "row could not be remapped: "
             "the GPU must be replaced",
         ),
     ],
@@ -112,7 +124,9 @@ def test_link_errors_count_from_the_first_look_on(nvml: Nvml) -> None:
     assert said == []
     nvml.answers["nvmlDeviceGetNvLinkErrorCounter"] = lambda link, counter: 100 + (link == 3)
     notes.look()
-    assert said == [DeviceNoted(ME, "2 NVLink errors since this worker began")], "replays and recoveries of one link"
+    assert said == [DeviceNoted(ME, "2 NVLink errors since this worker began")], (
+        "replays and recoveries of one link"
+    )
 
 
 def test_when_it_is_over_that_is_said_too(nvml: Nvml) -> None:
@@ -174,9 +188,13 @@ def test_a_critical_xid_is_noted_at_once_and_one_that_no_process_outlives_is_a_f
     assert len(said) == 3, "nothing has come"
 
 
-def test_the_watch_waits_for_xids_between_its_looks_and_ends_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_waits_for_xids_between_its_looks_and_ends_when_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", events := Events(79))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0b1c"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0b1c")
+    )
     told = threading.Event()
     said: list[Any] = []
 
@@ -208,13 +226,23 @@ def test_a_driver_without_events_or_that_does_not_wait_is_watched_as_before(
 
 def test_who_holds_memory_is_told_where_nvml_knows(nvml: Nvml) -> None:
     assert memory_holders(CUDA) == ()
-    few = [SimpleNamespace(pid=7, usedGpuMemory=None), SimpleNamespace(pid=8, usedGpuMemory=72 << 30)]
+    few = [
+        SimpleNamespace(pid=7, usedGpuMemory=None),
+        SimpleNamespace(pid=8, usedGpuMemory=72 << 30),
+    ]
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = few
-    assert memory_holders(CUDA) == ((8, 72 << 30), (7, 0)) and memory_holders(torch.device("cpu")) == ()
+    assert (
+        memory_holders(CUDA) == ((8, 72 << 30), (7, 0))
+        and memory_holders(torch.device("cpu")) == ()
+    )
 
 
-def test_nothing_is_watched_without_the_package_or_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread was started"))
+def test_nothing_is_watched_without_the_package_or_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: pytest.fail("a thread was started")
+    )
     monkeypatch.setitem(sys.modules, "pynvml", None)
     DeviceNotes(ME, CUDA, pytest.fail)
     nvml = Nvml()
@@ -242,7 +270,9 @@ def test_a_part_of_a_gpu_is_found_too(
         return "handle"
 
     nvml.nvmlDeviceGetHandleByUUID = handle  # type: ignore[method-assign]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid)
+    )
     notes = DeviceNotes(ME, CUDA, pytest.fail)
     notes.close()
     assert nvml.asked == ["nvmlInit", *asked]
@@ -260,7 +290,9 @@ def test_a_library_that_cannot_begin_is_no_reason_to_stop(nvml: Nvml) -> None:
 def test_the_thread_looks_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml(nvmlDeviceGetTemperature=95)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1")
+    )
     told, said = threading.Event(), []
 
     def hear(event: Any) -> None:
@@ -270,7 +302,9 @@ def test_the_thread_looks_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = DeviceNotes(ME, CUDA, hear, every_s=0.01)
     assert told.wait(60)
     notes.close()
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "device-notes"] or [threading.Thread()]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "device-notes"] or [
+        threading.Thread()
+    ]
     if thread.ident is not None:
         thread.join(60)
         assert not thread.is_alive()

@@ -1,4 +1,5 @@
-"""Batches reach a GPU ahead of their step, on a stream beside the training's, and their memory is released behind it."""
+"""Batches reach a GPU ahead of their step, on a stream beside the training's, and their memory is
+released behind it."""
 
 from __future__ import annotations
 
@@ -76,23 +77,33 @@ def batch(cuda: Cuda, name: str, is_pinned: bool = True) -> Any:
 
 
 def told(cuda: Cuda) -> list[tuple[str, int, Any]]:
-    found = [(what, at, more) for what, at, _, more in cuda.seen if what in ("copy", "waits", "in use", "pin", "host waits")]
+    found = [
+        (what, at, more)
+        for what, at, _, more in cuda.seen
+        if what in ("copy", "waits", "in use", "pin", "host waits")
+    ]
     cuda.seen.clear()
     return found
 
 
-def test_the_next_batch_is_copied_beside_the_step_and_waited_for_by_the_stream_that_uses_it(cuda: Cuda) -> None:
+def test_the_next_batch_is_copied_beside_the_step_and_waited_for_by_the_stream_that_uses_it(
+    cuda: Cuda,
+) -> None:
     incoming, first, second = Incoming(CUDA_1), batch(cuda, "first"), batch(cuda, "second")
     incoming.take(first)
     assert told(cuda) == [("copy", 0, "first")], "nobody has sent it ahead"
     incoming.send([second])
     copied = cuda.of("record")[0][2]
-    assert told(cuda) == [("copy", 1, "second")], "on the training's stream it would wait for the step"
+    assert told(cuda) == [("copy", 1, "second")], (
+        "on the training's stream it would wait for the step"
+    )
     there = incoming.take(second)
     assert told(cuda) == [("waits", 0, copied), ("in use", 0, "second")]
     assert there["input"].device == CUDA_1
     incoming.take(second)
-    assert told(cuda) == [("copy", 0, "second")], "what was sent is taken once: its memory is the step's"
+    assert told(cuda) == [("copy", 0, "second")], (
+        "what was sent is taken once: its memory is the step's"
+    )
 
 
 def test_batches_that_were_sent_for_nothing_are_let_go(cuda: Cuda) -> None:
@@ -127,7 +138,12 @@ def test_batches_are_pinned_by_the_thread_that_reads_them() -> None:
         threads.append(threading.current_thread().name)
         return {"pinned": read["x"]}
 
-    loader = Loader([{"x": i} for i in range(8)], lambda step: [Microbatch([2 * step, 2 * step + 1])], 0, finish=finish)
+    loader = Loader(
+        [{"x": i} for i in range(8)],
+        lambda step: [Microbatch([2 * step, 2 * step + 1])],
+        0,
+        finish=finish,
+    )
     until(lambda: bool(loader.ready(1)), "the next step", WAIT_S)
     assert loader.ready(1)[0]["pinned"].tolist() == [2, 3] and loader.ready(5) == []
     ahead = loader.ready(1)[0]

@@ -26,7 +26,8 @@ CUDA_1 = torch.device("cuda", 1)
 
 
 def test_a_host_copy_is_made_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread's current device is cuda:0; the stream, and the event that stands for the copy, are on cuda:1."""
+    """A new thread's current device is cuda:0; the stream, and the event that stands for the copy,
+    are on cuda:1."""
     cuda = make_up(monkeypatch)
     tensors = {"w": (Box("w", (0,), (4,), "float32"), torch.arange(4.0))}
     host = HostCopies(HostMemory(), tensors, frozenset(), device=CUDA_1)
@@ -46,9 +47,13 @@ def test_a_host_copy_is_made_on_the_gpu_of_its_tensors(monkeypatch: pytest.Monke
     assert cuda.of("stream") == [(1, "host-copy", 0)]
     (first_device, first_thread, boundary), (device, thread, done) = cuda.of("record")
     assert (first_device, first_thread) == (1, threading.current_thread().name)
-    assert (device, thread, done.blocking) == (1, "host-copy", True), "who waits for it would keep a core busy"
+    assert (device, thread, done.blocking) == (1, "host-copy", True), (
+        "who waits for it would keep a core busy"
+    )
     waited = cuda.of("stream waits")
-    assert [(d, event) for d, _, event in waited] == [(1, boundary), (1, done)], "behind the boundary; the optimizer behind it"
+    assert [(d, event) for d, _, event in waited] == [(1, boundary), (1, done)], (
+        "behind the boundary; the optimizer behind it"
+    )
     assert cuda.of("host waits") == [(1, threading.current_thread().name, done)]
 
 
@@ -63,13 +68,17 @@ def test_threads_that_wait_for_work_have_their_device(monkeypatch: pytest.Monkey
     assert seen == [1]
 
 
-def test_a_side_stream_is_on_its_device_whatever_the_threads_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_stream_is_on_its_device_whatever_the_threads_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda = make_up(monkeypatch)
     side = SideStream(CUDA_1)
     for _ in range(2):
         with side.behind(None):
             assert current() == 1
-    assert current() == 0 and [device for device, _, _ in cuda.of("stream")] == [1], "one stream, made once"
+    assert current() == 0 and [device for device, _, _ in cuda.of("stream")] == [1], (
+        "one stream, made once"
+    )
 
 
 def test_work_behind_the_steps_runs_on_the_workers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,14 +87,16 @@ def test_work_behind_the_steps_runs_on_the_workers_gpu(monkeypatch: pytest.Monke
         program: Any = SimpleNamespace(extra_state={})
         nothing: Any = None
         place = Workplace(
-            WorkerId("n", 0), program, nothing, Job(), nothing, nothing, nothing, CUDA_1, print, print, pool.submit
+            WorkerId("n", 0), program, nothing, Job(), nothing, nothing, nothing, CUDA_1, print,
+            print, pool.submit
         )  # fmt: skip
         assert place.background(current).result() == 1
         assert pool.submit(current).result() == 0, "the thread is as it was"
     assert run_on(torch.device("cpu"), current) is current
 
 
-# ------------------------------------------------------------------------------------------ pinned host buffers
+# ------------------------------------------------------------------------------------------ pinned
+# host buffers
 
 
 class Pinned(HostMemory):
@@ -110,8 +121,11 @@ def state() -> Tensors:
     }
 
 
-def test_pinned_memory_is_never_allocated_on_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds per copy; the boxes that change before the optimizer are kept on the device until the buffer is there."""
+def test_pinned_memory_is_never_allocated_on_the_training_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seconds per copy; the boxes that change before the optimizer are kept on the device until the
+    buffer is there."""
     make_up(monkeypatch)
     tensors, memory = state(), Pinned()
     host = HostCopies(memory, tensors, frozenset({"buffer"}), device=CUDA_1)
@@ -121,7 +135,12 @@ def test_pinned_memory_is_never_allocated_on_the_training_thread(monkeypatch: py
     tensors["buffer"][1].add_(100)  # the forward of the next step
     memory.trim()  # does not take away what is about to be used
     memory.gate.set()
-    assert copy.wait()["buffer"][1].tolist() == [7, 8] and copy.wait()["w"][1].tolist() == [0, 1, 2, 3]
+    assert copy.wait()["buffer"][1].tolist() == [7, 8] and copy.wait()["w"][1].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
     host.settle()
     copy.release()
     again = host.take(2)
@@ -129,7 +148,9 @@ def test_pinned_memory_is_never_allocated_on_the_training_thread(monkeypatch: py
     assert memory.made == [(32, "host-copy")], "allocated by another thread, or twice"
 
 
-def test_where_pinned_memory_is_not_to_be_had_copies_are_pageable_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_pinned_memory_is_not_to_be_had_copies_are_pageable_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     make_up(monkeypatch)
     asked: list[int] = []
     plain = torch.empty
@@ -137,7 +158,9 @@ def test_where_pinned_memory_is_not_to_be_had_copies_are_pageable_and_it_is_said
     def empty(n: int, **options: Any) -> torch.Tensor:
         if options.pop("pin_memory", False):
             asked.append(n)
-            raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+            raise torch.AcceleratorError(
+                "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+            )
         return plain(n, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
@@ -150,18 +173,26 @@ def test_where_pinned_memory_is_not_to_be_had_copies_are_pageable_and_it_is_said
         host.settle()
     memory.reserve([100])
     assert asked == [32] and len(told) == 1, "asked for again, or told again"
-    assert told[0].startswith("0.00 GiB were asked for: CUDA error: out of memory CUDA kernel errors")
+    assert told[0].startswith(
+        "0.00 GiB were asked for: CUDA error: out of memory CUDA kernel errors"
+    )
 
 
-def test_the_driver_hears_that_a_worker_has_no_pinned_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_driver_hears_that_a_worker_has_no_pinned_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     told: list[Event] = []
     nothing: Any = None
     program: Any = SimpleNamespace(extra_state={})
     place = Workplace(
-        WorkerId("n", 0), program, nothing, Job(), nothing, nothing, nothing, CUDA_1, told.append, print, nothing
+        WorkerId("n", 0), program, nothing, Job(), nothing, nothing, nothing, CUDA_1, told.append,
+        print, nothing
     )  # fmt: skip
     place.host_memory._unpinned("17.00 GiB were asked for: no")
-    assert told == [PinningFailed(WorkerId("n", 0), "17.00 GiB were asked for: no")] and "17.00 GiB" in caplog.text
+    assert (
+        told == [PinningFailed(WorkerId("n", 0), "17.00 GiB were asked for: no")]
+        and "17.00 GiB" in caplog.text
+    )
 
 
 def test_buffers_that_are_reserved_are_waited_for_and_used() -> None:
@@ -172,7 +203,9 @@ def test_buffers_that_are_reserved_are_waited_for_and_used() -> None:
     one, other = memory.lease(100), memory.lease(40)
     memory.trim()
     sizes: list[int] = []
-    using = threading.Thread(target=lambda: sizes.extend((one.buffer.numel(), other.buffer.numel())))
+    using = threading.Thread(
+        target=lambda: sizes.extend((one.buffer.numel(), other.buffer.numel()))
+    )
     using.start()
     memory.gate.set()
     reserving.join(60)
@@ -183,7 +216,9 @@ def test_buffers_that_are_reserved_are_waited_for_and_used() -> None:
     memory.reserve([90, 40])
     assert len(memory.made) == 2, "there was enough"
     memory.reserve([200, 30])
-    assert [whole.numel() for whole in memory.free] == [40, 200], "what is too small is let go before more is taken"
+    assert [whole.numel() for whole in memory.free] == [40, 200], (
+        "what is too small is let go before more is taken"
+    )
 
 
 def test_what_a_lease_is_about_to_take_is_not_trimmed() -> None:
@@ -198,8 +233,11 @@ def test_what_a_lease_is_about_to_take_is_not_trimmed() -> None:
     assert memory.free == []
 
 
-def test_boxes_that_make_room_go_to_one_leased_buffer_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer that is there already: nothing is allocated in the pause. Memory is given up once the copies are done."""
+def test_boxes_that_make_room_go_to_one_leased_buffer_on_a_side_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A buffer that is there already: nothing is allocated in the pause. Memory is given up once
+    the copies are done."""
     cuda = make_up(monkeypatch)
     tensors, memory = state(), Pinned()
     memory.reserve([1000])
@@ -218,30 +256,45 @@ def test_boxes_that_make_room_go_to_one_leased_buffer_on_a_side_stream(monkeypat
     assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in tensors.values())
     assert given_up == [True, True], "memory was given up while a copy might read it"
     assert memory.made == [(1000, threading.current_thread().name)] and memory.free == []
-    assert len(cuda.of("stream")) == 1 and [event.blocking for _, _, event in cuda.of("host waits")] == [True]
+    assert len(cuda.of("stream")) == 1 and [
+        event.blocking for _, _, event in cuda.of("host waits")
+    ] == [True]
     moved.lease.release()
     assert len(memory.free) == 1
 
 
-def test_where_the_host_has_no_memory_the_boxes_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_host_has_no_memory_the_boxes_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensors, memory = state(), Pinned()
 
     def none_left(n_bytes: int) -> torch.Tensor:
         raise RuntimeError("out of host memory")
 
     monkeypatch.setattr(memory, "_allocate", none_left)
-    place: Any = SimpleNamespace(host_memory=memory, side=SideStream(torch.device("cpu")), device=torch.device("cpu"))
+    place: Any = SimpleNamespace(
+        host_memory=memory, side=SideStream(torch.device("cpu")), device=torch.device("cpu")
+    )
     held = Held(1, 0, 6, "live", Layout(), (), {**tensors})
     with pytest.raises(RuntimeError, match="out of host memory"):
         _to_host(held, place)
-    assert [tensor.tolist() for _, tensor in held.tensors.values()] == [[0, 1, 2, 3], [7, 8]] and not held.on_host
+    assert [tensor.tolist() for _, tensor in held.tensors.values()] == [
+        [0, 1, 2, 3],
+        [7, 8],
+    ] and not held.on_host
 
 
-def test_a_generation_reserves_its_buffers_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generation_reserves_its_buffers_before_it_meets_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of its own boxes, and of those that it keeps for others."""
     memory, seen = Pinned(), []
     for module in (generations, peer_copies):
-        monkeypatch.setattr(module, "boxes", lambda profile, layout, layers, rank: (Box("w", (0,), (rank + 1,), "float64"),))
+        monkeypatch.setattr(
+            module,
+            "boxes",
+            lambda profile, layout, layers, rank: (Box("w", (0,), (rank + 1,), "float64"),),
+        )
     place: Any = SimpleNamespace(
         host_memory=memory,
         profile=None,

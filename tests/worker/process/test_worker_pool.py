@@ -1,4 +1,5 @@
-"""The processes that tests share: one that has died fails the test in which it did, and no other."""
+"""The processes that tests share: one that has died fails the test in which it did, and no
+other."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def ready() -> Iterator[ReadyPool]:
 
 
 @pytest.mark.parametrize("how", ["killed", "killed and seen", "hangs up"])
-def test_a_process_that_has_died_is_started_anew_when_the_pool_is_opened(ready: ReadyPool, tmp_path: Path, how: str) -> None:
+def test_a_process_that_has_died_is_started_anew_when_the_pool_is_opened(
+    ready: ReadyPool, tmp_path: Path, how: str
+) -> None:
     workers = ready.open({}, tmp_path)
     ready.stores[1] = None  # a generation runs, and is aborted
     pids = list(ready.pids)
@@ -60,4 +63,7 @@ def test_a_process_that_has_died_is_started_anew_when_the_pool_is_opened(ready: 
         ready.wait(lambda: False, "answer", 0.0)
     ready.open({}, tmp_path)
     assert ready.pids[0] != pids[0] and ready.pids[1] == pids[1]
-    assert all(process.is_alive() for process in ready.processes) and len(ready.events(NodePrepared)) == 2
+    assert (
+        all(process.is_alive() for process in ready.processes)
+        and len(ready.events(NodePrepared)) == 2
+    )

@@ -1,4 +1,5 @@
-"""A generation that is aborted between and within messages: gloo does not free a send that the kernel has refused."""
+"""A generation that is aborted between and within messages: gloo does not free a send that the
+kernel has refused."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ TIMEOUT_S = 10  # of the group: for so long a rank waits that was not freed
 WITHIN_S = 5.0  # after the order; workers that take longer are ended by the driver
 N_RANKS = 3
 TRIALS = 10
-LATE_MOST = 2  # shut in both directions at once, a fifth of all trials is late; as it is, 1 of 180 was
+# shut in both directions at once, a fifth of all trials is late; as it is, 1 of 180 was
+LATE_MOST = 2
 N_NUMBERS = 512  # of each rank in each message
 
-# A rank that is in one collective after the other. Each line of standard input is the order to abort.
+# A rank that is in one collective after the other. Each line of standard input is the order to
+# abort.
 BUSY = """
 import itertools, sys, threading, time
 import torch, torch.distributed as dist
@@ -63,12 +66,21 @@ for line in sys.stdin:
 
 @pytest.fixture
 def ranks() -> Iterator[list[subprocess.Popen[str]]]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
+    )
     with ExitStack() as ended:
         processes = []
         for rank in range(N_RANKS):
-            command = [sys.executable, "-c", BUSY, *map(str, (rank, N_RANKS, store.port, TIMEOUT_S, N_NUMBERS))]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            command = [
+                sys.executable,
+                "-c",
+                BUSY,
+                *map(str, (rank, N_RANKS, store.port, TIMEOUT_S, N_NUMBERS)),
+            ]
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            )
             ended.enter_context(process)
             ended.callback(process.kill)
             processes.append(process)
@@ -82,7 +94,10 @@ def say(ranks: list[subprocess.Popen[str]], line: str) -> None:
 
 
 def hear(ranks: list[subprocess.Popen[str]]) -> list[list[str]]:
-    return [(process.stdout.readline() if process.stdout is not None else "").split() for process in ranks]
+    return [
+        (process.stdout.readline() if process.stdout is not None else "").split()
+        for process in ranks
+    ]
 
 
 @pytest.mark.e2e

@@ -1,4 +1,5 @@
-"""A generation that is aborted while its participants meet: whenever the order comes, nobody waits for one that is gone."""
+"""A generation that is aborted while its participants meet: whenever the order comes, nobody waits
+for one that is gone."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ from elastic.worker.process_groups import groups
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.transport import is_collective_error
 
-NEVER_S = 900.0  # what a rank would wait for a peer that does not come; longer than the test may take
+# what a rank would wait for a peer that does not come; longer than the test may take
+NEVER_S = 900.0
 WITHIN_S = 120.0
 
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
 
 
 def met(of: Groups, store: dist.TCPStore, found: list[BaseException | None]) -> threading.Thread:
@@ -55,7 +59,9 @@ def left(thread: threading.Thread, found: list[BaseException | None], of: Groups
 
 
 @pytest.mark.parametrize("name", ["TCPStore", "PrefixStore"])
-def test_the_order_comes_between_two_connections(name: str, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_comes_between_two_connections(
+    name: str, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has looked at the sockets that there were; the wait begins on one that comes after."""
     of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
     real: Any = getattr(groups, name)
@@ -69,7 +75,9 @@ def test_the_order_comes_between_two_connections(name: str, store: dist.TCPStore
     left(met(of, store, found), found, of)
 
 
-def test_the_order_comes_before_the_group_is_made(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_comes_before_the_group_is_made(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
     real = of.transport.make
     shut_once = threading.Event()
@@ -79,7 +87,8 @@ def test_the_order_comes_before_the_group_is_made(store: dist.TCPStore, monkeypa
             shut_once.set()
             monkeypatch.setattr(of, "_shut_own", lambda: None)
             of.abort()
-            monkeypatch.undo()  # the look has found nothing, as one does that comes a moment before the connection
+            # the look has found nothing, as one does that comes a moment before the connection
+            monkeypatch.undo()
         return real(*words, **more)
 
     monkeypatch.setattr(of.transport, "make", first_the_order)
@@ -88,7 +97,9 @@ def test_the_order_comes_before_the_group_is_made(store: dist.TCPStore, monkeypa
     assert shut_once.is_set()
 
 
-def test_the_order_comes_first_of_all(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_comes_first_of_all(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What listens already is another generation's: nobody knocks there."""
     of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
     knocked: list[Any] = []
@@ -98,7 +109,9 @@ def test_the_order_comes_first_of_all(store: dist.TCPStore, monkeypatch: pytest.
     def then_the_order() -> None:
         set_joining()
         of.abort()
-        until(lambda: any(thread.name == "abort-join" for thread in threading.enumerate()), "its look")
+        until(
+            lambda: any(thread.name == "abort-join" for thread in threading.enumerate()), "its look"
+        )
         time.sleep(5 * groups.LOOK_S)  # sleeps: it looks again and again
 
     monkeypatch.setattr(of._joining, "set", then_the_order)
@@ -117,7 +130,8 @@ def test_the_order_comes_while_it_waits(store: dist.TCPStore) -> None:
     left(thread, found, of)
 
 
-# Rank 1 of two, in a fork per line of standard input: it dies when it has said where it listens, before it comes to anyone.
+# Rank 1 of two, in a fork per line of standard input: it dies when it has said where it listens,
+# before it comes to anyone.
 DIES = """
 import os, sys
 from datetime import timedelta
@@ -153,7 +167,9 @@ for line in sys.stdin:
 @pytest.fixture
 def dies() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", DIES]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
         process.kill()
@@ -164,7 +180,9 @@ def test_a_peer_dies_between_its_address_and_its_connection(dies: subprocess.Pop
     """Which of two comes to the other follows from their addresses: in several trials both do."""
     assert dies.stdin is not None and dies.stdout is not None
     for _ in range(8):
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        server = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
         found: list[BaseException | None] = []
         thread = met(of, server, found)

@@ -1,4 +1,5 @@
-"""Where not all ranks are connected with each other: an abort frees everybody, and a loss is bridged as in a mesh."""
+"""Where not all ranks are connected with each other: an abort frees everybody, and a loss is
+bridged as in a mesh."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ TIMEOUT_S = 300.0
 FREED_S = TIMEOUT_S / 2  # by the abort, not by the group's own timeout
 
 
-def waits(rank: int, n: int, store: tuple[str, int], absent: int, where: str, like: str) -> tuple[float, str]:
+def waits(
+    rank: int, n: int, store: tuple[str, int], absent: int, where: str, like: str
+) -> tuple[float, str]:
     """`absent` does not come: seconds from the abort until this rank was free, and how."""
     small_trees.use()
     transport = NcclLikeTransport() if like == "nccl" else Transport()
     of = Groups(1, Layout(dp_replicate=n), torch.device("cpu"), transport=transport)
     of.join(meeting(n, store[1], TIMEOUT_S, "secret"), rank)
-    assert isinstance(of.control, Control) and len(of.control.rows) == {0: 3, 2: 2, 4: 1}.get(rank, 1)
+    assert isinstance(of.control, Control) and len(of.control.rows) == {0: 3, 2: 2, 4: 1}.get(
+        rank, 1
+    )
     work: Callable[[], object] = of.commit.barrier
     if where == "pairs":
         work = lambda: of.connect(of.world, {absent} if rank != absent else set())  # noqa: E731
@@ -64,10 +69,12 @@ def waits(rank: int, n: int, store: tuple[str, int], absent: int, where: str, li
 
 
 @pytest.mark.parametrize(
-    ("absent", "where", "like"), [(3, "commit", "gloo"), (0, "commit", "gloo"), (4, "pairs", "gloo"), (2, "commit", "nccl")]
+    ("absent", "where", "like"),
+    [(3, "commit", "gloo"), (0, "commit", "gloo"), (4, "pairs", "gloo"), (2, "commit", "nccl")],
 )
 def test_an_abort_frees_whoever_waits(absent: int, where: str, like: str) -> None:
-    """In each row of the tree, and for one that comes to no pair: some wait to be connected to, others for an answer."""
+    """In each row of the tree, and for one that comes to no pair: some wait to be connected to,
+    others for an answer."""
     found = on_ranks(waits, 5, absent, where, like)
     assert {how for _, how in found} == {"absent", "freed True"}
     assert max(seconds for seconds, _ in found) < FREED_S

@@ -29,7 +29,9 @@ def test_the_tree_has_every_rank_once_and_few_connections(n: int) -> None:
     assert len(tree[-1]) == 1 and len(tree[-1][0]) <= MESH_MOST
     assert (len(tree) == 1) == (n <= MESH_MOST)
     connections = sum(len(level[0]) - 1 for level in tree)  # of rank 0, which has the most
-    assert connections <= MESH_MOST - 1 + (ROW - 1) * max(0, math.ceil(math.log(max(2, n) / MESH_MOST, ROW)))
+    assert connections <= MESH_MOST - 1 + (ROW - 1) * max(
+        0, math.ceil(math.log(max(2, n) / MESH_MOST, ROW))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,27 +44,38 @@ def test_a_sum_has_the_same_bits_on_all_ranks_and_whole_numbers_are_exact(ranks:
     whole, n = (1 << 26) - 1, len(ranks.groups)
 
     def sums(of: Groups, me: int) -> list[float]:
-        return of.control.all_reduce(torch.tensor([0.1 * (me + 1), whole, me == 21], dtype=torch.float64)).tolist()
+        return of.control.all_reduce(
+            torch.tensor([0.1 * (me + 1), whole, me == 21], dtype=torch.float64)
+        ).tolist()
 
     found = ranks.all(sums)
     assert all(row == found[0] for row in found)
-    assert found[0][1:] == [n * whole, 1.0] and found[0][0] == pytest.approx(0.1 * n * (n + 1) / 2, rel=1e-15)
+    assert found[0][1:] == [n * whole, 1.0] and found[0][0] == pytest.approx(
+        0.1 * n * (n + 1) / 2, rel=1e-15
+    )
     assert {of.control.n_begun for of in ranks.groups} == {ranks.groups[0].control.n_begun}
 
 
 def test_only_the_plans_ranks_commit(ranks: Ranks) -> None:
-    found = ranks.all(lambda of, me: float(of.commit.all_reduce(torch.tensor([2.0**me], dtype=torch.float64))))
+    found = ranks.all(
+        lambda of, me: float(of.commit.all_reduce(torch.tensor([2.0**me], dtype=torch.float64)))
+    )
     assert found == [float(2**19 - 1)] * 19 + [2.0**me for me in range(19, 23)]
     assert [row[:2] for row in ranks.groups[18].arrived() if row[0] == "plan"] == [("plan", 16)]
 
 
 def test_the_largest_and_the_rows_of_all(ranks: Ranks) -> None:
     n = len(ranks.groups)
-    assert ranks.all(lambda of, me: int(of.control.all_reduce(torch.tensor([me % 22]), MAX))) == [21] * n
+    assert (
+        ranks.all(lambda of, me: int(of.control.all_reduce(torch.tensor([me % 22]), MAX)))
+        == [21] * n
+    )
 
     def rows(of: Groups, me: int) -> list[list[float]]:
         row = [-0.0, math.inf] if me == 9 else [float(me), 1e-300]
-        table: list[list[float]] = of.control.gather(torch.tensor(row, dtype=torch.float64)).tolist()
+        table: list[list[float]] = of.control.gather(
+            torch.tensor(row, dtype=torch.float64)
+        ).tolist()
         return table
 
     expected = [[-0.0, math.inf] if rank == 9 else [float(rank), 1e-300] for rank in range(n)]
@@ -73,7 +86,8 @@ def test_the_largest_and_the_rows_of_all(ranks: Ranks) -> None:
 
 
 def test_pairs_connect_when_they_need_it_and_no_others(ranks: Ranks) -> None:
-    """In a ring, with one that nobody has anything for: each has irecv before isend, so gloo alone would wait forever."""
+    """In a ring, with one that nobody has anything for: each has irecv before isend, so gloo alone
+    would wait forever."""
     fds = len(os.listdir("/proc/self/fd"))
 
     def exchange(of: Groups, me: int) -> float:
@@ -111,10 +125,14 @@ def test_what_32_ranks_ask_of_the_store_and_what_they_keep_open() -> None:
     with joined(32) as found:
         leads = [len(of.control.rows) - 1 for of in found.groups]
         assert sum(leads) == 4, "rows of eight"
-        meshes = [[8, 8, 4] + [4] * lead for lead in leads]  # of tp, of the row, of dp_shard, of the rows' first ranks
-        asked = [sum(1 + 2 * size for size in sizes) + 2 for sizes in meshes]  # where a group's ranks listen: set, wait and get
+        # of tp, of the row, of dp_shard, of the rows' first ranks
+        meshes = [[8, 8, 4] + [4] * lead for lead in leads]
+        # where a group's ranks listen: set, wait and get
+        asked = [sum(1 + 2 * size for size in sizes) + 2 for sizes in meshes]
         assert sorted(found.store.requests.values()) == sorted(asked)
         n_groups = sum(len(sizes) + 2 for sizes in meshes)  # world and copies connect nobody yet
         n_connections = sum(size - 1 for sizes in meshes for size in sizes)
         n_open = len(os.listdir("/proc/self/fd")) - before
-        assert n_connections + 4 * n_groups <= n_open <= n_connections + 4 * n_groups + 32, "a few are the store's"
+        assert n_connections + 4 * n_groups <= n_open <= n_connections + 4 * n_groups + 32, (
+            "a few are the store's"
+        )

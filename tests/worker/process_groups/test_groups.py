@@ -1,4 +1,5 @@
-"""The private names of torch that groups.py uses, and what DTensor's cached meshes find through them."""
+"""The private names of torch that groups.py uses, and what DTensor's cached meshes find through
+them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def axis_group(of: Groups, axis: str) -> dist.ProcessGroup:
 
 
 def test_a_cached_mesh_finds_the_group_of_the_generation_that_runs() -> None:
-    """tp=2 on ranks 0 and 1 in two layouts: the group has another name in the second, the old mesh still finds it."""
+    """tp=2 on ranks 0 and 1 in two layouts: the group has another name in the second, the old mesh
+    still finds it."""
     first = entered(Layout(tp=2))
     mesh, old = first.mesh, axis_group(first, "tp")
     assert mesh is not None
@@ -50,8 +52,14 @@ def test_a_cached_mesh_finds_the_group_of_the_generation_that_runs() -> None:
 
 
 def test_meshes_of_every_generation_find_the_group() -> None:
-    """Equal meshes of three generations, each with a name of its own: DTensor may have kept any of them."""
-    layouts = [Layout(tp=2), Layout(dp_shard=2, tp=2), Layout(dp_replicate=2, tp=2), Layout(pp=2, tp=2)]
+    """Equal meshes of three generations, each with a name of its own: DTensor may have kept any of
+    them."""
+    layouts = [
+        Layout(tp=2),
+        Layout(dp_shard=2, tp=2),
+        Layout(dp_replicate=2, tp=2),
+        Layout(pp=2, tp=2),
+    ]
     meshes, names = [], set()
     for generation, layout in enumerate(layouts, 1):
         made = entered(layout, generation)
@@ -66,12 +74,18 @@ def test_meshes_of_every_generation_find_the_group() -> None:
 def test_what_dtensor_has_cached_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cleared: list[int] = []
     monkeypatch.setattr(groups, "_clear_sharding_prop_cache", lambda: cleared.append(1))
-    for generation, layout in enumerate([Layout(tp=2), Layout(dp_shard=2, tp=2), Layout(tp=2), Layout(dp_shard=4)], 1):
+    for generation, layout in enumerate(
+        [Layout(tp=2), Layout(dp_shard=2, tp=2), Layout(tp=2), Layout(dp_shard=4)], 1
+    ):
         made = entered(layout, generation)
         if layout.tp > 1:
             assert made.mesh is not None
-            weight = distribute_tensor(torch.ones(4, 4), made.mesh["tp"], [Shard(0)], src_data_rank=None)
-            out = torch.mm(DTensor.from_local(torch.ones(2, 4), made.mesh["tp"], [Replicate()]), weight.t())
+            weight = distribute_tensor(
+                torch.ones(4, 4), made.mesh["tp"], [Shard(0)], src_data_rank=None
+            )
+            out = torch.mm(
+                DTensor.from_local(torch.ones(2, 4), made.mesh["tp"], [Replicate()]), weight.t()
+            )
             assert out.placements == (Shard(1),)
         made.close()
     assert not cleared
@@ -132,7 +146,11 @@ def test_collectives_are_counted_when_they_begin() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     backend = dist.group.WORLD._get_backend(CPU)
     before = backend._get_sequence_number_for_group()
-    for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.all_gather([x.clone()], x)):
+    for call in (
+        dist.all_reduce,
+        lambda x: dist.broadcast(x, 0),
+        lambda x: dist.all_gather([x.clone()], x),
+    ):
         call(torch.ones(4))
         assert backend._get_sequence_number_for_group() == before + 1
         before += 1
@@ -146,8 +164,8 @@ def test_collectives_are_counted_when_they_begin() -> None:
 
 def test_a_rank_has_as_many_communicators_as_forecasts_count() -> None:
     for layout in (
-        Layout(dp_shard=4), Layout(cp=4), Layout(dp_shard=2, cp=2), Layout(dp_replicate=2, dp_shard=2, tp=2),
-        Layout(pp=2, tp=2), Layout(pp=4, dp_replicate=2, dp_shard=2, cp=2, tp=2),
+        Layout(dp_shard=4), Layout(cp=4), Layout(dp_shard=2, cp=2), Layout(dp_replicate=2,
+        dp_shard=2, tp=2), Layout(pp=2, tp=2), Layout(pp=4, dp_replicate=2, dp_shard=2, cp=2, tp=2),
     ):  # fmt: skip
         made = entered(layout)
         used = [group for group in made._device_groups if group.size() > 1]

@@ -24,7 +24,9 @@ def test_nothing_of_the_workplace_touches_the_device(monkeypatch: pytest.MonkeyP
     cuda = make_up(monkeypatch)
     program: Any = SimpleNamespace(extra_state={})
     with ThreadPoolExecutor(1) as pool:
-        place = Workplace(None, program, *[None] * 5, torch.device("cuda", 1), print, print, pool.submit)  # type: ignore[arg-type]
+        place = Workplace(
+            None, program, *[None] * 5, torch.device("cuda", 1), print, print, pool.submit
+        )  # type: ignore[arg-type]
         place.lose_device()
         place.background(lambda: cuda.note("ran", 0)).result()
         with place.side.behind(None) as stream:
@@ -43,12 +45,18 @@ def test_state_moves_in_host_memory_where_one_has_lost_its_device() -> None:
 
 def test_everyone_knows_that_one_has_no_device() -> None:
     """And meets it: its backend is a part of theirs."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     one = Groups(1, Layout(), torch.device("cpu"))
     one.lose_device()
     one.join(meeting(1, store.port), 0)
     try:
-        assert one.transport.backend == "cpu:gloo" and one.wire == (one.world, torch.device("cpu")) and not one._whole
+        assert (
+            one.transport.backend == "cpu:gloo"
+            and one.wire == (one.world, torch.device("cpu"))
+            and not one._whole
+        )
         dist.all_reduce(torch.ones(1), group=one.world)
     finally:
         one.close()

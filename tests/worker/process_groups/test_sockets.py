@@ -18,7 +18,10 @@ PIECE = b"x" * 65536
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Of a TCP connection: that of a process which aborts, and that of its peer."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as peer,
+    ):
         mine, _ = server.accept()
         with mine:
             yield mine, peer
@@ -41,7 +44,8 @@ def as_gloo(mine: socket.socket) -> threading.Thread:
 def test_what_a_peer_sends_is_taken_until_it_was_told(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several times what the kernel holds. A reset would refuse the peer's sends before it has read of the end."""
+    """Several times what the kernel holds. A reset would refuse the peer's sends before it has read
+    of the end."""
     monkeypatch.setattr(sockets, "LINGER_S", 0.1)
     mine, peer = ends
     lets_go = as_gloo(mine)

@@ -1,5 +1,5 @@
-"""What recovery asks of NCCL, on a process group that behaves like it: every wait is freed, nothing that an aborted kernel has
-left is believed, and the process can be used again."""
+"""What recovery asks of NCCL, on a process group that behaves like it: every wait is freed, nothing
+that an aborted kernel has left is believed, and the process can be used again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ FREED_S = TIMEOUT_S / 2  # by the abort, not by the group's own timeout
 LAYOUT = Layout(dp_shard=2, tp=2)
 
 
-def joined(rank: int, n: int, store: tuple[str, int], layout: Layout, generation: int = 1) -> Groups:
+def joined(
+    rank: int, n: int, store: tuple[str, int], layout: Layout, generation: int = 1
+) -> Groups:
     out = Groups(generation, layout, torch.device("cpu"), transport=NcclLikeTransport())
     out.join(meeting(n, store[1], TIMEOUT_S, "secret"), rank)
     return out
@@ -39,11 +41,13 @@ def axis(of: Groups, name: str) -> dist.ProcessGroup:
     return of.mesh.get_group(name)
 
 
-# ---------------------------------------------------------------------------------------------------- abort
+# ----------------------------------------------------------------------------------------------------
+# abort
 
 
 def hangs(rank: int, n: int, store: tuple[str, int], where: str) -> tuple[float, list[float], str]:
-    """Rank 0 does not come to a collective: seconds from the abort until this rank was free, what it got, what `check` says."""
+    """Rank 0 does not come to a collective: seconds from the abort until this rank was free, what
+    it got, what `check` says."""
     of = joined(rank, n, store, LAYOUT)
     if rank == 0:
         return 0.0, [], ""
@@ -78,13 +82,16 @@ def test_whoever_waits_in_any_group_is_freed_and_believes_nothing(where: str) ->
     """abort of one communicator frees that one only."""
     found = on_ranks(hangs, 4, where)
     waited = [rank for rank in (1, 2, 3) if found[rank][1] == [WRONG] * 3]
-    assert waited == {"world": [1, 2, 3], "fsdp": [2], "tp": [1]}[where], "nobody was aborted: this test shows nothing"
+    assert waited == {"world": [1, 2, 3], "fsdp": [2], "tp": [1]}[where], (
+        "nobody was aborted: this test shows nothing"
+    )
     assert max(seconds for seconds, _, _ in found) < FREED_S
     assert {said for _, _, said in found[1:]} == {"generation 1 was aborted"}
 
 
 def two_kernels_hang(rank: int, n: int, store: tuple[str, int]) -> tuple[str, float, float]:
-    """What the abort of one group alone says, and the seconds of the abort of all and of their end."""
+    """What the abort of one group alone says, and the seconds of the abort of all and of their
+    end."""
     of = joined(rank, n, store, Layout(dp_shard=2))
     if rank == 0:
         return "", 0.0, 0.0
@@ -164,7 +171,9 @@ def test_communicators_are_aborted_at_once() -> None:
     groups: Any = [Blocks(second, first), Blocks(first, second)]
     began_s = time.monotonic()
     assert Direct(torch.device("cpu")).abort(groups) == 0
-    assert time.monotonic() - began_s < transport.ABORT_MOST_S / 2, "one after the other each would keep the abort until then"
+    assert time.monotonic() - began_s < transport.ABORT_MOST_S / 2, (
+        "one after the other each would keep the abort until then"
+    )
 
 
 def test_an_abort_that_never_returns_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +197,14 @@ def test_an_abort_that_raises_stops_nothing() -> None:
     groups: Any = [Raises(), Blocks(free, done)]
     began_s = time.monotonic()
     assert Direct(torch.device("cpu")).abort(groups) == 0
-    assert time.monotonic() - began_s < transport.ABORT_MOST_S / 2, "one after the other each would keep the abort until then"
+    assert time.monotonic() - began_s < transport.ABORT_MOST_S / 2, (
+        "one after the other each would keep the abort until then"
+    )
     assert done.is_set()
 
 
-# ---------------------------------------------------------------------------------------------------- first use
+# ----------------------------------------------------------------------------------------------------
+# first use
 
 
 def a_part_exchanges(rank: int, n: int, store: tuple[str, int], warm: bool) -> str:
@@ -217,13 +229,17 @@ def a_part_exchanges(rank: int, n: int, store: tuple[str, int], warm: bool) -> s
 
 @pytest.mark.e2e
 def test_messages_of_a_part_of_the_ranks_do_not_wait_for_the_others() -> None:
-    """The communicator of a group is set up by all of its ranks: done when the generation is joined."""
+    """The communicator of a group is set up by all of its ranks: done when the generation is
+    joined."""
     assert on_ranks(a_part_exchanges, 4, True)[2:] == ["came", "came"]
     cold = on_ranks(a_part_exchanges, 4, False)[2:]
-    assert all("not all ranks of the group took part" in said for said in cold), "it waits for nobody: this test shows nothing"
+    assert all("not all ranks of the group took part" in said for said in cold), (
+        "it waits for nobody: this test shows nothing"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- taking down
+# ----------------------------------------------------------------------------------------------------
+# taking down
 
 
 def two_generations(rank: int, n: int, store: tuple[str, int], how: str) -> list[float]:
@@ -264,7 +280,8 @@ def test_gloo_that_cannot_be_taken_down_is_forgotten() -> None:
     assert not dist.is_initialized()
 
 
-# ---------------------------------------------------------------------------------------------------- who has come
+# ----------------------------------------------------------------------------------------------------
+# who has come
 
 
 def counts(rank: int, n: int, store: tuple[str, int]) -> list[tuple[str, int]]:

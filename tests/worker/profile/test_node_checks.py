@@ -1,4 +1,5 @@
-"""What a worker looks at before its node may take part: each check finds its fault, and none finds one where there is none."""
+"""What a worker looks at before its node may take part: each check finds its fault, and none finds
+one where there is none."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ from elastic.worker.session.session import Session
 
 CPU = torch.device("cpu")
 JOB: dict[str, Any] = {
-    "name": "admission", "folder": str(ROOT), "program": str(ROOT / "tests" / "programs" / "tiny.py"), "steps": 4,
-    "global_batch": 12, "seed": 1,
+    "name": "admission", "folder": str(ROOT),
+    "program": str(ROOT / "tests" / "programs" / "tiny.py"), "steps": 4, "global_batch": 12,
+    "seed": 1,
 }  # fmt: skip
 
 
@@ -66,7 +68,8 @@ def background() -> Iterator[Callable[..., Any]]:
         yield pool.submit
 
 
-# ------------------------------------------------------------------------------------------ versions and memory
+# ------------------------------------------------------------------------------------------
+# versions and memory
 
 
 def test_a_version_that_only_one_side_knows_is_no_difference() -> None:
@@ -74,27 +77,40 @@ def test_a_version_that_only_one_side_knows_is_no_difference() -> None:
     assert set(mine) >= {"elastic", "torch", "Python"} and "+" not in mine["torch"]
     assert version_differences(mine, {**mine, "NCCL": "2.27.5"}) == ""
     assert version_differences({**mine, "NCCL": "2.27.5"}, mine) == ""
-    assert version_differences({"NCCL": "2.27.5", "torch": "2.13.0"}, {"NCCL": "2.26.2", "torch": "2.13.0"}) == (
-        "NCCL 2.26.2 (the run has 2.27.5)"
-    )
+    assert version_differences(
+        {"NCCL": "2.27.5", "torch": "2.13.0"}, {"NCCL": "2.26.2", "torch": "2.13.0"}
+    ) == ("NCCL 2.26.2 (the run has 2.27.5)")
 
 
 @pytest.mark.parametrize(
     ("nccl", "linked", "says"),
-    [("2.26.2", True, True), ("2.26.2", False, False), ("2.27.5", True, False), ("2.2.6", True, False)],
+    [
+        ("2.26.2", True, True),
+        ("2.26.2", False, False),
+        ("2.27.5", True, False),
+        ("2.2.6", True, False),
+    ],
 )
 def test_a_version_of_nccl_that_was_seen_to_hang_is_said_once_for_each_node(
-    nccl: str, linked: bool, says: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nccl: str,
+    linked: bool,
+    says: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(node_checks, "versions", lambda: {"NCCL": nccl})
     monkeypatch.setattr(node_checks, "free_gpu_bytes", lambda device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     Checks(Entry(Terms({"NCCL": nccl})), torch.device("cuda", 0), linked).begin(lambda *_: Future())
-    assert [f"NCCL {nccl} was reported to hang" in record.message for record in caplog.records] == [True] * says
+    assert [f"NCCL {nccl} was reported to hang" in record.message for record in caplog.records] == [
+        True
+    ] * says
 
 
 @pytest.mark.parametrize("name", ["elastic", "torch", "Python"])
-def test_another_version_is_refused_before_anything_else_is_done(name: str, background: Callable[..., Any]) -> None:
+def test_another_version_is_refused_before_anything_else_is_done(
+    name: str, background: Callable[..., Any]
+) -> None:
     mine = versions()
     checks = Checks(Entry(Terms({**mine, name: "0.0"})), CPU, linked=False)
     with pytest.raises(NodeRejected, match=f"^{name} {mine[name]} \\(the run has 0.0\\)$"):
@@ -103,18 +119,29 @@ def test_another_version_is_refused_before_anything_else_is_done(name: str, back
 
 @pytest.mark.parametrize(
     ("value", "linked", "n_visible", "refused"),
-    [("1", False, 8, True), ("true", False, 2, True), ("1", True, 8, False), ("1", False, 1, False), ("0", False, 8, False)],
+    [
+        ("1", False, 8, True),
+        ("true", False, 2, True),
+        ("1", True, 8, False),
+        ("1", False, 1, False),
+        ("0", False, 8, False),
+    ],
 )
 def test_workers_that_would_share_the_first_gpu(
     value: str, linked: bool, n_visible: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray can be told to show every worker all GPUs: the second worker of a node says so before anything else is done."""
+    """Ray can be told to show every worker all GPUs: the second worker of a node says so before
+    anything else is done."""
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
     monkeypatch.setattr(node_checks, "free_gpu_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(node_checks, "FREE_MOST_S", 0.0)
     checks = Checks(Entry(Terms(gpu_bytes=2 << 30)), torch.device("cuda", 0), linked)
-    why = f"^RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.* all {n_visible} GPUs" if refused else "GPU's memory are free"
+    why = (
+        f"^RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.* all {n_visible} GPUs"
+        if refused
+        else "GPU's memory are free"
+    )
     with pytest.raises(NodeRejected, match=why):
         checks.begin(lambda *_: pytest.fail("something was begun"))
 
@@ -122,9 +149,13 @@ def test_workers_that_would_share_the_first_gpu(
 def test_memory_that_is_not_there(background: Callable[..., Any]) -> None:
     free = free_host_bytes()
     assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with pytest.raises(NodeRejected, match=r"GiB of host memory are free, the job needs 1048576\.00 GiB there"):
+    with pytest.raises(
+        NodeRejected, match=r"GiB of host memory are free, the job needs 1048576\.00 GiB there"
+    ):
         Checks(Entry(Terms(host_bytes=1 << 50)), CPU, linked=False).begin(background)
-    assert "of a GPU's memory are free, the job needs 2.00 GiB" in too_little(Terms(gpu_bytes=2 << 30), 1 << 40, 1 << 30)
+    assert "of a GPU's memory are free, the job needs 2.00 GiB" in too_little(
+        Terms(gpu_bytes=2 << 30), 1 << 40, 1 << 30
+    )
     assert too_little(Terms(gpu_bytes=1 << 30, host_bytes=1 << 30), 1 << 30, 1 << 30) == ""
 
 
@@ -142,7 +173,9 @@ def test_memory_of_a_process_that_was_killed_is_waited_for() -> None:
         ticks.append(now_s[0])
 
     found = awaited(60 << 30, free, clock=lambda: now_s[0], sleep=sleep, tick=tick)
-    assert found >= 60 << 30 and 104.0 <= now_s[0] <= 105.0 and len(ticks) >= 4, "its worker makes progress meanwhile"
+    assert found >= 60 << 30 and 104.0 <= now_s[0] <= 105.0 and len(ticks) >= 4, (
+        "its worker makes progress meanwhile"
+    )
     now_s[0] = 200.0
     assert awaited(80 << 30, free, clock=lambda: now_s[0], sleep=sleep) == 70 << 30
     assert now_s[0] == 200.0 + FREE_MOST_S
@@ -154,16 +187,21 @@ def test_a_refusal_for_memory_of_the_gpu_names_who_holds_it_and_may_pass(
     monkeypatch.setattr(node_checks, "FREE_MOST_S", 0.0)
     monkeypatch.setattr(node_checks, "memory_holders", lambda device: ((8, 72 << 30), (7, 0)))
     with pytest.raises(
-        NodeRejected, match=r"the job needs 2\.00 GiB there \(still, after 0 s; memory is held by process 8"
+        NodeRejected,
+        match=r"the job needs 2\.00 GiB there \(still, after 0 s; memory is held by process 8",
     ) as told:
         Checks(Entry(Terms(gpu_bytes=2 << 30)), CPU, linked=False).begin(background)
     assert told.value.may_pass and str(told.value).endswith("process 8 (72.00 GiB), process 7)")
     with pytest.raises(NodeRejected, match="of host memory") as told:
-        Checks(Entry(Terms(gpu_bytes=2 << 30, host_bytes=1 << 50)), CPU, linked=False).begin(background)
+        Checks(Entry(Terms(gpu_bytes=2 << 30, host_bytes=1 << 50)), CPU, linked=False).begin(
+            background
+        )
     assert not told.value.may_pass
 
 
-def test_memory_that_becomes_free_lets_the_worker_in(monkeypatch: pytest.MonkeyPatch, background: Callable[..., Any]) -> None:
+def test_memory_that_becomes_free_lets_the_worker_in(
+    monkeypatch: pytest.MonkeyPatch, background: Callable[..., Any]
+) -> None:
     free = iter([0, 0, 1 << 30, 3 << 30])
     monkeypatch.setattr(node_checks, "free_gpu_bytes", lambda device: next(free))
     monkeypatch.setattr(node_checks, "FREE_EVERY_S", 0.0)
@@ -175,14 +213,19 @@ def test_memory_that_becomes_free_lets_the_worker_in(monkeypatch: pytest.MonkeyP
 def test_a_control_group_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it keeps of files it lets go of."""
     monkeypatch.setattr(free_memory, "CONTROL_GROUP", tmp_path)
-    for name, text in (("memory.max", "1000"), ("memory.current", "900"), ("memory.stat", "anon 300\ninactive_file 600\n")):
+    for name, text in (
+        ("memory.max", "1000"),
+        ("memory.current", "900"),
+        ("memory.stat", "anon 300\ninactive_file 600\n"),
+    ):
         (tmp_path / name).write_text(text)
     assert free_host_bytes() == 700
     (tmp_path / "memory.max").write_text("max")
     assert free_host_bytes() > 1 << 20
 
 
-# ------------------------------------------------------------------------------------------ the matmul
+# ------------------------------------------------------------------------------------------ the
+# matmul
 
 
 def test_the_product_is_as_known_and_its_speed_is_measured() -> None:
@@ -201,15 +244,22 @@ def one_wrong(value: float) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize(("value", "more"), [(1.0, ""), (float("nan"), ", some are no numbers")])
 def test_one_wrong_element_is_found(value: float, more: str) -> None:
     n = node_checks.CPU_SIZE**2
-    with pytest.raises(NodeRejected, match=f"^it computes wrongly: 1 of {n} elements of a product on cpu{more}$"):
+    with pytest.raises(
+        NodeRejected, match=f"^it computes wrongly: 1 of {n} elements of a product on cpu{more}$"
+    ):
         multiply(CPU, one_wrong(value))
 
 
-def test_an_error_of_the_device_is_a_reason(background: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_is_a_reason(
+    background: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
 
-    with pytest.raises(NodeRejected, match="^it cannot compute on cpu: CUDA error: uncorrectable ECC error encountered$"):
+    with pytest.raises(
+        NodeRejected,
+        match="^it cannot compute on cpu: CUDA error: uncorrectable ECC error encountered$",
+    ):
         multiply(CPU, broken)
     monkeypatch.setattr(node_checks, "multiply", lambda device: multiply(device, broken))
     checks = Checks(Entry(Terms()), CPU, linked=False)
@@ -220,15 +270,20 @@ def test_an_error_of_the_device_is_a_reason(background: Callable[..., Any], monk
 def test_bfloat16_holds_every_element_of_the_large_product() -> None:
     largest = node_checks._known(node_checks.GPU_SIZE // node_checks.PERIOD)
     assert torch.equal(largest.to(torch.bfloat16).to(torch.float32), largest)
-    assert largest.unique(dim=0).shape == largest.unique(dim=1).shape == (7, 7), "it tells one row and column from another"
+    assert largest.unique(dim=0).shape == largest.unique(dim=1).shape == (7, 7), (
+        "it tells one row and column from another"
+    )
 
 
-# ------------------------------------------------------------------------------------------ the link
+# ------------------------------------------------------------------------------------------ the
+# link
 
 
 def closed_door() -> Door:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return Door("gone", "127.0.0.1", int(server.getsockname()[1]), b"t" * link_probe.TOKEN_BYTES)
+        return Door(
+            "gone", "127.0.0.1", int(server.getsockname()[1]), b"t" * link_probe.TOKEN_BYTES
+        )
 
 
 def test_a_link_is_measured() -> None:
@@ -238,7 +293,9 @@ def test_a_link_is_measured() -> None:
 
 def test_a_door_is_for_one_visitor_who_knows_the_token() -> None:
     door = listen("b", "127.0.0.1")
-    assert "b cannot be reached" in measure(replace(door, token=b"?" * link_probe.TOKEN_BYTES)).problem
+    assert (
+        "b cannot be reached" in measure(replace(door, token=b"?" * link_probe.TOKEN_BYTES)).problem
+    )
     assert measure(door).problem == "", "the wrong one was only sent away"
     until(lambda: "cannot be reached" in measure(door).problem, "the end of the door")
 
@@ -281,13 +338,22 @@ def test_a_node_that_reaches_one_of_two_neighbours_is_not_at_fault() -> None:
 
 
 def test_all_checks_of_a_good_node(background: Callable[..., Any]) -> None:
-    checks = Checks(Entry(Terms(versions(), host_bytes=1 << 20), lambda: [listen("b", "127.0.0.1")]), CPU, linked=True)
+    checks = Checks(
+        Entry(Terms(versions(), host_bytes=1 << 20), lambda: [listen("b", "127.0.0.1")]),
+        CPU,
+        linked=True,
+    )
     checks.begin(background)
     checks.program({"program": "p", "n_samples": None}, {"program": "p", "n_samples": 5})
     found = checks.end()
-    assert found.neighbor == "b" and min(found.flop_per_s, found.link_bytes_per_s, found.host_bytes, found.seconds) > 0
+    assert (
+        found.neighbor == "b"
+        and min(found.flop_per_s, found.link_bytes_per_s, found.host_bytes, found.seconds) > 0
+    )
     assert found.versions == versions() and found.gpu_bytes == 0
-    with pytest.raises(NodeRejected, match=r"its program is another one: the code of its program\.py"):
+    with pytest.raises(
+        NodeRejected, match=r"its program is another one: the code of its program\.py"
+    ):
         checks.program({"program": "p"}, {"program": "q"})
 
 
@@ -300,14 +366,17 @@ def mark(uri: Path, text: str = "a1b2") -> Mark:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> tuple[Path, Path]:
-    """The run's folder on the driver's host, with its mark, and on another one that has a disk of its own."""
+    """The run's folder on the driver's host, with its mark, and on another one that has a disk of
+    its own."""
     for name in ("driver", "other"):
         (tmp_path / name).mkdir()
     LocalStorage(tmp_path / "driver").put("admission/a1b2", b"a1b2")
     return tmp_path / "driver", tmp_path / "other"
 
 
-def test_the_drivers_file_is_found_and_answered(hosts: tuple[Path, Path], background: Callable[..., Any]) -> None:
+def test_the_drivers_file_is_found_and_answered(
+    hosts: tuple[Path, Path], background: Callable[..., Any]
+) -> None:
     checks = Checks(Entry(Terms(versions(), mark=mark(hosts[0]))), CPU, linked=True)
     checks.begin(background)
     assert checks.end().mark == "a1b2"
@@ -321,7 +390,10 @@ def test_storage_that_is_the_hosts_own_is_refused(hosts: tuple[Path, Path]) -> N
     (hosts[1] / "admission").mkdir()
     for uri, says in (
         (hosts[1], "a file that the driver has written is not there on this node, in "),
-        (hosts[1] / "no" / "such", "a file that the driver has written is not there on this node, in "),
+        (
+            hosts[1] / "no" / "such",
+            "a file that the driver has written is not there on this node, in ",
+        ),
         (hosts[0] / "admission" / "a1b2", "this node cannot read and write (Not a directory) "),
     ):
         with pytest.raises(NodeRejected) as refused:
@@ -343,7 +415,10 @@ def test_storage_that_does_not_answer_is_refused(
     checks = Checks(Entry(Terms(versions(), mark=mark(hosts[0]))), CPU, linked=True)
     checks.begin(background)
     try:
-        with pytest.raises(NodeRejected, match=f"{APART}: no answer within 0 s on this node from {hosts[0]}; give `storage`"):
+        with pytest.raises(
+            NodeRejected,
+            match=f"{APART}: no answer within 0 s on this node from {hosts[0]}; give `storage`",
+        ):
             checks.end()
     finally:
         hangs.set()
@@ -352,10 +427,15 @@ def test_storage_that_does_not_answer_is_refused(
 def test_of_several_workers_the_worst_counts() -> None:
     a = Admission(0.2, 0.1, {"torch": "2"}, 5e9, 100, 7, 3e8, "b", "a1b2")
     b = Admission(0.3, 0.0, {"torch": "2"}, 4e9, 90, 8)
-    assert worst([a, b]) == worst([b, a]) == Admission(0.3, 0.1, {"torch": "2"}, 4e9, 90, 7, 3e8, "b", "a1b2")
+    assert (
+        worst([a, b])
+        == worst([b, a])
+        == Admission(0.3, 0.1, {"torch": "2"}, 4e9, 90, 7, 3e8, "b", "a1b2")
+    )
 
 
-# ------------------------------------------------------------------------------------------ in a session
+# ------------------------------------------------------------------------------------------ in a
+# session
 
 
 def refused(job: dict[str, Any], entry: Entry, tmp_path: Path) -> NodeRefused:
@@ -385,14 +465,22 @@ def test_a_refused_node_may_be_looked_at_again(tmp_path: Path) -> None:
         session.order(WorkerOrder(Prepare("a"), entry=Entry(Terms(), lambda: [closed_door()])))
         ((number, event),) = session.poll(0, 120.0).messages
         assert isinstance(event, NodeRefused)
-        session.order(WorkerOrder(Prepare("a"), entry=Entry(Terms(), lambda: [listen("b", "127.0.0.1")])))
+        session.order(
+            WorkerOrder(Prepare("a"), entry=Entry(Terms(), lambda: [listen("b", "127.0.0.1")]))
+        )
         ((_, event),) = session.poll(number, 120.0).messages
     finally:
         session.close()
-    assert isinstance(event, NodePrepared) and event.admission is not None and event.admission.neighbor == "b"
+    assert (
+        isinstance(event, NodePrepared)
+        and event.admission is not None
+        and event.admission.neighbor == "b"
+    )
 
 
 def test_a_bad_node_is_not_the_programs_fault(tmp_path: Path) -> None:
     """The program could not be opened there either, which would end the run."""
     broken = {**JOB, "program": str(tmp_path / "not_there.py")}
-    assert refused(broken, Entry(Terms(), lambda: [closed_door()]), tmp_path).reason.startswith("gone cannot be reached")
+    assert refused(broken, Entry(Terms(), lambda: [closed_door()]), tmp_path).reason.startswith(
+        "gone cannot be reached"
+    )

@@ -23,8 +23,19 @@ from elastic.worker.program.model_profile import n_expert_params
 
 TINY = load_program(PROGRAMS / "tiny.py")
 SEQ, HIDDEN, FFN, VOCAB = 32, 64, 96, 50
-CONFIG = LlamaConfig(vocab_size=VOCAB, hidden=HIDDEN, n_layers=3, n_heads=8, n_kv_heads=2, ffn_hidden=FFN, max_seq=SEQ)
-SAMPLE = {"input": torch.zeros(SEQ, dtype=torch.int64), "target": torch.zeros(SEQ, dtype=torch.int64)}
+CONFIG = LlamaConfig(
+    vocab_size=VOCAB,
+    hidden=HIDDEN,
+    n_layers=3,
+    n_heads=8,
+    n_kv_heads=2,
+    ffn_hidden=FFN,
+    max_seq=SEQ,
+)
+SAMPLE = {
+    "input": torch.zeros(SEQ, dtype=torch.int64),
+    "target": torch.zeros(SEQ, dtype=torch.int64),
+}
 
 
 def traced(program: Program, sample: Any = None, **job: Any) -> SampleProfile:
@@ -60,7 +71,9 @@ def test_a_head_that_tp_leaves_whole_is_not_cut(plan: dict[str, bool]) -> None:
     assert {one.cut for one in found.matmuls} == {"n", "k"}
 
 
-def test_numbers_of_a_mean_block_do_not_depend_on_how_many_there_are_nor_on_who_came_before() -> None:
+def test_numbers_of_a_mean_block_do_not_depend_on_how_many_there_are_nor_on_who_came_before() -> (
+    None
+):
     one, six = (traced(llama(replace(CONFIG, n_layers=n))) for n in (1, 6))
     again = traced(llama(replace(CONFIG, n_layers=1)))
     names = ("matmuls", "attentions", "moved_bytes", "n_ops", "ends_matmuls", "ends_moved_bytes")
@@ -69,7 +82,9 @@ def test_numbers_of_a_mean_block_do_not_depend_on_how_many_there_are_nor_on_who_
 
 def test_products_are_those_that_torch_counts() -> None:
     found = traced(llama())
-    whole = [(CONFIG.n_layers, one) for one in found.matmuls] + [(1, one) for one in found.ends_matmuls]
+    whole = [(CONFIG.n_layers, one) for one in found.matmuls] + [
+        (1, one) for one in found.ends_matmuls
+    ]
     ours = sum(2 * times * one.rows * one.k * one.n * one.count for times, one in whole)
     with FlopCounterMode(display=False) as counter:
         Llama(CONFIG)(SAMPLE["input"][None])
@@ -83,7 +98,9 @@ def convolutions() -> nn.Module:
 
 
 def test_a_convolution_is_the_product_of_its_patches() -> None:
-    program = Program(model=convolutions, optimizer=TINY.optimizer, loss=lambda output, batch: output.sum())
+    program = Program(
+        model=convolutions, optimizer=TINY.optimizer, loss=lambda output, batch: output.sum()
+    )
     found = traced(program, {"input": torch.zeros(4, 10, 10)})
     assert found.ends_matmuls == (Matmul(8 * 8, 2 * 9, 4, count=2), Matmul(8 * 8, 8, 2 * 4))
     with FlopCounterMode(display=False) as counter:
@@ -98,7 +115,9 @@ class Few(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(1000, 8)
         self.layers = nn.ModuleList([nn.Linear(8, 8)])
-        self.layers[0].register_forward_hook(lambda module, args, out: F.relu(out).add_(1.0).transpose(1, 2).transpose(1, 2))
+        self.layers[0].register_forward_hook(
+            lambda module, args, out: F.relu(out).add_(1.0).transpose(1, 2).transpose(1, 2)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.layers[0](self.embed(tokens))
@@ -110,8 +129,10 @@ def test_bytes_that_other_operations_move() -> None:
     found = traced(program)
     size = SEQ * 8 * 4
     assert found.matmuls == (Matmul(SEQ, 8, 8),) and found.attentions == ()
-    assert (found.moved_bytes, found.n_ops) == (2 * size + 2 * size, 2)  # the hook is registered before the trace's own
-    assert found.ends_moved_bytes == (size + size + SEQ * 8) + (size + 4)  # rows of the table, their copy, ids; the sum
+    # the hook is registered before the trace's own
+    assert (found.moved_bytes, found.n_ops) == (2 * size + 2 * size, 2)
+    # rows of the table, their copy, ids; the sum
+    assert found.ends_moved_bytes == (size + size + SEQ * 8) + (size + 4)
     half = traced(program, precision="bfloat16")
     assert half.moved_bytes == found.moved_bytes / 2
 
@@ -120,13 +141,18 @@ def test_a_mask_leaves_nothing_out_and_classes_are_no_tokens() -> None:
     class Masked(Few):
         def forward(self, tokens: Tensor) -> Tensor:
             x = self.layers[0](self.embed(tokens)).view(1, SEQ, 2, 4).transpose(1, 2)
-            x = F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(SEQ, SEQ, dtype=torch.bool))
+            x = F.scaled_dot_product_attention(
+                x, x, x, attn_mask=torch.ones(SEQ, SEQ, dtype=torch.bool)
+            )
             return x.sum((1, 2))
 
-    program = Program(model=Masked, optimizer=TINY.optimizer, loss=lambda output, batch: output.sum())
+    program = Program(
+        model=Masked, optimizer=TINY.optimizer, loss=lambda output, batch: output.sum()
+    )
     found = traced(program)
     assert found.tokens == 0 and found.sequence == SEQ
-    assert found.flop == 3 * (2 * SEQ * 8 * 8 + 4 * SEQ * SEQ * 8)  # the product, and both halves of the attention
+    # the product, and both halves of the attention
+    assert found.flop == 3 * (2 * SEQ * 8 * 8 + 4 * SEQ * SEQ * 8)
 
 
 def test_as_many_classes_as_positions_are_no_tokens_either() -> None:
@@ -134,19 +160,23 @@ def test_as_many_classes_as_positions_are_no_tokens_either() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.layers[0](self.embed(tokens)).sum(2)  # type: ignore[no-any-return]
 
-    program = Program(model=Classes, optimizer=TINY.optimizer, loss=lambda output, batch: output.sum())
+    program = Program(
+        model=Classes, optimizer=TINY.optimizer, loss=lambda output, batch: output.sum()
+    )
     assert traced(program).tokens == SEQ
     assert traced(program, SAMPLE | {"target": torch.tensor(3)}).tokens == 0
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_experts_of_transformers(precision: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="the model is of transformers (it is in the extra 'test')")
+    transformers = pytest.importorskip(
+        "transformers", reason="the model is of transformers (it is in the extra 'test')"
+    )
     from elastic.models.huggingface import causal_lm
 
     config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     program = causal_lm(config, dataset=list, optimizer=TINY.optimizer)
     found = traced(program, {"input_ids": torch.zeros(SEQ, dtype=torch.int64)}, precision=precision)
@@ -158,7 +188,9 @@ def test_experts_of_transformers(precision: str) -> None:
 
 
 def test_experts_that_are_modules_of_their_own() -> None:
-    block = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(3, 5) for _ in range(4)), "gate": nn.Linear(3, 4)})
+    block = nn.ModuleDict(
+        {"experts": nn.ModuleList(nn.Linear(3, 5) for _ in range(4)), "gate": nn.Linear(3, 4)}
+    )
     assert n_expert_params(block) == 4 * (3 * 5 + 5)
     assert n_expert_params(nn.ModuleList([nn.Linear(3, 3)])) == 0
 
@@ -186,7 +218,8 @@ print(profile.n_params, took, grown * 1024)
 
 @pytest.mark.slow
 def test_405_billion_parameters_in_seconds_and_without_their_memory() -> None:
-    """In a process of its own, whose largest memory is known; its CPU time, so that a busy machine does not count."""
+    """In a process of its own, whose largest memory is known; its CPU time, so that a busy machine
+    does not count."""
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
     n_params, took_s, grown_bytes = map(float, done.stdout.split())
     assert n_params > 405e9 and took_s < 5 and grown_bytes < 500e6

@@ -17,7 +17,16 @@ from elastic.models.attention import attention
 from elastic.models.llama import Llama, LlamaConfig, flop_per_token, loss_sum, tp_plan
 from elastic.policy.state.fold import State, fold
 from elastic.program import Program, load_program
-from elastic.types import DriverStarted, Job, ModelProfile, Node, NodePrepared, NodeReady, Pool, SampleProfile
+from elastic.types import (
+    DriverStarted,
+    Job,
+    ModelProfile,
+    Node,
+    NodePrepared,
+    NodeReady,
+    Pool,
+    SampleProfile,
+)
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.program.model_profile import block_names
@@ -38,18 +47,35 @@ def rows(seq: int) -> dict[str, Tensor]:
 
 
 def test_a_large_model_takes_no_memory_and_its_numbers_are_those_of_the_formulas() -> None:
-    config = LlamaConfig(vocab_size=128256, hidden=4096, n_layers=4, n_heads=32, n_kv_heads=8, ffn_hidden=14336, max_seq=65536)
-    program = replace(TINY, model=lambda: Llama(config), loss=loss_sum, tp=tp_plan(vocab=True, sequence=True))
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden=4096,
+        n_layers=4,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_hidden=14336,
+        max_seq=65536,
+    )
+    program = replace(
+        TINY, model=lambda: Llama(config), loss=loss_sum, tp=tp_plan(vocab=True, sequence=True)
+    )
     found = profile(program, rows(65536), precision="bfloat16")
     full = 65536 * 4096 * 2
     kept = dict(found.kept_bytes)
     assert kept["full"] == found.hidden_bytes == full
     assert found.key_value_bytes == 2 * 65536 * 8 * 128 * 2
-    assert found.ends_bytes == pytest.approx(3 * 65536 * 128256 * 4, rel=0.1)  # logits, log-softmax, gradient
+    # logits, log-softmax, gradient
+    assert found.ends_bytes == pytest.approx(3 * 65536 * 128256 * 4, rel=0.1)
     assert full * 5 < kept["selective"] < kept["none"] / 2 < full * 15
-    causal = 12 * config.n_layers * 4096 * 65536 / 2  # of 12 L H Q T, which counts what the mask leaves out
+    # of 12 L H Q T, which counts what the mask leaves out
+    causal = 12 * config.n_layers * 4096 * 65536 / 2
     assert found.flop == pytest.approx((flop_per_token(config, 65536) - causal) * 65536, rel=0.02)
-    assert (found.sequence, found.no_cp, found.sequence_parallel, found.loss_parallel) == (65536, "", True, True)
+    assert (found.sequence, found.no_cp, found.sequence_parallel, found.loss_parallel) == (
+        65536,
+        "",
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -78,12 +104,21 @@ class Plain(nn.Module):
     def __init__(self, ours: int) -> None:
         super().__init__()
         self.ours = ours
-        self.embed, self.layers = nn.Embedding(64, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.embed, self.layers = (
+            nn.Embedding(64, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(2)),
+        )
         for i, layer in enumerate(self.layers):
-            layer.register_forward_hook(lambda module, args, out, i=i: self.attend(out[:, None], i)[:, 0])
+            layer.register_forward_hook(
+                lambda module, args, out, i=i: self.attend(out[:, None], i)[:, 0]
+            )
 
     def attend(self, x: Tensor, i: int) -> Tensor:
-        return attention(x, x, x) if i < self.ours else F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return (
+            attention(x, x, x)
+            if i < self.ours
+            else F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -94,15 +129,26 @@ class Plain(nn.Module):
 
 def test_why_a_sequence_cannot_be_cut() -> None:
     assert profile(TINY).no_cp == ""
-    assert profile(replace(TINY, model=lambda: Plain(0))).no_cp == "the model does not call elastic.attention"
-    assert profile(replace(TINY, model=lambda: Plain(1))).no_cp == "block 1 does not call elastic.attention"
-    assert profile(replace(TINY, model=lambda: Plain(2))).no_cp == "the model does not take positions from elastic.positions"
+    assert (
+        profile(replace(TINY, model=lambda: Plain(0))).no_cp
+        == "the model does not call elastic.attention"
+    )
+    assert (
+        profile(replace(TINY, model=lambda: Plain(1))).no_cp
+        == "block 1 does not call elastic.attention"
+    )
+    assert (
+        profile(replace(TINY, model=lambda: Plain(2))).no_cp
+        == "the model does not take positions from elastic.positions"
+    )
 
     def mean(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), batch["target"].flatten())
 
     def shifted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["input"][:, 1:].flatten(), reduction="sum")
+        return F.cross_entropy(
+            output[:, :-1].flatten(0, 1), batch["input"][:, 1:].flatten(), reduction="sum"
+        )
 
     for loss in (mean, shifted):
         assert "the sum over the parts of its sequence" in profile(replace(TINY, loss=loss)).no_cp
@@ -123,7 +169,9 @@ def test_what_cannot_run_without_values_is_not_known() -> None:
 
 
 def test_transformers_are_run_with_their_masks() -> None:
-    pytest.importorskip("transformers", reason="the program needs transformers (it is in the extra 'test')")
+    pytest.importorskip(
+        "transformers", reason="the program needs transformers (it is in the extra 'test')"
+    )
     found = profile(load_program(PROGRAMS / "hf_qwen3.py"))
     assert found.flop > 0 and dict(found.kept_bytes)["none"] > dict(found.kept_bytes)["full"] > 0
 

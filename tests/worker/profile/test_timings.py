@@ -49,6 +49,7 @@ def test_a_line_through_measured_sizes() -> None:
 
 
 def test_neither_number_is_below_nothing() -> None:
-    assert fitted([(1000, 1e-6), (2000, 4e-6)]) == (0.0, pytest.approx(1.2e-9))  # relative errors, through 0
+    # relative errors, through 0
+    assert fitted([(1000, 1e-6), (2000, 4e-6)]) == (0.0, pytest.approx(1.2e-9))
     assert fitted([(1000, 3e-3), (2000, 3e-3), (3000, 1e-3)])[1] == 0.0
     assert fitted([(1000, 2e-3)]) == (2e-3, 0.0)

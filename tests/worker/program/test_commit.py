@@ -1,7 +1,8 @@
-"""Promise 4: whatever collective of a step breaks, the survivors agree on a whole step and resume from it.
+"""Promise 4: whatever collective of a step breaks, the survivors agree on a whole step and resume
+from it.
 
-A worker dies by SIGKILL at each collective of a step in turn; the policy itself decides what the survivors do; the state of the
-run's end is compared with a plain trainer's.
+A worker dies by SIGKILL at each collective of a step in turn; the policy itself decides what the
+survivors do; the state of the run's end is compared with a plain trainer's.
 """
 
 from __future__ import annotations
@@ -16,11 +17,31 @@ import pytest
 from support.worker.chain import job_of
 from support.worker.faults import Fault
 from support.worker.faulty_pool import FaultyPool
-from support.worker.policy_driver import AT, LAYOUTS, PEER_EVERY, PIPELINE, REPLICAS, SHARDS, STEPS, TENSOR, Driver
+from support.worker.policy_driver import (
+    AT,
+    LAYOUTS,
+    PEER_EVERY,
+    PIPELINE,
+    REPLICAS,
+    SHARDS,
+    STEPS,
+    TENSOR,
+    Driver,
+)
 
 from elastic.config.optimization import Guards, NotFinite
 from elastic.data.order import sample_ids
-from elastic.types import CopyStored, EnterPlan, GuardTripped, Layout, Plan, Quiesced, RollForward, StepDone, WorkerFailed
+from elastic.types import (
+    CopyStored,
+    EnterPlan,
+    GuardTripped,
+    Layout,
+    Plan,
+    Quiesced,
+    RollForward,
+    StepDone,
+    WorkerFailed,
+)
 from elastic.worker.program.commit import Commit
 
 pytestmark = pytest.mark.slow
@@ -34,10 +55,14 @@ def pool() -> Iterator[FaultyPool]:
 
 
 def broken(
-    pool: FaultyPool, run: Path, layout: Layout, faults: dict[int, Fault], peer_every: int = PEER_EVERY
+    pool: FaultyPool,
+    run: Path,
+    layout: Layout,
+    faults: dict[int, Fault],
+    peer_every: int = PEER_EVERY,
 ) -> tuple[Driver, Plan]:
-    """A run whose fifth step breaks by `faults` (rank -> fault), finished by the policy; and the plan that it continued
-    with."""
+    """A run whose fifth step breaks by `faults` (rank -> fault), finished by the policy; and the
+    plan that it continued with."""
     driver = Driver(pool, job_of("tiny.py", STEPS), run, layout, peer_every)
     for rank, fault in faults.items():
         pool.arm(driver.workers[rank], fault)
@@ -49,11 +74,15 @@ def broken(
 
 
 def consistent(driver: Driver) -> None:
-    """The survivors' live steps differ by one commit at most, and who is behind has the gradients of what the others have."""
+    """The survivors' live steps differ by one commit at most, and who is behind has the gradients
+    of what the others have."""
     left = [q for q in driver.told(Quiesced) if q.generation == 1]
     first = {q.worker: q for q in reversed(left) if any(h.kind == "live" for h in q.holdings)}
     steps = {q.worker: next(h.step for h in q.holdings if h.kind == "live") for q in first.values()}
-    assert set(steps.values()) <= {AT, AT + 1, AT + 2} and max(steps.values()) - min(steps.values()) <= 1, steps
+    assert (
+        set(steps.values()) <= {AT, AT + 1, AT + 2}
+        and max(steps.values()) - min(steps.values()) <= 1
+    ), steps
     for worker, step in steps.items():
         if step < max(steps.values()):
             assert first[worker].pending_step == step + 1, "it must be able to catch up"
@@ -69,23 +98,34 @@ def collectives(pool: FaultyPool, run: Path, layout: Layout, rank: int) -> list[
     return list(json.loads(path.read_text()))
 
 
-# ------------------------------------------------------------------------------------------ the commit itself
+# ------------------------------------------------------------------------------------------ the
+# commit itself
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_replicas_roll_forward_to_the_step_that_somebody_has(pool: FaultyPool, tmp_path: Path, victim: int) -> None:
-    """The victim dies with its commit done, two more never hear of it; the fourth has it: no step is lost."""
+def test_replicas_roll_forward_to_the_step_that_somebody_has(
+    pool: FaultyPool, tmp_path: Path, victim: int
+) -> None:
+    """The victim dies with its commit done, two more never hear of it; the fourth has it: no step
+    is lost."""
     deaf = [rank for rank in (1, 2, 3, 0) if rank != victim][:2]
-    faults = {rank: Fault("deaf", AT, "commit") for rank in deaf} | {victim: Fault("after", AT, "commit")}
+    faults = {rank: Fault("deaf", AT, "commit") for rank in deaf} | {
+        victim: Fault("after", AT, "commit")
+    }
     driver, entered = broken(pool, tmp_path, REPLICAS, faults, peer_every=0)
     (order,) = driver.orders(RollForward)
     assert (order.generation, order.step) == (1, AT + 1) and Commit.of(order.commit).tokens > 0
     assert (entered.resume.source, entered.resume.step) == ("peer", AT + 1)
     assert len({h.worker for h in entered.resume.holdings}) == 3
-    assert [e.step for e in driver.told(StepDone)] in ([*range(1, STEPS + 1)], [s for s in range(1, STEPS + 1) if s != AT + 1])
+    assert [e.step for e in driver.told(StepDone)] in (
+        [*range(1, STEPS + 1)],
+        [s for s in range(1, STEPS + 1) if s != AT + 1],
+    )
 
 
-def test_without_replicas_a_step_that_a_dead_rank_took_with_it_is_given_up(pool: FaultyPool, tmp_path: Path) -> None:
+def test_without_replicas_a_step_that_a_dead_rank_took_with_it_is_given_up(
+    pool: FaultyPool, tmp_path: Path
+) -> None:
     faults = {1: Fault("deaf", AT, "commit"), 0: Fault("after", AT, "commit")}
     driver, entered = broken(pool, tmp_path, SHARDS, faults)
     assert not driver.orders(RollForward)
@@ -101,14 +141,17 @@ def test_nobody_is_gone_and_one_rank_missed_the_commit(pool: FaultyPool, tmp_pat
 
 
 def test_a_commit_that_nobody_has_rolls_nothing_forward(pool: FaultyPool, tmp_path: Path) -> None:
-    driver, entered = broken(pool, tmp_path, REPLICAS, {2: Fault("before", AT, "commit")}, peer_every=0)
+    driver, entered = broken(
+        pool, tmp_path, REPLICAS, {2: Fault("before", AT, "commit")}, peer_every=0
+    )
     assert not driver.orders(RollForward)
     assert entered.resume.step == AT and {h.kind for h in entered.resume.holdings} == {"live"}
     pending = {q.pending_step for q in driver.told(Quiesced) if q.generation == 1}
     assert pending == {AT + 1}
 
 
-# ------------------------------------------------------------------------------------------ numbers that are none
+# ------------------------------------------------------------------------------------------ numbers
+# that are none
 
 
 @pytest.mark.parametrize(("layout", "at"), [(SHARDS, 7), (PIPELINE, 3)], ids=str)
@@ -117,26 +160,41 @@ def test_a_sample_without_a_number_rolls_back_once_and_is_named(
 ) -> None:
     """`at`: where sample 77 stands among the twelve of the step after AT ones."""
     seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[at] == 77)
-    driver = Driver(pool, job_of("tiny_nan.py", STEPS) | {"seed": seed}, tmp_path, layout, PEER_EVERY)
+    driver = Driver(
+        pool, job_of("tiny_nan.py", STEPS) | {"seed": seed}, tmp_path, layout, PEER_EVERY
+    )
     with pytest.raises(AssertionError, match="again, after one roll-back"):
         driver.run()
     (order,) = [order.plan for order in driver.orders(EnterPlan)]
     assert order.cause == "rollback" and order.resume.step < AT
     d = at // driver.first.samples[0]
     rank = d if layout.pp == 1 else layout.dp_shard + d  # the last stage knows the loss
-    share = sample_ids(512, 12, seed, AT)[sum(driver.first.samples[:d]) :][: driver.first.samples[d]]
-    named = f"the loss of rank {rank} on node{rank}/0 is not finite; its samples: {', '.join(map(str, share))}"
-    assert f"step {AT + 1}: train_loss nan, gradient norm nan: {named}" in driver.decisions[0].reason
+    share = sample_ids(512, 12, seed, AT)[sum(driver.first.samples[:d]) :][
+        : driver.first.samples[d]
+    ]
+    named = (
+        f"the loss of rank {rank} on node{rank}/0 is not finite; its samples: "
+        f"{', '.join(map(str, share))}"
+    )
+    assert (
+        f"step {AT + 1}: train_loss nan, gradient norm nan: {named}" in driver.decisions[0].reason
+    )
     assert f"step {AT + 1}: " in driver.state.outcome_reason and "77" in driver.state.outcome_reason
     assert "\n" not in driver.state.outcome_reason
     failed = {(e.kind, e.step) for e in driver.told(WorkerFailed)}
     assert failed == {("not_finite", AT + 1)}, "all ranks say the same"
 
 
-def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(pool: FaultyPool, tmp_path: Path) -> None:
-    """Two ranks never hear of the commit of the step with the bad sample; the third has left that step out."""
+def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(
+    pool: FaultyPool, tmp_path: Path
+) -> None:
+    """Two ranks never hear of the commit of the step with the bad sample; the third has left that
+    step out."""
     seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[5] == 77)
-    job = job_of("tiny_nan.py", STEPS) | {"seed": seed, "guards": Guards(not_finite=NotFinite(do="skip")).model_dump()}
+    job = job_of("tiny_nan.py", STEPS) | {
+        "seed": seed,
+        "guards": Guards(not_finite=NotFinite(do="skip")).model_dump(),
+    }
     driver = Driver(pool, job, tmp_path, SHARDS, 0)
     driver.skipped = (AT + 1,)
     for rank in (0, 2):
@@ -147,19 +205,29 @@ def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(pool
     assert not [e.step for e in driver.told(StepDone) if e.skipped and e.step != AT + 1]
     assert driver.state.rollbacks == 0 and driver.state.n_skipped == 1
     said = driver.told(GuardTripped)  # by every rank that lives; the first word counts
-    assert {(e.step, e.do) for e in said} == {(AT + 1, "skip")} and all(77 in e.samples for e in said)
+    assert {(e.step, e.do) for e in said} == {(AT + 1, "skip")} and all(
+        77 in e.samples for e in said
+    )
     driver.check_end()
 
 
 @pytest.mark.e2e
-def test_a_step_that_was_rolled_back_for_may_be_skipped_the_second_time(pool: FaultyPool, tmp_path: Path) -> None:
+def test_a_step_that_was_rolled_back_for_may_be_skipped_the_second_time(
+    pool: FaultyPool, tmp_path: Path
+) -> None:
     seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[7] == 77)
-    job = job_of("tiny_nan.py", STEPS) | {"seed": seed, "guards": Guards(not_finite=NotFinite(again="skip")).model_dump()}
+    job = job_of("tiny_nan.py", STEPS) | {
+        "seed": seed,
+        "guards": Guards(not_finite=NotFinite(again="skip")).model_dump(),
+    }
     driver = Driver(pool, job, tmp_path, TENSOR, PEER_EVERY)
     driver.skipped = (AT + 1,)
     driver.run()
     (order,) = [order.plan for order in driver.orders(EnterPlan)]
-    assert (order.cause, order.rolled_back) == ("rollback", (("not_finite", AT + 1),)) and order.resume.step < AT
+    assert (order.cause, order.rolled_back) == (
+        "rollback",
+        (("not_finite", AT + 1),),
+    ) and order.resume.step < AT
     tripped = {(e.generation, e.do): e for e in driver.told(GuardTripped)}
     assert set(tripped) == {(1, "rollback"), (2, "skip")}
     last = tripped[2, "skip"]
@@ -169,17 +237,23 @@ def test_a_step_that_was_rolled_back_for_may_be_skipped_the_second_time(pool: Fa
     driver.check_end()
 
 
-# ------------------------------------------------------------------------------------------ every collective
+# ------------------------------------------------------------------------------------------ every
+# collective
 
-SOME = [(PIPELINE, 0, 0.4), (SHARDS, 2, 0.2), (TENSOR, 3, 0.7)]  # layout, victim, how far into the step
+# layout, victim, how far into the step
+SOME = [(PIPELINE, 0, 0.4), (SHARDS, 2, 0.2), (TENSOR, 3, 0.7)]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "victim", "share"), SOME, ids=str)
-def test_a_kill_inside_a_step(pool: FaultyPool, tmp_path: Path, layout: Layout, victim: int, share: float) -> None:
+def test_a_kill_inside_a_step(
+    pool: FaultyPool, tmp_path: Path, layout: Layout, victim: int, share: float
+) -> None:
     names = collectives(pool, tmp_path, layout, victim)
     assert names.count("commit") == 1 and len(names) >= 10
-    _, entered = broken(pool, tmp_path / "run", layout, {victim: Fault("before", AT, round(share * len(names)))})
+    _, entered = broken(
+        pool, tmp_path / "run", layout, {victim: Fault("before", AT, round(share * len(names)))}
+    )
     assert 0 < entered.resume.step <= AT and entered.resume.source == "peer"
 
 
@@ -193,7 +267,9 @@ def test_a_kill_while_a_copy_is_on_its_way(pool: FaultyPool, tmp_path: Path) -> 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["before", "after"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_kill_at_every_collective(pool: FaultyPool, tmp_path: Path, layout: Layout, kind: Any) -> None:
+def test_a_kill_at_every_collective(
+    pool: FaultyPool, tmp_path: Path, layout: Layout, kind: Any
+) -> None:
     victim = layout.world_size - 1
     names = collectives(pool, tmp_path, layout, victim)
     for at, name in enumerate(names):
@@ -202,14 +278,17 @@ def test_a_kill_at_every_collective(pool: FaultyPool, tmp_path: Path, layout: La
             _, entered = broken(pool, where, layout, {victim: Fault(kind, AT, at)}, peer_every)
             if layout is REPLICAS:
                 least = AT if name != "commit" or kind == "before" else AT + 1
-                assert entered.resume.step >= least, f"{kind} {name} ({at}): a replica had step {least}"
+                assert entered.resume.step >= least, (
+                    f"{kind} {name} ({at}): a replica had step {least}"
+                )
             assert entered.resume.step >= AT - PEER_EVERY, f"{kind} {name} ({at})"
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_kill_in_the_middle_of_a_commit(pool: FaultyPool, tmp_path: Path, layout: Layout) -> None:
-    """At a time of its own within the all-reduce: what each rank has heard by then is left to chance."""
+    """At a time of its own within the all-reduce: what each rank has heard by then is left to
+    chance."""
     for k, delay_s in enumerate((0.0, 2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 1e-3)):
         fault = Fault("soon", AT, "commit", delay_s)
         _, entered = broken(pool, tmp_path / str(k), layout, {k % layout.world_size: fault})

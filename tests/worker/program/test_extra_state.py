@@ -1,4 +1,5 @@
-"""The state of the program's own objects as bytes: what goes in comes out, nothing is unpickled, and it keeps to its box."""
+"""The state of the program's own objects as bytes: what goes in comes out, nothing is unpickled,
+and it keeps to its box."""
 
 from __future__ import annotations
 
@@ -45,18 +46,24 @@ def again(state: Any) -> Any:
 
 
 PLAIN = {
-    "n": 3, "x": 0.1, "big": 1 << 70, "nan": float("inf"), "yes": True, "none": None, "text": "ä", "list": [1, [2.5, ()]],
-    "pair": (0.9, 0.95), 7: "seven", "counter": Counter({30: 1, 60: 2}),
+    "n": 3, "x": 0.1, "big": 1 << 70, "nan": float("inf"), "yes": True, "none": None, "text": "ä",
+    "list": [1, [2.5, ()]], "pair": (0.9, 0.95), 7: "seven", "counter": Counter({30: 1, 60: 2}),
 }  # fmt: skip
 
 
 def test_numbers_texts_lists_and_dicts_come_back_as_they_were() -> None:
     got = again(PLAIN)
     assert got == PLAIN and list(got) == list(PLAIN)
-    assert isinstance(got["pair"], tuple) and isinstance(got["counter"], Counter) and got["yes"] is True
+    assert (
+        isinstance(got["pair"], tuple)
+        and isinstance(got["counter"], Counter)
+        and got["yes"] is True
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64], ids=str
+)
 def test_tensors_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     there = {
         "t": (torch.randn(3, 5) * 10).to(dtype),
@@ -91,7 +98,9 @@ def test_a_schedule_of_torch_goes_on_where_it_was() -> None:
         for _ in range(3):
             each.step()
             scheduler.step()
-    assert optimizer_2.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert (
+        optimizer_2.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    )
 
 
 def test_a_fresh_start_has_the_state_of_the_first_moment() -> None:
@@ -105,9 +114,15 @@ def test_a_fresh_start_has_the_state_of_the_first_moment() -> None:
 
 
 def test_what_cannot_be_kept_is_named() -> None:
-    with pytest.raises(ProgramError, match=r"extra_state\['it'\]\['f'\]\[1\] is a function; a state_dict\(\) may hold numbers"):
+    with pytest.raises(
+        ProgramError,
+        match=r"extra_state\['it'\]\['f'\]\[1\] is a function; a state_dict\(\) may hold numbers",
+    ):
         ExtraState({"it": Kept({"f": [1, lambda: 0]})})
-    with pytest.raises(SpecError, match=r"extra_state\['it'\] is the class Kept; it must be an object with state_dict"):
+    with pytest.raises(
+        SpecError,
+        match=r"extra_state\['it'\] is the class Kept; it must be an object with state_dict",
+    ):
         ExtraState({"it": Kept})
     with pytest.raises(SpecError, match=r"extra_state\['it'\] is a int"):
         ExtraState({"it": 3})
@@ -120,7 +135,10 @@ def test_a_state_that_outgrows_its_box_is_refused_with_numbers() -> None:
     held.state = [1 / 3] * 100
     extra.note(tensors)  # digits may grow
     held.state = [0.5] * 10_000
-    with pytest.raises(ProgramError, match=r"takes \d+ bytes now, its box holds \d+; tensors and lists in it must keep"):
+    with pytest.raises(
+        ProgramError,
+        match=r"takes \d+ bytes now, its box holds \d+; tensors and lists in it must keep",
+    ):
         extra.note(tensors)
 
 
@@ -148,6 +166,13 @@ def test_only_what_follows_from_the_job_may_begin_anew() -> None:
     for fqn in ("extra.guards", "extra.dataset", "elastic.loss_scale"):
         mine, there = box(fqn)
         assert differing(mine, there, True) == set()
-        assert differing(mine, {}, True) == differing({}, there, True) == differing(mine, box(fqn, 5)[1], True) == {fqn}
+        assert (
+            differing(mine, {}, True)
+            == differing({}, there, True)
+            == differing(mine, box(fqn, 5)[1], True)
+            == {fqn}
+        )
     assert differing(box("extra.dataset")[0], {}, stream=False) == set(), "the program's own"
-    assert differing(box("extra.ema")[0], {}, True) == differing({}, box("model.w")[1], True) == set()
+    assert (
+        differing(box("extra.ema")[0], {}, True) == differing({}, box("model.w")[1], True) == set()
+    )

@@ -1,4 +1,5 @@
-"""Optimizers by import path, which of them can be cut over ranks, and that a cut one does what a whole one does."""
+"""Optimizers by import path, which of them can be cut over ranks, and that a cut one does what a
+whole one does."""
 
 from __future__ import annotations
 
@@ -32,10 +33,13 @@ RATES = {"steps": 20, "global_batch": 12}
 
 
 def kept(path: str, **keywords: Any) -> OptimizerSpec:
-    return what_they_keep(replace(BARE, optimizer=JobOptimizer({"path": path, **keywords})), SPECS).optimizers[0]
+    return what_they_keep(
+        replace(BARE, optimizer=JobOptimizer({"path": path, **keywords})), SPECS
+    ).optimizers[0]
 
 
-# ------------------------------------------------------------------------------------------ which can be cut
+# ------------------------------------------------------------------------------------------ which
+# can be cut
 
 
 @pytest.mark.parametrize(
@@ -44,25 +48,61 @@ def kept(path: str, **keywords: Any) -> OptimizerSpec:
         ("AdamW", {"betas": [0.9, 0.95]}, OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",))),
         ("SGD", {}, OptimizerSpec()),
         ("SGD", {"momentum": 0.9, "nesterov": True}, OptimizerSpec(("momentum_buffer",))),
-        ("NAdam", {}, OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step", "mu_product"), (("mu_product", 1.0),))),
-        ("Adagrad", {"initial_accumulator_value": 0.5}, OptimizerSpec(("sum",), ("step",), (("sum", 0.5),))),
+        (
+            "NAdam",
+            {},
+            OptimizerSpec(
+                ("exp_avg", "exp_avg_sq"), ("step", "mu_product"), (("mu_product", 1.0),)
+            ),
+        ),
+        (
+            "Adagrad",
+            {"initial_accumulator_value": 0.5},
+            OptimizerSpec(("sum",), ("step",), (("sum", 0.5),)),
+        ),
         ("RMSprop", {"centered": True}, OptimizerSpec(("square_avg", "grad_avg"), ("step",))),
     ],
 )
-def test_what_an_optimizer_keeps_and_begins_with(name: str, keywords: dict[str, Any], found: OptimizerSpec) -> None:
+def test_what_an_optimizer_keeps_and_begins_with(
+    name: str, keywords: dict[str, Any], found: OptimizerSpec
+) -> None:
     assert kept(f"torch.optim.{name}", **keywords) == found
 
 
 @pytest.mark.parametrize(
     ("path", "keywords", "said"),
     [
-        ("torch.optim.LBFGS", {}, r"optimizer LBFGS: a plain step\(\) fails \(TypeError: .*closure"),
-        ("torch.optim.Adafactor", {}, r"optimizer Adafactor: state 'row_var' of embed\.weight is neither"),
+        (
+            "torch.optim.LBFGS",
+            {},
+            r"optimizer LBFGS: a plain step\(\) fails \(TypeError: .*closure",
+        ),
+        (
+            "torch.optim.Adafactor",
+            {},
+            r"optimizer Adafactor: state 'row_var' of embed\.weight is neither",
+        ),
         ("torch.optim.Muon", {}, r"optimizer Muon: Muon only supports 2D parameters"),
-        ("torch.optim.SGD", {"momentum": 0.9, "dampening": 0.5}, "optimizer SGD: its state does not begin as constants"),
-        ("odd_optimizers.Talking", {"lr": 0.1}, r"optimizer Talking: it communicates \(ValueError: Default process group"),
-        ("odd_optimizers.NormPerTensor", {"lr": 0.1}, "optimizer NormPerTensor is not element-wise: a step on a part of "),
-        ("odd_optimizers.Counting", {"lr": 0.1}, "optimizer Counting: a step changes 'lr' in its param_groups"),
+        (
+            "torch.optim.SGD",
+            {"momentum": 0.9, "dampening": 0.5},
+            "optimizer SGD: its state does not begin as constants",
+        ),
+        (
+            "odd_optimizers.Talking",
+            {"lr": 0.1},
+            r"optimizer Talking: it communicates \(ValueError: Default process group",
+        ),
+        (
+            "odd_optimizers.NormPerTensor",
+            {"lr": 0.1},
+            "optimizer NormPerTensor is not element-wise: a step on a part of ",
+        ),
+        (
+            "odd_optimizers.Counting",
+            {"lr": 0.1},
+            "optimizer Counting: a step changes 'lr' in its param_groups",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(
@@ -81,19 +121,35 @@ def test_muon_on_matrices_alone_is_refused_too() -> None:
         what_they_keep(program, [spec for spec in SPECS if len(spec.shape) == 2])
 
 
-# ------------------------------------------------------------------------------------------ what job.yaml may say
+# ------------------------------------------------------------------------------------------ what
+# job.yaml may say
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"path": "torch.optim.AdamV"}, "torch.optim has no 'AdamV'; did you mean 'torch.optim.Adam"),
-        ({"path": "torch.optimm.AdamW"}, "'torch.optimm.AdamW' cannot be imported: No module named"),
+        (
+            {"path": "torch.optim.AdamV"},
+            "torch.optim has no 'AdamV'; did you mean 'torch.optim.Adam",
+        ),
+        (
+            {"path": "torch.optimm.AdamW"},
+            "'torch.optimm.AdamW' cannot be imported: No module named",
+        ),
         ({"path": "torch.nn.Linear"}, "'torch.nn.Linear' is no torch.optim.Optimizer"),
-        ({"path": "torch.optim.AdamW", "beta": [0.9]}, "unknown key 'optimizer.beta' of AdamW; did you mean 'betas'?"),
+        (
+            {"path": "torch.optim.AdamW", "beta": [0.9]},
+            "unknown key 'optimizer.beta' of AdamW; did you mean 'betas'?",
+        ),
         ({"path": "torch.optim.AdamW", "lr": -1.0}, "optimizer AdamW: Invalid learning rate: -1.0"),
-        ({"path": "torch.optim.Rprop", "no_decay": ["*"]}, "key 'optimizer.no_decay': Rprop has no weight_decay"),
-        ({"path": "torch.optim.AdamW", "no_decay": ["*.bias"]}, "no parameter is named like '*.bias'; near it: "),
+        (
+            {"path": "torch.optim.Rprop", "no_decay": ["*"]},
+            "key 'optimizer.no_decay': Rprop has no weight_decay",
+        ),
+        (
+            {"path": "torch.optim.AdamW", "no_decay": ["*.bias"]},
+            "no parameter is named like '*.bias'; near it: ",
+        ),
     ],
 )
 def test_what_job_yaml_refuses(given: dict[str, Any], said: str) -> None:
@@ -104,10 +160,17 @@ def test_what_job_yaml_refuses(given: dict[str, Any], said: str) -> None:
 
 def test_one_optimizer_and_one_schedule() -> None:
     own = load_program(PROGRAMS / "tiny.py")
-    adamw, cosine = {"path": "torch.optim.AdamW"}, {"kind": "cosine", "warmup_steps": 2, "decay_steps": None, "min_factor": 0.0}
-    with pytest.raises(SpecError, match=r"gives an optimizer, and Program\.optimizer is another; give one"):
+    adamw, cosine = (
+        {"path": "torch.optim.AdamW"},
+        {"kind": "cosine", "warmup_steps": 2, "decay_steps": None, "min_factor": 0.0},
+    )
+    with pytest.raises(
+        SpecError, match=r"gives an optimizer, and Program\.optimizer is another; give one"
+    ):
         with_job(own, Job.from_plain({**RATES, "optimizer": adamw}))
-    with pytest.raises(SpecError, match=r"gives a schedule, and Program\.lr_factor is another; give one"):
+    with pytest.raises(
+        SpecError, match=r"gives a schedule, and Program\.lr_factor is another; give one"
+    ):
         with_job(own, Job.from_plain({**RATES, "lr_schedule": cosine}))
     with pytest.raises(SpecError, match="no optimizer: give Program.optimizer, or `optimizer:"):
         with_job(BARE, Job.from_plain(RATES))
@@ -116,7 +179,9 @@ def test_one_optimizer_and_one_schedule() -> None:
     with pytest.raises(SpecError, match="Program.loss is missing"):
         Program(model=lambda: None)
     made = with_job(BARE, Job.from_plain({**RATES, "optimizer": adamw, "lr_schedule": cosine}))
-    assert with_job(made, Job.from_plain({**RATES, "optimizer": adamw, "lr_schedule": cosine})) is made
+    assert (
+        with_job(made, Job.from_plain({**RATES, "optimizer": adamw, "lr_schedule": cosine})) is made
+    )
     assert made.lr_factor is not None and made.lr_factor(0) == 0.5
     scaled = with_job(own, Job.from_plain({**RATES, "lr_scaling": "sqrt", "base_global_batch": 3}))
     assert scaled.lr_factor is not None and own.lr_factor is not None
@@ -124,10 +189,21 @@ def test_one_optimizer_and_one_schedule() -> None:
 
 
 def test_groups_and_kernels() -> None:
-    named = [("a.weight", torch.nn.Parameter(torch.ones(2, 2))), ("norm.weight", torch.nn.Parameter(torch.ones(2)))]
-    optimizer = JobOptimizer({"path": "torch.optim.AdamW", "lr": 0.5, "weight_decay": 0.1, "no_decay": ["norm.*"]})(named)
-    assert [(g["weight_decay"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [(0.1, 0.5, 1), (0.0, 0.5, 1)]
-    assert optimizer.param_groups[1]["params"][0] is named[1][1] and not optimizer.param_groups[0]["fused"]
+    named = [
+        ("a.weight", torch.nn.Parameter(torch.ones(2, 2))),
+        ("norm.weight", torch.nn.Parameter(torch.ones(2))),
+    ]
+    optimizer = JobOptimizer(
+        {"path": "torch.optim.AdamW", "lr": 0.5, "weight_decay": 0.1, "no_decay": ["norm.*"]}
+    )(named)
+    assert [(g["weight_decay"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [
+        (0.1, 0.5, 1),
+        (0.0, 0.5, 1),
+    ]
+    assert (
+        optimizer.param_groups[1]["params"][0] is named[1][1]
+        and not optimizer.param_groups[0]["fused"]
+    )
     asked = JobOptimizer({"path": "torch.optim.AdamW", "fused": True})(named)
     assert asked.param_groups[0]["fused"]
 
@@ -135,11 +211,13 @@ def test_groups_and_kernels() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("optimizer: {lr: 1.0}", "key 'optimizer.path' is missing"),
-        ("optimizer: {path: AdamW}", "key 'optimizer.path': string should match pattern"),
-        ("lr_schedule: {kind: cosin}", "key 'lr_schedule.kind': input should be 'constant', 'linear', 'cosine' or 'wsd'"),
-        ("lr_schedule: {kind: cosine, warmup: 3}", "unknown key 'lr_schedule.warmup'; did you mean 'warmup_steps'?"),
-        ("lr_schedule: {kind: wsd, warmup_steps: 8, decay_steps: 4}", "warmup_steps=8 and decay_steps=4 are more than the job"),
+        ("optimizer: {lr: 1.0}", "key 'optimizer.path' is missing"), ("optimizer: {path: AdamW}",
+        "key 'optimizer.path': string should match pattern"), ("lr_schedule: {kind: cosin}",
+        "key 'lr_schedule.kind': input should be 'constant', 'linear', 'cosine' or 'wsd'"),
+        ("lr_schedule: {kind: cosine, warmup: 3}",
+        "unknown key 'lr_schedule.warmup'; did you mean 'warmup_steps'?"),
+        ("lr_schedule: {kind: wsd, warmup_steps: 8, decay_steps: 4}",
+        "warmup_steps=8 and decay_steps=4 are more than the job"),
         ("lr_schedule: {kind: constant, min_factor: 0.1}", "kind 'constant' does not decay"),
         ("lr_scaling: linear", "lr_scaling (linear or sqrt) and base_global_batch"),
         ("base_global_batch: 32", "belong together"),
@@ -155,25 +233,45 @@ def test_keys_that_contradict_each_other(tmp_path: Path, text: str, said: str) -
 
 def test_numbers_that_are_texts_to_yaml(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("")
-    given = "optimizer: {path: torch.optim.AdamW, lr: 3e-4, betas: [0.9, 1E-1], eps: 1.0e-8, no_decay: [1e5]}"
-    (tmp_path / "job.yaml").write_text(f"steps: 10\nglobal_batch: 2\n{given.replace('1e5', repr('1e5'))}\n")
+    given = (
+        "optimizer: {path: torch.optim.AdamW, lr: 3e-4, betas: [0.9, 1E-1], eps: 1.0e-8, "
+        "no_decay: [1e5]}"
+    )
+    (tmp_path / "job.yaml").write_text(
+        f"steps: 10\nglobal_batch: 2\n{given.replace('1e5', repr('1e5'))}\n"
+    )
     found = load_job(tmp_path).plain()["optimizer"]
-    assert found == {"path": "torch.optim.AdamW", "lr": 3e-4, "betas": [0.9, 0.1], "eps": 1e-8, "no_decay": ["1e5"]}
+    assert found == {
+        "path": "torch.optim.AdamW",
+        "lr": 3e-4,
+        "betas": [0.9, 0.1],
+        "eps": 1e-8,
+        "no_decay": ["1e5"],
+    }
 
 
 def test_another_batch_is_another_run() -> None:
-    assert batch_changed("r", {"global_batch": 8}, {"global_batch": 8}) == "" == batch_changed("r", {}, {"global_batch": 8})
+    assert (
+        batch_changed("r", {"global_batch": 8}, {"global_batch": 8})
+        == ""
+        == batch_changed("r", {}, {"global_batch": 8})
+    )
     text = batch_changed("r", {"global_batch": 8}, {"global_batch": 16})
-    assert "global_batch=8, the job says 16" in text and "elastic checkpoint import URI --into NAME" in text
+    assert (
+        "global_batch=8, the job says 16" in text
+        and "elastic checkpoint import URI --into NAME" in text
+    )
 
 
-# ------------------------------------------------------------------------------------------ the same in every layout
+# ------------------------------------------------------------------------------------------ the
+# same in every layout
 
 STEPS = 12
 JOB = {
-    "optimizer": {"path": "torch.optim.NAdam", "lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "no_decay": ["*norm*"]},
-    "lr_schedule": {"kind": "cosine", "warmup_steps": 3, "decay_steps": None, "min_factor": 0.1},
-    "lr_scaling": "sqrt", "base_global_batch": 3,
+    "optimizer": {"path": "torch.optim.NAdam", "lr": 2e-3, "betas": [0.9, 0.95],
+    "weight_decay": 0.1, "no_decay": ["*norm*"]}, "lr_schedule": {"kind": "cosine",
+    "warmup_steps": 3, "decay_steps": None, "min_factor": 0.1}, "lr_scaling": "sqrt",
+    "base_global_batch": 3,
 }  # fmt: skip
 
 
@@ -197,16 +295,22 @@ def by_hand() -> Program:
 
 @pytest.mark.e2e
 def test_an_optimizer_by_path_and_its_schedule_in_three_layouts(pool: Pool, tmp_path: Path) -> None:
-    """NAdam keeps a product that begins as 1; with it a schedule, a scaled rate, and two live changes of the layout."""
+    """NAdam keeps a product that begins as 1; with it a schedule, a scaled rate, and two live
+    changes of the layout."""
     job = job_of("tiny_bare.py", STEPS) | JOB
     workers = pool.open(job, tmp_path)
     plans = []
-    for number, layout in enumerate((Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_replicate=2, dp_shard=2)), 1):
+    for number, layout in enumerate(
+        (Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_replicate=2, dp_shard=2)), 1
+    ):
         resume = {"resume": live(plans[-1])} if plans else {}
         plans.append(plan(number, layout, workers, 12, **resume))
         pool.enter(plans[-1])
         pool.entered(number)
-        pool.wait(lambda: any(e.step >= 3 * number for e in pool.events(StepDone)), f"step {3 * number}")  # noqa: B023
+        pool.wait(
+            lambda: any(e.step >= 3 * number for e in pool.events(StepDone)),  # noqa: B023
+            f"step {3 * number}",
+        )
     pool.quiesced(3, 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
     checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
@@ -214,11 +318,17 @@ def test_an_optimizer_by_path_and_its_schedule_in_three_layouts(pool: Pool, tmp_
     assert [e.step for e in done] == list(range(1, STEPS + 1))
     alone = train(by_hand(), job, STEPS)
     assert [e.train_loss for e in done] == pytest.approx(alone.losses, abs=1e-4)
-    checkpoint = checkpoint_index.open_checkpoint(checkpoint_index.find(open_storage(str(tmp_path)))[0].uri)
+    checkpoint = checkpoint_index.open_checkpoint(
+        checkpoint_index.find(open_storage(str(tmp_path)))[0].uri
+    )
     for name, parameter in alone.model.named_parameters():
         state = alone.state_of(parameter)
-        wanted = {f"optim.{entry}.{name}": state[entry] for entry in ("mu_product", "exp_avg")} | {f"model.{name}": parameter}
+        wanted = {f"optim.{entry}.{name}": state[entry] for entry in ("mu_product", "exp_avg")} | {
+            f"model.{name}": parameter
+        }
         for fqn, tensor in wanted.items():
             shape = tuple(tensor.shape)
             got = checkpoint.read(Box(fqn, (0,) * len(shape), shape, "float32"))
-            torch.testing.assert_close(got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+            torch.testing.assert_close(
+                got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}"
+            )

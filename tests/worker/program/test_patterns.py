@@ -22,7 +22,9 @@ from elastic.worker.program.model_profile import block_names, trace
     ],
 )
 def test_brackets_as_in_file_names(pattern: str, names: list[str]) -> None:
-    model = nn.ModuleDict({name: nn.Identity() for name in ("layer1", "layer2", "layer3", "layer4", "odd-name")})
+    model = nn.ModuleDict(
+        {name: nn.Identity() for name in ("layer1", "layer2", "layer3", "layer4", "odd-name")}
+    )
     assert block_names(model, pattern) == names
 
 

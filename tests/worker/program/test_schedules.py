@@ -23,7 +23,18 @@ def test_warm_up_ends_at_one_and_never_begins_at_zero() -> None:
 
 
 def test_linear_and_cosine_end_at_their_least_factor() -> None:
-    assert factors(8, "linear", decay_steps=4, min_factor=0.2) == [1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2]
+    assert factors(8, "linear", decay_steps=4, min_factor=0.2) == [
+        1.0,
+        0.8,
+        0.6,
+        0.4,
+        0.2,
+        0.2,
+        0.2,
+        0.2,
+        0.2,
+        0.2,
+    ]
     assert factors(6, "linear", warmup_steps=2) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     assert factors(4, "cosine", min_factor=0.5) == [1.0, 0.926777, 0.75, 0.573223, 0.5, 0.5]
     assert factors(4, "cosine")[2] == 0.5
@@ -41,7 +52,8 @@ def test_a_warm_up_as_long_as_the_job_does_not_decay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "base", "factor"), [("none", 8, 1.0), ("linear", 8, 4.0), ("sqrt", 8, 2.0), ("linear", 64, 0.5)]
+    ("rule", "base", "factor"),
+    [("none", 8, 1.0), ("linear", 8, 4.0), ("sqrt", 8, 2.0), ("linear", 64, 0.5)],
 )
 def test_rates_follow_the_batch(rule: str, base: int, factor: float) -> None:
     assert scale(rule, 32, base) == factor and scale(rule, 32, None) == 1.0

@@ -1,4 +1,5 @@
-"""Weights from safetensors: any box of any tensor, shards of any layout, with no more memory than the shard and a chunk."""
+"""Weights from safetensors: any box of any tensor, shards of any layout, with no more memory than
+the shard and a chunk."""
 
 from __future__ import annotations
 
@@ -25,10 +26,14 @@ from elastic.worker.program.weights import WeightFiles, cut
 from elastic.worker.state.train_state import TrainState
 
 
-def random_weights(name: str = "tiny.py", dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def random_weights(
+    name: str = "tiny.py", dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(3)
     model = load_program(PROGRAMS / name).model()
-    return {fqn: torch.randn(p.shape, generator=draw).to(dtype) for fqn, p in model.named_parameters()}
+    return {
+        fqn: torch.randn(p.shape, generator=draw).to(dtype) for fqn, p in model.named_parameters()
+    }
 
 
 def stored(folder: Path, tensors: dict[str, torch.Tensor], n_files: int = 1) -> Path:
@@ -38,7 +43,9 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], n_files: int = 1) -> 
         return folder
     weight_map = {name: f"model-{i % n_files}.safetensors" for i, name in enumerate(tensors)}
     for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+        save_file(
+            {name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
@@ -46,22 +53,35 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], n_files: int = 1) -> 
 def with_weights(path: Path, file: str = "tiny.py", **more: Any) -> Program:
     """Its init must not be called."""
     program = load_program(PROGRAMS / file)
-    return replace(program, weights=Weights(path, **more), init=lambda model: pytest.fail("the whole model was initialized"))
+    return replace(
+        program,
+        weights=Weights(path, **more),
+        init=lambda model: pytest.fail("the whole model was initialized"),
+    )
 
 
-# ------------------------------------------------------------------------------------------------ ranges
+# ------------------------------------------------------------------------------------------------
+# ranges
 
 
 @pytest.mark.parametrize("run_bytes", [1, 4096])
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
-def test_any_box_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int, chunk_bytes: int) -> None:
+def test_any_box_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int, chunk_bytes: int
+) -> None:
     monkeypatch.setattr(weight_files, "RUN_BYTES", run_bytes)
     monkeypatch.setattr(weight_files, "CHUNK_BYTES", chunk_bytes)
-    tensors = {"a": torch.randn(7, 5), "b": torch.randn(4, 3, 6).bfloat16(), "c": torch.tensor(2.5), "d": torch.arange(9)}
+    tensors = {
+        "a": torch.randn(7, 5),
+        "b": torch.randn(4, 3, 6).bfloat16(),
+        "c": torch.tensor(2.5),
+        "d": torch.arange(9),
+    }
     files = WeightFiles(stored(tmp_path / "w", tensors, 2))
     boxes = [
-        ("a", (0, 0), (7, 5)), ("a", (2, 1), (4, 3)), ("a", (6, 0), (1, 5)), ("b", (1, 0, 0), (3, 3, 6)), ("c", (), ()),
-        ("b", (1, 1, 0), (2, 2, 6)), ("b", (0, 0, 2), (4, 3, 3)), ("d", (4,), (5,)), ("a", (3, 5), (2, 0)),
+        ("a", (0, 0), (7, 5)), ("a", (2, 1), (4, 3)), ("a", (6, 0), (1, 5)), ("b", (1, 0, 0), (3, 3,
+        6)), ("c", (), ()), ("b", (1, 1, 0), (2, 2, 6)), ("b", (0, 0, 2), (4, 3, 3)), ("d", (4,),
+        (5,)), ("a", (3, 5), (2, 0)),
     ]  # fmt: skip
     for name, offsets, sizes in boxes:
         target = torch.zeros(sizes)
@@ -73,9 +93,16 @@ def test_any_box_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_by
 @pytest.mark.parametrize("n_files", [1, 3])
 @pytest.mark.parametrize(
     ("layout", "layers"),
-    [(Layout(dp_shard=3), (4,)), (Layout(dp_shard=2, tp=2), (4,)), (Layout(pp=2, tp=2), (3, 1)), (Layout(), (4,))],
+    [
+        (Layout(dp_shard=3), (4,)),
+        (Layout(dp_shard=2, tp=2), (4,)),
+        (Layout(pp=2, tp=2), (3, 1)),
+        (Layout(), (4,)),
+    ],
 )
-def test_each_rank_gets_its_boxes(tmp_path: Path, layout: Layout, layers: tuple[int, ...], n_files: int) -> None:
+def test_each_rank_gets_its_boxes(
+    tmp_path: Path, layout: Layout, layers: tuple[int, ...], n_files: int
+) -> None:
     whole = random_weights("tiny_tied.py", torch.bfloat16)
     program = with_weights(stored(tmp_path / "w", whole, n_files), "tiny_tied.py")
     profile = trace(program)
@@ -84,12 +111,16 @@ def test_each_rank_gets_its_boxes(tmp_path: Path, layout: Layout, layers: tuple[
         try:
             if layout.world_size > 1:
                 groups.pretend(rank)
-            state = TrainState(program, profile, groups, layout=layout, layers=layers, rank=rank, job=Job())
+            state = TrainState(
+                program, profile, groups, layout=layout, layers=layers, rank=rank, job=Job()
+            )
             state.fill_fresh(7)
             n = 0
             for fqn, (box, tensor) in state.tensors.items():
                 if fqn.startswith("model."):
-                    assert torch.equal(tensor, cut(whole[fqn.removeprefix("model.")], box).float()), fqn
+                    assert torch.equal(
+                        tensor, cut(whole[fqn.removeprefix("model.")], box).float()
+                    ), fqn
                     n += 1
                 elif fqn.startswith("optim."):
                     assert not tensor.any()
@@ -114,7 +145,9 @@ def test_names_and_values_that_are_not_there(tmp_path: Path) -> None:
         try:
             if layout.world_size > 1:
                 groups.pretend(0)
-            state = TrainState(program, trace(program), groups, layout=layout, layers=(4,), rank=0, job=Job())
+            state = TrainState(
+                program, trace(program), groups, layout=layout, layers=(4,), rank=0, job=Job()
+            )
             state.fill_fresh(7)
             found.append(state.tensors["model.head.weight"][1].clone())
         finally:
@@ -122,15 +155,25 @@ def test_names_and_values_that_are_not_there(tmp_path: Path) -> None:
     assert found[0].std() > 0.5 and torch.equal(found[1], found[0][:32])
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------------------------------------
+# bad input
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda w: w.pop("head.weight"), r"it has no tensor head\.weight; weights of another model\?"),
-        (lambda w: w.update({"head.weight": torch.zeros(2, 2)}), r"head\.weight is \[2, 2\], the program's head\.weight is"),
-        (lambda w: [w.pop(name) for name in list(w) if name != "head.weight"], r"\(and \d+ more of \d+ are missing\)"),
+        (
+            lambda w: w.pop("head.weight"),
+            r"it has no tensor head\.weight; weights of another model\?",
+        ),
+        (
+            lambda w: w.update({"head.weight": torch.zeros(2, 2)}),
+            r"head\.weight is \[2, 2\], the program's head\.weight is",
+        ),
+        (
+            lambda w: [w.pop(name) for name in list(w) if name != "head.weight"],
+            r"\(and \d+ more of \d+ are missing\)",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_from_their_headers(
@@ -149,16 +192,21 @@ def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     data = file.read_bytes()
     for broken in (data[:-1], data[:50], b"", b"\xff" * 100):
         file.write_bytes(broken)
-        with pytest.raises(SpecError, match=r"model-1\.safetensors: no safetensors file that can be read"):
+        with pytest.raises(
+            SpecError, match=r"model-1\.safetensors: no safetensors file that can be read"
+        ):
             trace(with_weights(path))
     file.unlink()
-    with pytest.raises(SpecError, match=r"model-1\.safetensors: missing; model\.safetensors\.index\.json names it"):
+    with pytest.raises(
+        SpecError, match=r"model-1\.safetensors: missing; model\.safetensors\.index\.json names it"
+    ):
         trace(with_weights(path))
     with pytest.raises(SpecError, match="nowhere: no such file or folder"):
         trace(with_weights(tmp_path / "nowhere"))
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 
 @pytest.mark.e2e

@@ -1,4 +1,5 @@
-"""Which rank does not come to a collective: told apart by the numbers of all, while all of them answer."""
+"""Which rank does not come to a collective: told apart by the numbers of all, while all of them
+answer."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ pytestmark = pytest.mark.slow
 PROGRAM = PROGRAMS / "tiny_stands.py"
 STANDS = "ELASTIC_TEST_STANDS"
 LAYOUTS = [
-    Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=4),
-    Layout(pp=2, dp_shard=2), Layout(pp=2, tp=2), Layout(dp_shard=2, cp=2), Layout(pp=2),
+    Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_replicate=4), Layout(dp_replicate=2,
+    dp_shard=2), Layout(pp=4), Layout(pp=2, dp_shard=2), Layout(pp=2, tp=2), Layout(dp_shard=2,
+    cp=2), Layout(pp=2),
 ]  # fmt: skip
 STILL_STEPS = 40.0  # for as long as so many steps take has nobody got on
-STILL_MOST_S = 10.0  # however slow the steps: the others give up after the group's timeout, a minute
+# however slow the steps: the others give up after the group's timeout, a minute
+STILL_MOST_S = 10.0
 
 
 def stand_still() -> None:
@@ -51,12 +54,18 @@ def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, RankSite
         return beats if time.monotonic() - since_s > still_s else {}
 
     beats = until(still, lambda: f"ranks that stall for {still_s:.2f} s: {before}")
-    return {worker: RankSite(beat.arrived, beat.doing, beat.where) for worker, beat in beats.items()}
+    return {
+        worker: RankSite(beat.arrived, beat.doing, beat.where) for worker, beat in beats.items()
+    }
 
 
-@pytest.mark.whole  # cluster/workers/test_absent_ranks.py has the arithmetic, e2e/test_stories.py a rank that does not come
+# cluster/workers/test_absent_ranks.py has the arithmetic, e2e/test_stories.py a rank that does not
+# come
+@pytest.mark.whole
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_rank_that_does_not_come_is_told_apart(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+def test_the_rank_that_does_not_come_is_told_apart(
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
     job = {"program": str(PROGRAM), "steps": 1_000_000, "global_batch": 8, "seed": 3}
     workers = pool.open(job, tmp_path)
     mine = plan(1, layout, workers, job["global_batch"])

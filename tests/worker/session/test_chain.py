@@ -1,4 +1,5 @@
-"""One set of processes passes through a chain of layouts; the loss is that of one process, and so is the state at the end."""
+"""One set of processes passes through a chain of layouts; the loss is that of one process, and so
+is the state at the end."""
 
 from __future__ import annotations
 
@@ -27,4 +28,7 @@ def test_a_chain_of_layouts_that_begins_again(pool: Pool, tmp_path: Path) -> Non
     assert all(process.is_alive() for process in pool.processes)
     for generation in range(2, len(chain) + 1):
         parts = pool.digests(generation)
-        assert sum(p.before for p in parts if p.before is not None) % 2**64 == sum(p.after for p in parts if p.after) % 2**64
+        assert (
+            sum(p.before for p in parts if p.before is not None) % 2**64
+            == sum(p.after for p in parts if p.after) % 2**64
+        )

@@ -31,7 +31,14 @@ class Generation:
 
 def session() -> tuple[Session, list[Any]]:
     made, said = Session.__new__(Session), list[Any]()
-    made.me, made._aborted, made._place, made._phase, made._progress, made._told_s = ME, 0, None, "", 0, 0.0
+    made.me, made._aborted, made._place, made._phase, made._progress, made._told_s = (
+        ME,
+        0,
+        None,
+        "",
+        0,
+        0.0,
+    )
     made._put = said.append  # type: ignore[method-assign]
     return made, said
 
@@ -51,11 +58,16 @@ def test_a_cuda_error_in_a_generation(said: str, kind: str, do: str, lost: bool,
     (event,) = events
     assert isinstance(event, WorkerFailed) and event.generation == 3 and said in event.error
     assert (event.kind, event.do, event.step, generation.device_lost) == (kind, do, step, lost)
-    assert generation.done == ["lost" if lost else "well"], "the others are freed, and the device is known to be lost by then"
+    assert generation.done == ["lost" if lost else "well"], (
+        "the others are freed, and the device is known to be lost by then"
+    )
 
 
 def test_a_cuda_error_while_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
-    for said, kind, do in (("unspecified launch failure", "device", ""), ("device-side assert triggered", "program", "retry")):
+    for said, kind, do in (
+        ("unspecified launch failure", "device", ""),
+        ("device-side assert triggered", "program", "retry"),
+    ):
         made, events = session()
 
         def settled(checks: object, said: str = said) -> None:
@@ -99,5 +111,8 @@ def test_the_process_of_a_device_side_assert_is_ended_and_that_of_a_lost_device_
     backend._plan = None
     backend._end = ended.extend  # type: ignore[method-assign,assignment]
     assert backend._follow(WorkerFailed(ME, 3, "device", "CUDA error: ECC", 0, 7)) == [] == ended
-    assert backend._follow(WorkerFailed(ME, 3, "program", "CUDA error: assert", 0, 7, do="retry")) == []
+    assert (
+        backend._follow(WorkerFailed(ME, 3, "program", "CUDA error: assert", 0, 7, do="retry"))
+        == []
+    )
     assert ended == [ME]

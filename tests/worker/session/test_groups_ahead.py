@@ -1,4 +1,5 @@
-"""The groups of the next generation are made while this one trains, and nothing is left of those that are not needed."""
+"""The groups of the next generation are made while this one trains, and nothing is left of those
+that are not needed."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def pause_s(pool: Pool, generation: int) -> float:
 
 
 def step(pool: Pool, generation: int, n: int) -> None:
-    pool.wait(lambda: len(pool.events(StepDone, generation)) >= n, f"{n} steps of generation {generation}")
+    pool.wait(
+        lambda: len(pool.events(StepDone, generation)) >= n, f"{n} steps of generation {generation}"
+    )
 
 
 def made(pool: Pool, rendezvous: Rendezvous) -> None:
@@ -57,7 +60,9 @@ def made(pool: Pool, rendezvous: Rendezvous) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)], ids=["growth", "notice"])
-def test_the_pause_does_not_hold_the_set_up_of_groups(slow_pool: Pool, tmp_path: Path, before: int, after: int) -> None:
+def test_the_pause_does_not_hold_the_set_up_of_groups(
+    slow_pool: Pool, tmp_path: Path, before: int, after: int
+) -> None:
     pool, job = slow_pool, job_of("tiny.py", steps=100_000)
     workers = pool.open(job, tmp_path)
     noted = tmp_path / "set-ups"
@@ -89,7 +94,9 @@ def test_the_pause_does_not_hold_the_set_up_of_groups(slow_pool: Pool, tmp_path:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)], ids=["growth", "notice"])
-def test_ten_seconds_of_set_up_for_each_group_are_in_no_pause(slow_pool: Pool, tmp_path: Path, before: int, after: int) -> None:
+def test_ten_seconds_of_set_up_for_each_group_are_in_no_pause(
+    slow_pool: Pool, tmp_path: Path, before: int, after: int
+) -> None:
     pool, job = slow_pool, job_of("tiny.py", steps=100_000)
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_shard=before), workers, job["global_batch"])
@@ -100,13 +107,17 @@ def test_ten_seconds_of_set_up_for_each_group_are_in_no_pause(slow_pool: Pool, t
     second = plan(2, Layout(dp_shard=after), workers, job["global_batch"], resume=live(first))
     formed = pool.form(second)
     made(pool, formed)
-    assert min(e.seconds for e in pool.events(GroupsMade)) > 2 * slow_groups.SlowestGroups.setup_delay_s
+    assert (
+        min(e.seconds for e in pool.events(GroupsMade))
+        > 2 * slow_groups.SlowestGroups.setup_delay_s
+    )
     step(pool, 1, len(pool.events(StepDone, 1)) + 5)
     pool.enter(second, formed=formed)
     step(pool, 2, 3)
     phases_s, paused_s = pool.entered(2).phases_s, pause_s(pool, 2)
     assert phases_s["groups"] < 0.5, "groups are made in the pause"
-    # on a machine of its own: 0.5 s; three workers on two cores that others use take longer for model, state and first step
+    # on a machine of its own: 0.5 s; three workers on two cores that others use take longer for
+    # model, state and first step
     assert paused_s < slow_groups.SlowestGroups.setup_delay_s / 5, phases_s
     assert not pool.events(WorkerFailed)
 
@@ -124,29 +135,43 @@ def test_groups_for_another_meeting_are_not_used(slow_pool: Pool, tmp_path: Path
     pool.enter(second)
     step(pool, 2, 3)
     assert not pool.events(WorkerFailed)
-    assert all(e.error for e in pool.events(GroupsMade))  # of whoever saw the store go before the order came
+    # of whoever saw the store go before the order came
+    assert all(e.error for e in pool.events(GroupsMade))
 
 
-# ---------------------------------------------------------------------------------------------------- what is left
+# ----------------------------------------------------------------------------------------------------
+# what is left
 
 
 def left_here() -> tuple[int, int, int, int]:
     """File descriptors, threads of Python and of the process, groups that torch knows."""
     gc.collect()
     n_groups = len(_world.pg_map) + len(_world.pg_names) + len(_world.pg_group_ranks)
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task")), n_groups
+    return (
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        len(os.listdir("/proc/self/task")),
+        n_groups,
+    )
 
 
-def ahead_of(rank: int, n: int, store: tuple[str, int], transport: Transport, secret: str) -> tuple[GroupsAhead, list[Any]]:
+def ahead_of(
+    rank: int, n: int, store: tuple[str, int], transport: Transport, secret: str
+) -> tuple[GroupsAhead, list[Any]]:
     workers = tuple(WorkerId("node", i) for i in range(n))
     to_come = Plan(2, Layout(dp_shard=n), workers, (1,) * n, (1,))
     told: list[Any] = []
     groups = Groups(2, to_come.layout, torch.device("cpu"), transport=transport)
-    return GroupsAhead(EnterOrder(to_come, rank, Rendezvous(workers, store, TIMEOUT_S, secret)), groups, told.append), told
+    return GroupsAhead(
+        EnterOrder(to_come, rank, Rendezvous(workers, store, TIMEOUT_S, secret)),
+        groups,
+        told.append,
+    ), told
 
 
 def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> tuple[Any, ...]:
-    """Groups are made ahead and dropped, twice: counts before and after, and a sum of the generation that runs on."""
+    """Groups are made ahead and dropped, twice: counts before and after, and a sum of the
+    generation that runs on."""
     transport = NcclLikeTransport if like == "nccl" else Transport
     of = Groups(1, Layout(dp_shard=n), torch.device("cpu"), transport=transport())
     of.join(meeting(n, store[1], TIMEOUT_S, "first"), rank)
@@ -167,7 +192,11 @@ def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> 
             ahead.drop()
             assert not told and time.monotonic() - began_s < TIMEOUT_S / 4
         of.commit.all_reduce(x)
-    until(lambda: all(now <= was for now, was in zip(left_here(), before, strict=True)), lambda: f"{before}: {left_here()}", 60)
+    until(
+        lambda: all(now <= was for now, was in zip(left_here(), before, strict=True)),
+        lambda: f"{before}: {left_here()}",
+        60,
+    )
     of.commit.all_reduce(x)
     of.close()
     return left_here()[3], x.isfinite().all().item()

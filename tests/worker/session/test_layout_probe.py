@@ -1,4 +1,5 @@
-"""Promise 12 at transitions: the loss of one sample is the same in the layout before and the one after, or no step is made."""
+"""Promise 12 at transitions: the loss of one sample is the same in the layout before and the one
+after, or no step is made."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from support.worker.worker_pool import Pool
 
 from elastic.policy.copies.recovery import covered
 from elastic.program import load_program
-from elastic.types import Layout, Plan, PlanEntered, Probed, Quiesced, Resume, StepDone, WorkerFailed, agree
+from elastic.types import (
+    Layout,
+    Plan,
+    PlanEntered,
+    Probed,
+    Quiesced,
+    Resume,
+    StepDone,
+    WorkerFailed,
+    agree,
+)
 from elastic.types.orders import InjectFault
 from elastic.worker.session.layout_probe import LayoutDiffers, Probe
 
@@ -42,7 +53,9 @@ def test_the_first_probe_is_the_loss_of_one_process(pool: Pool, tmp_path: Path) 
     program = load_program(job["program"])
     model, batch = build(program, job["seed"]).eval(), collate(program.dataset(), [0])
     with torch.no_grad():
-        alone = float(program.loss(output_of(program, model, batch), batch)) / count_tokens(program, batch)
+        alone = float(program.loss(output_of(program, model, batch), batch)) / count_tokens(
+            program, batch
+        )
     (entry,) = probed(pool, 1)
     assert (entry.step, entry.expected) == (0, None)
     assert entry.loss == pytest.approx(alone, rel=1e-5)
@@ -51,7 +64,9 @@ def test_the_first_probe_is_the_loss_of_one_process(pool: Pool, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", OTHERS, ids=str)
-def test_each_side_of_a_transition_says_the_same(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+def test_each_side_of_a_transition_says_the_same(
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
     job = job_of("tiny.py", steps=14)
     first = begun(pool, job, tmp_path)
     second = plan(2, layout, list(first.ranks), 12, resume=live(first))
@@ -70,8 +85,11 @@ def test_each_side_of_a_transition_says_the_same(pool: Pool, tmp_path: Path, lay
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", OTHERS[:3], ids=str)
-def test_a_layout_that_computes_something_else_makes_no_step(pool: Pool, tmp_path: Path, layout: Layout) -> None:
-    """Every rank says so, those that leave too; the old boxes are still there, and a layout that is right resumes from them."""
+def test_a_layout_that_computes_something_else_makes_no_step(
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
+    """Every rank says so, those that leave too; the old boxes are still there, and a layout that is
+    right resumes from them."""
     job = job_of("tiny.py", steps=10)
     first = begun(pool, job, tmp_path)
     for worker in first.ranks:
@@ -80,15 +98,27 @@ def test_a_layout_that_computes_something_else_makes_no_step(pool: Pool, tmp_pat
     pool.enter(wrong)
     pool.wait(lambda: len({e.worker for e in pool.events(Quiesced, 2)}) == 4, "all have left", 60.0)
     failed = pool.events(WorkerFailed)
-    assert {(e.kind, e.generation) for e in failed} == {("layout", 2)} and {e.worker for e in failed} == set(first.ranks)
+    assert {(e.kind, e.generation) for e in failed} == {("layout", 2)} and {
+        e.worker for e in failed
+    } == set(first.ranks)
     step = probed(pool, 1)[-1].step
     assert {e.step for e in failed} == {step} and len({e.error for e in failed}) == 1
-    assert f"layout {layout} computes another function than the one before: after step {step}" in failed[0].error
+    assert (
+        f"layout {layout} computes another function than the one before: after step {step}"
+        in failed[0].error
+    )
     assert not pool.events(PlanEntered, 2) and not pool.events(StepDone, 2)
-    held = [h for e in pool.events(Quiesced, 2) for h in e.holdings if h.generation == 1 and h.step == step]
+    held = [
+        h
+        for e in pool.events(Quiesced, 2)
+        for h in e.holdings
+        if h.generation == 1 and h.step == step
+    ]
     assert covered(first, held)
 
-    right = plan(3, Layout(dp_shard=3), list(first.ranks), 12, resume=from_copies(first, step, tuple(held)))
+    right = plan(
+        3, Layout(dp_shard=3), list(first.ranks), 12, resume=from_copies(first, step, tuple(held))
+    )
     pool.enter(right)
     pool.entered(3)
     pool.wait(lambda: any(e.step == 10 for e in pool.events(StepDone)), "the last step")
@@ -139,7 +169,9 @@ def test_a_loss_of_another_step_is_found(pool: Pool, tmp_path: Path) -> None:
     pool.wait(lambda: len({e.worker for e in pool.events(Quiesced, 2)}) == 4, "all have left")
     for worker in workers:
         pool.patch(worker, _forget_no_more)
-    assert {e.kind for e in pool.events(WorkerFailed)} == {"layout"} and not pool.events(StepDone, 2)
+    assert {e.kind for e in pool.events(WorkerFailed)} == {"layout"} and not pool.events(
+        StepDone, 2
+    )
 
 
 def test_the_error_can_be_sent() -> None:

@@ -1,4 +1,5 @@
-"""What is in a worker's memory when the next state is built: nothing of the generation before but what is held."""
+"""What is in a worker's memory when the next state is built: nothing of the generation before but
+what is held."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from elastic.worker.session import generation
 from elastic.worker.session.session import Session
 
 FOLDER = Path(tempfile.gettempdir())
-IN_BACKWARD = 23  # a collective of a step on two shards: each of two micro-batches has some 14, those of its forward pass first
+# a collective of a step on two shards: each of two micro-batches has some 14, those of its forward
+# pass first
+IN_BACKWARD = 23
 
 
 class Left:
@@ -90,11 +93,13 @@ def test_a_lost_device_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     session(None)._forget_broken()
 
 
-# ------------------------------------------------------------------------------------------ a real one
+# ------------------------------------------------------------------------------------------ a real
+# one
 
 
 def watch() -> None:
-    """In the worker: what of the generation that aborts next is still there when the state after it is built."""
+    """In the worker: what of the generation that aborts next is still there when the state after it
+    is built."""
     failed, made = Session._failed, generation.TrainState
     left: list[weakref.ref[Any]] = []
     found: dict[str, Any] = {}
@@ -102,9 +107,16 @@ def watch() -> None:
     def fail(self: Session, broken: Any, error: Exception) -> None:
         Session._failed = failed  # type: ignore[method-assign]
         gc.disable()
-        found["names"] = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+        found["names"] = [
+            frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)
+        ]
         found["gradients"] = sum(p.grad is not None for p in broken.state.parameters.values())
-        left.extend(weakref.ref(x) for p in broken.state.parameters.values() for x in (p, p.grad) if x is not None)
+        left.extend(
+            weakref.ref(x)
+            for p in broken.state.parameters.values()
+            for x in (p, p.grad)
+            if x is not None
+        )
         failed(self, broken, error)
 
     def make(*given: Any) -> Any:
@@ -128,7 +140,8 @@ def die_in_backward() -> None:
 
 @pytest.mark.slow
 def test_nothing_of_a_backward_pass_that_was_broken_off_is_left(pool: Pool, tmp_path: Path) -> None:
-    """Its peer dies in the second of two micro-batches: no commit is pending then, and gradients of the first are there."""
+    """Its peer dies in the second of two micro-batches: no commit is pending then, and gradients of
+    the first are there."""
     job = job_of("tiny.py", steps=6)
     workers = pool.open(job, tmp_path, n=2)
     note = FOLDER / f"left-{pool.pids[0]}"

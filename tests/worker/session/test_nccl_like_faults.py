@@ -1,5 +1,6 @@
-"""Each kind of fault within each phase of a generation, on a process group that behaves like NCCL's: those that are left have
-left soon, resume from what they hold, and reach the losses of a run that nothing has happened to."""
+"""Each kind of fault within each phase of a generation, on a process group that behaves like
+NCCL's: those that are left have left soon, resume from what they hold, and reach the losses of a
+run that nothing has happened to."""
 
 from __future__ import annotations
 
@@ -17,11 +18,21 @@ from support.worker.phase_faults import Kind, Phase, PhaseFault
 from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import digests_agree, loss_curve_agrees, newest_whole
 
-from elastic.types import Abort, CopyStored, Layout, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import (
+    Abort,
+    CopyStored,
+    Layout,
+    Plan,
+    Quiesced,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.types.orders import InjectFault
 
 pytestmark = pytest.mark.e2e
-QUIESCED_S = 5.0  # from the fault, and the order to leave right behind it; the driver ends those that take longer
+# from the fault, and the order to leave right behind it; the driver ends those that take longer
+QUIESCED_S = 5.0
 LATE_S = 0.003
 WITHIN_S = 40.0  # until a fault happens
 STEPS = 14
@@ -47,8 +58,8 @@ def pool(nccl_pool: NcclLikePool) -> Iterator[NcclLikePool]:
 
 @dataclass(frozen=True)
 class Case:
-    """`transition`: what leads to the generation in which it happens; "" = its first. `late`: operations on the device begin
-    LATE_S after they are called."""
+    """`transition`: what leads to the generation in which it happens; "" = its first. `late`:
+    operations on the device begin LATE_S after they are called."""
 
     kind: Kind
     phase: Phase
@@ -60,7 +71,9 @@ class Case:
 
     def __str__(self) -> str:
         where = f"{self.transition} to {self.to}" if self.transition else str(self.before)
-        return f"{self.kind} in {self.phase} {self.after}, {where}" + (", late" if self.late else "")
+        return f"{self.kind} in {self.phase} {self.after}, {where}" + (
+            ", late" if self.late else ""
+        )
 
 
 KINDS: tuple[Kind, ...] = ("kill", "stop", "stuck", "abort")
@@ -70,31 +83,43 @@ MOVES = {
     "loss": (CUTS[0], Layout(pp=3)),
 }  # fmt: skip
 CASES = [
-    *(Case(kind, "step", before=cut, after=at, late=late) for kind in KINDS for cut, at, late in zip(
-        CUTS, (2, 5, 7), (True, False, True), strict=True)),
+    *(
+        Case(kind, "step", before=cut, after=at, late=late)
+        for kind in KINDS
+        for cut, at, late in zip(CUTS, (2, 5, 7), (True, False, True), strict=True)
+    ),
     *(Case(kind, "commit", before=cut, after=0) for kind in KINDS for cut in CUTS),
     *(Case(kind, "copy", before=cut, after=0) for kind in KINDS for cut in CUTS),
-    *(Case(kind, phase, transition, *cuts, after=at, late=at > 0) for transition, cuts in MOVES.items() for kind in KINDS
-      for phase, at in (("meet", 0), ("meet", 2), ("move", 0), ("move", 1), ("probe", 1))),
-]  # fmt: skip
-VICTIM = 2  # stays in each transition; another worker keeps its copy than that of the one that was lost before
+    *(
+        Case(kind, phase, transition, *cuts, after=at, late=at > 0)
+        for transition, cuts in MOVES.items()
+        for kind in KINDS
+        for phase, at in (("meet", 0), ("meet", 2), ("move", 0), ("move", 1), ("probe", 1))
+    ),
+]
+# stays in each transition; another worker keeps its copy than that of the one that was lost before
+VICTIM = 2
 SMALL = [  # each kind, phase and transition
     Case("kill", "step", after=5, late=True), Case("stuck", "commit", before=CUTS[2], after=0),
-    Case("abort", "copy", after=0), Case("stop", "move", "notice", *MOVES["notice"]),
-    Case("kill", "meet", "growth", *MOVES["growth"], after=2), Case("kill", "move", "loss", *MOVES["loss"], late=True),
-    Case("abort", "probe", "growth", *MOVES["growth"]),
+    Case("abort", "copy", after=0), Case("stop", "move", "notice", *MOVES["notice"]), Case("kill",
+    "meet", "growth", *MOVES["growth"], after=2), Case("kill", "move", "loss", *MOVES["loss"],
+    late=True), Case("abort", "probe", "growth", *MOVES["growth"]),
 ]  # fmt: skip
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_nothing_is_lost(pool: NcclLikePool, tmp_path: Path, case: Case, record_property: Callable[..., None]) -> None:
+def test_nothing_is_lost(
+    pool: NcclLikePool, tmp_path: Path, case: Case, record_property: Callable[..., None]
+) -> None:
     record_property("quiesced_s", happens(pool, tmp_path, case))
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SMALL], ids=str)
-def test_nothing_is_lost_in_any(pool: NcclLikePool, tmp_path: Path, case: Case, record_property: Callable[..., None]) -> None:
+def test_nothing_is_lost_in_any(
+    pool: NcclLikePool, tmp_path: Path, case: Case, record_property: Callable[..., None]
+) -> None:
     record_property("quiesced_s", happens(pool, tmp_path, case))
 
 
@@ -107,7 +132,13 @@ def happens(pool: NcclLikePool, run: Path, case: Case) -> float:
         pool.call(worker, "late", LATE_S if case.late else 0.0)
     number = 2 if case.transition else 1
     fault = PhaseFault(case.kind, case.phase, number, str(path), case.after, from_step=4)
-    victim = workers[VICTIM if case.transition == "growth" else VICTIM + 1 if case.transition == "notice" else VICTIM]
+    victim = workers[
+        VICTIM
+        if case.transition == "growth"
+        else VICTIM + 1
+        if case.transition == "notice"
+        else VICTIM
+    ]
     pool.call(victim, "arm_phase", fault)
     there = enter(pool, case, first, workers) if case.transition else list(first.ranks)
     until(lambda: pool.drain() or path.exists(), lambda: f"the fault; {pool.log[-12:]}", WITHIN_S)
@@ -163,7 +194,11 @@ def goes_on(pool: NcclLikePool, job: dict[str, Any], first: Plan, there: list[Wo
     """From what they hold of the first generation, to the last step."""
     number = max(pool.stores) + 1
     resume = resume_of(pool, first, there)
-    copied = [e.copy.step for e in pool.events(CopyStored) if e.copy.kind == "peer" and e.copy.generation == 1]
+    copied = [
+        e.copy.step
+        for e in pool.events(CopyStored)
+        if e.copy.kind == "peer" and e.copy.generation == 1
+    ]
     assert resume.step >= max(copied), "what was acknowledged is there"
     new = plan(number, AFTER[len(there)], there, 12, resume=resume, peer_every=2)
     pool.enter(new)
@@ -175,9 +210,11 @@ def goes_on(pool: NcclLikePool, job: dict[str, Any], first: Plan, there: list[Wo
 
 @pytest.mark.whole
 def test_a_chain_of_layouts_on_a_device_that_is_late(pool: NcclLikePool, tmp_path: Path) -> None:
-    """Operations begin after they have returned: what they read and write must stay until they are waited for."""
+    """Operations begin after they have returned: what they read and write must stay until they are
+    waited for."""
     layouts = [
-        Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2), Layout(cp=2, dp_shard=2), Layout(dp_shard=3)
+        Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2), Layout(cp=2,
+        dp_shard=2), Layout(dp_shard=3)
     ]  # fmt: skip
     job = job_of("tiny.py", steps=2 * len(layouts) + 2)
     pool.open(job, tmp_path)
@@ -189,13 +226,18 @@ def test_a_chain_of_layouts_on_a_device_that_is_late(pool: NcclLikePool, tmp_pat
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", ["optimizer", "forward", "backward", "host_copy"])
-def test_a_lost_device_serves_what_it_keeps_for_others(pool: NcclLikePool, tmp_path: Path, place: str) -> None:
+def test_a_lost_device_serves_what_it_keeps_for_others(
+    pool: NcclLikePool, tmp_path: Path, place: str
+) -> None:
     """No communicator is set up with it, and what it sends does not pass a device."""
     job = job_of("tiny.py", steps=STEPS)
     first = begin(pool, job, tmp_path, Layout(dp_shard=4))
     workers, victim = pool.workers, pool.workers[1]
     pool.order(victim, InjectFault("device_error", place=place))
-    pool.wait(lambda: any(e.kind == "device" for e in pool.events(WorkerFailed)), "the report of the device")
+    pool.wait(
+        lambda: any(e.kind == "device" for e in pool.events(WorkerFailed)),
+        "the report of the device",
+    )
     gone = first.ranks[next(rank for rank, keepers in enumerate(first.copies_to) if 1 in keepers)]
     pool.kill(gone)
     there = [worker for worker in workers if worker != gone]

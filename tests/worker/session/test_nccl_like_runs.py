@@ -1,5 +1,5 @@
-"""Chains of layouts, kills and hangs on a process group that behaves like NCCL's: the state continues as on gloo, and nobody is
-lost but the one that died."""
+"""Chains of layouts, kills and hangs on a process group that behaves like NCCL's: the state
+continues as on gloo, and nobody is lost but the one that died."""
 
 from __future__ import annotations
 
@@ -49,8 +49,16 @@ def test_a_chain_of_layouts_follows_one_process(pool: NcclLikePool, tmp_path: Pa
 
 
 def left_quickly(pool: NcclLikePool, asked_s: float, survivors: list[Any]) -> None:
-    at = {worker: s for s, worker, event in pool.log if isinstance(event, Quiesced) and event.generation == 1 and s >= asked_s}
-    slow = {str(worker): at[worker] - asked_s for worker in survivors if worker in at and at[worker] - asked_s > QUIESCED_S}
+    at = {
+        worker: s
+        for s, worker, event in pool.log
+        if isinstance(event, Quiesced) and event.generation == 1 and s >= asked_s
+    }
+    slow = {
+        str(worker): at[worker] - asked_s
+        for worker in survivors
+        if worker in at and at[worker] - asked_s > QUIESCED_S
+    }
     assert not slow
 
 
@@ -80,7 +88,11 @@ def test_a_loss_is_bridged_by_those_that_are_left(
         left_quickly(pool, asked_s, workers[1:])
         pool.quiesced(2, after.world_size)
         assert digests_agree(pool, 2)
-        loss_curve_agrees(pool, job, resumed=max(e.copy.step for e in pool.events(CopyStored) if e.copy.generation == 1))
+        loss_curve_agrees(
+            pool,
+            job,
+            resumed=max(e.copy.step for e in pool.events(CopyStored) if e.copy.generation == 1),
+        )
         assert pool.pids[1:] == pids and all(process.is_alive() for process in pool.processes[1:])
         assert {e.kind for e in pool.events(WorkerFailed)} <= {"collective"}
     finally:
@@ -97,8 +109,8 @@ def test_replicas_stand_in_for_one_another(pool: NcclLikePool, tmp_path: Path) -
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", range(0, 12, 3))
 def test_a_rank_that_dies_within_a_step(pool: NcclLikePool, tmp_path: Path, at: int) -> None:
-    """Before one of the collectives of a step; the others' kernels spin, and end with corrupted results when they are
-    aborted."""
+    """Before one of the collectives of a step; the others' kernels spin, and end with corrupted
+    results when they are aborted."""
     job = job_of("tiny.py", steps=12)
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_shard=4), workers, job["global_batch"], peer_every=2)
@@ -111,5 +123,9 @@ def test_a_rank_that_dies_within_a_step(pool: NcclLikePool, tmp_path: Path, at: 
     left_quickly(pool, asked_s, survivors)
     pool.quiesced(2, 3)
     assert digests_agree(pool, 2)
-    loss_curve_agrees(pool, job, resumed=max(e.copy.step for e in pool.events(CopyStored) if e.copy.generation == 1))
+    loss_curve_agrees(
+        pool,
+        job,
+        resumed=max(e.copy.step for e in pool.events(CopyStored) if e.copy.generation == 1),
+    )
     assert max(e.step for e in pool.events(StepDone)) == 12

@@ -1,4 +1,5 @@
-"""Orders to a worker: which of several counts, which words the next commit carries, and where all must have stopped."""
+"""Orders to a worker: which of several counts, which words the next commit carries, and where all
+must have stopped."""
 
 from __future__ import annotations
 
@@ -46,7 +47,14 @@ RANKS = (WorkerId("a", 0), WorkerId("b", 0))
 
 
 def order(generation: int) -> EnterOrder:
-    plan = Plan(generation, Layout(dp_shard=2), RANKS, (4, 4), (), resume=Resume("live", 6, generation - 1, Layout(dp_shard=2)))
+    plan = Plan(
+        generation,
+        Layout(dp_shard=2),
+        RANKS,
+        (4, 4),
+        (),
+        resume=Resume("live", 6, generation - 1, Layout(dp_shard=2)),
+    )
     return EnterOrder(plan, 0, Rendezvous(RANKS, ("", 0)))
 
 
@@ -91,9 +99,15 @@ def test_a_generation_that_is_superseded_stops_and_a_copy_is_asked_for_once(sess
 
 
 def test_each_action_goes_where_it_belongs(session: Any) -> None:
-    """A worker knows itself among the participants; what the driver orders comes to the session as it was decided."""
+    """A worker knows itself among the participants; what the driver orders comes to the session as
+    it was decided."""
     session._place, session._faults, session._cut = None, DeviceFaults(), CutOff()
-    session._ahead, session._generation, session._forward, session._prepare_asked = None, None, None, None
+    session._ahead, session._generation, session._forward, session._prepare_asked = (
+        None,
+        None,
+        None,
+        None,
+    )
     said: list[Any] = []
     session._put, session._quiesced = said.append, lambda generation: generation
     entry, rehearsals = Entry(Terms()), (Rehearsal(Layout(), (4,), 1, 2, (0,)),)
@@ -101,7 +115,11 @@ def test_each_action_goes_where_it_belongs(session: Any) -> None:
     assert session._prepare_asked == (rehearsals, entry)
     session.order(to_enter(3))
     (entering,) = session._orders
-    assert (entering.me, entering.plan, entering.rendezvous) == (1, order(3).plan, to_enter(3).rendezvous)
+    assert (entering.me, entering.plan, entering.rendezvous) == (
+        1,
+        order(3).plan,
+        to_enter(3).rendezvous,
+    )
     session.order(WorkerOrder(RollForward(2, 6, (1.0, 2.0))))
     assert session._forward == (2, 6, (1.0, 2.0))
     session.order(WorkerOrder(InjectFault("slow", 2.0, 0.006)))
@@ -113,11 +131,18 @@ def test_each_action_goes_where_it_belongs(session: Any) -> None:
     session._generation = SimpleNamespace(
         number=3, change=changed.append, groups=SimpleNamespace(abort=lambda: said.append("abort"))
     )
-    for action in (SetShares(3, (1, 7), 5), SetShares(2, (1, 7), 5), SetCadence(3, 4, 8), SetCadence(2, 4, 8)):
+    for action in (
+        SetShares(3, (1, 7), 5),
+        SetShares(2, (1, 7), 5),
+        SetCadence(3, 4, 8),
+        SetCadence(2, 4, 8),
+    ):
         session.order(WorkerOrder(action))
     assert changed == [SetShares(3, (1, 7), 5), SetCadence(3, 4, 8)], "of the generation that runs"
     written: list[Any] = []
-    session._place = SimpleNamespace(saving=SimpleNamespace(write_for=lambda *part: written.append(part)))
+    session._place = SimpleNamespace(
+        saving=SimpleNamespace(write_for=lambda *part: written.append(part))
+    )
     session.order(WorkerOrder(WriteShard(order(3).plan, 6, 0)))
     assert written == [(order(3).plan, 6, 0)]
     ahead = session._ahead = SimpleNamespace(generation=4, drop=lambda: said.append("drop"))
@@ -138,7 +163,9 @@ def test_what_is_no_order_to_a_worker_is_refused(session: Any) -> None:
         session.order(WorkerOrder(EnterPlan(order(3).plan)))
 
 
-@pytest.mark.parametrize(("mine", "others", "step"), [(6, [6], 6), (None, [6], 6), (6, [7], None), (None, [-1], None)])
+@pytest.mark.parametrize(
+    ("mine", "others", "step"), [(6, [6], 6), (None, [6], 6), (6, [7], None), (None, [-1], None)]
+)
 def test_all_ranks_of_the_old_generation_have_stopped_at_one_step(
     mine: int | None, others: list[int], step: int | None
 ) -> None:
@@ -163,7 +190,10 @@ def test_all_ranks_of_the_old_generation_have_stopped_at_one_step(
 def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, moves: bool) -> None:
     box = Box("model.w", (0,), (4,), "float32")
     tensors = {kind: torch.arange(4.0) for kind in ("live", "peer")}
-    held = [Held(2, 0, 6, kind, Layout(), (), {box.fqn: (box, tensors[kind])}) for kind in ("live", "peer")]  # type: ignore[arg-type]
+    held = [
+        Held(2, 0, 6, kind, Layout(), (), {box.fqn: (box, tensors[kind])})
+        for kind in ("live", "peer")
+    ]  # type: ignore[arg-type]
     place: Any = SimpleNamespace(
         held=held,
         wait_for_checks=lambda: None,
@@ -177,5 +207,7 @@ def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, m
     Takeover(place, taking, groups).make_room()
     live, peer = place.held
     assert live.on_host == moves and not peer.on_host, "a peer replica is in host memory anyway"
-    assert (tensors["live"].untyped_storage().nbytes() == 0) == moves and tensors["peer"].untyped_storage().nbytes() == 16
+    assert (tensors["live"].untyped_storage().nbytes() == 0) == moves and tensors[
+        "peer"
+    ].untyped_storage().nbytes() == 16
     assert live.tensors[box.fqn][1].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -1,4 +1,5 @@
-"""What the pages of docs/ show, trained in the layouts that they promise: the losses are those of one process."""
+"""What the pages of docs/ show, trained in the layouts that they promise: the losses are those of
+one process."""
 
 from __future__ import annotations
 
@@ -36,11 +37,15 @@ def job_with(program: Path, steps: int = STEPS, **more: Any) -> dict[str, Any]:
     return job_of("tiny.py", steps) | {"program": str(program)} | more
 
 
-def passes(pool: Pool, folder: Path, layouts: list[Layout], reference: Program | None = None, **more: Any) -> None:
+def passes(
+    pool: Pool, folder: Path, layouts: list[Layout], reference: Program | None = None, **more: Any
+) -> None:
     """The program of the folder goes through the layouts."""
     job = job_with(folder / "program.py", **more)
     program = reference or load_program(folder / "program.py")
-    agree(pass_through(pool, job, folder / "run", layouts, every=3), train_alone(program, job, STEPS))
+    agree(
+        pass_through(pool, job, folder / "run", layouts, every=3), train_alone(program, job, STEPS)
+    )
 
 
 def test_the_loop_of_the_page_in_its_layouts(pool: Pool, tmp_path: Path) -> None:
@@ -55,19 +60,28 @@ def test_the_loop_of_the_page_in_its_layouts(pool: Pool, tmp_path: Path) -> None
 @pytest.mark.whole  # as tests/worker/program/test_two_optimizers.py does
 def test_two_optimizers_in_their_layouts(pool: Pool, tmp_path: Path) -> None:
     """optimization.md."""
-    base = f"from elastic.program import load_program\nbase = load_program({str(PROGRAMS / 'tiny_bare.py')!r})\n"
+    base = (
+        "from elastic.program import load_program\nbase = "
+        f"load_program({str(PROGRAMS / 'tiny_bare.py')!r})\n"
+    )
     given = "from dataclasses import replace\nprogram = replace(base, optimizer=optimizers)\n"
-    (tmp_path / "program.py").write_text("import torch\n" + base + block("optimization.md", "python") + given)
+    (tmp_path / "program.py").write_text(
+        "import torch\n" + base + block("optimization.md", "python") + given
+    )
     passes(pool, tmp_path, [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_replicate=2)])
 
 
-def test_the_program_of_program_md_in_every_layout_that_it_names(pool: Pool, tmp_path: Path) -> None:
+def test_the_program_of_program_md_in_every_layout_that_it_names(
+    pool: Pool, tmp_path: Path
+) -> None:
     (tmp_path / "program.py").write_text(block("program.md", "python"))
     passes(pool, tmp_path, [Layout(dp_replicate=2, tp=2), Layout(pp=4), Layout(pp=2, dp_shard=2)])
 
 
 @pytest.mark.whole  # as tests/worker/session/test_chain.py does
-def test_the_program_of_layouts_md_through_the_layouts_of_its_job(pool: Pool, tmp_path: Path) -> None:
+def test_the_program_of_layouts_md_through_the_layouts_of_its_job(
+    pool: Pool, tmp_path: Path
+) -> None:
     (tmp_path / "program.py").write_text(block("layouts.md", "python", 1))
     layouts = yaml.safe_load(block("layouts.md", "yaml"))["layout"]
     assert len(layouts) == 3
@@ -81,19 +95,29 @@ def test_weights_of_a_folder_in_its_layouts(pool: Pool, tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = tiny.model()
     tiny.init(model)
-    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, tmp_path / "model.safetensors")
-    base = (
-        f"import elastic\nfrom elastic.program import load_program\nbase = vars(load_program({str(PROGRAMS / 'tiny.py')!r}))\n"
+    save_file(
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+        tmp_path / "model.safetensors",
     )
-    base += "fields = {key: value for key, value in base.items() if key not in ('weights', 'init')}\n"
+    base = (
+        "import elastic\nfrom elastic.program import load_program\nbase = "
+        f"vars(load_program({str(PROGRAMS / 'tiny.py')!r}))\n"
+    )
+    base += (
+        "fields = {key: value for key, value in base.items() if key not in ('weights', 'init')}\n"
+    )
     shown = block("models.md", "python")
     assert shown.count("...") == shown.count("/models/mine") == 1
-    (tmp_path / "program.py").write_text(base + shown.replace("...", "**fields").replace("/models/mine", str(tmp_path)))
+    (tmp_path / "program.py").write_text(
+        base + shown.replace("...", "**fields").replace("/models/mine", str(tmp_path))
+    )
 
     def loaded(fresh: torch.nn.Module) -> None:
         fresh.load_state_dict(model.state_dict())
 
-    passes(pool, tmp_path, [Layout(tp=2), Layout(pp=2), Layout(dp_shard=3)], replace(tiny, init=loaded))
+    passes(
+        pool, tmp_path, [Layout(tp=2), Layout(pp=2), Layout(dp_shard=3)], replace(tiny, init=loaded)
+    )
 
 
 def test_plain_dcp_loads_a_copy(pool: Pool, tmp_path: Path) -> None:
@@ -101,7 +125,9 @@ def test_plain_dcp_loads_a_copy(pool: Pool, tmp_path: Path) -> None:
     job = job_with(PROGRAMS / "tiny.py")
     pass_through(pool, job, tmp_path / "run", [Layout(dp_shard=2, tp=2)], every=3)
     uri = checkpoint_index.find(open_storage(str(tmp_path / "run")))[0].uri
-    shown, n = re.subn(r'checkpoint_id="[^"]+"', f"checkpoint_id={uri!r}", block("checkpoints.md", "python"))
+    shown, n = re.subn(
+        r'checkpoint_id="[^"]+"', f"checkpoint_id={uri!r}", block("checkpoints.md", "python")
+    )
     shown, m = re.subn(r"512, 192", "64, 32", shown)
     assert (n, m) == (1, 1)
     space: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""Losses of one and of two failure domains at once, with real processes: the run resumes from host memory in another layout."""
+"""Losses of one and of two failure domains at once, with real processes: the run resumes from host
+memory in another layout."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", [(0, 1), (1, 3)], ids=str)
-def test_two_nodes_at_once_with_two_copies(pool: Pool, tmp_path: Path, lost: tuple[int, int]) -> None:
+def test_two_nodes_at_once_with_two_copies(
+    pool: Pool, tmp_path: Path, lost: tuple[int, int]
+) -> None:
     job = job_of("tiny.py", steps=16)
     first = begin(pool, job, tmp_path, Layout(dp_shard=4), n_copies=2)
     assert {len(kept) for kept in first.copies_to} == {2}
@@ -36,7 +39,9 @@ def test_a_node_of_two_workers_with_rank_0_among_them(pool: Pool, tmp_path: Path
     job = job_of("tiny.py", steps=16)
     first = begin(pool, job, tmp_path, Layout(pp=2, dp_shard=2), per_node=2)
     try:
-        new = recover(pool, first, Layout(dp_shard=2), [w for w in first.ranks if w.node_id == "node0"])
+        new = recover(
+            pool, first, Layout(dp_shard=2), [w for w in first.ranks if w.node_id == "node0"]
+        )
         goes_on(pool, job, new)
     finally:
         pool.revive()
@@ -44,12 +49,15 @@ def test_a_node_of_two_workers_with_rank_0_among_them(pool: Pool, tmp_path: Path
 
 @pytest.mark.e2e
 def test_replicas_on_another_node_need_no_copies_on_the_wire(pool: Pool, tmp_path: Path) -> None:
-    """Every box has its replica on the other node: own host copies only, and a whole step after the loss of either."""
+    """Every box has its replica on the other node: own host copies only, and a whole step after the
+    loss of either."""
     job = job_of("tiny.py", steps=16)
     first = begin(pool, job, tmp_path, Layout(dp_replicate=2, dp_shard=2), per_node=2)
     assert first.copies_to == ((), (), (), ())
     try:
-        new = recover(pool, first, Layout(dp_shard=2), [w for w in first.ranks if w.node_id == "node0"])
+        new = recover(
+            pool, first, Layout(dp_shard=2), [w for w in first.ranks if w.node_id == "node0"]
+        )
         goes_on(pool, job, new)
     finally:
         pool.revive()
@@ -79,6 +87,8 @@ def test_another_cadence_reaches_all_ranks_at_the_same_step(pool: Pool, tmp_path
     pool.quiesced(1, 4)
     stored = [e for e in pool.events(CopyStored) if e.copy.kind == "peer"]
     gaps = [b.copy.step - a.copy.step for a, b in zip(stored, stored[1:], strict=False)]
-    assert gaps[0] == 6 and gaps[-3:] == [2, 2, 2], f"copies of steps {[e.copy.step for e in stored]}"
+    assert gaps[0] == 6 and gaps[-3:] == [2, 2, 2], (
+        f"copies of steps {[e.copy.step for e in stored]}"
+    )
     assert all(e.seconds > 0 for e in stored)
     assert [e.step for e in pool.events(StepDone)] == list(range(1, 25))

@@ -1,4 +1,5 @@
-"""One generation against one process: products of the axes, tied embeddings, unequal batch shares, replicas, validation."""
+"""One generation against one process: products of the axes, tied embeddings, unequal batch shares,
+replicas, validation."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def test_three_axes_at_once(tmp_path: Path) -> None:
         pool.enter(plan(2, Layout(dp_shard=3, tp=2), workers, 12, resume=live(first)))
         pool.quiesced(2, 6)
         alone = train(load_program(job["program"]), job, 8)
-        assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone.losses, abs=1e-4)
+        assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(
+            alone.losses, abs=1e-4
+        )
     finally:
         pool.close()
 

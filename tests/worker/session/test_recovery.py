@@ -1,4 +1,5 @@
-"""Loss of workers: survivors continue in the same processes from copies in memory, in another layout."""
+"""Loss of workers: survivors continue in the same processes from copies in memory, in another
+layout."""
 
 from __future__ import annotations
 
@@ -59,9 +60,13 @@ def test_kill_without_notice(pool: Pool, tmp_path: Path, before: Layout, after: 
         seen_s = time.monotonic() - killed_at
         new = recover(pool, first, after, workers[1:], workers[1:])
         assert seen_s < 0.75 * TIMEOUT_S, "the group's own timeout"
-        assert all(e.kind == "collective" for e in pool.events(WorkerFailed)), pool.events(WorkerFailed)
+        assert all(e.kind == "collective" for e in pool.events(WorkerFailed)), pool.events(
+            WorkerFailed
+        )
         copies = [e.copy.step for e in pool.events(CopyStored) if e.copy.generation == 1]
-        assert new.resume.step >= max(copies), "more was lost than since the newest copy that was acknowledged"
+        assert new.resume.step >= max(copies), (
+            "more was lost than since the newest copy that was acknowledged"
+        )
         pool.quiesced(2, len(new.ranks))
         assert pool.pids[1:] == pids
         loss_curve_agrees(pool, job, resumed=new.resume.step)
@@ -70,7 +75,8 @@ def test_kill_without_notice(pool: Pool, tmp_path: Path, before: Layout, after: 
 
 
 def test_what_is_left_on_one_node_goes_on_without_copies(pool: Pool, tmp_path: Path) -> None:
-    """Nothing of the old copies is kept where no new ones are taken; their content is compared all the same."""
+    """Nothing of the old copies is kept where no new ones are taken; their content is compared all
+    the same."""
     job = job_of("tiny.py", steps=14)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4), per_node=2)
     try:
@@ -96,7 +102,8 @@ def test_stopped_process_is_ended_and_the_others_go_on(pool: Pool, tmp_path: Pat
         survivors = [w for i, w in enumerate(workers) if i != 2]
         pool.stuck(survivors)
         assert not pool.events(WorkerFailed), "a stopped peer must look like silence"
-        recover(pool, first, Layout(dp_shard=3), survivors, survivors)  # abort frees them though the peer still has its sockets
+        # abort frees them though the peer still has its sockets
+        recover(pool, first, Layout(dp_shard=3), survivors, survivors)
         pool.quiesced(2, 3)
         loss_curve_agrees(pool, job)
     finally:
@@ -109,7 +116,8 @@ def test_stopped_process_is_ended_and_the_others_go_on(pool: Pool, tmp_path: Pat
 @pytest.mark.whole
 @pytest.mark.parametrize("told", [True, False], ids=["killed while all meet", "never told"])
 def test_loss_during_a_transition(pool: Pool, tmp_path: Path, told: bool) -> None:
-    """The second generation cannot be entered: one of its workers is gone. The third comes from what the first left."""
+    """The second generation cannot be entered: one of its workers is gone. The third comes from
+    what the first left."""
     job = job_of("tiny.py", steps=14)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
     try:
@@ -118,7 +126,10 @@ def test_loss_during_a_transition(pool: Pool, tmp_path: Path, told: bool) -> Non
         pool.enter(second, leave_out=() if told else (victim,))
         pool.kill(victim)
         survivors = workers[:3]
-        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "the end of generation 1")
+        pool.wait(
+            lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors),
+            "the end of generation 1",
+        )
         recover(pool, first, Layout(dp_shard=3), survivors, survivors)
         assert not pool.events(PlanEntered, 2)
         pool.quiesced(3, 3)
@@ -161,12 +172,15 @@ def test_leaving_ranks_only_send_and_growth_brings_them_back(pool: Pool, tmp_pat
     plans.append(plan(3, Layout(dp_shard=2, tp=2), workers, 12, resume=live(plans[1])))
     pool.enter(plans[2])
     pool.quiesced(3, 4)
-    assert [e.step for e in pool.events(StepDone)] == list(range(1, 17)), "a notice or growth costs no step"
+    assert [e.step for e in pool.events(StepDone)] == list(range(1, 17)), (
+        "a notice or growth costs no step"
+    )
     loss_curve_agrees(pool, job)
 
 
 def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
-    """With dp_replicate the survivors hold every box live: no peer replica is needed and no step is lost."""
+    """With dp_replicate the survivors hold every box live: no peer replica is needed and no step is
+    lost."""
     job = job_of("tiny.py", steps=12)
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_replicate=2, dp_shard=2), workers, 12)
@@ -178,10 +192,16 @@ def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
         pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "failure")
         at = {q.step for q in pool.events(Quiesced, 1)}
         assert len(at) == 1, f"the survivors stand at different steps: {at}"
-        holdings = tuple(h for q in pool.events(Quiesced, 1) for h in q.holdings if h.kind == "live")
+        holdings = tuple(
+            h for q in pool.events(Quiesced, 1) for h in q.holdings if h.kind == "live"
+        )
         assert {h.rank for h in holdings} == {0, 2, 3}
         pool.stores[1] = None
-        pool.enter(plan(2, Layout(dp_shard=3), survivors, 12, resume=from_copies(first, at.pop(), holdings)))
+        pool.enter(
+            plan(
+                2, Layout(dp_shard=3), survivors, 12, resume=from_copies(first, at.pop(), holdings)
+            )
+        )
         pool.quiesced(2, 3)
         checked = digests_agree(pool, 2)
         assert checked
@@ -192,7 +212,8 @@ def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
-    """Everyone is gone: new sessions resume from storage in another layout, bit for bit what was stored."""
+    """Everyone is gone: new sessions resume from storage in another layout, bit for bit what was
+    stored."""
     job = job_of("tiny.py", steps=12)
     storage = open_storage(str(tmp_path))
     workers = pool.open(job, tmp_path)
@@ -201,7 +222,11 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
 
     def commit(parts: CheckpointParts) -> None:
         digest = sum(part.digest for part in parts.stored.values()) % (1 << 64)
-        uris.append(checkpoint_writer.commit(storage, parts.step, 1, len(parts.plan.ranks), 1, {"digest": str(digest)}))
+        uris.append(
+            checkpoint_writer.commit(
+                storage, parts.step, 1, len(parts.plan.ranks), 1, {"digest": str(digest)}
+            )
+        )
 
     gather = Gather(commit, lambda node: 1)
     gather.expect(first)
@@ -224,7 +249,9 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_told_by_its_uri(pool: Pool, tmp_path: Path) -> None:
     """So that the policy goes back to the one before."""
     storage = open_storage(str(tmp_path))
-    checkpoint_writer.write_shard(storage, 4, 1, 0, [(Box("w", (0,), (3,), "float32"), torch.zeros(3))])
+    checkpoint_writer.write_shard(
+        storage, 4, 1, 0, [(Box("w", (0,), (3,), "float32"), torch.zeros(3))]
+    )
     uri = checkpoint_writer.commit(storage, 4, 1, 1, 1, {})
     (Path(uri) / "__0_0.distcp").unlink()
     workers = pool.open(job_of("tiny.py", steps=12), tmp_path)

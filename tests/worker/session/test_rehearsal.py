@@ -1,4 +1,5 @@
-"""What is found before a step is paid for: a loss that is a mean, a loss that is no scalar. And rehearsals of coming plans."""
+"""What is found before a step is paid for: a loss that is a mean, a loss that is no scalar. And
+rehearsals of coming plans."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def place(loss: Callable[[Any, Any], Any] | None = None) -> Any:
 
 
 def reduced(how: str) -> Callable[[Any, Any], Any]:
-    return lambda output, batch: cross_entropy(output.flatten(0, 1), batch["target"].flatten(), reduction=how)
+    return lambda output, batch: cross_entropy(
+        output.flatten(0, 1), batch["target"].flatten(), reduction=how
+    )
 
 
 def test_a_sum_passes() -> None:
@@ -54,7 +57,9 @@ def test_a_mean_is_refused() -> None:
 
 
 def test_a_loss_per_token_is_refused_with_its_shape() -> None:
-    with pytest.raises(ProgramError, match=r"a tensor of shape \[16\]; it must return the sum over the batch"):
+    with pytest.raises(
+        ProgramError, match=r"a tensor of shape \[16\]; it must return the sum over the batch"
+    ):
         rehearse(place(reduced("none")))
 
 
@@ -84,8 +89,8 @@ def test_a_big_model_is_not_built_whole() -> None:
 @pytest.mark.parametrize(
     ("layout", "layers"),
     [
-        (Layout(dp_shard=4), (4,)), (Layout(dp_shard=2, tp=2), (4,)), (Layout(dp_replicate=2, dp_shard=2), (4,)),
-        (Layout(pp=2, tp=2), (2, 2)), (Layout(pp=2, dp_shard=2), (3, 1)),
+        (Layout(dp_shard=4), (4,)), (Layout(dp_shard=2, tp=2), (4,)), (Layout(dp_replicate=2,
+        dp_shard=2), (4,)), (Layout(pp=2, tp=2), (2, 2)), (Layout(pp=2, dp_shard=2), (3, 1)),
     ],
 )  # fmt: skip
 def test_every_rank_can_rehearse_alone(layout: Layout, layers: tuple[int, ...], rank: int) -> None:

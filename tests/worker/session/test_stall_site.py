@@ -66,7 +66,9 @@ SCRIPT = "/home/somebody/train.py"
         (SCRIPT, "own"),
     ],
 )
-def test_where_nothing_was_said_torch_tells_and_the_rest_is_work_of_this_rank(file: str, found: Doing) -> None:
+def test_where_nothing_was_said_torch_tells_and_the_rest_is_work_of_this_rank(
+    file: str, found: Doing
+) -> None:
     with thread_in(in_file(file)) as thread:
         assert stall_site([thread]) == (found, f"{Path(file).name}:4 in wait")
 
@@ -89,7 +91,9 @@ def test_the_innermost_counts() -> None:
         assert stall_site([thread])[0] == "batch"
 
 
-@pytest.mark.parametrize(("file", "found"), [(f"{TORCH}/distributed/distributed_c10d.py", "others"), (SCRIPT, "own")])
+@pytest.mark.parametrize(
+    ("file", "found"), [(f"{TORCH}/distributed/distributed_c10d.py", "others"), (SCRIPT, "own")]
+)
 def test_other_ranks_and_the_program_within_a_block_are_seen(file: str, found: Doing) -> None:
     """A dataset of the user's, say, that waits for something of its own."""
     with thread_in(in_file(STORAGE, "within"), doing("batch"), in_file(file)) as thread:
@@ -98,7 +102,11 @@ def test_other_ranks_and_the_program_within_a_block_are_seen(file: str, found: D
 
 def test_those_files_are_there() -> None:
     """Where torch waits for other ranks and where it compiles."""
-    for name in ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "torch._inductor", "torch._dynamo"):
+    for name in (
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+        "torch._inductor",
+        "torch._dynamo",
+    ):
         assert importlib.util.find_spec(name) is not None
 
 

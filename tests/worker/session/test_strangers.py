@@ -1,4 +1,5 @@
-"""A process that knows nothing but the port of a generation's store comes as a rank, and answers with a pickle of code."""
+"""A process that knows nothing but the port of a generation's store comes as a rank, and answers
+with a pickle of code."""
 
 from __future__ import annotations
 
@@ -96,7 +97,9 @@ time.sleep(60)
 
 def honest(port: int, me: int, question: str, secret: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", HONEST, str(port), str(me), question]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "SECRET": secret})
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env={**os.environ, "SECRET": secret}
+    )
 
 
 def met(question: str, secret: str, mark: Path) -> str:
@@ -104,7 +107,9 @@ def met(question: str, secret: str, mark: Path) -> str:
     store = host_store("127.0.0.1", 60.0)
     me = 0 if question == "metrics" else 1
     rank = honest(store.port, me, question, secret)
-    stranger = subprocess.Popen([sys.executable, "-c", STRANGER, str(store.port), str(1 - me), question, str(mark)])
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", STRANGER, str(store.port), str(1 - me), question, str(mark)]
+    )
     try:
         return rank.communicate(timeout=180)[0]
     finally:
@@ -121,13 +126,20 @@ def test_a_stranger_runs_no_code(question: str, secret: str, tmp_path: Path) -> 
     said = met(question, secret, tmp_path / "ran")
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
     other = 1 if question == "metrics" else 0
-    right = f"who came as rank {other} of generation 1 was not told of it" if secret else f"rank {other} sent"
+    right = (
+        f"who came as rank {other} of generation 1 was not told of it"
+        if secret
+        else f"rank {other} sent"
+    )
     assert said.startswith(f"PeerGarbled {right}"), said
 
 
 @pytest.mark.e2e
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("question", "right"), [("metrics", "{'right': 6.0}"), ("sample", "{'input': tensor([[0, 1, 2]])}")])
+@pytest.mark.parametrize(
+    ("question", "right"),
+    [("metrics", "{'right': 6.0}"), ("sample", "{'input': tensor([[0, 1, 2]])}")],
+)
 def test_two_ranks_that_were_told_meet(question: str, right: str) -> None:
     store, secret = host_store("127.0.0.1", 60.0), new_secret()
     ranks = [honest(store.port, me, question, secret) for me in range(2)]
@@ -136,8 +148,16 @@ def test_two_ranks_that_were_told_meet(question: str, right: str) -> None:
 
 def test_the_store_listens_at_one_address() -> None:
     store = host_store("127.0.0.1")
-    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
-    listening = [where for _, where, _, state, *_ in rows if state == "0A" and where.endswith(f":{store.port:04X}")]
+    rows = [
+        row.split()
+        for kind in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    listening = [
+        where
+        for _, where, _, state, *_ in rows
+        if state == "0A" and where.endswith(f":{store.port:04X}")
+    ]
     assert listening == [f"0100007F:{store.port:04X}"]
 
 
@@ -160,8 +180,8 @@ def test_a_garbled_peer_is_a_fault_of_connections_and_not_of_the_program() -> No
 @pytest.mark.parametrize(
     "words",
     [
-        b"\x80\x04K\x01.", b"", b"\xff", b"[" * 100_000, b'{"a": [1]}', b'{"a": true}', b'{"a": null}', b'{"a": "1"}',
-        b'["a", 1]', b"1", b'{"a": {"b": 1}}',
+        b"\x80\x04K\x01.", b"", b"\xff", b"[" * 100_000, b'{"a": [1]}', b'{"a": true}',
+        b'{"a": null}', b'{"a": "1"}', b'["a", 1]', b"1", b'{"a": {"b": 1}}',
     ],
 )  # fmt: skip
 def test_only_numbers_by_name_are_taken(words: bytes) -> None:
@@ -173,16 +193,18 @@ def test_numbers_arrive_as_they_were() -> None:
     mine = {"a": 0.1, "b": 1e300, "c": -0.0, "d": math.inf, "é": 2**53 - 1.0}
     assert wire.numbers(json.dumps(mine).encode(), 0) == mine
     assert math.isnan(wire.numbers(b'{"a": NaN}', 0)["a"])
-    assert wire.numbers(b'{"a": ' + b"9" * 10_000 + b"}", 0) == {"a": math.inf}  # no integer that a float cannot hold
+    # no integer that a float cannot hold
+    assert wire.numbers(b'{"a": ' + b"9" * 10_000 + b"}", 0) == {"a": math.inf}
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        {"a": 1}, [["a", "float32"]], [["a", "object", [1]]], [["a", "float32", [-1]]], [["a", "float32", [1.0]]],
-        [["a", "float32", [True]]], [["a", "float32", 3]], [[1, "float32", [1]]], [["a", ["float32"], [1]]],
-        [["a", "int8", [1]], ["a", "int8", [1]]], [["a", "float64", [1 << 20, 1 << 20]]], [["a", "int8", [1 << 40]]],
-        [["a", "int8", [1 << 29, 1]], ["b", "int16", [1 << 29]]],
+        {"a": 1}, [["a", "float32"]], [["a", "object", [1]]], [["a", "float32", [-1]]], [["a",
+        "float32", [1.0]]], [["a", "float32", [True]]], [["a", "float32", 3]], [[1, "float32",
+        [1]]], [["a", ["float32"], [1]]], [["a", "int8", [1]], ["a", "int8", [1]]], [["a",
+        "float64", [1 << 20, 1 << 20]]], [["a", "int8", [1 << 40]]], [["a", "int8", [1 << 29, 1]],
+        ["b", "int16", [1 << 29]]],
     ],
 )  # fmt: skip
 def test_only_tensors_of_known_types_and_sizes_are_taken(rows: object) -> None:
@@ -194,7 +216,11 @@ def test_only_tensors_of_known_types_and_sizes_are_taken(rows: object) -> None:
 def test_each_known_type_can_be_announced_and_sent_as_bytes(dtype: torch.dtype) -> None:
     tensor = torch.zeros(2, 3, dtype=dtype)
     made = wire.empty_tensors(json.dumps(wire._announced({"x": tensor})).encode(), 0)["x"]
-    assert (made.dtype, made.shape, made.view(-1).view(torch.uint8).numel()) == (dtype, tensor.shape, tensor.nbytes)
+    assert (made.dtype, made.shape, made.view(-1).view(torch.uint8).numel()) == (
+        dtype,
+        tensor.shape,
+        tensor.nbytes,
+    )
 
 
 def test_lengths_are_looked_at_before_memory_is_taken() -> None:

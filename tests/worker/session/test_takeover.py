@@ -1,4 +1,5 @@
-"""What a move takes is what was told before it; an altered content never becomes a generation that counts."""
+"""What a move takes is what was told before it; an altered content never becomes a generation that
+counts."""
 
 from __future__ import annotations
 
@@ -16,14 +17,27 @@ from support.worker.worker_pool import Pool
 from elastic.program import load_program
 from elastic.reshard.transfer_forecast import Room, TransferRates, forecast
 from elastic.reshard.transfers import holders_of, participants
-from elastic.types import Abort, DigestPart, Layout, Move, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import (
+    Abort,
+    DigestPart,
+    Layout,
+    Move,
+    Plan,
+    PlanEntered,
+    Quiesced,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.worker.program.model_profile import trace
 from elastic.worker.session import takeover
 
 pytestmark = pytest.mark.slow
 
 
-def told(job: dict[str, Any], old: Plan, layout: Layout, workers: list[WorkerId], room: Room) -> Move:
+def told(
+    job: dict[str, Any], old: Plan, layout: Layout, workers: list[WorkerId], room: Room
+) -> Move:
     resume = live(old)
     everyone = participants(tuple(workers[: layout.world_size]), resume)
     layers = plan(9, layout, workers, job["global_batch"]).layers
@@ -40,8 +54,8 @@ def told(job: dict[str, Any], old: Plan, layout: Layout, workers: list[WorkerId]
 
 
 CHAIN = [
-    Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(pp=4), Layout(dp_shard=3), Layout(dp_replicate=2, dp_shard=2),
-    Layout(tp=2), Layout(pp=2, dp_shard=2),
+    Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(pp=4), Layout(dp_shard=3),
+    Layout(dp_replicate=2, dp_shard=2), Layout(tp=2), Layout(pp=2, dp_shard=2),
 ]  # fmt: skip
 
 
@@ -49,12 +63,17 @@ CHAIN = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("room", [Room(), Room(memory_bytes=1)], ids=["device", "host"])
 def test_what_was_told_is_what_it_takes(pool: Pool, tmp_path: Path, room: Room) -> None:
-    """Bytes exactly; the peak within its bound; the loss as ever, also where the old state left the device first."""
+    """Bytes exactly; the peak within its bound; the loss as ever, also where the old state left the
+    device first."""
     job = job_of("tiny.py", steps=2 * len(CHAIN) + 2)
     workers = pool.open(job, tmp_path, per_node=2)
     plans: list[Plan] = []
     for i, layout in enumerate(CHAIN):
-        more = {"resume": live(plans[-1]), "move": told(job, plans[-1], layout, workers, room)} if plans else {}
+        more = (
+            {"resume": live(plans[-1]), "move": told(job, plans[-1], layout, workers, room)}
+            if plans
+            else {}
+        )
         plans.append(plan(i + 1, layout, workers, job["global_batch"], **more))
         pool.enter(plans[-1])
         entered, move = pool.entered(i + 1), plans[-1].move
@@ -63,8 +82,13 @@ def test_what_was_told_is_what_it_takes(pool: Pool, tmp_path: Path, room: Room) 
             assert entered.bytes_moved == move.n_bytes
             assert 0 <= entered.peak_bytes <= move.peak_bytes
             if move.via == "device":
-                assert entered.peak_bytes > 0.8 * (move.peak_bytes - (32 << 20)), "the bound is far from what it takes"
-        pool.wait(lambda: any(e.step >= 2 * i + 2 for e in pool.events(StepDone)), f"step {2 * i + 2}")  # noqa: B023
+                assert entered.peak_bytes > 0.8 * (move.peak_bytes - (32 << 20)), (
+                    "the bound is far from what it takes"
+                )
+        pool.wait(
+            lambda: any(e.step >= 2 * i + 2 for e in pool.events(StepDone)),  # noqa: B023
+            f"step {2 * i + 2}",
+        )
     pool.quiesced(len(CHAIN), len(plans[-1].ranks))
     loss_curve_agrees(pool, job)
     for generation in range(2, len(CHAIN) + 1):
@@ -73,7 +97,8 @@ def test_what_was_told_is_what_it_takes(pool: Pool, tmp_path: Path, room: Room) 
         assert digests_agree(pool, generation)
 
 
-# ------------------------------------------------------------------------------------------------ run in a worker
+# ------------------------------------------------------------------------------------------------
+# run in a worker
 
 
 def turn_a_bit_on_the_wire() -> None:
@@ -102,14 +127,18 @@ def turn_a_bit_in_memory() -> None:
     def carry_out(transfers: Any, me: int, *, write: Any, **more: Any) -> Any:
         takeover.carry_out = real
         moved = real(transfers, me, write=write, **more)
-        one = next(t for t in transfers if t.destination == me and t.fqn.startswith("optim.exp_avg."))
+        one = next(
+            t for t in transfers if t.destination == me and t.fqn.startswith("optim.exp_avg.")
+        )
         write(one).view(-1)[:1].view(torch.int32).bitwise_xor_(1)
         return moved
 
     takeover.carry_out = carry_out
 
 
-def two_generations(pool: Pool, run: Path, fault: Any, peer_every: int = 0) -> tuple[dict[str, Any], list[WorkerId], Plan]:
+def two_generations(
+    pool: Pool, run: Path, fault: Any, peer_every: int = 0
+) -> tuple[dict[str, Any], list[WorkerId], Plan]:
     """The second is entered live from the first, with the fault in worker 1."""
     job = job_of("tiny.py", steps=14)
     workers = pool.open(job, run)
@@ -122,15 +151,21 @@ def two_generations(pool: Pool, run: Path, fault: Any, peer_every: int = 0) -> t
 
 
 @pytest.mark.e2e
-def test_a_chunk_that_arrives_altered_ends_the_transition_and_the_old_boxes_are_still_there(pool: Pool, tmp_path: Path) -> None:
+def test_a_chunk_that_arrives_altered_ends_the_transition_and_the_old_boxes_are_still_there(
+    pool: Pool, tmp_path: Path
+) -> None:
     job, workers, first = two_generations(pool, tmp_path, turn_a_bit_on_the_wire)
-    pool.wait(lambda: any(e.kind == "infrastructure" for e in pool.events(WorkerFailed, 2)), "failure")
+    pool.wait(
+        lambda: any(e.kind == "infrastructure" for e in pool.events(WorkerFailed, 2)), "failure"
+    )
     (failed,) = [e for e in pool.events(WorkerFailed, 2) if e.kind == "infrastructure"]
     assert failed.worker == workers[1]
     assert "chunk 1 of" in failed.error and "64-bit sum differs" in failed.error
     new = recover(pool, first, Layout(tp=2), workers, workers)
     assert not pool.events(PlanEntered, 2), "a generation with altered boxes was entered"
-    assert new.resume.step == max(e.step for e in pool.events(StepDone, 1)), "the live boxes of the first one were not used"
+    assert new.resume.step == max(e.step for e in pool.events(StepDone, 1)), (
+        "the live boxes of the first one were not used"
+    )
     pool.quiesced(new.generation, 4)
     loss_curve_agrees(pool, job)
 
@@ -143,4 +178,7 @@ def test_a_bit_that_turns_in_memory_is_seen_behind_the_steps(pool: Pool, tmp_pat
     assert not digests_agree(pool, 2)
     for worker in workers:
         pool.order(worker, Abort(2))
-    pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 2)} >= set(workers), "the end of generation 2")
+    pool.wait(
+        lambda: {e.worker for e in pool.events(Quiesced, 2)} >= set(workers),
+        "the end of generation 2",
+    )

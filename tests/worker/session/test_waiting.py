@@ -1,4 +1,5 @@
-"""What rank 0 tells of a step holds for all ranks: how long one of them has waited for data, and who had the most tokens."""
+"""What rank 0 tells of a step holds for all ranks: how long one of them has waited for data, and
+who had the most tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ STEPS = 5
 
 
 def read_slowly() -> None:
-    """In a worker's process: a batch is read in SLOW_S from when it is first waited for, however long the start has taken."""
+    """In a worker's process: a batch is read in SLOW_S from when it is first waited for, however
+    long the start has taken."""
     waited_for, take = threading.Event(), loader.Loader.take
 
     def taken(self: loader.Loader, step: int) -> Any:
@@ -54,10 +56,14 @@ def test_one_rank_that_waits_and_one_that_has_more(pool: Pool, tmp_path: Path) -
     pool.patch(workers[1], read_as_before)
     steps: list[StepDone] = pool.events(StepDone)
     assert [event.step for event in steps] == list(range(1, STEPS + 1))
-    assert 0.8 * SLOW_S < steps[0].data_s <= steps[0].step_time_s  # rank 0, which says so, had its own batch at once
+    # rank 0, which says so, had its own batch at once
+    assert 0.8 * SLOW_S < steps[0].data_s <= steps[0].step_time_s
     dataset = load_program(job["program"]).dataset()
     for event in steps:
         ids = sample_ids(len(dataset), job["global_batch"], job["seed"], event.step - 1)
-        tokens = [sum(int((dataset[i]["target"] != -100).sum()) for i in ids[share(entered.samples, dp)]) for dp in range(2)]
+        tokens = [
+            sum(int((dataset[i]["target"] != -100).sum()) for i in ids[share(entered.samples, dp)])
+            for dp in range(2)
+        ]
         assert event.imbalance == round(max(tokens) / (sum(tokens) / 2), 4)
     assert len({event.imbalance for event in steps}) > 1

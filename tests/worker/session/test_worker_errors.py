@@ -1,4 +1,5 @@
-"""Of which kind an error is: CUDA's own by what they say, told from those of the program and of process groups."""
+"""Of which kind an error is: CUDA's own by what they say, told from those of the program and of
+process groups."""
 
 from __future__ import annotations
 
@@ -12,10 +13,17 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import InternalError, ProgramError
-from elastic.worker.session.worker_errors import device_lost, is_assert, kind_of, print_error, text_of
+from elastic.worker.session.worker_errors import (
+    device_lost,
+    is_assert,
+    kind_of,
+    print_error,
+    text_of,
+)
 
 ADVICE = (
-    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
+    "stacktrace below might be incorrect."
     "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
 )
 
@@ -28,8 +36,10 @@ def cuda(said: str, kind: type[Exception] = torch.AcceleratorError) -> Exception
 @pytest.mark.parametrize(
     "said",
     [
-        "uncorrectable ECC error encountered", "unspecified launch failure", "an illegal memory access was encountered",
-        "uncorrectable NVLink error detected during the execution", "the launch timed out and was terminated",
+        "uncorrectable ECC error encountered", "unspecified launch failure",
+        "an illegal memory access was encountered",
+        "uncorrectable NVLink error detected during the execution",
+        "the launch timed out and was terminated",
         "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle )`", "unknown error",
     ],
 )  # fmt: skip
@@ -59,7 +69,9 @@ def test_an_error_that_came_of_cudas_is_cudas() -> None:
     error = ProgramError("Program.loss raised")
     error.__cause__ = cuda("unspecified launch failure")
     assert kind_of(error) == "device" and text_of(error) == "CUDA error: unspecified launch failure"
-    copy = InternalError(f"the host copy of step 4 was not completed: {cuda('unspecified launch failure')}")
+    copy = InternalError(
+        f"the host copy of step 4 was not completed: {cuda('unspecified launch failure')}"
+    )
     assert kind_of(copy) == "device"
 
 
@@ -67,8 +79,14 @@ def test_other_errors_are_as_they_were() -> None:
     assert kind_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == "program"
     assert kind_of(KeyError("CUDA error: a word in a key")) == "program"
     assert kind_of(RuntimeError("Connection closed by peer [127.0.0.1]:1")) == "collective"
-    assert kind_of(dist.DistBackendError("NCCL error: unhandled CUDA error: see the log")) == "collective"
-    assert kind_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == "out_of_memory"
+    assert (
+        kind_of(dist.DistBackendError("NCCL error: unhandled CUDA error: see the log"))
+        == "collective"
+    )
+    assert (
+        kind_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+        == "out_of_memory"
+    )
 
 
 def raised(call: Callable[[], object]) -> BaseException:
@@ -83,7 +101,10 @@ def gives_up(words: str, kind: type[Exception] = RuntimeError) -> None:
     raise kind(words)
 
 
-@pytest.mark.parametrize("words", ["the feature store did not answer", "socket is full", "timeout after 5 s", "no rendezvous"])
+@pytest.mark.parametrize(
+    "words",
+    ["the feature store did not answer", "socket is full", "timeout after 5 s", "no rendezvous"],
+)
 def test_what_the_program_raises_is_its_own_whatever_words_it_takes(words: str) -> None:
     assert kind_of(raised(lambda: gives_up(words))) == "program"
     wrapped = ProgramError("Program.loss raised")
@@ -97,7 +118,9 @@ def test_nor_is_a_connection_of_its_own_a_lost_peer() -> None:
     assert kind_of(found) == "infrastructure"
     with closing(socket.socket()) as port:
         port.bind(("127.0.0.1", 0))
-        refused = raised(lambda: socket.create_connection(("127.0.0.1", port.getsockname()[1]), timeout=1.0))
+        refused = raised(
+            lambda: socket.create_connection(("127.0.0.1", port.getsockname()[1]), timeout=1.0)
+        )
     assert kind_of(refused) == "infrastructure"
 
 
@@ -106,7 +129,8 @@ def test_a_process_group_that_the_program_calls_is_still_a_lost_peer() -> None:
         dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=0.1)).get("never set")
 
     found = raised(waits)
-    assert isinstance(found, RuntimeError) and kind_of(found) == "collective"  # C++ raised it at a line of the program
+    # C++ raised it at a line of the program
+    assert isinstance(found, RuntimeError) and kind_of(found) == "collective"
 
     def wraps() -> None:
         try:
@@ -115,7 +139,8 @@ def test_a_process_group_that_the_program_calls_is_still_a_lost_peer() -> None:
             raise RuntimeError("my training has failed") from error
 
     assert kind_of(raised(wraps)) == "collective"
-    assert kind_of(raised(lambda: dist.all_reduce(torch.ones(1)))) == "program"  # no group was made: nobody is lost
+    # no group was made: nobody is lost
+    assert kind_of(raised(lambda: dist.all_reduce(torch.ones(1)))) == "program"
 
 
 def test_the_traceback_that_is_kept_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,4 +152,6 @@ def test_the_traceback_that_is_kept_holds_no_secret(capsys: pytest.CaptureFixtur
     except ValueError as error:
         print_error(error)
     said = capsys.readouterr().err
-    assert "in logs_in" in said and said.endswith("ValueError: cannot log in at https://me:***@host/x with --hf-token ***\n")
+    assert "in logs_in" in said and said.endswith(
+        "ValueError: cannot log in at https://me:***@host/x with --hf-token ***\n"
+    )

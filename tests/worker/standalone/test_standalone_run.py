@@ -1,4 +1,5 @@
-"""`torchrun -m elastic.worker JOB`: without Ray and without a driver, the losses of one process, whatever the layout."""
+"""`torchrun -m elastic.worker JOB`: without Ray and without a driver, the losses of one process,
+whatever the layout."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def job(folder: Path, **more: Any) -> Path:
-    spec = {"name": "tiny", "program": str(TINY), "steps": 12, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0,
+    spec = {"name": "tiny", "program": str(TINY), "steps": 12, "global_batch": 12, "seed": 3,
+        "clip_grad_norm": 1.0,
             "durable_every": 4, **more}  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(spec))
@@ -52,41 +54,80 @@ def job(folder: Path, **more: Any) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ELASTIC_STORAGE")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **more}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ELASTIC_STORAGE")
+    }
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        **more,
+    }
 
 
 def command(n: int, folder: Path, *more: str) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "-m"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(n),
+        "-m",
+    ]
     start = torchrun if n > 1 else [sys.executable, "-m"]
-    return [*start, "elastic.worker", str(folder), "--storage", str(folder / "runs"), "--every", "1", "--json", *more]
+    return [
+        *start,
+        "elastic.worker",
+        str(folder),
+        "--storage",
+        str(folder / "runs"),
+        "--every",
+        "1",
+        "--json",
+        *more,
+    ]
 
 
 def run(n: int, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, the last line, and what was said."""
-    ended = subprocess.run(command(n, folder, *more), capture_output=True, text=True, env=environment(), timeout=3000)
+    ended = subprocess.run(
+        command(n, folder, *more), capture_output=True, text=True, env=environment(), timeout=3000
+    )
     lines = ended.stdout.strip().splitlines()
     return ended.returncode, json.loads(lines[-1]) if lines else {}, ended.stderr
 
 
 def losses(said: str) -> dict[int, float]:
-    found = [line.split() for line in said.splitlines() if line.startswith("step ") and "train_loss" in line]
+    found = [
+        line.split()
+        for line in said.splitlines()
+        if line.startswith("step ") and "train_loss" in line
+    ]
     return {int(words[1].split("/")[0]): float(words[3]) for words in found}
 
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
-    return train(load_program(TINY), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12).losses
+    return train(
+        load_program(TINY), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12
+    ).losses
 
 
 def follows(said: str, alone: list[float], first: int = 1) -> None:
     found = losses(said)
     assert sorted(found) == list(range(first, 13))
-    assert max(abs(found[step] - alone[step - 1]) for step in found) < 1e-4  # as many digits as are printed
+    # as many digits as are printed
+    assert max(abs(found[step] - alone[step - 1]) for step in found) < 1e-4
 
 
 @pytest.mark.e2e
-def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(tmp_path: Path, alone: list[float]) -> None:
+def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(
+    tmp_path: Path, alone: list[float]
+) -> None:
     folder = job(tmp_path)
     code, last, said = run(1, folder)
     assert code == 0, said
@@ -94,13 +135,16 @@ def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(t
     assert (last["outcome"], last["steps"], last["resumed_at"]) == ("succeeded", 12, 0)
     assert abs(last["final_loss"] - alone[-1]) < TOLERANCE
     found = checkpoint_index.find(open_storage(folder / "runs" / "tiny"))
-    assert [item.step for item in found] in ([12, 8], [12, 4])  # keep_last; none is begun while another is being written
+    # keep_last; none is begun while another is being written
+    assert [item.step for item in found] in ([12, 8], [12, 4])
     assert all(not checkpoint_index.verify(item.uri) for item in found)
     program = load_program(TINY)
     model = program.model()
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=last["checkpoint"], no_dist=True)
-    want = train(program, {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12).model.state_dict()
+    want = train(
+        program, {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12
+    ).model.state_dict()
     assert all((state["model"][name] - value).abs().max() < 1e-4 for name, value in want.items())
     code, _, said = run(1, folder)
     assert code == 2
@@ -108,12 +152,18 @@ def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(t
 
 
 @pytest.mark.e2e
-def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, alone: list[float]) -> None:
+def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(
+    tmp_path: Path, alone: list[float]
+) -> None:
     folder = job(tmp_path, program=str(SLOW), steps=200, durable_every=0)
-    slow = train(load_program(SLOW), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12).losses
+    slow = train(
+        load_program(SLOW), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12
+    ).losses
     log = tmp_path / "log"
     with log.open("w") as out:
-        process = subprocess.Popen(command(2, folder, "--layout", "tp=2"), stdout=out, stderr=out, env=environment())
+        process = subprocess.Popen(
+            command(2, folder, "--layout", "tp=2"), stdout=out, stderr=out, env=environment()
+        )
         until(lambda: 5 in losses(log.read_text()) or process.poll() is not None, log.read_text)
         ranks = [pid for pid in children(process.pid) if "elastic.worker" in cmdline(pid)]
         assert len(ranks) == 2, log.read_text()
@@ -124,7 +174,9 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, a
     assert "stopped: another rank was told to stop; saved at step" in said
     at = max(losses(said))
     assert checkpoint_index.find(open_storage(folder / "runs" / "tiny"))[0].step == at
-    code, last, said = run(3, folder, "--layout", "dp_shard=3", "--set", f"steps={at + 4}", "--set", "durable_every=2")
+    code, last, said = run(
+        3, folder, "--layout", "dp_shard=3", "--set", f"steps={at + 4}", "--set", "durable_every=2"
+    )
     assert code == 0, said
     assert last["resumed_at"] == at
     assert f"resumes from step {at}" in said
@@ -137,7 +189,9 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, a
 @pytest.mark.whole
 def test_pipeline_and_replicas_have_the_same_losses(tmp_path: Path, alone: list[float]) -> None:
     """Also with loader processes; none of them is left."""
-    code, last, said = run(4, job(tmp_path, data={"loader_workers": 1}), "--layout", "pp=2,dp_replicate=2")
+    code, last, said = run(
+        4, job(tmp_path, data={"loader_workers": 1}), "--layout", "pp=2,dp_replicate=2"
+    )
     assert code == 0, said
     assert not left_readers()
     assert last["layout"] == "pp=2,dp_replicate=2"
@@ -162,14 +216,18 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, alone: list[float]) -> No
     follows(said, alone, first=5)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------
+# what is refused
 
 
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
         ({"RANK": "0"}, "WORLD_SIZE is missing"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=2, WORLD_SIZE=2: ranks go from 0"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+            "RANK=2, WORLD_SIZE=2: ranks go from 0",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "no MASTER_ADDR"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT is missing"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
@@ -207,7 +265,10 @@ def test_the_layout_of_a_map_is_that_of_the_ranks(tmp_path: Path) -> None:
 
 def test_a_layout_that_the_model_cannot_be_cut_into(tmp_path: Path) -> None:
     model = trace(load_program(TINY))
-    for text, says in ((Layout(tp=4), "tp must divide 2"), (Layout(pp=5), "the model has 4 blocks")):
+    for text, says in (
+        (Layout(tp=4), "tp must divide 2"),
+        (Layout(pp=5), "the model has 4 blocks"),
+    ):
         with pytest.raises(SpecError, match=says):
             plan_of(spec(tmp_path), model, text, 1, Resume())
     with pytest.raises(SpecError, match="pp=2, but no pipeline stages are possible here"):
@@ -234,7 +295,11 @@ def test_changed_mathematics_are_refused_and_epochs_grow(tmp_path: Path) -> None
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and "lease" not in path.parts}
+    return {
+        str(path): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "lease" not in path.parts
+    }
 
 
 @pytest.mark.slow
@@ -247,7 +312,9 @@ def test_a_run_that_another_process_drives_is_refused_and_left_as_it_is(tmp_path
     (unfinished / "__0_0.distcp").write_bytes(b"half, by the one that drives it")
     before, lease = files(folder / "runs"), Lease(open_storage(folder / "runs" / "tiny"), "tiny")
     try:
-        with pytest.raises(SpecError, match=f"run 'tiny' is driven by process {os.getpid()} on .*; stop it first"):
+        with pytest.raises(
+            SpecError, match=f"run 'tiny' is driven by process {os.getpid()} on .*; stop it first"
+        ):
             StandaloneRun(load_job(folder), wishes, {}).to_the_end()
         assert files(folder / "runs") == before
     finally:
@@ -263,7 +330,8 @@ def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
     run_folder = open_storage(folder / "runs" / "tiny")
     refused: list[str] = []
     monkeypatch.setattr(
-        "elastic.worker.standalone.standalone_run.Lease", partial(Lease, times=Times(renew_s=0.05, ttl_s=600.0))
+        "elastic.worker.standalone.standalone_run.Lease",
+        partial(Lease, times=Times(renew_s=0.05, ttl_s=600.0)),
     )
 
     def take_over(event: Any) -> None:
@@ -277,10 +345,16 @@ def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
             run_folder.put(after.key, json.dumps(asdict(after)).encode())
 
     with pytest.raises(LostContact, match=r"its lease \(epoch 1\) was taken over"):
-        StandaloneRun(load_job(folder), StandaloneOptions(storage=str(folder / "runs"), hear=take_over), {}).to_the_end()
+        StandaloneRun(
+            load_job(folder), StandaloneOptions(storage=str(folder / "runs"), hear=take_over), {}
+        ).to_the_end()
     assert f"driven by process {os.getpid()} on" in refused[0]
     last = newest(run_folder)
-    assert checkpoint_index.find(run_folder) == [] and last is not None and (last.epoch, last.released) == (2, False)
+    assert (
+        checkpoint_index.find(run_folder) == []
+        and last is not None
+        and (last.epoch, last.released) == (2, False)
+    )
 
 
 @pytest.mark.e2e
@@ -289,14 +363,29 @@ def test_of_three_ways_in_at_once_one_has_the_run(tmp_path: Path) -> None:
     folder = job(tmp_path, program=str(SLOW), steps=400, durable_every=10)
     run_folder = open_storage(folder / "runs" / "tiny")
     first = subprocess.Popen(
-        command(1, folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        command(1, folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment()
     )  # fmt: skip
     try:
-        until(lambda: checkpoint_index.find(run_folder) or first.poll() is not None, "the first copy")
+        until(
+            lambda: checkpoint_index.find(run_folder) or first.poll() is not None, "the first copy"
+        )
         assert first.poll() is None
-        driver = [sys.executable, "-m", "elastic", "run", str(folder), "--run-name", "tiny", "--local", "--set"]
+        driver = [
+            sys.executable,
+            "-m",
+            "elastic",
+            "run",
+            str(folder),
+            "--run-name",
+            "tiny",
+            "--local",
+            "--set",
+        ]
         for words in (command(1, folder), [*driver, f"storage={folder / 'runs'}"]):
-            second = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300, cwd=tmp_path)
+            second = subprocess.run(
+                words, capture_output=True, text=True, env=environment(), timeout=300, cwd=tmp_path
+            )
             assert second.returncode == 2, second.stderr
             (line,) = second.stderr.strip().splitlines()
             assert f"run 'tiny' is driven by process {first.pid} on" in line
@@ -308,7 +397,9 @@ def test_of_three_ways_in_at_once_one_has_the_run(tmp_path: Path) -> None:
     last = json.loads(out.strip().splitlines()[-1])
     assert (first.returncode, last["outcome"]) == (3, "stopped"), err
     assert checkpoint_index.find(run_folder)[0].step == last["steps"]
-    assert all(checkpoint_index.verify(found.uri) == [] for found in checkpoint_index.find(run_folder))
+    assert all(
+        checkpoint_index.verify(found.uri) == [] for found in checkpoint_index.find(run_folder)
+    )
     code, last, said = run(1, folder, "--set", f"steps={last['steps'] + 2}")
     assert (code, last["outcome"]) == (0, "succeeded"), said
 
@@ -320,7 +411,9 @@ def test_a_group_that_was_there_is_there_again_and_leftovers_are_removed(tmp_pat
     (left / "__0_0.distcp").write_bytes(b"half")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ended = StandaloneRun(load_job(folder), StandaloneOptions(storage=str(tmp_path / "runs")), {}).to_the_end()
+        ended = StandaloneRun(
+            load_job(folder), StandaloneOptions(storage=str(tmp_path / "runs")), {}
+        ).to_the_end()
         assert (ended.outcome, ended.step) == ("succeeded", 2)
         assert dist.is_initialized() and dist.get_world_size() == 1
         dist.all_reduce(torch.ones(1))
@@ -333,17 +426,27 @@ def test_a_group_that_was_there_is_there_again_and_leftovers_are_removed(tmp_pat
 def test_each_copy_is_told_of_once_with_the_metrics_of_its_step(tmp_path: Path) -> None:
     told: list[CommittedCheckpoint] = []
     wishes = StandaloneOptions(storage=str(tmp_path / "runs"), on_copy=told.append)
-    ended = StandaloneRun(load_job(job(tmp_path, program=str(SLOW), durable_every=5)), wishes, {}).to_the_end()
+    ended = StandaloneRun(
+        load_job(job(tmp_path, program=str(SLOW), durable_every=5)), wishes, {}
+    ).to_the_end()
     assert [copy.step for copy in told] == [5, 10, 12]
-    assert all(copy.metrics["step"] == copy.step and copy.metrics["train_loss"] > 0 for copy in told)
+    assert all(
+        copy.metrics["step"] == copy.step and copy.metrics["train_loss"] > 0 for copy in told
+    )
     assert (told[-1].uri, told[-1].metrics["train_loss"]) == (ended.checkpoint, ended.final_loss)
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [(("no",), "no such folder"), ((".", "--set", "stepz=3"), "unknown key 'stepz'")], ids=["folder", "key"]
+    ("words", "says"),
+    [(("no",), "no such folder"), ((".", "--set", "stepz=3"), "unknown key 'stepz'")],
+    ids=["folder", "key"],
 )
 def test_bad_input_is_one_line_and_code_2(
-    words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own stay
     monkeypatch.chdir(job(tmp_path))
@@ -358,9 +461,12 @@ def test_no_ray_is_needed() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
         "import elastic.worker.standalone.standalone_run, elastic.worker.__main__\n"
-        "print([m for m in sys.modules if m.startswith(('elastic.policy', 'elastic.planner', 'elastic.cluster', 'ray.'))])"
+        "print([m for m in sys.modules if m.startswith(('elastic.policy', 'elastic.planner', "
+        "'elastic.cluster', 'ray.'))])"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300
+    )
     assert ended.stdout.strip() == "[]", ended.stderr
 
 

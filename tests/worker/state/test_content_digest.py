@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from elastic.types import Box
 from elastic.worker.state.content_digest import digest, tensor_digest
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float16,
+]
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -21,14 +29,22 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
     if dtype == torch.bool:
         return torch.randint(0, 2, shape).bool()
     size = torch.empty((), dtype=dtype).element_size()
-    return torch.randint(0, 256, (*shape, size), dtype=torch.uint8).view(dtype).view(shape)  # any bits, NaN too
+    # any bits, NaN too
+    return torch.randint(0, 256, (*shape, size), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def box(tensor: torch.Tensor, offsets: tuple[int, ...] = ()) -> Box:
-    return Box("w", offsets or (0,) * tensor.ndim, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return Box(
+        "w",
+        offsets or (0,) * tensor.ndim,
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+    )
 
 
-def random_cut(random: Random, offsets: list[int], sizes: list[int]) -> list[tuple[list[int], list[int]]]:
+def random_cut(
+    random: Random, offsets: list[int], sizes: list[int]
+) -> list[tuple[list[int], list[int]]]:
     """Cuts a box into boxes, again and again."""
     dims = [d for d, size in enumerate(sizes) if size > 1]
     if not dims or random.random() < 0.25:
@@ -43,7 +59,9 @@ def random_cut(random: Random, offsets: list[int], sizes: list[int]) -> list[tup
 
 
 SHAPES = st.one_of(
-    st.just(()), st.tuples(st.integers(1, 70_000)), st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple)
+    st.just(()),
+    st.tuples(st.integers(1, 70_000)),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple),
 )
 
 
@@ -61,7 +79,8 @@ def test_any_cut_gives_the_same(shape: tuple[int, ...], dtype: torch.dtype, seed
 
 
 def test_even_parts_of_odd_rows_of_halves() -> None:
-    """A row of 11 bfloat16 does not end on a word: the next row's even part is no row of words where it lies."""
+    """A row of 11 bfloat16 does not end on a word: the next row's even part is no row of words
+    where it lies."""
     whole = random_tensor((2, 11), torch.bfloat16, 1)
     parts = {(0, 0): whole[:1], (1, 0): whole[1:, :10], (1, 10): whole[1:, 10:]}
     sums = [tensor_digest(box(part, at), part) for at, part in parts.items()]
@@ -81,7 +100,8 @@ def test_one_flipped_bit_is_seen(shape: tuple[int, ...], dtype: torch.dtype, see
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_typical_errors_are_seen(dtype: torch.dtype) -> None:
-    """What a wrong transfer does: rows or columns exchanged or shifted, a part twice, signs turned, another tensor's name."""
+    """What a wrong transfer does: rows or columns exchanged or shifted, a part twice, signs turned,
+    another tensor's name."""
     tensor = torch.randn(96, 130).to(dtype)
     seen = {tensor_digest(box(tensor), tensor)}
     errors = [
@@ -120,4 +140,5 @@ def test_it_is_cheap() -> None:
     before = time.thread_time()
     for _ in range(4):
         tensor_digest(box(tensor), tensor)
-    assert 4 * tensor.numel() * 4 / (time.thread_time() - before) > 0.8e9  # 3.5e9 bytes per second of a core when it is alone
+    # 3.5e9 bytes per second of a core when it is alone
+    assert 4 * tensor.numel() * 4 / (time.thread_time() - before) > 0.8e9

@@ -1,4 +1,5 @@
-"""The digest where it is taken on a GPU: the same number, one wait of the host, and never of memory that is given up."""
+"""The digest where it is taken on a GPU: the same number, one wait of the host, and never of memory
+that is given up."""
 
 from __future__ import annotations
 
@@ -31,26 +32,38 @@ SIZES = [(300, 40), (7, 5, 33), (20_000,), (70_000,), (3, 40_001), (6, 17), ()]
 
 
 def boxes(n: int) -> dict[str, tuple[Box, torch.Tensor]]:
-    """n tensors of each shape, float32 and bfloat16 by turns; parts of larger tensors, so that keys begin anywhere."""
+    """n tensors of each shape, float32 and bfloat16 by turns; parts of larger tensors, so that keys
+    begin anywhere."""
     torch.manual_seed(1)
     found = {}
     for i in range(n):
         for k, sizes in enumerate(SIZES):
             dtype = torch.bfloat16 if (i + k) % 2 else torch.float32
-            box = Box(f"w{i}.{k}", tuple(3 * d + 1 for d in range(len(sizes))), sizes, str(dtype).removeprefix("torch."))
+            box = Box(
+                f"w{i}.{k}",
+                tuple(3 * d + 1 for d in range(len(sizes))),
+                sizes,
+                str(dtype).removeprefix("torch."),
+            )
             found[box.fqn] = (box, torch.randn(sizes).to(dtype))
     return found
 
 
 def order_of(generation: int, via: Any = "host") -> EnterOrder:
     plan = plan_of(generation, Layout(), [WorkerId("n", 0)], 8)
-    return EnterOrder(replace(plan, move=Move(via=via), resume=Resume("live", 1)), 0, Rendezvous(plan.ranks, ("", 0)))
+    return EnterOrder(
+        replace(plan, move=Move(via=via), resume=Resume("live", 1)),
+        0,
+        Rendezvous(plan.ranks, ("", 0)),
+    )
 
 
 def workplace(pool: ThreadPoolExecutor, device: torch.device = CPU) -> Workplace:
     program: Any = SimpleNamespace(extra_state={})
     none: Any = None
-    return Workplace(WorkerId("n", 0), program, none, Job(), none, none, none, device, print, print, pool.submit)
+    return Workplace(
+        WorkerId("n", 0), program, none, Job(), none, none, none, device, print, print, pool.submit
+    )
 
 
 def test_in_large_blocks_it_is_the_same_and_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +83,14 @@ def test_in_large_blocks_it_is_the_same_and_is_read_once(monkeypatch: pytest.Mon
     assert not reads.calls["_to_copy"], "keys were copied from the host"
 
 
-def test_of_given_parts_it_is_taken_on_a_side_stream_behind_the_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_given_parts_it_is_taken_on_a_side_stream_behind_the_takeover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda = make_up(monkeypatch)
     streams: list[Any] = []
-    monkeypatch.setattr(takeover, "digest_of", lambda *_: streams.append(torch.cuda.current_stream(CUDA_1)) or 5)
+    monkeypatch.setattr(
+        takeover, "digest_of", lambda *_: streams.append(torch.cuda.current_stream(CUDA_1)) or 5
+    )
     monkeypatch.setattr(takeover, "state_specs", lambda profile: ())
     told: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
@@ -86,8 +103,11 @@ def test_of_given_parts_it_is_taken_on_a_side_stream_behind_the_takeover(monkeyp
     assert len(cuda.of("stream")) == 1 and len(streams) == 1 and streams[0].device == 1
 
 
-def test_boxes_that_are_still_compared_do_not_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check of the takeover before reads the old boxes when the next one makes room: their memory stays until it is done."""
+def test_boxes_that_are_still_compared_do_not_leave_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check of the takeover before reads the old boxes when the next one makes room: their memory
+    stays until it is done."""
     box = Box("w", (0,), (1000,), "float32")
     tensor = torch.ones(1000)
     reading, go_on, seen = threading.Event(), threading.Event(), []
@@ -105,14 +125,20 @@ def test_boxes_that_are_still_compared_do_not_leave_the_device(monkeypatch: pyte
         generation = Generation.__new__(Generation)
         generation.place, generation.order, generation.plan = place, order_of(2), order_of(2).plan
         generation.state = None
-        starting = pool.submit(generation._start, Taken(given=()))  # it only sends, so that it waits for the check itself
+        # it only sends, so that it waits for the check itself
+        starting = pool.submit(generation._start, Taken(given=()))
         assert reading.wait(60)
-        until(lambda: place.checks, "the check among those that are waited for")  # it may begin before it is put down
+        # it may begin before it is put down
+        until(lambda: place.checks, "the check among those that are waited for")
         groups: Any = SimpleNamespace(world=None)
         making_room = threading.Thread(target=Takeover(place, order_of(3), groups).make_room)
         making_room.start()
-        until(lambda: is_waiting(making_room) or not making_room.is_alive(), "its wait for the check")
-        assert making_room.is_alive() and tensor.untyped_storage().nbytes() == 4000, "its memory was given up"
+        until(
+            lambda: is_waiting(making_room) or not making_room.is_alive(), "its wait for the check"
+        )
+        assert making_room.is_alive() and tensor.untyped_storage().nbytes() == 4000, (
+            "its memory was given up"
+        )
         go_on.set()
         making_room.join(60)
         assert seen == [4000] and tensor.untyped_storage().nbytes() == 0 and place.held[0].on_host

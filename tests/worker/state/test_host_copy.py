@@ -1,4 +1,5 @@
-"""Host copies: what they hold, when the optimizer may continue, and that a buffer is not used twice at a time."""
+"""Host copies: what they hold, when the optimizer may continue, and that a buffer is not used twice
+at a time."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class Operations(TorchDispatchMode):
 class Gate:
     """Holds a copy up between the volatile boxes and the others."""
 
-    def __init__(self, host: HostCopies, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+    def __init__(
+        self, host: HostCopies, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+    ) -> None:
         self.open, whole = threading.Event(), host._copy
 
         def late(*arguments: Any) -> None:
@@ -89,7 +92,9 @@ def test_a_copy_costs_the_training_thread_one_call_per_box(monkeypatch: pytest.M
     assert operations.n <= n + 10
 
 
-def test_a_copy_is_the_state_of_its_boundary_whatever_the_next_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_the_state_of_its_boundary_whatever_the_next_step_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensors = live()
     host = copies(tensors)
     gate = Gate(host, monkeypatch)
@@ -113,7 +118,11 @@ def test_a_copy_is_the_state_of_its_boundary_whatever_the_next_step_does(monkeyp
     assert least_s[0] <= waited_s <= most_s
     got = copy.wait()
     assert torch.equal(got["w"][1], torch.arange(15.0).view(3, 5))
-    assert got["buffer"][1].tolist() == [7, 8] and got["half"][1].tolist() == [1, 1, 1] and float(got["step"][1]) == 4
+    assert (
+        got["buffer"][1].tolist() == [7, 8]
+        and got["half"][1].tolist() == [1, 1, 1]
+        and float(got["step"][1]) == 4
+    )
     assert host.settle() == 0.0
 
 
@@ -144,7 +153,9 @@ def test_no_buffer_is_used_twice_at_a_time_and_none_means_go_without() -> None:
     assert float(first.wait()["w"][1].sum()) == 105
     first.release()
     third = host.take(3)
-    assert third is not None and third.lease.buffer.data_ptr() == first.lease.buffer.data_ptr(), "warm pages are used again"
+    assert third is not None and third.lease.buffer.data_ptr() == first.lease.buffer.data_ptr(), (
+        "warm pages are used again"
+    )
     host.settle()
     assert float(third.wait()["w"][1].sum()) == -15 and float(second.wait()["w"][1].sum()) == 105
     with pytest.raises(InternalError, match="released twice"):

@@ -1,4 +1,5 @@
-"""A sticky CUDA error, made up: nothing on the device is offered, what is in host memory is served, the others continue."""
+"""A sticky CUDA error, made up: nothing on the device is offered, what is in host memory is served,
+the others continue."""
 
 from __future__ import annotations
 
@@ -25,9 +26,16 @@ VICTIM = 1
 
 def failed(pool: Pool, generation: int) -> WorkerFailed:
     """The report of the lost device."""
-    pool.wait(lambda: any(e.kind == "device" for e in pool.events(WorkerFailed)), "the report of the device")
+    pool.wait(
+        lambda: any(e.kind == "device" for e in pool.events(WorkerFailed)),
+        "the report of the device",
+    )
     (found,) = [e for e in pool.events(WorkerFailed) if e.kind == "device"]
-    assert found.worker == pool.workers[VICTIM] and found.generation == generation and found.error == MADE_UP
+    assert (
+        found.worker == pool.workers[VICTIM]
+        and found.generation == generation
+        and found.error == MADE_UP
+    )
     assert {e.kind for e in pool.events(WorkerFailed)} <= {"device", "collective"}
     return found
 
@@ -42,7 +50,9 @@ def only_host_copies(pool: Pool, generation: int) -> None:
 @pytest.mark.e2e
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "host_copy"])
-def test_the_others_go_on_without_it_wherever_it_fails(pool: Pool, tmp_path: Path, place: str) -> None:
+def test_the_others_go_on_without_it_wherever_it_fails(
+    pool: Pool, tmp_path: Path, place: str
+) -> None:
     job = job_of("tiny.py", steps=14)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
     pids = pool.pids
@@ -59,7 +69,8 @@ def test_the_others_go_on_without_it_wherever_it_fails(pool: Pool, tmp_path: Pat
 
 @pytest.mark.e2e
 def test_a_device_that_fails_in_a_move(pool: Pool, tmp_path: Path) -> None:
-    """It takes part in the next generation, which is not entered: the third comes from copies of the first."""
+    """It takes part in the next generation, which is not entered: the third comes from copies of
+    the first."""
     job = job_of("tiny.py", steps=14)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
     pool.order(workers[VICTIM], InjectFault("device_error", place="move"))
@@ -70,14 +81,27 @@ def test_a_device_that_fails_in_a_move(pool: Pool, tmp_path: Path) -> None:
         pool.order(worker, Abort(2))
     pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 2)} >= set(workers), "their reports")
     only_host_copies(pool, 2)
-    step, holdings = newest_whole(first, [*{e.worker: e for e in pool.events(Quiesced, 2)}.values()])
-    pool.enter(plan(3, Layout(dp_shard=3), others, 12, resume=from_copies(first, step, holdings), peer_every=2))
+    step, holdings = newest_whole(
+        first, [*{e.worker: e for e in pool.events(Quiesced, 2)}.values()]
+    )
+    pool.enter(
+        plan(
+            3,
+            Layout(dp_shard=3),
+            others,
+            12,
+            resume=from_copies(first, step, holdings),
+            peer_every=2,
+        )
+    )
     pool.quiesced(3, 3)
     loss_curve_agrees(pool, job)
 
 
 @pytest.mark.e2e
-def test_what_it_keeps_for_a_worker_that_is_gone_too_comes_from_it(pool: Pool, tmp_path: Path) -> None:
+def test_what_it_keeps_for_a_worker_that_is_gone_too_comes_from_it(
+    pool: Pool, tmp_path: Path
+) -> None:
     job = job_of("tiny.py", steps=14)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
     gone = kept_by(first, VICTIM)
@@ -98,10 +122,11 @@ def test_what_it_keeps_for_a_worker_that_is_gone_too_comes_from_it(pool: Pool, t
 
 
 def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None:
-    """The copy in flight was stored: what came from others counts, its own part would be waited for on the device.
-    Gradients whose commit was not seen are on the device."""
+    """The copy in flight was stored: what came from others counts, its own part would be waited for
+    on the device. Gradients whose commit was not seen are on the device."""
     host, device, moved = (
-        SimpleNamespace(kind=kind, on_host=there) for kind, there in (("peer", False), ("live", False), ("live", True))
+        SimpleNamespace(kind=kind, on_host=there)
+        for kind, there in (("peer", False), ("live", False), ("live", True))
     )
     copies = PeerReplicas.__new__(PeerReplicas)
     copies.plan = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 12)
@@ -121,4 +146,6 @@ def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None
 
 
 def kept_by(first: Plan, keeper: int) -> WorkerId:
-    return first.ranks[next(rank for rank, keepers in enumerate(first.copies_to) if keeper in keepers)]
+    return first.ranks[
+        next(rank for rank, keepers in enumerate(first.copies_to) if keeper in keepers)
+    ]

@@ -1,4 +1,5 @@
-"""Peer replicas of a generation over queues: when they count, when they are given up, what is held after a loss."""
+"""Peer replicas of a generation over queues: when they count, when they are given up, what is held
+after a loss."""
 
 from __future__ import annotations
 
@@ -15,18 +16,34 @@ from support.worker.wires import Lines, QueueWire
 from elastic.ledger.journal import Line, write_line
 from elastic.policy.copies.replica_placement import replica_holders
 from elastic.reshard.rank_boxes import RNG, boxes
-from elastic.types import CopyStored, Layout, ModelProfile, OptimizerSpec, Plan, TensorSpec, WorkerId
+from elastic.types import (
+    CopyStored,
+    Layout,
+    ModelProfile,
+    OptimizerSpec,
+    Plan,
+    TensorSpec,
+    WorkerId,
+)
 from elastic.worker.state.host_copy import HostCopies, HostMemory, Tensors
 from elastic.worker.state.peer_replicas import PeerReplicas, slowdown
 from elastic.worker.state.train_state import Held
 
-PROFILE = ModelProfile(2, 64, (TensorSpec("w", (16, 4), "float32", None, 0),), (OptimizerSpec(("exp_avg",), ("step",)),))
+PROFILE = ModelProfile(
+    2,
+    64,
+    (TensorSpec("w", (16, 4), "float32", None, 0),),
+    (OptimizerSpec(("exp_avg",), ("step",)),),
+)
 
 
 class Ranks:
-    """All ranks of a generation on nodes of `per_node`; `step` is a boundary as generation.py lives it."""
+    """All ranks of a generation on nodes of `per_node`; `step` is a boundary as generation.py lives
+    it."""
 
-    def __init__(self, layout: Layout, n_copies: int = 1, per_node: int = 1, **more: object) -> None:
+    def __init__(
+        self, layout: Layout, n_copies: int = 1, per_node: int = 1, **more: object
+    ) -> None:
         n = layout.world_size
         workers = tuple(WorkerId(f"n{i // per_node}", i % per_node) for i in range(n))
         to = replica_holders(layout, workers, {}, n_copies)
@@ -35,7 +52,9 @@ class Ranks:
         self.lines, self.step_now = Lines(), 0
         self.live = [self._tensors(rank) for rank in range(n)]
         self.hosts = [HostCopies(HostMemory(), t, frozenset({RNG}), 3) for t in self.live]
-        self.copies = [PeerReplicas(PROFILE, self.plan, r, self.hosts[r], self._wire(r)) for r in range(n)]
+        self.copies = [
+            PeerReplicas(PROFILE, self.plan, r, self.hosts[r], self._wire(r)) for r in range(n)
+        ]
         self.held: list[list[Held]] = [[] for _ in range(n)]
 
     def _wire(self, rank: int) -> Callable[[int], QueueWire]:
@@ -51,13 +70,19 @@ class Ranks:
 
     def wait(self) -> None:
         """Until no thread of a copy is at work."""
-        until(lambda: all(c.flight is None or c.flight.ended for c in self.copies), "the end of the copies")
+        until(
+            lambda: all(c.flight is None or c.flight.ended for c in self.copies),
+            "the end of the copies",
+        )
 
     def step(self, ready: bool = True) -> list[CopyStored]:
-        """A step: words, commit, the change of the state, the boundary. Returns what rank 0 .. n-1 reported."""
+        """A step: words, commit, the change of the state, the boundary. Returns what rank 0 .. n-1
+        reported."""
         if ready:
             self.wait()
-        done, failed, free = (sum(getattr(c, word) for c in self.copies) for word in ("stored", "failed", "free"))
+        done, failed, free = (
+            sum(getattr(c, word) for c in self.copies) for word in ("stored", "failed", "free")
+        )
         stored = []
         self.step_now += 1
         for rank, copies in enumerate(self.copies):
@@ -77,7 +102,9 @@ class Ranks:
         found = set()
         for rank, worker in enumerate(self.plan.ranks):
             for held in self.held[rank] if worker.node_id not in lost else ():
-                assert all(bool((t == held.step).all()) for _, t in held.tensors.values()), "the content of another step"
+                assert all(bool((t == held.step).all()) for _, t in held.tensors.values()), (
+                    "the content of another step"
+                )
                 found.add((held.step, held.rank))
         return found
 
@@ -85,14 +112,17 @@ class Ranks:
 def test_a_copy_counts_when_all_have_stored_it_and_the_next_follows_the_cadence() -> None:
     ranks = Ranks(Layout(dp_shard=4))
     ranks.start()
-    assert ranks.step(ready=False) == [] or ranks.held[0], "acknowledged at the earliest in the next commit"
+    assert ranks.step(ready=False) == [] or ranks.held[0], (
+        "acknowledged at the earliest in the next commit"
+    )
     steps = [ranks.step() for _ in range(8)]
     told = [stored[0].copy.step for stored in steps if stored]
     assert told[-3:] == [told[-3], told[-3] + 2, told[-3] + 4]
     last = [stored for stored in steps if stored][-1]
     assert len(last) == 4 and {s.copy.step for s in last} == {told[-1]}
     assert last[0].seconds > 0 and last[0].stall_s >= 0
-    assert len(write_line(Line(1.0, 1, ((1.0, last[0]),)))) < 700  # however many ranks: who keeps what follows from the plan
+    # however many ranks: who keeps what follows from the plan
+    assert len(write_line(Line(1.0, 1, ((1.0, last[0]),)))) < 700
     assert {rank for step, rank in ranks.kept(set())} == {0, 1, 2, 3}
 
 
@@ -107,7 +137,9 @@ def test_any_r_nodes_may_go_at_once(n_copies: int) -> None:
         assert {rank for step, rank in kept} == set(range(5))
         assert len({step for step, _ in kept}) == 1
     beyond = [ranks.kept({f"n{i}" for i in lost}) for lost in combinations(range(5), n_copies + 1)]
-    assert any({rank for _, rank in kept} != set(range(5)) for kept in beyond), "more than r is more than was promised"
+    assert any({rank for _, rank in kept} != set(range(5)) for kept in beyond), (
+        "more than r is more than was promised"
+    )
 
 
 def test_replicas_on_other_nodes_send_nothing_and_still_keep_their_own() -> None:
@@ -141,7 +173,8 @@ def test_a_loss_in_the_flight_falls_back_to_the_copy_before_it() -> None:
 
 
 def test_an_acknowledgement_that_only_some_have_heard_leaves_a_whole_copy() -> None:
-    """The commit that acknowledges a copy breaks: one rank has heard it and let the copy before go, the others have not."""
+    """The commit that acknowledges a copy breaks: one rank has heard it and let the copy before go,
+    the others have not."""
     ranks = Ranks(Layout(dp_shard=3), n_copies=1)
     ranks.start()
     while not ranks.held[0]:
@@ -171,9 +204,13 @@ def test_an_altered_chunk_is_never_acknowledged_and_the_next_copy_is() -> None:
     ranks.wait()
     keeper = ranks.plan.copies_to[1][0]
     assert [rank for rank, copies in enumerate(ranks.copies) if copies.failed] == [keeper]
-    assert [rank for rank, copies in enumerate(ranks.copies) if copies.stored] == [r for r in range(3) if r != keeper]
+    assert [rank for rank, copies in enumerate(ranks.copies) if copies.stored] == [
+        r for r in range(3) if r != keeper
+    ]
     assert ranks.step() == []
-    assert all(c.flight is None and c.n_given_up == 1 for c in ranks.copies), "all gave it up at the same boundary"
+    assert all(c.flight is None and c.n_given_up == 1 for c in ranks.copies), (
+        "all gave it up at the same boundary"
+    )
     for _ in range(6):
         ranks.step()
     assert {rank for _, rank in ranks.kept(set())} == {0, 1, 2}
@@ -184,7 +221,9 @@ def test_a_copy_that_one_rank_has_not_stored_does_not_count() -> None:
     ranks.start()
     ranks.wait()
     for copies in ranks.copies:
-        assert copies.heard(2, 0) is None and copies.flight is not None and copies.acknowledged == []
+        assert (
+            copies.heard(2, 0) is None and copies.flight is not None and copies.acknowledged == []
+        )
         assert copies.heard(3, 0) is not None and copies.acknowledged_step == 0
 
 
@@ -206,7 +245,9 @@ def test_a_rank_without_a_free_buffer_makes_all_wait_for_a_later_step() -> None:
     assert all(c.n_started == started + 1 for c in ranks.copies)
 
 
-def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("elastic.worker.state.peer_replicas.QUIT_MOST_S", 300.0)
     ranks = Ranks(Layout(dp_shard=4), copy_bytes_per_s=1.0)
     ranks.lines.hold.clear()
@@ -221,17 +262,23 @@ def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends(monkeypat
     assert not any(thread.is_alive() for thread in droppers)
     assert all(c.flight is None and c.unacknowledged() == [] for c in ranks.copies)
     assert all(q.empty() for q in ranks.lines.queues.values())
-    assert all(len(host.memory.free) == 2 for host in ranks.hosts), "own and kept buffer wait for the next"
+    assert all(len(host.memory.free) == 2 for host in ranks.hosts), (
+        "own and kept buffer wait for the next"
+    )
 
 
-def test_buffers_that_are_still_written_to_are_given_to_no_other_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_are_still_written_to_are_given_to_no_other_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("elastic.worker.state.peer_replicas.QUIT_MOST_S", 0.05)
     ranks = Ranks(Layout(dp_shard=2), copy_bytes_per_s=1.0)
     ranks.lines.hold.clear()
     ranks.start()
     for copies in ranks.copies:
         copies.drop()
-    assert all(c.flight is None for c in ranks.copies) and not any(host.memory.free for host in ranks.hosts)
+    assert all(c.flight is None for c in ranks.copies) and not any(
+        host.memory.free for host in ranks.hosts
+    )
     ranks.lines.hold.set()
 
 
@@ -254,7 +301,8 @@ def test_another_cadence_counts_from_the_newest_copy() -> None:
 
 
 def test_the_processor_time_that_copies_take_from_the_steps_is_their_cost() -> None:
-    """Wall times on shared cores are too noisy to tell; a copy that only waits for its acknowledgement costs nothing."""
+    """Wall times on shared cores are too noisy to tell; a copy that only waits for its
+    acknowledgement costs nothing."""
     ranks, told, n_busy = Ranks(Layout(dp_shard=2), peer_every=4), [], 0
     one = ranks.copies[0]
     ranks.lines.hold.clear()

@@ -11,7 +11,13 @@ import torch
 from support.waiting import is_waiting, until
 from support.worker.wires import Gone, Lines, QueueWire
 
-from elastic.worker.state.replica_stream import CHUNK_BYTES, UNPACED_BYTES, RateLimit, receive_boxes, send_boxes
+from elastic.worker.state.replica_stream import (
+    CHUNK_BYTES,
+    UNPACED_BYTES,
+    RateLimit,
+    receive_boxes,
+    send_boxes,
+)
 
 N_BYTES = 3 * CHUNK_BYTES + 8
 
@@ -20,7 +26,9 @@ def source() -> torch.Tensor:
     return torch.arange(N_BYTES // 8, dtype=torch.int64).view(torch.uint8)
 
 
-def receiving(lines: Lines, rank: int, into: torch.Tensor, answers: dict[int, str]) -> threading.Thread:
+def receiving(
+    lines: Lines, rank: int, into: torch.Tensor, answers: dict[int, str]
+) -> threading.Thread:
     def run() -> None:
         answers[rank] = receive_boxes(into, QueueWire(lines, rank), 0)
 
@@ -52,7 +60,10 @@ def test_one_altered_byte_is_told_and_the_stream_still_ends() -> None:
     thread = receiving(lines, 1, torch.zeros(N_BYTES, dtype=torch.uint8), answers)
     assert send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), threading.Event())
     thread.join(120)
-    assert answers[1] == f"chunk 1 ({CHUNK_BYTES} bytes) from rank 0 arrived altered: its 64-bit sum differs"
+    assert (
+        answers[1]
+        == f"chunk 1 ({CHUNK_BYTES} bytes) from rank 0 arrived altered: its 64-bit sum differs"
+    )
     assert lines.between(0, 1).empty()
 
 
@@ -125,7 +136,9 @@ def test_an_idle_time_gives_no_more_than_the_first_burst() -> None:
 
 def test_no_pace_while_somebody_waits() -> None:
     pace = RateLimit(1.0)  # months
-    sender = threading.Thread(target=lambda: [pace.wait(CHUNK_BYTES) for _ in range(20)], daemon=True)
+    sender = threading.Thread(
+        target=lambda: [pace.wait(CHUNK_BYTES) for _ in range(20)], daemon=True
+    )
     sender.start()
     until(lambda: is_waiting(sender) or not sender.is_alive(), "its wait")
     assert sender.is_alive()
@@ -134,7 +147,9 @@ def test_no_pace_while_somebody_waits() -> None:
     assert not sender.is_alive()
 
 
-def test_what_is_sent_while_the_other_end_comes_into_being_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_while_the_other_end_comes_into_being_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of the wires that these tests run over: sender and receiver ask for their queue at once."""
     lines, plain, got = Lines(), queue.Queue._init, torch.zeros(1)
 

@@ -1,4 +1,5 @@
-"""What a rank computes by itself is timed apart from what it waits for, and a drill makes it slow, wrong or stall."""
+"""What a rank computes by itself is timed apart from what it waits for, and a drill makes it slow,
+wrong or stall."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ PROGRAM = load_program(str(PROGRAMS / "tiny.py"))
 
 
 def one_pass(faults: DeviceFaults) -> tuple[float, float, torch.Tensor, torch.Tensor]:
-    """Seconds of the forward passes as timed, of both passes on the wall, the output, a gradient."""
+    """Seconds of the forward passes as timed, of both passes on the wall, the output, a
+    gradient."""
     torch.manual_seed(0)
     model = PROGRAM.model()
     PROGRAM.init(model)
@@ -34,7 +36,12 @@ def one_pass(faults: DeviceFaults) -> tuple[float, float, torch.Tensor, torch.Te
     began = time.perf_counter()
     output = model(torch.arange(32).reshape(2, 16))
     output.sum().backward()
-    return spans.taken_s(), time.perf_counter() - began, output.detach(), next(model.parameters()).grad.clone()
+    return (
+        spans.taken_s(),
+        time.perf_counter() - began,
+        output.detach(),
+        next(model.parameters()).grad.clone(),
+    )
 
 
 def test_a_slow_device_takes_its_time_forward_and_backward_and_computes_the_same() -> None:
@@ -47,7 +54,9 @@ def test_a_slow_device_takes_its_time_forward_and_backward_and_computes_the_same
         assert wall_s >= 2 * 4 * 0.006 * 2  # rows x blocks x unit_s x factor
         assert timed_s >= 2 * 4 * 0.006 * 2 / 3 * 0.5
     # In one of them at least, on a machine that stalls at times.
-    assert min(timed_s / wall_s for timed_s, wall_s, *_ in passes) < 0.5, "a third of it is the forward pass"
+    assert min(timed_s / wall_s for timed_s, wall_s, *_ in passes) < 0.5, (
+        "a third of it is the forward pass"
+    )
     assert plain[0] > 0
 
 
@@ -87,9 +96,14 @@ def test_a_stalled_device_stands_still() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=2, dp_shard=2)])
-def test_the_slow_rank_is_told_apart_from_those_that_wait_for_it(pool: Pool, tmp_path: Path, layout: Layout) -> None:
-    """A sample takes 30 ms through a block on rank 2 and 6 ms on the others; all of them take the same time for a step."""
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=2, dp_shard=2)]
+)
+def test_the_slow_rank_is_told_apart_from_those_that_wait_for_it(
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
+    """A sample takes 30 ms through a block on rank 2 and 6 ms on the others; all of them take the
+    same time for a step."""
     job = job_of("tiny.py", steps=12)
     workers = pool.open(job, tmp_path)
     for i, worker in enumerate(workers):

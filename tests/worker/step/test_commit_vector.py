@@ -1,4 +1,5 @@
-"""What a rank says in a commit, and what all of them hear of the sum: each slot by itself, and all of random plans at once."""
+"""What a rank says in a commit, and what all of them hear of the sum: each slot by itself, and all
+of random plans at once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from elastic.errors import ProgramError
 from elastic.types import Layout
 from elastic.types.grid import coordinates
 from elastic.worker.program.commit import Commit
-from elastic.worker.step.commit_vector import SHARE_MOST, TOKENS_MOST, CommitFields, CommitReport, RankPart, Slots
+from elastic.worker.step.commit_vector import (
+    SHARE_MOST,
+    TOKENS_MOST,
+    CommitFields,
+    CommitReport,
+    RankPart,
+    Slots,
+)
 
 FOUR = Layout(dp_shard=4)
 NOTHING = Commit(0.0, 0.0, 0.0)
@@ -25,7 +33,10 @@ NOTHING = Commit(0.0, 0.0, 0.0)
 
 def said(layout: Layout, changes: dict[int, RankPart] | None = None) -> list[RankPart]:
     """Of each rank; who is not named says nothing."""
-    found = [RankPart(rank, coordinates(layout, rank).dp(layout), NOTHING) for rank in range(layout.world_size)]
+    found = [
+        RankPart(rank, coordinates(layout, rank).dp(layout), NOTHING)
+        for rank in range(layout.world_size)
+    ]
     return [(changes or {}).get(part.rank, part) for part in found]
 
 
@@ -37,11 +48,14 @@ def words(**one: CommitFields) -> CommitReport:
 
 def heard(parts: list[RankPart], layout: Layout = FOUR) -> CommitReport:
     first = parts[0]
-    slots = Slots.of(layout, len(first.sums.block_square_norms), 1 if first.small_square_norm else 0)
+    slots = Slots.of(
+        layout, len(first.sums.block_square_norms), 1 if first.small_square_norm else 0
+    )
     return CommitReport.unpack(reduce(torch.add, [part.pack(slots) for part in parts]), slots)
 
 
-# ------------------------------------------------------------------------------------------------ single slots
+# ------------------------------------------------------------------------------------------------
+# single slots
 
 
 def test_of_ranks_that_say_nothing_nothing_is_heard() -> None:
@@ -56,7 +70,9 @@ def test_the_word_of_one_rank_is_heard_by_all() -> None:
         assert words(**{rank: CommitFields(copy_stored=True)}) == replace(silent, n_copies_stored=1)
         assert words(**{rank: CommitFields(copy_failed=True)}) == replace(silent, n_copies_failed=1)
         assert words(**{rank: CommitFields(copy_free=True)}) == replace(silent, n_copies_free=1)
-    assert words(rank0=CommitFields(stop=True), rank1=CommitFields(stop=True), rank2=CommitFields(stop=True)).stop
+    assert words(
+        rank0=CommitFields(stop=True), rank1=CommitFields(stop=True), rank2=CommitFields(stop=True)
+    ).stop
 
 
 def test_parts_of_a_copy_are_counted_apart_from_those_that_failed() -> None:
@@ -72,9 +88,14 @@ def test_a_cadence_is_told_from_none(cadence: tuple[int, int]) -> None:
 
 def test_shares_are_those_that_rank_0_wants_and_tokens_those_of_each_data_parallel_rank() -> None:
     layout = Layout(pp=2, dp_shard=3)
-    parts = [replace(part, words=CommitFields(shares=(1, 2, 3)) if part.rank == 0 else CommitFields()) for part in said(layout)]
+    parts = [
+        replace(part, words=CommitFields(shares=(1, 2, 3)) if part.rank == 0 else CommitFields())
+        for part in said(layout)
+    ]
     counted = {3: 10, 4: 20, 5: 30}  # the last stage knows them
-    parts = [replace(part, sums=replace(NOTHING, tokens=counted.get(part.rank, 0))) for part in parts]
+    parts = [
+        replace(part, sums=replace(NOTHING, tokens=counted.get(part.rank, 0))) for part in parts
+    ]
     told = heard(parts, layout)
     assert (told.shares, told.tokens, told.commit.tokens) == ((1, 2, 3), (10, 20, 30), 60)
 
@@ -83,7 +104,10 @@ def test_both_fit_into_their_slot_up_to_its_limit_and_no_further() -> None:
     most = Layout(dp_shard=2)
     sums, shares = replace(NOTHING, tokens=TOKENS_MOST - 1), (SHARE_MOST - 1, 1)
     parts = [
-        replace(part, sums=sums, words=CommitFields(shares=shares) if part.rank == 0 else CommitFields()) for part in said(most)
+        replace(
+            part, sums=sums, words=CommitFields(shares=shares) if part.rank == 0 else CommitFields()
+        )
+        for part in said(most)
     ]
     told = heard(parts, most)
     assert told.tokens == (TOKENS_MOST - 1,) * 2 and told.shares == shares
@@ -98,7 +122,8 @@ def test_both_fit_into_their_slot_up_to_its_limit_and_no_further() -> None:
 
 
 @pytest.mark.parametrize(
-    "waits", [[0.0, 0.0, 0.0, 0.0], [0.25, 0.0, 0.25, 0.1], [3600.0, 1.0, 1.0, 1.0], [1e-9, 1e9, 0.3, 0.0]]
+    "waits",
+    [[0.0, 0.0, 0.0, 0.0], [0.25, 0.0, 0.25, 0.1], [3600.0, 1.0, 1.0, 1.0], [1e-9, 1e9, 0.3, 0.0]],
 )
 def test_the_longest_wait_is_exact(waits: list[float]) -> None:
     told = words(**{f"rank{rank}": CommitFields(data_s=wait) for rank, wait in enumerate(waits)})
@@ -111,29 +136,41 @@ def test_one_overflow_and_one_number_that_is_none_are_those_of_the_step() -> Non
     none = said(FOUR, {1: RankPart(1, 1, replace(NOTHING, loss_sum=nan), CommitFields(data_s=1.5))})
     told = heard(none)
     assert isnan(told.commit.loss_sum) and not told.commit.finite
-    assert replace(told, commit=NOTHING) == replace(heard(said(FOUR)), data_s=(0.0, 1.5, 0.0, 0.0)), "and of nothing else"
+    assert replace(told, commit=NOTHING) == replace(
+        heard(said(FOUR)), data_s=(0.0, 1.5, 0.0, 0.0)
+    ), "and of nothing else"
 
 
 def test_digests_are_exact_up_to_their_limit() -> None:
     """2**27 samples whose hashes have all their bits, by one rank less and by one sample less."""
     hashed, n = (1 << HASH_BITS) - 1, 1 << 27
     whole, odd = hashed * n // 4, hashed * (n // 4) - 1
-    parts = [RankPart(rank, rank, replace(NOTHING, samples=(whole, odd if rank == 3 else whole))) for rank in range(4)]
+    parts = [
+        RankPart(rank, rank, replace(NOTHING, samples=(whole, odd if rank == 3 else whole)))
+        for rank in range(4)
+    ]
     assert heard(parts).commit.samples == (hashed * n, hashed * n - 1) and hashed * n <= 1 << 53
 
 
 def test_what_others_need_of_a_commit_is_kept_in_numbers() -> None:
     commit = Commit(2.5, 7.25, 3.0, ((1 << 53) - 1, 12), True, (0.5, 1.5))
-    assert Commit.of(commit.numbers) == commit and {type(number) for number in commit.numbers} == {float}
+    assert Commit.of(commit.numbers) == commit and {type(number) for number in commit.numbers} == {
+        float
+    }
     assert Commit.of(NOTHING.numbers) == NOTHING
 
 
 def test_the_size_at_8192_ranks() -> None:
     slots = Slots.of(Layout(dp_shard=8192))
-    assert RankPart(8191, 8191, NOTHING).pack(slots).nbytes == 8 * sum(slots.widths.values()) == 196_720
+    assert (
+        RankPart(8191, 8191, NOTHING).pack(slots).nbytes
+        == 8 * sum(slots.widths.values())
+        == 196_720
+    )
 
 
-# ------------------------------------------------------------------------------------------------ random plans
+# ------------------------------------------------------------------------------------------------
+# random plans
 
 SECONDS = st.floats(0, 1e6)
 SUMS = st.floats(-1e30, 1e30)
@@ -142,13 +179,20 @@ SUMS = st.floats(-1e30, 1e30)
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     one_or_two = st.integers(1, 2)
-    layout = Layout(pp=draw(one_or_two), dp_replicate=draw(one_or_two), dp_shard=draw(st.integers(1, 3)))
-    return replace(layout, cp=draw(one_or_two)) if draw(st.booleans()) else replace(layout, tp=draw(one_or_two))
+    layout = Layout(
+        pp=draw(one_or_two), dp_replicate=draw(one_or_two), dp_shard=draw(st.integers(1, 3))
+    )
+    return (
+        replace(layout, cp=draw(one_or_two))
+        if draw(st.booleans())
+        else replace(layout, tp=draw(one_or_two))
+    )
 
 
 @st.composite
 def parts_of(draw: st.DrawFn, layout: Layout) -> list[RankPart]:
-    """Each data-parallel rank's samples and tokens are told by one of its ranks; what is rank 0's by rank 0."""
+    """Each data-parallel rank's samples and tokens are told by one of its ranks; what is rank 0's
+    by rank 0."""
     n_blocks, measured = draw(st.integers(0, 3)), draw(st.booleans())
     parts, counted = [], set()
     for part in said(layout):
@@ -161,8 +205,13 @@ def parts_of(draw: st.DrawFn, layout: Layout) -> list[RankPart]:
         )  # fmt: skip
         own: dict[str, object] = {}
         if part.rank == 0 and draw(st.booleans()):
-            shares = st.lists(st.integers(1, SHARE_MOST - 1), min_size=layout.dp, max_size=layout.dp).map(tuple)
-            own = {"shares": draw(shares), "cadence": draw(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)))}
+            shares = st.lists(
+                st.integers(1, SHARE_MOST - 1), min_size=layout.dp, max_size=layout.dp
+            ).map(tuple)
+            own = {
+                "shares": draw(shares),
+                "cadence": draw(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6))),
+            }
         yes = [draw(st.booleans()) for _ in range(5)]
         spoken = CommitFields(*yes, data_s=draw(SECONDS), **own)  # type: ignore[arg-type]
         small = draw(st.floats(1.0, 1e9)) if measured else 0.0
@@ -183,14 +232,26 @@ def test_all_hear_what_each_has_said(case: tuple[Layout, list[RankPart]]) -> Non
     assert told.commit.square_norm == summed([part.sums.square_norm for part in parts])
     assert told.commit.loss_sum == summed([part.sums.loss_sum for part in parts])
     assert told.commit.tokens == sum(part.sums.tokens for part in parts) == sum(told.tokens)
-    assert told.tokens == tuple(sum(p.sums.tokens for p in parts if p.dp == dp) for dp in range(layout.dp))
-    assert told.commit.samples == tuple(sum(part.sums.samples[i] for part in parts) for i in range(2))
+    assert told.tokens == tuple(
+        sum(p.sums.tokens for p in parts if p.dp == dp) for dp in range(layout.dp)
+    )
+    assert told.commit.samples == tuple(
+        sum(part.sums.samples[i] for part in parts) for i in range(2)
+    )
     assert told.commit.overflowed == any(part.sums.overflowed for part in parts)
     blocks = zip(*(part.sums.block_square_norms for part in parts), strict=True)
     assert told.commit.block_square_norms == tuple(summed(list(block)) for block in blocks)
-    assert told.unit_s == tuple(part.unit_s for part in parts) and told.data_s == tuple(w.data_s for w in all_words)
-    assert (told.stop, told.save) == (any(w.stop for w in all_words), any(w.save for w in all_words))
-    counts = [sum(getattr(w, word) for w in all_words) for word in ("copy_stored", "copy_failed", "copy_free")]
+    assert told.unit_s == tuple(part.unit_s for part in parts) and told.data_s == tuple(
+        w.data_s for w in all_words
+    )
+    assert (told.stop, told.save) == (
+        any(w.stop for w in all_words),
+        any(w.save for w in all_words),
+    )
+    counts = [
+        sum(getattr(w, word) for w in all_words)
+        for word in ("copy_stored", "copy_failed", "copy_free")
+    ]
     assert [told.n_copies_stored, told.n_copies_failed, told.n_copies_free] == counts
     assert (told.shares, told.cadence) == (all_words[0].shares, all_words[0].cadence)
     assert told.small_square_norm == summed([part.small_square_norm for part in parts])

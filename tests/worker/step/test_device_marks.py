@@ -1,4 +1,5 @@
-"""How far a GPU has come, with made-up events: counted when they are passed, from any thread, and used again."""
+"""How far a GPU has come, with made-up events: counted when they are passed, from any thread, and
+used again."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_a_lost_device_stays_where_it_was(marks: DeviceMarks) -> None:
     assert marks.passed() == (1, "own")
 
 
-def test_events_are_bounded_where_nobody_asks(marks: DeviceMarks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_bounded_where_nobody_asks(
+    marks: DeviceMarks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_marks, "AHEAD", 4)
     for n in range(50):
         marks.mark("own")
@@ -113,14 +116,17 @@ def test_a_beat_tells_it_beside_the_collectives() -> None:
     at = Coordinates(pp=1, dp_replicate=0, dp_shard=1, cp=0, tp=1)
     marks = SimpleNamespace(passed=lambda: (7, "own"))
     generation.plan = SimpleNamespace(layout=Layout(pp=2, dp_shard=2, tp=2))
-    generation.groups = SimpleNamespace(device=torch.device("cuda", 0), arrived=lambda: (("pp", 0, 4),))
+    generation.groups = SimpleNamespace(
+        device=torch.device("cuda", 0), arrived=lambda: (("pp", 0, 4),)
+    )
     generation._built = None
     assert generation.arrived() == (("pp", 0, 4),)
     generation._built = SimpleNamespace(at=at, spans=SimpleNamespace(marks=marks))
     assert generation.arrived() == (("pp", 0, 4), ("device:own", 6, 7))
 
 
-# ------------------------------------------------------------------------------------------ a model's passes
+# ------------------------------------------------------------------------------------------ a
+# model's passes
 
 
 def trained(model: nn.Module, n_microbatches: int = 1) -> DeviceMarks:
@@ -149,7 +155,9 @@ def stands(marks: DeviceMarks, n: int, dp: int) -> RankSite:
 def test_each_block_has_marks_before_and_behind_it_there_and_back() -> None:
     assert kinds(trained(tiny())) == ["others", "own"] * 8 + ["others"]
     with torch.no_grad():
-        marks = BlockTiming([model := tiny()], PROGRAM, torch.device("cuda", 0), DeviceFaults()).marks
+        marks = BlockTiming(
+            [model := tiny()], PROGRAM, torch.device("cuda", 0), DeviceFaults()
+        ).marks
         model(torch.arange(32).reshape(2, 16))
     assert kinds(marks) == ["others", "own"] * 4
 
@@ -168,7 +176,9 @@ def test_marks_change_no_number() -> None:
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.usefixtures("marks")
-def test_a_gpu_that_hangs_there_or_back_is_named_by_those_that_wait_before_the_next_block(block: int, back: bool) -> None:
+def test_a_gpu_that_hangs_there_or_back_is_named_by_those_that_wait_before_the_next_block(
+    block: int, back: bool
+) -> None:
     before = 2 * (block + 4 * back) + 1  # marks up to that block
     hangs = stands(trained(tiny()), before, 0)
     others = [stands(trained(tiny()), before + 1, dp) for dp in (1, 2)]
@@ -181,19 +191,28 @@ def test_whoever_has_fewer_micro_batches_is_not_named() -> None:
     n = [stands(trained(tiny(), n), 16 * n, n) for n in (1, 2)]
     assert absent_ranks({A: n[0], B: n[1]}, staged=False) == {}
     hangs = stands(trained(tiny(), 2), 16 + 9, 2)
-    assert list(absent_ranks({A: n[0], B: hangs}, staged=False)) == [B], "though it has done more than A"
+    assert list(absent_ranks({A: n[0], B: hangs}, staged=False)) == [B], (
+        "though it has done more than A"
+    )
 
 
 @pytest.mark.usefixtures("marks")
 def test_gathers_are_before_others_and_sums_behind_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 lets the stream wait in its hooks; ours must lie within those."""
     seen: list[str] = []
-    waits, reduces, mark = FSDPParamGroup.wait_for_unshard, FSDPParamGroup.post_backward, DeviceMarks.mark
+    waits, reduces, mark = (
+        FSDPParamGroup.wait_for_unshard,
+        FSDPParamGroup.post_backward,
+        DeviceMarks.mark,
+    )
 
     def noting(what: Any, how: Any) -> Any:
         return lambda self, *given: (seen.append(what or given[0]), how(self, *given))[1]
 
-    for owner, name, how in [(FSDPParamGroup, "wait_for_unshard", waits), (FSDPParamGroup, "post_backward", reduces)]:
+    for owner, name, how in [
+        (FSDPParamGroup, "wait_for_unshard", waits),
+        (FSDPParamGroup, "post_backward", reduces),
+    ]:
         monkeypatch.setattr(owner, name, noting(name, how))
     monkeypatch.setattr(DeviceMarks, "mark", noting("", mark))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -206,5 +225,7 @@ def test_gathers_are_before_others_and_sums_behind_own(monkeypatch: pytest.Monke
     finally:
         dist.destroy_process_group()
     text = " ".join(seen)
-    assert text.count("wait_for_unshard others own") == 8, "nothing of the gather is behind its mark"
+    assert text.count("wait_for_unshard others own") == 8, (
+        "nothing of the gather is behind its mark"
+    )
     assert text.count("own post_backward") >= 3 and "post_backward own" not in text

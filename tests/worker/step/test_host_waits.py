@@ -1,4 +1,5 @@
-"""A step makes the host wait for the device once, on every stage; block timing on a GPU costs few events."""
+"""A step makes the host wait for the device once, on every stage; block timing on a GPU costs few
+events."""
 
 from __future__ import annotations
 
@@ -40,10 +41,14 @@ from elastic.worker.step.optimizer_step import Stepper, seed
 HERE = "127.0.0.1"
 TINY = load_program(PROGRAMS / "tiny.py")
 BATCH, STEPS = 16, 2
-BLOCK_NORMS = Guards.model_validate({"not_finite": "skip", "block_norm": {"most": 1e9, "every": 1}}).model_dump()
+BLOCK_NORMS = Guards.model_validate(
+    {"not_finite": "skip", "block_norm": {"most": 1e9, "every": 1}}
+).model_dump()
 
 
-def stepper_on(groups: Groups, rank: int, n_microbatches: int, program: Program, **job: Any) -> Stepper:
+def stepper_on(
+    groups: Groups, rank: int, n_microbatches: int, program: Program, **job: Any
+) -> Stepper:
     """Of a fresh state of the rank."""
     layout = groups.layout
     given = job_of("tiny.py", 12, BATCH) | {"n_samples": 512} | job
@@ -60,17 +65,30 @@ def stepper_on(groups: Groups, rank: int, n_microbatches: int, program: Program,
         job=Job.from_plain(given),
     )
     state.fill_fresh(7)
-    stepper = Stepper(program, Job.from_plain(given), Plan(1, layout, workers, (BATCH,), layers, n_microbatches), state, groups)
+    stepper = Stepper(
+        program,
+        Job.from_plain(given),
+        Plan(1, layout, workers, (BATCH,), layers, n_microbatches),
+        state,
+        groups,
+    )
     stepper.memory = program.extra_state.get(MEMORY)
     stepper.loss_scale.begin(256)
     return stepper
 
 
 def waits(stepper: Stepper) -> list[list[str]]:
-    """Where the host waits in each of the steps after the first, which compares buffers and gets to know the shapes."""
+    """Where the host waits in each of the steps after the first, which compares buffers and gets to
+    know the shapes."""
     state, dataset, found = stepper.state, TINY.dataset(), []
-    there = [tensor for _, tensor in state.tensors.values() if tensor.ndim and tensor.dtype is torch.float32]
-    reads = HostReads([*there, *(x for model in state.models for x in (*model.parameters(), *model.buffers()))])
+    there = [
+        tensor
+        for _, tensor in state.tensors.values()
+        if tensor.ndim and tensor.dtype is torch.float32
+    ]
+    reads = HostReads(
+        [*there, *(x for model in state.models for x in (*model.parameters(), *model.buffers()))]
+    )
     for step in range(STEPS):
         batches = [collate(dataset, sample_ids(512, BATCH, 7, step))]
         with reads:
@@ -83,8 +101,8 @@ def waits(stepper: Stepper) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("job", "n_microbatches"),
     [
-        ({}, 1), ({}, 8), ({"guards": BLOCK_NORMS}, 8), ({"noise_scale": {"every": 1}}, 8), ({"precision": "float16"}, 2),
-        ({"precision": "bfloat16"}, 2),
+        ({}, 1), ({}, 8), ({"guards": BLOCK_NORMS}, 8), ({"noise_scale": {"every": 1}}, 8),
+        ({"precision": "float16"}, 2), ({"precision": "bfloat16"}, 2),
     ],
     ids=["1 microbatch", "8 microbatches", "block norms", "noise", "float16", "bfloat16"],
 )  # fmt: skip
@@ -116,7 +134,9 @@ def test_the_host_waits_once_in_a_step_of_a_pipeline_stage() -> None:
     ends, processes = [], []
     for rank in range(2):
         here, there = forks.Pipe(duplex=False)
-        processes.append(forks.Process(target=_stage, args=(there, rank, store.port, secret), daemon=True))
+        processes.append(
+            forks.Process(target=_stage, args=(there, rank, store.port, secret), daemon=True)
+        )
         processes[-1].start()
         ends.append(here)
     try:
@@ -131,7 +151,8 @@ def test_the_host_waits_once_in_a_step_of_a_pipeline_stage() -> None:
 
 
 def test_the_host_waits_once_in_a_step_of_a_loop() -> None:
-    """The script hands over the loss and the count of its tokens as they are on the device, and gets floats back."""
+    """The script hands over the loss and the count of its tokens as they are on the device, and
+    gets floats back."""
     groups = Groups(0, Layout(), torch.device("cpu"))
     program = LoopProgram(**{**vars(TINY), "count": None})
     stepper = stepper_on(groups, 0, 1, program)
@@ -171,16 +192,29 @@ def test_what_the_counter_sees() -> None:
         float(own.sum()), own.tolist(), bool((own > 0).all()), own[own > 0]
         there = own.to(device, non_blocking=True)
         assert not reads.seen
-        float((weight * own).sum()), bool((there > 0).all()), there.tolist(), there[there > 0], there.cpu(), there.to("cpu")
-        torch.arange(3, device=device).tolist(), torch.equal(there, own), own.copy_(there), own.clone().to(device)
+        (
+            float((weight * own).sum()),
+            bool((there > 0).all()),
+            there.tolist(),
+            there[there > 0],
+            there.cpu(),
+            there.to("cpu"),
+        )
+        (
+            torch.arange(3, device=device).tolist(),
+            torch.equal(there, own),
+            own.copy_(there),
+            own.clone().to(device),
+        )
     kinds = Counter(line.partition(" at ")[0] for line in reads.seen)
     assert kinds == {
-        "_local_scalar_dense": 2, ".tolist()": 2, "index": 1, ".cpu()": 1, ".to()": 1, "equal": 1, "copy_ to the host": 1,
-        "a blocking .to(device)": 1,
+        "_local_scalar_dense": 2, ".tolist()": 2, "index": 1, ".cpu()": 1, ".to()": 1, "equal": 1,
+        "copy_ to the host": 1, "a blocking .to(device)": 1,
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ reads and copies
+# ------------------------------------------------------------------------------------------------
+# reads and copies
 
 
 def test_numbers_are_read_as_the_floats_that_they_are() -> None:
@@ -217,7 +251,9 @@ def test_a_batch_goes_to_a_gpu_through_pinned_memory_and_nobody_waits() -> None:
     to_device({"input": OnHost()}, torch.device("cuda:1"))  # type: ignore[dict-item]
     assert calls == ["pinned", ("cuda:1", True)]
     batch = {"input": torch.arange(3)}
-    assert to_device(batch, torch.device("cpu"))["input"] is batch["input"], "nothing is pinned or copied on a CPU"
+    assert to_device(batch, torch.device("cpu"))["input"] is batch["input"], (
+        "nothing is pinned or copied on a CPU"
+    )
 
 
 def test_a_batch_that_cannot_be_pinned_goes_there_as_it_is() -> None:
@@ -238,24 +274,35 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
         for n in range(1, 9):
             wanted = [part.tolist() for part in torch.arange(n_rows).tensor_split(n)]
             assert [list(rows) for rows in cut_rows(n_rows, n)] == wanted
-    output = {"logits": torch.arange(6).view(3, 2), "loss": torch.tensor(1.0), "more": (torch.ones(3),)}
+    output = {
+        "logits": torch.arange(6).view(3, 2),
+        "loss": torch.tensor(1.0),
+        "more": (torch.ones(3),),
+    }
     cut = first_rows(output, 2)
     assert cut["logits"].shape == (2, 2) and cut["loss"].ndim == 0 and cut["more"][0].shape == (2,)
 
 
-def test_a_step_is_seeded_like_torch_without_asking_absent_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_seeded_like_torch_without_asking_absent_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     number = (7 * 1_000_003 + 5) * 65_537 + 3
     torch.manual_seed(number)
     wanted, asked = torch.randn(5), []
     for backend in (torch.cuda, torch.xpu, torch.mtia):
-        monkeypatch.setattr(backend, "manual_seed_all", lambda value, name=backend.__name__: asked.append((name, value)))
+        monkeypatch.setattr(
+            backend,
+            "manual_seed_all",
+            lambda value, name=backend.__name__: asked.append((name, value)),
+        )
     seed(number, torch.device("cpu"))
     assert torch.equal(torch.randn(5), wanted) and not asked
     seed(number, torch.device("cuda"))
     assert torch.equal(torch.randn(5), wanted) and asked == [("torch.cuda", number)]
 
 
-# ------------------------------------------------------------------------------------------------ block timing
+# ------------------------------------------------------------------------------------------------
+# block timing
 
 
 class Event:
@@ -281,7 +328,9 @@ class Event:
         return 1e3 * (other.at_s - self.at_s)
 
 
-def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "made", 0)
     model = TINY.model()
@@ -296,7 +345,9 @@ def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(mo
         taken.append(spans.taken_s())
     timed = [step for step, seconds in enumerate(taken) if seconds]
     assert timed == [step for step in range(64) if step < FIRST or step % EVERY == 0]
-    assert all(taken[step] == 4 * (3 if step % 2 else 2) for step in timed), "a second for each block and microbatch"
+    assert all(taken[step] == 4 * (3 if step % 2 else 2) for step in timed), (
+        "a second for each block and microbatch"
+    )
     assert Event.made == 2 * 4 * 3 and Event.waited == 0
     assert len([step for step in timed if step >= 32]) == 4
 
@@ -305,7 +356,10 @@ def test_rank_0_takes_in_the_steps_that_were_timed() -> None:
     taken: list[int] = []
     heard = CommitReport(Commit(1.0, 2.0, 3.0), (0.0, 0.0), (0.0, 0.0), (3,))
     own: Any = SimpleNamespace(
-        loader=object(), new_shares=None, rank=0, _times=SimpleNamespace(add=lambda step, *rest: taken.append(step))
+        loader=object(),
+        new_shares=None,
+        rank=0,
+        _times=SimpleNamespace(add=lambda step, *rest: taken.append(step)),
     )
     for step, timing in enumerate((True, False, True)):
         stepper: Any = SimpleNamespace(spans=SimpleNamespace(timing=timing))

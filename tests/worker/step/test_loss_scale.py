@@ -14,7 +14,14 @@ from elastic.program import load_program
 from elastic.reshard.rank_boxes import LOSS_SCALE, RNG, owned_boxes
 from elastic.types import Job, Layout
 from elastic.worker.program.commit import Commit, step_done
-from elastic.worker.step.loss_scale import GROWTH_STEPS, LARGEST, SMALLEST, LossScale, fresh_scale, profile_of
+from elastic.worker.step.loss_scale import (
+    GROWTH_STEPS,
+    LARGEST,
+    SMALLEST,
+    LossScale,
+    fresh_scale,
+    profile_of,
+)
 from elastic.worker.step.optimizer_step import Pending, Stepper
 
 
@@ -22,7 +29,9 @@ def box(scale: float = 0.0, good: float = 0.0) -> torch.Tensor:
     return torch.tensor([scale, good], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("n_tokens", "first"), [(1, 2.0**16), (1000, 64.0), (1 << 20, 2.0**-4), (0, 2.0**16)])
+@pytest.mark.parametrize(
+    ("n_tokens", "first"), [(1, 2.0**16), (1000, 64.0), (1 << 20, 2.0**-4), (0, 2.0**16)]
+)
 def test_the_first_scale_is_a_power_of_two_that_fits_the_sum(n_tokens: int, first: float) -> None:
     scale = LossScale(box())
     scale.begin(n_tokens)
@@ -66,7 +75,11 @@ def test_it_is_a_box_of_the_state_in_float16_only() -> None:
     program = load_program(Path(job["program"]))
     for precision, there in (("float32", False), ("bfloat16", False), ("float16", True)):
         profile = profile_of(program, Job.from_plain(job | {"precision": precision}))
-        owned = [b.fqn for rank in range(4) for b in owned_boxes(profile, Layout(pp=2, tp=2), (2, 2), rank)]
+        owned = [
+            b.fqn
+            for rank in range(4)
+            for b in owned_boxes(profile, Layout(pp=2, tp=2), (2, 2), rank)
+        ]
         assert owned.count(LOSS_SCALE) == there and owned.count(RNG) == 1
         assert bool(fresh_scale(Job.from_plain(job | {"precision": precision}))) == there
 
@@ -81,10 +94,16 @@ def test_the_journal_tells_a_skipped_step() -> None:
 def test_a_step_that_overflowed_on_some_rank_is_applied_on_none(overflowed: bool) -> None:
     """This rank's own gradients are good ones; the commit says that another's are not."""
     done: list[str] = []
-    state = SimpleNamespace(skip=lambda: done.append("skipped"), apply=lambda *_: done.append("applied"))
+    state = SimpleNamespace(
+        skip=lambda: done.append("skipped"), apply=lambda *_: done.append("applied")
+    )
     stepper: Any = Stepper.__new__(Stepper)
     stepper.pending, stepper.state, stepper.clip_grad_norm = Pending(1, {}, 2.0, 1.0), state, None
-    stepper.loss_scale = SimpleNamespace(value=4.0, after=lambda was: done.append(f"scale heard {was}"))
+    stepper.loss_scale = SimpleNamespace(
+        value=4.0, after=lambda was: done.append(f"scale heard {was}")
+    )
     stepper._apply(Commit(1.0, 2.0, 8.0, overflowed=overflowed))
-    assert done == (["skipped", "scale heard True"] if overflowed else ["applied", "scale heard False"])
+    assert done == (
+        ["skipped", "scale heard True"] if overflowed else ["applied", "scale heard False"]
+    )
     assert stepper.pending is None

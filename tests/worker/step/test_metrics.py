@@ -1,4 +1,5 @@
-"""What a program sums besides its loss, over a validation set that does not divide by the step's samples."""
+"""What a program sums besides its loss, over a validation set that does not divide by the step's
+samples."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def right(output: torch.Tensor, batch: Any) -> dict[str, torch.Tensor]:
 
 def own(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     last = model(batch["input"])[:, 0]
-    return {"first_loss": cross_entropy(last, batch["target"][:, 0], reduction="sum"), "count": len(last)}
+    return {
+        "first_loss": cross_entropy(last, batch["target"][:, 0], reduction="sum"),
+        "count": len(last),
+    }
 
 
 @pytest.fixture
@@ -43,10 +47,14 @@ def evaluated() -> Iterator[Any]:
     groups = Groups(0, Layout(), torch.device("cpu"))
 
     def run(program: Program, tick: Any = lambda: None) -> dict[str, float]:
-        state = TrainState(program, trace(program), groups, layout=Layout(), layers=(4,), rank=0, job=JOB)
+        state = TrainState(
+            program, trace(program), groups, layout=Layout(), layers=(4,), rank=0, job=JOB
+        )
         state.fill_fresh(7)
         plan = Plan(0, Layout(), (WorkerId("node0", 0),), (5,), (4,), 2)
-        return Stepper(program, JOB, plan, state, groups).evaluate(program.validation(), collate_items, N_SAMPLES, tick)
+        return Stepper(program, JOB, plan, state, groups).evaluate(
+            program.validation(), collate_items, N_SAMPLES, tick
+        )
 
     yield run
     groups.close()
@@ -63,8 +71,12 @@ def test_metrics_are_per_token_and_own_sums_per_their_count(evaluated: Any) -> N
     model = build(TINY, 7).eval()
     with torch.no_grad():
         tokens = int((batch["target"] != -100).sum())
-        assert found["right"] == pytest.approx(float(right(model(batch["input"]), batch)["right"]) / tokens)
-        assert found["first_loss"] == pytest.approx(float(own(model, batch)["first_loss"]) / N_SAMPLES, rel=1e-5)
+        assert found["right"] == pytest.approx(
+            float(right(model(batch["input"]), batch)["right"]) / tokens
+        )
+        assert found["first_loss"] == pytest.approx(
+            float(own(model, batch)["first_loss"]) / N_SAMPLES, rel=1e-5
+        )
     assert set(found) == {"validation_loss", "right", "first_loss"}
 
 
@@ -89,9 +101,13 @@ def test_the_worker_says_that_it_evaluates() -> None:
 
 
 def test_what_is_no_sum_is_refused(evaluated: Any) -> None:
-    with pytest.raises(ProgramError, match="Program.metrics returned Tensor; it must return a dict of sums"):
+    with pytest.raises(
+        ProgramError, match="Program.metrics returned Tensor; it must return a dict of sums"
+    ):
         evaluated(replace(TINY, metrics=lambda output, batch: output))
-    with pytest.raises(ProgramError, match=r"Program.metrics\['a'\] is Tensor; it must be a number"):
+    with pytest.raises(
+        ProgramError, match=r"Program.metrics\['a'\] is Tensor; it must be a number"
+    ):
         evaluated(replace(TINY, metrics=lambda output, batch: {"a": output}))
     with pytest.raises(ProgramError, match='must also return "count"'):
         evaluated(replace(TINY, evaluate=lambda model, batch: {"a": 1.0}))

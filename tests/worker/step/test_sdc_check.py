@@ -1,4 +1,5 @@
-"""Ranks that must have equal results: the one that silently corrupts its results is named, and the check leaves no trace."""
+"""Ranks that must have equal results: the one that silently corrupts its results is named, and the
+check leaves no trace."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from elastic.worker.step.sdc_check import SdcCheck, SdcRow, compare, golden_matm
 
 EVERY = 3
 LAYOUTS = [
-    Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2),
-    Layout(dp_replicate=3), Layout(pp=2, tp=2),
+    Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2), Layout(pp=2,
+    dp_shard=2), Layout(dp_replicate=3), Layout(pp=2, tp=2),
 ]  # fmt: skip
 
 
@@ -32,7 +33,8 @@ def rows(losses: list[float], **more: Any) -> list[SdcRow]:
     return [SdcRow(loss, **more) for loss in losses]
 
 
-# ------------------------------------------------------------------------------------------ what the answers say
+# ------------------------------------------------------------------------------------------ what
+# the answers say
 
 
 def test_the_one_that_differs_from_the_majority() -> None:
@@ -58,7 +60,8 @@ def test_all_ranks_that_share_a_pass_are_named_with_it() -> None:
 
 
 def test_sums_in_another_order_are_no_wrong_numbers() -> None:
-    """Where tp or cp ranks add up over NCCL, the bits follow how the GPUs of each group are connected."""
+    """Where tp or cp ranks add up over NCCL, the bits follow how the GPUs of each group are
+    connected."""
     layout = Layout(dp_shard=3, tp=2)
     near = rows([2.5, 2.5, 2.5004, 2.5004, 2.4996, 2.4996])
     assert compare(near, layout, exact=False) is None
@@ -88,7 +91,8 @@ def test_devices_of_another_kind_may_differ_a_little() -> None:
     found = compare([*unlike[:3], SdcRow(2.8, kind=3)], Layout(dp_shard=4))
     assert found is not None and found.ranks == (3,)
     found = compare(
-        [SdcRow(2.5, kind=1), SdcRow(2.5000001, kind=1), SdcRow(2.5, kind=1), SdcRow(2.51, kind=2)], Layout(dp_shard=4)
+        [SdcRow(2.5, kind=1), SdcRow(2.5000001, kind=1), SdcRow(2.5, kind=1), SdcRow(2.51, kind=2)],
+        Layout(dp_shard=4),
     )
     assert found is not None and found.ranks == (1,), "equal devices must agree to the last bit"
 
@@ -99,7 +103,9 @@ def test_replicas_whose_state_differs() -> None:
     assert compare(same, layout) is None
     found = compare([*same[:3], replace(same[3], content=(8, 1)), *same[4:]], layout)
     assert found is not None and found.ranks == (3,) and not found.by_loss
-    found = compare([replace(same[0], content=(9, 0)), *same[1:4]], Layout(dp_replicate=2, dp_shard=2))
+    found = compare(
+        [replace(same[0], content=(9, 0)), *same[1:4]], Layout(dp_replicate=2, dp_shard=2)
+    )
     assert found is not None and found.ranks == (0, 2), "of two replicas nobody knows which"
 
 
@@ -129,10 +135,17 @@ class Scripted(SdcCheck):
     """Answers are given; `asked`: the steps after which there was a question."""
 
     def __init__(
-        self, every: int | str, answers: list[SdcRow], entered: int = 0, layout: Layout = SHARDS, device: str = "cpu"
+        self,
+        every: int | str,
+        answers: list[SdcRow],
+        entered: int = 0,
+        layout: Layout = SHARDS,
+        device: str = "cpu",
     ) -> None:
         stepper: Any = SimpleNamespace(
-            job=Job(check_numbers_every=every), state=SimpleNamespace(step=entered), device=torch.device(device)
+            job=Job(check_numbers_every=every),
+            state=SimpleNamespace(step=entered),
+            device=torch.device(device),
         )
         workers = [WorkerId(str(i), 0) for i in range(layout.world_size)]
         super().__init__(stepper, plan(3, layout, workers, 8), DeviceFaults(), 0)
@@ -162,15 +175,23 @@ def test_only_where_nccl_adds_up_within_a_pass_may_bits_differ(
     found = Scripted(10, nearly, layout=layout, device=device).after(10, [], 0.1)
     assert isinstance(found, WrongNumbers if exact else NumbersChecked)
     far = rows([2.5, 2.5, 2.6, 2.6])
-    assert isinstance(Scripted(10, far, layout=layout, device=device).after(10, [], 0.1), WrongNumbers)
+    assert isinstance(
+        Scripted(10, far, layout=layout, device=device).after(10, [], 0.1), WrongNumbers
+    )
 
 
 def test_how_often() -> None:
     cheap, dear = (rows([2.5] * 4, check_s=check_s, step_s=0.1) for check_s in (0.01, 1.0))
-    for every, answers, asked in ((0, cheap, []), (300, cheap, [300, 600, 900]), (300, dear, [300, 600, 900])):
+    for every, answers, asked in (
+        (0, cheap, []),
+        (300, cheap, [300, 600, 900]),
+        (300, dear, [300, 600, 900]),
+    ):
         one = Scripted(every, answers)
         told = [one.after(step, [], 0.1) for step in range(1, 1000)]
-        assert [found for found in told if found is not None] == [NumbersChecked(3, step) for step in asked]
+        assert [found for found in told if found is not None] == [
+            NumbersChecked(3, step) for step in asked
+        ]
         assert one.asked == asked
     one = Scripted("auto", cheap, entered=250)
     [one.after(step, [], 0.1) for step in range(251, 1000)]
@@ -186,7 +207,12 @@ def test_told_once_with_the_last_step_that_was_right() -> None:
     one.answers = rows([2.5, 2.5, 2.5, 2.6])
     found = one.after(20, [], 0.1)
     assert isinstance(found, WrongNumbers)
-    assert (found.generation, found.step, found.good_step, found.workers) == (3, 20, 10, (WorkerId("3", 0),))
+    assert (found.generation, found.step, found.good_step, found.workers) == (
+        3,
+        20,
+        10,
+        (WorkerId("3", 0),),
+    )
     assert one.asked == [10, 20, 20], "the pass is made once more"
     assert one.after(30, [], 0.1) is None and len(one.asked) == 3
 
@@ -202,7 +228,8 @@ def test_a_program_whose_loss_is_another_one_each_time() -> None:
     assert not one.repeats
 
 
-# ------------------------------------------------------------------------------------------ on ranks
+# ------------------------------------------------------------------------------------------ on
+# ranks
 
 
 def blind() -> None:
@@ -225,7 +252,9 @@ def run(pool: Pool, job: dict[str, Any], folder: Path, layout: Layout) -> list[S
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", ["tiny.py", "tiny_dropout.py"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp_shard=2, cp=2)], ids=str)
-def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, program: str) -> None:
+def test_the_check_leaves_no_trace(
+    pool: Pool, tmp_path: Path, layout: Layout, program: str
+) -> None:
     if layout.cp > 1 and program != "tiny.py":
         pytest.skip("its model does not cut sequences")
     job = job_of(program, steps=8, global_batch=16 if layout.pp > 1 else 12)
@@ -242,10 +271,17 @@ def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, p
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("see", [True, False], ids=["known", "loss"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Path, layout: Layout, see: bool) -> None:
-    """Each rank in turn, rank 0 too (the first and the last of the later layouts); `see`: the golden matmul fails there too."""
-    job = job_of("tiny.py", steps=1_000_000, global_batch=16 if layout.pp > 1 else 12) | {"check_numbers_every": EVERY}
-    for victim in range(0, layout.world_size, 1 if layout in LAYOUTS[:3] else layout.world_size - 1):
+def test_the_rank_that_computes_wrong_numbers_is_named(
+    pool: Pool, tmp_path: Path, layout: Layout, see: bool
+) -> None:
+    """Each rank in turn, rank 0 too (the first and the last of the later layouts); `see`: the
+    golden matmul fails there too."""
+    job = job_of("tiny.py", steps=1_000_000, global_batch=16 if layout.pp > 1 else 12) | {
+        "check_numbers_every": EVERY
+    }
+    for victim in range(
+        0, layout.world_size, 1 if layout in LAYOUTS[:3] else layout.world_size - 1
+    ):
         workers = pool.open(job, tmp_path / str(victim))
         for worker in workers:
             pool.patch(worker, seeing if see else blind)
@@ -268,7 +304,9 @@ def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Pat
         pool.patch(worker, seeing)
 
 
-def named_right(found: WrongNumbers, workers: list[WorkerId], victim: int, layout: Layout, see: bool) -> None:
+def named_right(
+    found: WrongNumbers, workers: list[WorkerId], victim: int, layout: Layout, see: bool
+) -> None:
     print(f"{layout}, rank {victim}: step {found.step}, good {found.good_step}: {found.reason}")
     named = [workers.index(worker) for worker in found.workers]
     assert victim in named
@@ -329,7 +367,8 @@ def test_a_bit_that_flips_in_a_replica_is_found(pool: Pool, tmp_path: Path, vict
 
 
 def wrong_from_the_second_on() -> None:
-    """In a worker's process: the device silently corrupts results in every generation but the first."""
+    """In a worker's process: the device silently corrupts results in every generation but the
+    first."""
     ask = sdc_check.SdcCheck._ask
 
     def wrong(self: SdcCheck, step: int, batches: Any, step_s: float) -> list[SdcRow]:
@@ -371,7 +410,8 @@ def test_what_a_check_costs(pool: Pool, tmp_path: Path) -> None:
         steps = run(pool, job, tmp_path / str(every), layout)
         times = sorted(b[0] - a[0] for a, b in zip(told(pool), told(pool)[1:], strict=False))
         print(
-            f"check_numbers_every={every}: median {times[len(times) // 2] * 1e3:.1f} ms from step to step, {len(steps)} steps"
+            f"check_numbers_every={every}: median {times[len(times) // 2] * 1e3:.1f} ms from step "
+            f"to step, {len(steps)} steps"
         )
         print(f"  {time.monotonic() - began:.1f} s in all")
     assert len(steps) == 60

@@ -1,5 +1,5 @@
-"""Unequal batch shares, stages and numbers of microbatches, given at the start or while a generation runs: the loss is that of
-one process, step for step."""
+"""Unequal batch shares, stages and numbers of microbatches, given at the start or while a
+generation runs: the loss is that of one process, step for step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,27 @@ from support.worker.plans import N_BLOCKS, live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.storage import open_storage
-from elastic.types import Job, Layout, Plan, RanksTimed, Resume, SetShares, ShardStored, SharesSet, StepDone, WorkerId
+from elastic.types import (
+    Job,
+    Layout,
+    Plan,
+    RanksTimed,
+    Resume,
+    SetShares,
+    ShardStored,
+    SharesSet,
+    StepDone,
+    WorkerId,
+)
 from elastic.types.grid import each_microbatches
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.step.batch_shares import BatchShares
 
 LAYOUTS = [
-    Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, microbatch_size=3), Layout(pp=2, dp_shard=2),
-    Layout(tp=2, dp_shard=2), Layout(pp=4), Layout(dp_replicate=3, microbatch_size=2), Layout(pp=3), Layout(pp=2, tp=2),
-    Layout(dp_shard=3), Layout(pp=2, dp_replicate=2, microbatch_size=1),
+    Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, microbatch_size=3), Layout(pp=2,
+    dp_shard=2), Layout(tp=2, dp_shard=2), Layout(pp=4), Layout(dp_replicate=3, microbatch_size=2),
+    Layout(pp=3), Layout(pp=2, tp=2), Layout(dp_shard=3), Layout(pp=2, dp_replicate=2,
+    microbatch_size=1),
 ]  # fmt: skip
 EVERY = 6  # steps of each generation
 
@@ -32,14 +44,28 @@ def parts(chance: random.Random, total: int, n: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
 
 
-def random_plan(chance: random.Random, number: int, layout: Layout, workers: list[WorkerId], resume: Resume) -> Plan:
-    """Unequal in all that may be unequal: samples, blocks per stage, and with them microbatches of the replicas."""
-    made = plan(number, layout, workers, 24, resume=resume, n_microbatches=4 if layout.pp > 1 else chance.choice([1, 2]))
-    return replace(made, samples=in_units(made, chance), layers=parts(chance, N_BLOCKS, layout.n_stages))
+def random_plan(
+    chance: random.Random, number: int, layout: Layout, workers: list[WorkerId], resume: Resume
+) -> Plan:
+    """Unequal in all that may be unequal: samples, blocks per stage, and with them microbatches of
+    the replicas."""
+    made = plan(
+        number,
+        layout,
+        workers,
+        24,
+        resume=resume,
+        n_microbatches=4 if layout.pp > 1 else chance.choice([1, 2]),
+    )
+    return replace(
+        made, samples=in_units(made, chance), layers=parts(chance, N_BLOCKS, layout.n_stages)
+    )
 
 
 def in_units(made: Plan, chance: random.Random) -> tuple[int, ...]:
-    return tuple(made.n_microbatches * k for k in parts(chance, 24 // made.n_microbatches, made.layout.dp))
+    return tuple(
+        made.n_microbatches * k for k in parts(chance, 24 // made.n_microbatches, made.layout.dp)
+    )
 
 
 def test_replicas_with_more_samples_have_more_microbatches() -> None:
@@ -48,7 +74,12 @@ def test_replicas_with_more_samples_have_more_microbatches() -> None:
     assert each_microbatches(two, (6, 6, 2, 2), 2) == (3, 3, 1, 1)
     assert each_microbatches(two, (7, 6, 2, 1), 2) == (4, 4, 1, 1)
     assert each_microbatches(Layout(dp_replicate=2), (6, 2), 2) == (2, 2), "no size is asked for"
-    assert each_microbatches(Layout(dp_shard=4, microbatch_size=2), (6, 6, 2, 2), 2) == (2, 2, 2, 2), "shards: equally many"
+    assert each_microbatches(Layout(dp_shard=4, microbatch_size=2), (6, 6, 2, 2), 2) == (
+        2,
+        2,
+        2,
+        2,
+    ), "shards: equally many"
     piped = Layout(pp=2, dp_replicate=2, microbatch_size=1)
     assert each_microbatches(piped, (12, 4), 4) == (12, 4), "all of one size"
     assert each_microbatches(replace(piped, microbatch_size=2), (12, 4), 4) == (12, 4)
@@ -60,7 +91,14 @@ def test_other_shares_hold_from_their_step_on() -> None:
     shares = BatchShares(Job(n_samples=64, global_batch=8, seed=0), first)
     shares.set(5, (2, 6))
     shares.set(7, (3, 5))
-    assert [shares.samples(step) for step in (0, 4, 5, 6, 7, 70)] == [(4, 4), (4, 4), (2, 6), (2, 6), (3, 5), (3, 5)]
+    assert [shares.samples(step) for step in (0, 4, 5, 6, 7, 70)] == [
+        (4, 4),
+        (4, 4),
+        (2, 6),
+        (2, 6),
+        (3, 5),
+        (3, 5),
+    ]
     assert shares.newest == (3, 5)
     ids = shares.ids(5)
     assert (shares.ids_of(5, 0), shares.ids_of(5, 1)) == (ids[:2], ids[2:])
@@ -72,12 +110,17 @@ def test_other_shares_hold_from_their_step_on() -> None:
 def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     layouts = chance.sample(LAYOUTS, 5)
-    job = job_of("tiny.py", steps=EVERY * len(layouts), global_batch=24) | {"eval_every": 4, "eval_samples": 10}
+    job = job_of("tiny.py", steps=EVERY * len(layouts), global_batch=24) | {
+        "eval_every": 4,
+        "eval_samples": 10,
+    }
     workers = pool.open(job, tmp_path)
     plans: list[Plan] = []
     n_set = 0
     for i, layout in enumerate(layouts):
-        plans.append(random_plan(chance, i + 1, layout, workers, live(plans[-1]) if plans else Resume()))
+        plans.append(
+            random_plan(chance, i + 1, layout, workers, live(plans[-1]) if plans else Resume())
+        )
         pool.enter(plans[-1])
         pool.entered(i + 1)
         pool.wait(lambda: any(e.step >= EVERY * i + 1 for e in pool.events(StepDone)), "a step")  # noqa: B023
@@ -89,17 +132,23 @@ def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -
                 n_set += 1
                 pool.wait(lambda: pool.events(SharesSet, i + 1), f"shares of generation {i + 1}")  # noqa: B023
                 assert [e.samples for e in pool.events(SharesSet, i + 1)] == [wanted]
-        pool.wait(lambda: any(e.step >= EVERY * (i + 1) - 1 for e in pool.events(StepDone)), "steps")  # noqa: B023
+        pool.wait(
+            lambda: any(e.step >= EVERY * (i + 1) - 1 for e in pool.events(StepDone)),  # noqa: B023
+            "steps",
+        )
     assert n_set
     pool.quiesced(len(layouts), len(plans[-1].ranks))
     pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last checkpoint")
-    checkpoint_writer.commit(open_storage(str(tmp_path)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
+    checkpoint_writer.commit(
+        open_storage(str(tmp_path)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {}
+    )
     check(job, tmp_path, pool.events(StepDone), 1e-4)
 
 
 @pytest.mark.e2e
 def test_shares_change_without_a_new_generation(pool: Pool, tmp_path: Path) -> None:
-    """All ranks change at the same step, the loss continues as that of one process, and each rank's time per unit is told."""
+    """All ranks change at the same step, the loss continues as that of one process, and each rank's
+    time per unit is told."""
     job = job_of("tiny.py", steps=14)
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_shard=4), workers, 12)

@@ -1,4 +1,5 @@
-"""A step that is not applied leaves the buffers as they were; frozen weights go with the generation that read them."""
+"""A step that is not applied leaves the buffers as they were; frozen weights go with the generation
+that read them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ ALONE = Plan(1, Layout(), (WorkerId("node0", 0),), (12,), (4,), 1)
 
 
 def bad_seed() -> int:
-    """Sample 77 comes in step NAN_AT, and not again in an epoch, which has more steps than the job."""
+    """Sample 77 comes in step NAN_AT, and not again in an epoch, which has more steps than the
+    job."""
     return next(seed for seed in range(10_000) if 77 in sample_ids(512, 12, seed, NAN_AT - 1))
 
 
@@ -55,22 +57,42 @@ def begun() -> Iterator[Any]:
     groups = Groups(0, Layout(), torch.device("cpu"))
 
     def begin(guards: dict[str, Any]) -> tuple[TrainState, Stepper, Any]:
-        job = job_of("tiny_counting.py", STEPS) | {"seed": bad_seed(), "guards": guards, "n_samples": 512}
-        state = TrainState(COUNTING, trace(COUNTING), groups, layout=Layout(), layers=(4,), rank=0, job=Job.from_plain(job))
+        job = job_of("tiny_counting.py", STEPS) | {
+            "seed": bad_seed(),
+            "guards": guards,
+            "n_samples": 512,
+        }
+        state = TrainState(
+            COUNTING,
+            trace(COUNTING),
+            groups,
+            layout=Layout(),
+            layers=(4,),
+            rank=0,
+            job=Job.from_plain(job),
+        )
         state.fill_fresh(7)
         dataset: Any = COUNTING.dataset and COUNTING.dataset()
         stepper = Stepper(COUNTING, Job.from_plain(job), ALONE, state, groups)
-        return state, stepper, lambda: [collate(dataset, sample_ids(512, 12, job["seed"], state.step))]
+        return (
+            state,
+            stepper,
+            lambda: [collate(dataset, sample_ids(512, 12, job["seed"], state.step))],
+        )
 
     yield begin
     groups.close()
 
 
 def buffers_of(state: TrainState) -> dict[str, torch.Tensor]:
-    return {name: state.tensors[f"model.head.{name}"][1].clone() for name in ("calls", "mean", "table")}
+    return {
+        name: state.tensors[f"model.head.{name}"][1].clone() for name in ("calls", "mean", "table")
+    }
 
 
-def test_gradients_that_were_read_after_an_abort_are_not_kept(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_were_read_after_an_abort_are_not_kept(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU an aborted kernel ends like one that is done: the numbers look right."""
     state, stepper, batch = begun(SKIP)
     stepper.run(batch(), CommitFields())
@@ -93,10 +115,14 @@ def test_a_skipped_step_takes_its_buffers_back(begun: Any) -> None:
         before = buffers_of(state)
         stepper.run(batch(), CommitFields())
         assert (stepper.trip is not None) == (step == NAN_AT)
-        same = {name: torch.equal(tensor, before[name]) for name, tensor in buffers_of(state).items()}
+        same = {
+            name: torch.equal(tensor, before[name]) for name, tensor in buffers_of(state).items()
+        }
         assert same == {"calls": step == NAN_AT, "mean": step == NAN_AT, "table": True}
     assert int(buffers_of(state)["calls"]) == NAN_AT and state.step == NAN_AT + 1
-    assert [tensor.numel() for tensor in state.buffers.watched] == [1, 32], "a large one that stays as it is is not copied"
+    assert [tensor.numel() for tensor in state.buffers.watched] == [1, 32], (
+        "a large one that stays as it is is not copied"
+    )
 
 
 def test_before_a_roll_back_too(begun: Any) -> None:
@@ -123,34 +149,51 @@ def broken_off(stepper: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any
     return commits[0].commit
 
 
-def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit aborts here; the state that is taken along is that of the step before; then the word comes to apply it."""
+def test_a_step_that_is_broken_off_may_still_be_applied(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit aborts here; the state that is taken along is that of the step before; then the
+    word comes to apply it."""
     state, stepper, batch = begun(SKIP)
     commit = broken_off(stepper, batch(), monkeypatch)
     after = buffers_of(state)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
-    left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
+    place = SimpleNamespace(
+        held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None
+    )
+    left = Generation(
+        place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False)
+    )  # type: ignore[arg-type]
     left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
     for _ in range(2):
         left.take_along()
         assert [(held.kind, held.step) for held in place.held] == [("live", 0)]
         assert int(buffers_of(state)["calls"]) == 0 and not buffers_of(state)["mean"].any()
     stepper.roll_forward(1, commit)
-    assert all(torch.equal(tensor, after[name]) for name, tensor in buffers_of(state).items()) and int(after["calls"]) == 1
+    assert (
+        all(torch.equal(tensor, after[name]) for name, tensor in buffers_of(state).items())
+        and int(after["calls"]) == 1
+    )
     left.take_along()
     assert int(buffers_of(state)["calls"]) == 1, "of a step that is applied nothing is taken back"
 
 
-def test_gradients_of_one_step_are_never_applied_as_another(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_one_step_are_never_applied_as_another(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, stepper, batch = begun(SKIP)
     commit = broken_off(stepper, batch(), monkeypatch)
-    with pytest.raises(InternalError, match="told to apply step 2; the gradients here are those of step 1"):
+    with pytest.raises(
+        InternalError, match="told to apply step 2; the gradients here are those of step 1"
+    ):
         stepper.roll_forward(2, commit)
     assert state.step == 0
 
 
-def test_samples_that_the_order_does_not_give_are_an_error(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank adds the digest of what it has read to the commit; the sum must be that of the step's samples."""
+def test_samples_that_the_order_does_not_give_are_an_error(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank adds the digest of what it has read to the commit; the sum must be that of the
+    step's samples."""
     state, stepper, batch = begun(SKIP)
     ids = stepper.shares.ids_of(0, 0)
     monkeypatch.setattr(stepper.shares, "ids_of", lambda step, dp: [ids[0], *ids[:-1]])
@@ -161,8 +204,12 @@ def test_samples_that_the_order_does_not_give_are_an_error(begun: Any, monkeypat
 
 def test_a_state_in_the_middle_of_an_update_is_that_of_no_step(begun: Any) -> None:
     state, _, _ = begun(SKIP)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
-    left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
+    place = SimpleNamespace(
+        held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None
+    )
+    left = Generation(
+        place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False)
+    )  # type: ignore[arg-type]
     left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
     left.take_along()
     assert [held.kind for held in place.held] == ["live"]
@@ -186,7 +233,9 @@ def test_all_ranks_leave_out_the_same(pool: Pool, tmp_path: Path) -> None:
     workers = pool.open(job, tmp_path, n=3)
     first = plan(1, Layout(dp_shard=2), workers, 12)
     pool.enter(first)
-    pool.wait(lambda: any(e.step >= NAN_AT + 2 for e in pool.events(StepDone)), "steps after the bad one")
+    pool.wait(
+        lambda: any(e.step >= NAN_AT + 2 for e in pool.events(StepDone)), "steps after the bad one"
+    )
     pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(first)))
     pool.quiesced(2, 3)
     pool.wait(lambda: len(pool.events(ShardStored)) == 3, "the last checkpoint")
@@ -195,7 +244,9 @@ def test_all_ranks_leave_out_the_same(pool: Pool, tmp_path: Path) -> None:
     checkpoint = checkpoint_index.open_checkpoint(uri)
     assert int(checkpoint.read(box_of(checkpoint, "model.head.calls"))) == STEPS - 1
     alone = train(COUNTING, job, STEPS, skipped=(NAN_AT,))
-    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone.losses, rel=1e-4, nan_ok=True)
+    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(
+        alone.losses, rel=1e-4, nan_ok=True
+    )
 
 
 def box_of(checkpoint: Any, fqn: str) -> Any:
@@ -205,7 +256,8 @@ def box_of(checkpoint: Any, fqn: str) -> Any:
     return Box(fqn, (0,) * len(shape), shape, dtype)
 
 
-# ------------------------------------------------------------------------------------------------ frozen weights
+# ------------------------------------------------------------------------------------------------
+# frozen weights
 
 
 def with_frozen_blocks(folder: Path) -> Program:
@@ -217,17 +269,26 @@ def with_frozen_blocks(folder: Path) -> Program:
         made.layers.requires_grad_(False)
         return made
 
-    save_file({name: tensor.clone() for name, tensor in tiny.model().state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in tiny.model().state_dict().items()},
+        folder / "model.safetensors",
+    )
     return replace(tiny, model=model, weights=Weights(folder))
 
 
 def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None:
-    """The live boxes stay for whoever takes them over; the frozen ones are given up at once, though the model is still there,
-    and the whole of it goes once nobody holds the boxes."""
+    """The live boxes stay for whoever takes them over; the frozen ones are given up at once, though
+    the model is still there, and the whole of it goes once nobody holds the boxes."""
     program = with_frozen_blocks(tmp_path)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
-    left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
-    state = left.state = TrainState(program, trace(program), left.groups, layout=Layout(), layers=(4,), rank=0, job=Job())
+    place = SimpleNamespace(
+        held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None
+    )
+    left = Generation(
+        place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False)
+    )  # type: ignore[arg-type]
+    state = left.state = TrainState(
+        program, trace(program), left.groups, layout=Layout(), layers=(4,), rank=0, job=Job()
+    )
     left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
     state.read_frozen()
     state.fill_fresh(7)
@@ -237,7 +298,10 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     left.close()
     assert not any(tensor.untyped_storage().nbytes() for tensor in frozen)
     held = {fqn: tensor.clone() for fqn, (_, tensor) in place.held[0].tensors.items()}
-    assert set(held) & {"model.embed.weight", "optim.exp_avg.head.weight"} and held["model.embed.weight"].any()
+    assert (
+        set(held) & {"model.embed.weight", "optim.exp_avg.head.weight"}
+        and held["model.embed.weight"].any()
+    )
     model = weakref.ref(state.model)
     del left, state, frozen
     place.held.clear()

@@ -1,4 +1,5 @@
-"""A stream passes through layouts like any other data: the losses are those of one process that reads it once."""
+"""A stream passes through layouts like any other data: the losses are those of one process that
+reads it once."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ class InOrder:
     """What the stream gives, under the ids by which a plain trainer asks for it."""
 
     def __init__(self, items: Any, job: dict[str, Any]) -> None:
-        ids = [i for step in range(STEPS) for i in sample_ids(N_POSITIONS, job["global_batch"], job["seed"], step)]
+        ids = [
+            i
+            for step in range(STEPS)
+            for i in sample_ids(N_POSITIONS, job["global_batch"], job["seed"], step)
+        ]
         self.items, self.place = items, {sample: place for place, sample in enumerate(ids)}
 
     def __len__(self) -> int:
@@ -43,7 +48,9 @@ class InOrder:
 @pytest.mark.e2e
 def test_a_stream_is_read_once_through_three_layouts(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_stream.py", STEPS)
-    steps = pass_through(pool, job, tmp_path / "run", [Layout(dp_shard=2), Layout(dp_shard=3), Layout(pp=2)], 3)
+    steps = pass_through(
+        pool, job, tmp_path / "run", [Layout(dp_shard=2), Layout(dp_shard=3), Layout(pp=2)], 3
+    )
     tiny = load_program(Path(job["program"]).with_name("tiny.py"))
     alone = train(replace(tiny, dataset=lambda: InOrder(tiny.dataset(), job)), job, STEPS)
     assert [event.step for event in steps] == list(range(1, STEPS + 1))
@@ -63,14 +70,22 @@ def test_weights_are_imported_into_a_job_with_a_stream(pool: Pool, tmp_path: Pat
         tmp_path / "in" / "a.safetensors",
     )
     wanted = ImportRequest(
-        profile_of(program, Job.from_plain(job)), seed, at_step=2, buffers=lambda: fresh_buffers(program, seed)
+        profile_of(program, Job.from_plain(job)),
+        seed,
+        at_step=2,
+        buffers=lambda: fresh_buffers(program, seed),
     )
     done = import_state(str(tmp_path / "in"), open_storage(tmp_path / "run"), wanted)
     workers = pool.open(job, tmp_path / "run", n=1)
     pool.enter(plan(5, Layout(), workers, 12, resume=Resume("durable", 2, 0, uri=done["uri"])))
     pool.quiesced(5, 1)
-    assert [(event.step, event.skipped) for event in pool.events(StepDone)] == [(3, False), (4, False)]
+    assert [(event.step, event.skipped) for event in pool.events(StepDone)] == [
+        (3, False),
+        (4, False),
+    ]
     tiny = load_program(Path(job["program"]).with_name("tiny.py")).dataset()
     for event in pool.events(StepDone):
         ids = [position % N for position in range((event.step - 1) * 12, event.step * 12)]
-        assert event.tokens == sum(int((torch.as_tensor(tiny[i]["target"]) != -100).sum()) for i in ids)
+        assert event.tokens == sum(
+            int((torch.as_tensor(tiny[i]["target"]) != -100).sum()) for i in ids
+        )

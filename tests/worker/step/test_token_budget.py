@@ -1,4 +1,5 @@
-"""Samples of unequal length in micro-batches of a budget of tokens: what a plain process computes that fills all of them up."""
+"""Samples of unequal length in micro-batches of a budget of tokens: what a plain process computes
+that fills all of them up."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from elastic.worker.step.batch_shares import BatchShares
 
 SEQ, BUDGET = 16, 28
 CHAIN = [
-    Layout(dp_shard=2), Layout(dp_shard=3), Layout(cp=2, dp_shard=2), Layout(dp_replicate=2, dp_shard=2, zero_stage=1),
-    Layout(tp=2, dp_shard=2), Layout(dp_shard=3, zero_stage=2),
+    Layout(dp_shard=2), Layout(dp_shard=3), Layout(cp=2, dp_shard=2), Layout(dp_replicate=2,
+    dp_shard=2, zero_stage=1), Layout(tp=2, dp_shard=2), Layout(dp_shard=3, zero_stage=2),
 ]  # fmt: skip
 
 
@@ -41,7 +42,10 @@ class FilledUp:
         item = self.items[index]
         n = SEQ - len(item["input"])
         pad = torch.nn.functional.pad
-        return {"input": pad(item["input"], (0, n)), "target": pad(item["target"], (0, n), value=-100)}
+        return {
+            "input": pad(item["input"], (0, n)),
+            "target": pad(item["target"], (0, n), value=-100),
+        }
 
 
 def filled_up(program: Program) -> Program:
@@ -70,14 +74,20 @@ def test_unequal_samples_through_a_chain_of_layouts(pool: Pool, tmp_path: Path) 
     shares = shares_of(CHAIN[0])
     for event in steps[:2]:
         assert event.pad_share == pytest.approx(shares.pad_share(event.step - 1), abs=1e-4)
-    assert sum(event.pad_share for event in steps) > 0 and sum(event.imbalance for event in steps) > 1
+    assert (
+        sum(event.pad_share for event in steps) > 0 and sum(event.imbalance for event in steps) > 1
+    )
 
 
 def shares_of(layout: Layout, **more: Any) -> BatchShares:
     wanted = job(1) | {"n_samples": 512}
     workers = [WorkerId("a", i) for i in range(layout.world_size)]
     dataset: Any = load_program(wanted["program"]).dataset()
-    return BatchShares(Job.from_plain(wanted), plan(1, layout, workers, 12, **more), TokenBudget(dataset.length, BUDGET))
+    return BatchShares(
+        Job.from_plain(wanted),
+        plan(1, layout, workers, 12, **more),
+        TokenBudget(dataset.length, BUDGET),
+    )
 
 
 def test_all_ranks_have_equally_many_micro_batches_and_numbers_of_steps_differ() -> None:
@@ -97,12 +107,21 @@ def test_a_slow_rank_gets_fewer_tokens() -> None:
     shares = shares_of(Layout(dp_shard=3))
     shares.set(0, (6, 5, 1))
     length = shares.budget.length  # type: ignore[union-attr]
-    loads = [sum(length(i) for step in range(20) for i in shares.ids_of(step, dp)) for dp in range(3)]
-    assert [load / sum(loads) for load in loads] == pytest.approx([6 / 12, 5 / 12, 1 / 12], abs=0.05)
+    loads = [
+        sum(length(i) for step in range(20) for i in shares.ids_of(step, dp)) for dp in range(3)
+    ]
+    assert [load / sum(loads) for load in loads] == pytest.approx(
+        [6 / 12, 5 / 12, 1 / 12], abs=0.05
+    )
 
 
 def test_what_context_parallelism_cuts_is_filled_up_first() -> None:
     """The first sample has 2 tokens; cp=2 cuts into 4 chunks."""
     file = Path(job(1)["program"])
-    keys = {"steps": 1, "global_batch": 12, "microbatch_tokens": BUDGET, "layout": "cp=2,dp_shard=2"}
+    keys = {
+        "steps": 1,
+        "global_batch": 12,
+        "microbatch_tokens": BUDGET,
+        "layout": "cp=2,dp_shard=2",
+    }
     check_cp(spec_of(keys, file), load_program(file))

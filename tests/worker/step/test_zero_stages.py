@@ -49,12 +49,22 @@ def collectives(layout: Layout) -> Counter[str]:
     groups = Groups(0, layout, torch.device("cpu"))
     try:
         groups.pretend(0)
-        state = TrainState(program, profile, groups, layout=layout, layers=step.layers, rank=0, job=Job.from_plain(job))
+        state = TrainState(
+            program,
+            profile,
+            groups,
+            layout=layout,
+            layers=step.layers,
+            rank=0,
+            job=Job.from_plain(job),
+        )
         state.fill_zeros()
         stepper = Stepper(program, Job.from_plain(job), step, state, groups)
         dataset = program.dataset()
         with _Collectives() as mode:
-            stepper.forward_backward([collate([dataset[i] for i in range(step.samples[0])])], train=True)
+            stepper.forward_backward(
+                [collate([dataset[i] for i in range(step.samples[0])])], train=True
+            )
         assert set(state.gradients()) == set(state.parameters)
         return mode.found
     finally:
@@ -64,24 +74,40 @@ def collectives(layout: Layout) -> Counter[str]:
 @pytest.mark.parametrize(
     ("layout", "gathers", "scatters", "reductions"),
     [
-        (Layout(dp_shard=2, microbatch_size=2, zero_stage=3), N_MICROBATCHES * (UNITS + N_BLOCKS), N_MICROBATCHES * UNITS, 0),
-        (Layout(dp_shard=2, microbatch_size=2, zero_stage=2), N_MICROBATCHES * UNITS, N_MICROBATCHES * UNITS, 0),
+        (
+            Layout(dp_shard=2, microbatch_size=2, zero_stage=3),
+            N_MICROBATCHES * (UNITS + N_BLOCKS),
+            N_MICROBATCHES * UNITS,
+            0,
+        ),
+        (
+            Layout(dp_shard=2, microbatch_size=2, zero_stage=2),
+            N_MICROBATCHES * UNITS,
+            N_MICROBATCHES * UNITS,
+            0,
+        ),
         (Layout(dp_shard=2, microbatch_size=2, zero_stage=1), UNITS, UNITS, 0),
         (Layout(dp_replicate=2, microbatch_size=2, zero_stage=3), 0, 0, UNITS),
         (Layout(dp_replicate=2, microbatch_size=2, zero_stage=1), 0, 0, UNITS),
     ],
     ids=str,
 )
-def test_collectives_of_a_step(layout: Layout, gathers: int, scatters: int, reductions: int) -> None:
+def test_collectives_of_a_step(
+    layout: Layout, gathers: int, scatters: int, reductions: int
+) -> None:
     found = collectives(layout)
-    counts = [sum(n for op, n in found.items() if word in op) for word in ("allgather", "reduce_scatter", "allreduce")]
+    counts = [
+        sum(n for op, n in found.items() if word in op)
+        for word in ("allgather", "reduce_scatter", "allreduce")
+    ]
     print(found)
     assert counts == [gathers, scatters, reductions]
 
 
 @pytest.mark.e2e
 def test_stages_and_microbatches_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
-    """Shares are unequal (4, 4, 2, 2 and 6, 3, 3); the boxes are those of stage 3, so that every move is live."""
+    """Shares are unequal (4, 4, 2, 2 and 6, 3, 3); the boxes are those of stage 3, so that every
+    move is live."""
     layouts = [
         Layout(dp_shard=4, microbatch_size=2, zero_stage=1),
         Layout(dp_replicate=2, dp_shard=2, microbatch_size=1, zero_stage=2),

@@ -1,8 +1,10 @@
 """AWS: the interruption notice and the rebalance recommendation of a spot instance, through IMDSv2.
 
-`spot/instance-action` is 404 until about two minutes before, then {"action": "terminate", "time": "2026-01-01T00:02:00Z"}.
-`events/recommendations/rebalance` is 404, then {"noticeTime": ...}: the instance is likelier to be interrupted than others.
-Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/: spot-instance-termination-notices and rebalance-recommendations
+`spot/instance-action` is 404 until about two minutes before, then {"action": "terminate", "time":
+"2026-01-01T00:02:00Z"}. `events/recommendations/rebalance` is 404, then {"noticeTime": ...}: the
+instance is likelier to be interrupted than others. Source:
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/: spot-instance-termination-notices and
+rebalance-recommendations
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ def endpoint_of(environ: Mapping[str, str]) -> str | None:
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return None
     mode = environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "ipv4").lower()
-    return environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or ENDPOINTS.get(mode, ENDPOINTS["ipv4"])
+    return environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or ENDPOINTS.get(
+        mode, ENDPOINTS["ipv4"]
+    )
 
 
 class Aws:
-    """`token_s`: how long a session token is asked to hold; a new one is fetched after half of it, or when it is refused."""
+    """`token_s`: how long a session token is asked to hold; a new one is fetched after half of it,
+    or when it is refused."""
 
     name = "AWS"
     every_s = 1.0
@@ -46,7 +51,9 @@ class Aws:
         if action.status == 200:
             found.append(_taken(action))
         if self._get("events/recommendations/rebalance").status == 200:
-            found.append(Finding("AWS: rebalance recommendation (a higher risk of interruption)", risk=True))
+            found.append(
+                Finding("AWS: rebalance recommendation (a higher risk of interruption)", risk=True)
+            )
         return found
 
     def _get(self, path: str) -> MetadataAnswer:
@@ -61,7 +68,9 @@ class Aws:
         return answer
 
     def _ask(self, path: str) -> MetadataAnswer:
-        return ask(f"{self._endpoint}/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self._token})
+        return ask(
+            f"{self._endpoint}/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self._token}
+        )
 
     def _renew(self) -> None:
         asked_s = time.monotonic()
@@ -80,4 +89,6 @@ def _taken(answer: MetadataAnswer) -> Finding:
         at_s = datetime.fromisoformat(at).timestamp()
     except (ValueError, TypeError, KeyError):
         return Finding("AWS: spot instance-action that cannot be read", NOTICE_S)
-    return Finding(f"AWS: spot instance-action {action} at {at}", answer.seconds_until(at_s, NOTICE_S))
+    return Finding(
+        f"AWS: spot instance-action {action} at {at}", answer.seconds_until(at_s, NOTICE_S)
+    )

@@ -1,7 +1,7 @@
-"""Azure: scheduled events. Preempt (a Spot VM, at least 30 s ahead), Terminate, Reboot and Redeploy end what runs on the VM;
-Freeze lets it stall for seconds. The document lists events of all VMs of a scale or availability set: only those that
-name this one count. `NotBefore` is empty once an event has started.
-Source: https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
+"""Azure: scheduled events. Preempt (a Spot VM, at least 30 s ahead), Terminate, Reboot and Redeploy
+end what runs on the VM; Freeze lets it stall for seconds. The document lists events of all VMs of a
+scale or availability set: only those that name this one count. `NotBefore` is empty once an event
+has started. Source: https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from elastic.cluster.notices.sources.metadata_request import Finding, MetadataAn
 
 ADDRESS = "http://169.254.169.254"
 ENDPOINT = "ELASTIC_AZURE_METADATA_ENDPOINT"  # Azure's own libraries have no variable for it
-EVENTS, NAME = "scheduledevents?api-version=2020-07-01", "instance/compute/name?api-version=2021-02-01&format=text"
-FIRST_WAIT_S = 10.0  # the first question switches the service on, which may take two minutes: asked again
-LEAST_S = {"Preempt": 30.0, "Terminate": 300.0, "Redeploy": 600.0, "Reboot": 900.0}  # ahead, by the document
+EVENTS, NAME = (
+    "scheduledevents?api-version=2020-07-01",
+    "instance/compute/name?api-version=2021-02-01&format=text",
+)
+# the first question switches the service on, which may take two minutes: asked again
+FIRST_WAIT_S = 10.0
+# ahead, by the document
+LEAST_S = {"Preempt": 30.0, "Terminate": 300.0, "Redeploy": 600.0, "Reboot": 900.0}
 
 
 def endpoint_of(environ: Mapping[str, str]) -> str:
@@ -41,7 +46,9 @@ class Azure:
         try:
             events = json.loads(answer.text)["Events"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ConnectionError(f"{self._endpoint}: scheduled events that cannot be read") from error
+            raise ConnectionError(
+                f"{self._endpoint}: scheduled events that cannot be read"
+            ) from error
         mine = [event for event in events if self._me in event.get("Resources", ())]
         return [found for event in mine if (found := _finding(event, answer)) is not None]
 
@@ -55,7 +62,9 @@ class Azure:
 
 def _finding(event: Mapping[str, Any], answer: MetadataAnswer) -> Finding | None:
     kind, at = str(event.get("EventType", "")), str(event.get("NotBefore") or "")
-    what = f"Azure: {kind} {event.get('EventId', '')}" + (f" not before {at}" if at else ", started")
+    what = f"Azure: {kind} {event.get('EventId', '')}" + (
+        f" not before {at}" if at else ", started"
+    )
     if kind == "Freeze":
         return Finding(f"{what} (it stalls for seconds)")
     if kind not in LEAST_S:

@@ -1,7 +1,9 @@
-"""Which sources of notices this node has, found within about a second: no cloud is waited for that is not there.
+"""Which sources of notices this node has, found within about a second: no cloud is waited for that
+is not there.
 
-The environment counts first (the SDKs' own variables), then what the firmware says the machine is. Only where it says nothing
-(/sys is not there) all three metadata addresses are asked at once, without waiting for the slowest.
+The environment counts first (the SDKs' own variables), then what the firmware says the machine is.
+Only where it says nothing (/sys is not there) all three metadata addresses are asked at once,
+without waiting for the slowest.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ FIRMWARE = Path("/sys/class/dmi/id")
 MOST_S = 1.0
 AZURE_CHASSIS = "7783-7084-3265-9085-8269-3286-77"
 NAMED = {  # variables that say where to ask
-    "AWS": ("AWS_EC2_METADATA_SERVICE_ENDPOINT",), "GCP": ("GCE_METADATA_HOST", "GCE_METADATA_IP"), "Azure": (azure.ENDPOINT,),
+    "AWS": ("AWS_EC2_METADATA_SERVICE_ENDPOINT",), "GCP": ("GCE_METADATA_HOST", "GCE_METADATA_IP"),
+    "Azure": (azure.ENDPOINT,),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ProbedMachine:
-    """What is looked at. `named_only`: metadata addresses are asked only where environment or firmware name their cloud."""
+    """What is looked at. `named_only`: metadata addresses are asked only where environment or
+    firmware name their cloud."""
 
     environ: Mapping[str, str]
     firmware: Path = FIRMWARE
@@ -42,7 +46,8 @@ class Sources:
 
 
 def sources_of(place: ProbedMachine) -> Sources:
-    """Takes at most about MOST_S. A cloud that is named but does not answer yet stays: it is asked on."""
+    """Takes at most about MOST_S. A cloud that is named but does not answer yet stays: it is asked
+    on."""
     found: list[NoticeSource] = []
     notes: list[str] = []
     path = place.environ.get(notice_file.VARIABLE)
@@ -99,7 +104,9 @@ def _clouds(place: ProbedMachine) -> tuple[list[NoticeSource], list[NoticeSource
     return _made(make, certain), _made(make, possible)
 
 
-def _made(make: Mapping[str, Callable[[], NoticeSource | None]], names: Sequence[str]) -> list[NoticeSource]:
+def _made(
+    make: Mapping[str, Callable[[], NoticeSource | None]], names: Sequence[str]
+) -> list[NoticeSource]:
     return [source for name in names if (source := make[name]()) is not None]
 
 
@@ -109,11 +116,15 @@ def _pod(place: ProbedMachine) -> tuple[NoticeSource | None, str]:
     try:
         return kubernetes.Kubernetes(place.environ, place.account), ""
     except OSError as error:
-        return None, f"Kubernetes: this pod has no service account to ask with ({error.strerror or error})"
+        return (
+            None,
+            f"Kubernetes: this pod has no service account to ask with ({error.strerror or error})",
+        )
 
 
 def _greeted(sources: Sequence[NoticeSource]) -> dict[str, str]:
-    """Name -> '' = it answers, else why not; those that have not answered within MOST_S are left out."""
+    """Name -> '' = it answers, else why not; those that have not answered within MOST_S are left
+    out."""
     answers: dict[str, str] = {}
 
     def greet(source: NoticeSource) -> None:

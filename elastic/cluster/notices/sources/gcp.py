@@ -2,11 +2,12 @@
 
 `instance/preempted` turns from FALSE to TRUE with the preemption notice, about 30 s before the end.
 `instance/maintenance-event` is NONE, MIGRATE_ON_HOST_MAINTENANCE (it stalls for a moment) or
-TERMINATE_ON_HOST_MAINTENANCE, 60 s ahead, an hour where the VM has GPUs. Neither names a time: it counts from when it was seen.
-`instance/upcoming-maintenance`, where the VM has GPUs, is {} or {"window_start_time": "2026-12-01T19:00:01Z",
-"maintenance_status": "PENDING", ...}, days ahead: a warning until an hour before. All are polled: a request that is held until
-a value changes (wait_for_change) would need a connection for each value, to hear of it a second earlier.
-Source: https://cloud.google.com/compute/docs/ instances/spot, metadata/getting-live-migration-notice,
+TERMINATE_ON_HOST_MAINTENANCE, 60 s ahead, an hour where the VM has GPUs. Neither names a time: it
+counts from when it was seen. `instance/upcoming-maintenance`, where the VM has GPUs, is {} or
+{"window_start_time": "2026-12-01T19:00:01Z", "maintenance_status": "PENDING", ...}, days ahead: a
+warning until an hour before. All are polled: a request that is held until a value changes
+(wait_for_change) would need a connection for each value, to hear of it a second earlier. Source:
+https://cloud.google.com/compute/docs/ instances/spot, metadata/getting-live-migration-notice,
 gpus/gpu-host-maintenance, instances/monitor-plan-host-maintenance-event
 """
 
@@ -41,7 +42,8 @@ class Gcp:
         self._endpoint = endpoint.rstrip("/")
         self._gpus = os.path.exists(GPU_FILE) if gpus is None else gpus
         self._maintenance_s = GPU_MAINTENANCE_S if self._gpus else MAINTENANCE_S
-        self._upcoming: tuple[float, Finding | None] = (-UPCOMING_EVERY_S, None)  # when it was asked last, what it said
+        # when it was asked last, what it said
+        self._upcoming: tuple[float, Finding | None] = (-UPCOMING_EVERY_S, None)
 
     def greet(self) -> None:
         if self._get("instance/id").headers.get("metadata-flavor") != "Google":
@@ -60,7 +62,8 @@ class Gcp:
         return [*found, planned] if planned is not None else found
 
     def _planned(self) -> Finding | None:
-        """Maintenance that has a time. The key is young, and not there for every machine: without an answer it says nothing."""
+        """Maintenance that has a time. The key is young, and not there for every machine: without
+        an answer it says nothing."""
         asked_s, known = self._upcoming
         if time.monotonic() - asked_s >= UPCOMING_EVERY_S:
             with suppress(OSError):
@@ -73,7 +76,8 @@ class Gcp:
         return ask(f"{self._endpoint}/computeMetadata/v1/{path}", {"Metadata-Flavor": "Google"})
 
     def _get(self, path: str) -> MetadataAnswer:
-        """Raises OSError also for the 503 that the server may answer during maintenance: asked again. 404 = nothing is said."""
+        """Raises OSError also for the 503 that the server may answer during maintenance: asked
+        again. 404 = nothing is said."""
         answer = self._ask(path)
         if answer.status == 404:
             return MetadataAnswer(404, "", answer.headers)
@@ -86,7 +90,10 @@ def _maintenance(answer: MetadataAnswer) -> Finding | None:
     """None: nothing is planned, or it cannot be read."""
     try:
         said = json.loads(answer.text)
-        status, at = str(said.get("maintenance_status", "")), str(said.get("window_start_time") or "")
+        status, at = (
+            str(said.get("maintenance_status", "")),
+            str(said.get("window_start_time") or ""),
+        )
         at_s = datetime.fromisoformat(at).timestamp() if at else None
     except (ValueError, TypeError, AttributeError):
         return None
@@ -95,4 +102,7 @@ def _maintenance(answer: MetadataAnswer) -> Finding | None:
     in_s = answer.seconds_until(at_s, GPU_MAINTENANCE_S)
     if status != "ONGOING" and in_s > GPU_MAINTENANCE_S:
         return Finding(f"GCP: maintenance is planned for {at}")
-    return Finding(f"GCP: upcoming-maintenance {status.lower() or 'pending'} at {at}", 0.0 if status == "ONGOING" else in_s)
+    return Finding(
+        f"GCP: upcoming-maintenance {status.lower() or 'pending'} at {at}",
+        0.0 if status == "ONGOING" else in_s,
+    )

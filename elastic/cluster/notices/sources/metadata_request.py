@@ -1,7 +1,9 @@
-"""One request to a metadata server, bounded in time and never through a proxy; what a source says, and how long that is away.
+"""One request to a metadata server, bounded in time and never through a proxy; what a source says,
+and how long that is away.
 
-Clocks of a cloud, of its nodes and of the driver may disagree by minutes. So an absolute time is compared with the clock of the
-server that said it (its Date header), and what leaves the node are seconds from now.
+Clocks of a cloud, of its nodes and of the driver may disagree by minutes. So an absolute time is
+compared with the clock of the server that said it (its Date header), and what leaves the node are
+seconds from now.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """`in_s`: seconds until the node is taken; None = a warning: it may be taken, or will only stall. `what` names the
-    source, and is another text where it is another notice. `risk`: a warning that makes a reclaim more likely."""
+    """`in_s`: seconds until the node is taken; None = a warning: it may be taken, or will only
+    stall. `what` names the source, and is another text where it is another notice. `risk`: a
+    warning that makes a reclaim more likely."""
 
     what: str
     in_s: float | None = None
@@ -53,8 +56,9 @@ class MetadataAnswer:
     said_s: float | None = None
 
     def seconds_until(self, at_s: float, most_s: float) -> float:
-        """From now until `at_s` (epoch seconds of the server's clock). Where a server does not tell its clock, this node's
-        counts, and then the answer is at most `most_s`: as long as such a notice is at the most."""
+        """From now until `at_s` (epoch seconds of the server's clock). Where a server does not tell
+        its clock, this node's counts, and then the answer is at most `most_s`: as long as such a
+        notice is at the most."""
         if self.said_s is None:
             return min(most_s, max(0.0, at_s - time.time()))
         return max(0.0, at_s - self.said_s - DATE_STEP_S)
@@ -77,7 +81,11 @@ def ask(
     else:
         connection = http.client.HTTPConnection(host, parts.port, timeout=wait_s)
     try:
-        connection.request(method, parts.path + (f"?{parts.query}" if parts.query else ""), headers=dict(headers or {}))
+        connection.request(
+            method,
+            parts.path + (f"?{parts.query}" if parts.query else ""),
+            headers=dict(headers or {}),
+        )
         response = connection.getresponse()
         text = response.read(MOST_BYTES).decode(errors="replace")
         names = {name.lower(): value for name, value in response.getheaders()}

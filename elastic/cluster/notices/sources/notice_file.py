@@ -1,4 +1,5 @@
-"""A file as a source: whoever knows of the node's end writes it: a Kubernetes preStop hook, a trap on SIGTERM, a batch system.
+"""A file as a source: whoever knows of the node's end writes it: a Kubernetes preStop hook, a trap
+on SIGTERM, a batch system.
 
 It holds the seconds that are left when it is written; empty = 30. Removed = withdrawn.
 """

@@ -1,4 +1,5 @@
-"""The watch of one node: a thread per source. Whoever asks gets all that is known once it changes, in seconds from now."""
+"""The watch of one node: a thread per source. Whoever asks gets all that is known once it changes,
+in seconds from now."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ DEAF_S = 30.0  # a source that has not answered for so long is named in a note
 
 @dataclass(frozen=True)
 class NoticeReport:
-    """`version` grows with each change; 0 = nothing is known yet. `said`: of each source that has answered so far, what it says
-    now; `in_s` counts from when the report was made."""
+    """`version` grows with each change; 0 = nothing is known yet. `said`: of each source that has
+    answered so far, what it says now; `in_s` counts from when the report was made."""
 
     version: int
     sources: tuple[str, ...] = ()
@@ -28,20 +29,23 @@ class NoticeReport:
 
 
 class Watch:
-    """`find` may take a second: it runs in a thread too. A notice keeps the end that it had when it was first seen, whatever
-    clocks say later; one that is said no more is gone; a source that does not answer changes nothing."""
+    """`find` may take a second: it runs in a thread too. A notice keeps the end that it had when it
+    was first seen, whatever clocks say later; one that is said no more is gone; a source that does
+    not answer changes nothing."""
 
     def __init__(self, find: Callable[[], Sources]) -> None:
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._version = 0
         self._sources = Sources()
-        self._known: dict[str, dict[str, tuple[Finding, float]]] = {}  # source -> what -> finding, when first seen
+        # source -> what -> finding, when first seen
+        self._known: dict[str, dict[str, tuple[Finding, float]]] = {}
         self._deaf: dict[str, str] = {}
         threading.Thread(target=self._begin, args=(find,), name="notices", daemon=True).start()
 
     def news(self, seen: int, wait_s: float) -> NoticeReport:
-        """What is known, as soon as it is newer than version `seen`, at the latest after `wait_s`."""
+        """What is known, as soon as it is newer than version `seen`, at the latest after
+        `wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._version > seen or self._ended.is_set(), wait_s)
             now_s = time.monotonic()
@@ -50,7 +54,9 @@ class Watch:
                 for name, known in self._known.items()
             }
             notes = (*self._sources.notes, *self._deaf.values())
-            return NoticeReport(self._version, tuple(source.name for source in self._sources.found), notes, said)
+            return NoticeReport(
+                self._version, tuple(source.name for source in self._sources.found), notes, said
+            )
 
     def close(self) -> None:
         with self._changed:
@@ -63,7 +69,9 @@ class Watch:
             self._sources = sources
             self._tell()
         for source in sources.found:
-            threading.Thread(target=self._follow, args=(source,), name=f"notices-{source.name}", daemon=True).start()
+            threading.Thread(
+                target=self._follow, args=(source,), name=f"notices-{source.name}", daemon=True
+            ).start()
 
     def _follow(self, source: NoticeSource) -> None:
         answered_s = time.monotonic()
@@ -72,7 +80,10 @@ class Watch:
                 found = source.read()
             except Exception as error:  # noqa: BLE001 - no answer, or a document of another form
                 if time.monotonic() - answered_s > DEAF_S:
-                    self._note(source.name, f"{source.name}: no answer for {DEAF_S:.0f} s ({error}); asked on")
+                    self._note(
+                        source.name,
+                        f"{source.name}: no answer for {DEAF_S:.0f} s ({error}); asked on",
+                    )
             else:
                 answered_s = time.monotonic()
                 self._note(source.name, "")
@@ -85,7 +96,9 @@ class Watch:
             if name in self._known and set(found) == set(before):
                 return
             now_s = time.monotonic()
-            self._known[name] = {what: before.get(what, (finding, now_s)) for what, finding in found.items()}
+            self._known[name] = {
+                what: before.get(what, (finding, now_s)) for what, finding in found.items()
+            }
             self._tell()
 
     def _note(self, name: str, text: str) -> None:
@@ -104,4 +117,8 @@ class Watch:
 
 
 def _from(finding: Finding, passed_s: float) -> Finding:
-    return finding if finding.in_s is None else replace(finding, in_s=max(0.0, finding.in_s - passed_s))
+    return (
+        finding
+        if finding.in_s is None
+        else replace(finding, in_s=max(0.0, finding.in_s - passed_s))
+    )

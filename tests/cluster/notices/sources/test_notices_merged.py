@@ -1,4 +1,5 @@
-"""Notices from several tellers become one per node: the earliest counts, and it is withdrawn when nobody gives it any more."""
+"""Notices from several tellers become one per node: the earliest counts, and it is withdrawn when
+nobody gives it any more."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ AWS = "AWS: spot instance-action terminate at 2026-01-01T00:02:00Z"
 
 def said(**findings: Finding) -> NoticeReport:
     """Each source says one thing."""
-    return NoticeReport(1, tuple(findings), (), {source: (finding,) for source, finding in findings.items()})
+    return NoticeReport(
+        1, tuple(findings), (), {source: (finding,) for source, finding in findings.items()}
+    )
 
 
 def test_draining_is_told_once_and_withdrawn() -> None:
@@ -58,7 +61,8 @@ def test_what_is_said_again_keeps_its_deadline_whatever_the_clocks_do() -> None:
     notices = Notices()
     notices.heard("a", said(GCP=Finding("GCP: instance/preempted", 30.0)), 1000.0)
     assert notices.news() == [Notice("a", 1030.0, "GCP: instance/preempted")]
-    notices.heard("a", said(GCP=Finding("GCP: instance/preempted", 30.0)), 1020.0)  # of a lookout that was started over
+    # of a lookout that was started over
+    notices.heard("a", said(GCP=Finding("GCP: instance/preempted", 30.0)), 1020.0)
     assert notices.news() == []
 
 
@@ -66,7 +70,8 @@ def test_a_source_that_has_not_answered_withdraws_nothing() -> None:
     notices = Notices()
     notices.heard("a", said(AWS=Finding(AWS, 120.0)), 1000.0)
     notices.news()
-    notices.heard("a", NoticeReport(1, ("AWS",)), 1010.0)  # a lookout that was started over, before its first answer
+    # a lookout that was started over, before its first answer
+    notices.heard("a", NoticeReport(1, ("AWS",)), 1010.0)
     assert notices.news() == []
 
 
@@ -74,14 +79,19 @@ def test_a_warning_is_told_once_and_is_no_notice() -> None:
     notices = Notices()
     risk, pause = Finding("AWS: rebalance recommendation", risk=True), Finding("Azure: Freeze")
     assert notices.heard("a", said(AWS=risk), 1.0) == [NodeWarned("a", risk.what, True)]
-    assert notices.heard("a", said(AWS=risk, Azure=pause), 2.0) == [NodeWarned("a", pause.what, False)]
+    assert notices.heard("a", said(AWS=risk, Azure=pause), 2.0) == [
+        NodeWarned("a", pause.what, False)
+    ]
     assert notices.news() == []
     notices.forget("a")
-    assert notices.heard("a", said(AWS=risk), 3.0) == [NodeWarned("a", risk.what, True)], "another node of that name"
+    assert notices.heard("a", said(AWS=risk), 3.0) == [NodeWarned("a", risk.what, True)], (
+        "another node of that name"
+    )
 
 
 def test_a_node_that_the_policy_leaves_is_left() -> None:
-    """Ray drains it because this run says so: no notice comes of it, and the cloud's is not withdrawn any more."""
+    """Ray drains it because this run says so: no notice comes of it, and the cloud's is not
+    withdrawn any more."""
     notices = Notices()
     notices.heard("a", said(AWS=Finding(AWS, 120.0)), 1000.0)
     notices.news()
@@ -150,15 +160,22 @@ def test_that_a_pool_hears_nothing_is_said_once(caplog: pytest.LogCaptureFixture
         heard = cloud_feed.news(nodes, {"spot-1": "x"}, {"x": 50.0, "y": 60.0}, 10.0)
     assert heard == [Notice("spot-1", 50.0, RAY), PriceSeen("spot", 2.0)]
     assert quiet.kept == {"spot-1": "x"}
-    assert [record.getMessage().split(" (")[0].removeprefix("notices: ") for record in caplog.records] == [
-        "nodes of pool spot are told nothing of their end", "Kubernetes: the service account may not read pod a/b"
-    ]  # fmt: skip
+    assert [
+        record.getMessage().split(" (")[0].removeprefix("notices: ") for record in caplog.records
+    ] == [
+        "nodes of pool spot are told nothing of their end",
+        "Kubernetes: the service account may not read pod a/b",
+    ]
 
 
 def test_a_drill_announces_nothing() -> None:
     """A node may be led out of the cluster for good only where somebody can take it."""
     notices = Notices()
     notices.also(Notice("a", 1030.0, DRILL))
-    assert notices.deadline_s("a") == 1030 and notices.announced_s("a") is None and notices.announced_s("b") is None
+    assert (
+        notices.deadline_s("a") == 1030
+        and notices.announced_s("a") is None
+        and notices.announced_s("b") is None
+    )
     notices.drains({"a": 1060.0}, 1000.0)
     assert notices.announced_s("a") == 1060
