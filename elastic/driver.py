@@ -99,6 +99,7 @@ def drive(
     backend: Backend,
     journal: Recorder,
     start: DriverStarted,
+    *,
     state: State | None = None,
     decide: Decide = decide_by_default,
     found: Sequence[Event] = (),
@@ -188,7 +189,7 @@ def _loop(
             wake_at_s = now_s  # after an order: look again at once
         if state.phase in ENDED and not wait.actions:
             return state
-        found = _poll(backend, journal, wake_at_s, asked)
+        found = _poll(backend, journal, wake_at_s, asked=asked)
         if len(asked) > 1:
             found = []
         elif len(asked) > n_asked:
@@ -322,7 +323,7 @@ def _at_once(state: State, now_s: float) -> Decision:
 
 
 def _poll(
-    backend: Backend, journal: Recorder, wake_at_s: float | None, asked: list[str]
+    backend: Backend, journal: Recorder, wake_at_s: float | None, *, asked: list[str]
 ) -> list[Event]:
     times = [t for t in (wake_at_s, journal.due_at_s) if t is not None]
     if not getattr(backend, "virtual", False):

@@ -324,7 +324,9 @@ def test_a_second_driver_goes_on_where_the_first_one_left(tmp_path: Path) -> Non
     assert before is not None and before.phase == "running" and before.generation == 1
     copy = Copy(2, "durable", 1, Layout(), (2,), uri="u2")
     backend = Tiny()
-    state = drive(backend, Journal(tmp_path / "j", 2), start(epoch=2, durable=(copy,)), before)
+    state = drive(
+        backend, Journal(tmp_path / "j", 2), start(epoch=2, durable=(copy,)), state=before
+    )
     assert state.phase == "succeeded" and state.epoch == 2
     (entered,) = [a.plan for a in backend.actions if isinstance(a, EnterPlan)]
     assert (entered.generation, entered.resume.source, entered.resume.step) == (2, "durable", 2)

@@ -46,7 +46,7 @@ def verify(run: Storage) -> list[dict[str, Any]]:
 
 
 def export(
-    run: Storage, step: int | None, to: str, job: str | None = None, merged: bool = False
+    run: Storage, step: int | None, to: str, *, job: str | None = None, merged: bool = False
 ) -> dict[str, Any]:
     """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`; with
     what the program of the folder `job` puts beside them (config.json, a tokenizer). Adapters
@@ -60,7 +60,9 @@ def export(
                 "to"
             )
         return checkpoints.export(run, step, checkpoints.open_target(to))
-    return checkpoints.export_for(run, step, checkpoints.open_target(to), loaded(job)[1], merged)
+    return checkpoints.export_for(
+        run, step, checkpoints.open_target(to), program=loaded(job)[1], merged=merged
+    )
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,11 @@ def import_state(order: Import) -> dict[str, Any]:
     if order.at_step is not None and order.at_step >= spec.steps:
         raise SpecError(f"--at-step {order.at_step}: the job ends at step {spec.steps}")
     run = open_storage(f"{find_runs.storage_uri(order.storage or spec.storage)}/{order.into}")
-    return import_into(order, spec, run, program)
+    return import_into(order, spec, run, program=program)
 
 
 def import_into(
-    order: Import, spec: JobSpec, run: Storage, program: Program | None = None
+    order: Import, spec: JobSpec, run: Storage, *, program: Program | None = None
 ) -> dict[str, Any]:
     """The same for a job that was read. Raises SpecError when the state there is that of the job's
     last step already."""

@@ -121,7 +121,9 @@ def profile(job: str | Path, wishes: ProfileRequest | None = None) -> tuple[Prof
             f"--out {wishes.out}: the cluster has {', '.join(found)}; without --out each kind "
             "gets a file of its own"
         )
-    return tuple(_kept(_path(wishes, kind), kind, one, spec, uri) for kind, one in found.items())
+    return tuple(
+        _kept(_path(wishes, kind), kind, one, spec=spec, uri=uri) for kind, one in found.items()
+    )
 
 
 def _here(wanted: MeasureRequest, kind: str) -> dict[str, dict[str, Any]]:
@@ -136,7 +138,7 @@ def _there(address: str, wanted: MeasureRequest, spec: JobSpec) -> dict[str, dic
     return measured(address, wanted, [pool.accelerator_type for pool in spec.pools])
 
 
-def _kept(path: Path, kind: str, found: dict[str, Any], spec: JobSpec, uri: str) -> Profiled:
+def _kept(path: Path, kind: str, found: dict[str, Any], *, spec: JobSpec, uri: str) -> Profiled:
     """Writes the file of one kind."""
     from elastic.worker.profile.measure import hardware_of
 

@@ -108,7 +108,7 @@ class ElasticTrainer:
                 show=self._wanted.show,
             )
             if self._train is not None:
-                result = run_file(self._file, sys.argv[1:], data, WHERE, options)
+                result = run_file(self._file, sys.argv[1:], data, where=WHERE, options=options)
             else:
                 result = run_job(self._prepared(job_of(data, self._file, WHERE), run), options)
         return self._told(result, run)

@@ -129,7 +129,7 @@ class InstanceType:
 
 
 def cpu_chip(
-    flop_per_s: float, memory_bytes: int, memory_bytes_per_s: float, bf16_flop_per_s: float = 0.0
+    flop_per_s: float, memory_bytes: int, memory_bytes_per_s: float, *, bf16_flop_per_s: float = 0.0
 ) -> Chip:
     """This machine's processor as one chip, from numbers that were measured on it: `flop_per_s` of
     float32 products, of all its cores together. It has no link but its memory, and what was not

@@ -72,7 +72,9 @@ def _read(stamps: tuple[tuple[str, int], ...]) -> Catalog:
             region: _quote(said, _place(tables, f"prices.{name}.{region}"))
             for region, said in prices.items()
         }
-        instances[name] = _instance(name, row, chips, quotes, _place(tables, f"instances.{name}"))
+        instances[name] = _instance(
+            name, row, chips, prices=quotes, where=_place(tables, f"instances.{name}")
+        )
     for name in tables.prices:
         if name not in instances:
             where = next(place for place in tables.said_in if place.startswith(f"prices.{name}."))
@@ -174,6 +176,7 @@ def _instance(
     name: str,
     data: Mapping[str, Any],
     chips: Mapping[str, Chip],
+    *,
     prices: Mapping[str, Quote],
     where: str,
 ) -> InstanceType:

@@ -146,7 +146,7 @@ def certify(options: CertifyOptions) -> CertifyReport:
         with _ended_by_signals():
             try:
                 budget_s = options.minutes * 60 - (time.monotonic() - began)
-                carry_out(place, storage, done, budget_s, options.only)
+                carry_out(place, storage, done, budget_s=budget_s, only=options.only)
             except KeyboardInterrupt:
                 done.interrupted = True
         seconds = round(time.monotonic() - began, 1)
@@ -186,7 +186,7 @@ def _check(options: CertifyOptions) -> None:
 
 
 def carry_out(
-    place: Place, storage: str, done: tasks.Tasks, budget_s: float, only: Sequence[str] = ()
+    place: Place, storage: str, done: tasks.Tasks, *, budget_s: float, only: Sequence[str] = ()
 ) -> None:
     """All tasks that this place has, in an order in which the cheap and the telling come first.
     `only`: with a check whose name begins so. Raises SpecError for a name that none has."""

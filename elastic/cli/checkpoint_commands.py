@@ -12,9 +12,11 @@ from elastic.observe import find_runs, run_tables
 
 def add(verbs: Any) -> None:
     actions = verb_group(verbs, "checkpoint", "checkpoints of a run")
-    run_verb(actions, "ls", _ls, "list them")
-    run_verb(actions, "verify", _verify, "read every byte of them and compare with the digests")
-    made = run_verb(actions, "export", _export, "write the weights of one as safetensors")
+    run_verb(actions, "ls", _ls, about="list them")
+    run_verb(
+        actions, "verify", _verify, about="read every byte of them and compare with the digests"
+    )
+    made = run_verb(actions, "export", _export, about="write the weights of one as safetensors")
     made.add_argument("--step", metavar="N", type=int, help="default: the newest")
     made.add_argument(
         "--to",
@@ -33,7 +35,7 @@ def add(verbs: Any) -> None:
         help="of a job with adapters: the whole model with them added",
     )
     about = "make a new run that begins with the weights (and moments) of another trainer"
-    made = verb(actions, "import", _import, about)
+    made = verb(actions, "import", _import, about=about)
     made.add_argument(
         "source",
         metavar="SOURCE",
@@ -60,7 +62,7 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="leave out tensors that the program does not have",
     )
-    made = run_verb(actions, "rm", _rm, "remove those of a step, whole or interrupted")
+    made = run_verb(actions, "rm", _rm, about="remove those of a step, whole or interrupted")
     made.add_argument("--step", metavar="N", type=int, required=True)
     made.add_argument(
         "--force", action="store_true", help="also the only good one, or the newest of a live run"
@@ -96,8 +98,8 @@ def _export(given: argparse.Namespace) -> int:
         find_runs.open_storage_of(given.run, given.storage),
         given.step,
         given.to,
-        given.job,
-        given.merged,
+        job=given.job,
+        merged=given.merged,
     )
     show(
         given,

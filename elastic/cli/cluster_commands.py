@@ -22,7 +22,7 @@ def _add_prices(verbs: Any) -> None:
         verbs,
         "prices",
         _prices,
-        "what instances cost: a cluster file's pools now, or the table that comes with this",
+        about="what instances cost: a cluster file's pools now, or the table that comes with this",
     )
     instead = made.add_mutually_exclusive_group()
     instead.add_argument(
@@ -59,7 +59,7 @@ def _add_cluster(verbs: Any) -> None:
         actions,
         "check",
         _cluster_check,
-        "check a cluster file, and print its pools with their prices",
+        about="check a cluster file, and print its pools with their prices",
     )
     made.add_argument(
         "file",
@@ -71,7 +71,7 @@ def _add_cluster(verbs: Any) -> None:
         actions,
         "reap",
         _cluster_reap,
-        "list the EC2 instances that a dead cluster has leaked, and terminate them",
+        about="list the EC2 instances that a dead cluster has leaked, and terminate them",
     )
     made.add_argument("file", metavar="FILE", help="the file that `ray up` launched it from")
     made.add_argument("--yes", action="store_true", help="end them")
@@ -83,7 +83,7 @@ def _add_profile(verbs: Any) -> None:
         "measure what a job computes on this machine, or on a node of each kind of the Ray "
         "cluster; plan and run read it"
     )
-    made = verb(verbs, "profile", _profile, about)
+    made = verb(verbs, "profile", _profile, about=about)
     made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
     made.add_argument(
         "--local", action="store_true", help="this machine even if RAY_ADDRESS is set"

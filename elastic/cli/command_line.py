@@ -59,5 +59,5 @@ def parser() -> argparse.ArgumentParser:
         cluster_commands,
     ):
         group.add(verbs)
-    certify.add_arguments(verb(verbs, "certify", certify.run, certify.ABOUT))
+    certify.add_arguments(verb(verbs, "certify", certify.run, about=certify.ABOUT))
     return top

@@ -10,12 +10,15 @@ from elastic.cli.parser import opened, run_verb, show
 
 
 def add(verbs: Any) -> None:
-    made = run_verb(verbs, "stop", _stop, "ask a live run to save its state and stop")
+    made = run_verb(verbs, "stop", _stop, about="ask a live run to save its state and stop")
     made.add_argument(
         "--reason", default="requested on the command line", help="written to the journal"
     )
     made = run_verb(
-        verbs, "drill", _drill, "remove a node from a live run, or add one, to see what it does"
+        verbs,
+        "drill",
+        _drill,
+        about="remove a node from a live run, or add one, to see what it does",
     )
     made.add_argument(
         "entry",

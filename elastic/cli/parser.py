@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def verb(verbs: Any, name: str, handler: Handler, about: str) -> argparse.ArgumentParser:
+def verb(verbs: Any, name: str, handler: Handler, *, about: str) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = verbs.add_parser(
         name, help=about, description=about[:1].upper() + about[1:] + "."
     )
@@ -38,9 +38,9 @@ def verb(verbs: Any, name: str, handler: Handler, about: str) -> argparse.Argume
     return made
 
 
-def run_verb(verbs: Any, name: str, handler: Handler, about: str) -> argparse.ArgumentParser:
+def run_verb(verbs: Any, name: str, handler: Handler, *, about: str) -> argparse.ArgumentParser:
     """A verb about one RUN."""
-    made = verb(verbs, name, handler, about)
+    made = verb(verbs, name, handler, about=about)
     made.add_argument("run", metavar="RUN", help=RUN)
     return made
 

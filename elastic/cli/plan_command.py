@@ -48,7 +48,7 @@ class PlanAnswer:
 
 
 def add(verbs: Any) -> None:
-    made = verb(verbs, "plan", _answered, ABOUT)
+    made = verb(verbs, "plan", _answered, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     what = made.add_argument_group("what is trained")
     what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
@@ -185,7 +185,7 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
     tokens = tokens_of(given.tokens) if given.tokens else 0.0
     within_h = hours_of(given.within) if given.within else 0.0
     subject = _subject(given)
-    query = answers.Query(subject, _aim(given, subject, tokens, within_h))
+    query = answers.Query(subject, _aim(given, subject, tokens, within_h=within_h))
     if given.what_if:
         choices = [
             (text, _machines(gpus_of(text, "--what-if"), given.cloud)) for text in given.what_if
@@ -194,7 +194,7 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
         return PlanAnswer(data, plan_tables.what_if(data))
     if given.scaling:
         one = _one(asked, given.cloud) if asked else _of_files(given, subject)[0]
-        data = answers.scaling(query, one, given.efficiency, asked[0].n_gpus if asked else 0)
+        data = answers.scaling(query, one, given.efficiency, n_most=asked[0].n_gpus if asked else 0)
         return PlanAnswer(data, plan_tables.scaling(data))
     if query.aim.deadline_h and (not _has_nodes(given, asked)):
         kinds = [plan_nodes.of_asked(each, given.cloud) for each in asked or gpus_of(KINDS)]
@@ -298,7 +298,7 @@ def _subject(given: argparse.Namespace) -> Subject:
     return found.with_layout(given.layout)
 
 
-def _aim(given: argparse.Namespace, subject: Subject, tokens: float, within_h: float) -> Aim:
+def _aim(given: argparse.Namespace, subject: Subject, tokens: float, *, within_h: float) -> Aim:
     """What the command line does not say, the job does."""
     within_h = within_h or (subject.job.deadline_h or 0.0)
     tokens = tokens or subject.tokens

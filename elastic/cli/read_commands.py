@@ -12,7 +12,7 @@ from elastic.observe import doctor, find_runs, logs, report, run_tables
 
 
 def add(verbs: Any) -> None:
-    verb(verbs, "ls", _ls, "list the runs")
+    verb(verbs, "ls", _ls, about="list the runs")
     for name, handler, about in (
         ("status", _status, "status of a run"),
         ("why", _why, "events of a run, and the reason of each decision"),
@@ -20,12 +20,15 @@ def add(verbs: Any) -> None:
         ("report", _report, "write loss.png and report.json of a run again and print the report"),
         ("replay", _replay, "replay all decisions of a run from its journal and compare"),
     ):
-        run_verb(verbs, name, handler, about)
+        run_verb(verbs, name, handler, about=about)
     verbs.choices["why"].add_argument(
         "--last", metavar="N", type=int, default=0, help="only the last N lines"
     )
     made = run_verb(
-        verbs, "logs", _logs, "what the workers of a run have printed: the end of each one's file"
+        verbs,
+        "logs",
+        _logs,
+        about="what the workers of a run have printed: the end of each one's file",
     )
     made.add_argument(
         "--last", metavar="N", type=natural, default=20, help="lines of each (default: 20; 0 = all)"
@@ -34,7 +37,7 @@ def add(verbs: Any) -> None:
         "--worker", metavar="NAME", default="", help="only files whose name begins so, as in spot-1"
     )
     made = verb(
-        verbs, "doctor", _doctor, "check this machine; with RUN, what went wrong in that run"
+        verbs, "doctor", _doctor, about="check this machine; with RUN, what went wrong in that run"
     )
     made.add_argument("run", metavar="RUN", nargs="?", help=RUN)
 

@@ -15,7 +15,10 @@ from elastic.cli.parser import EXIT, add_overrides, overrides, verb
 
 def add(verbs: Any) -> None:
     made = verb(
-        verbs, "run", _run, "train a job to its end; with the name of an interrupted run: resume it"
+        verbs,
+        "run",
+        _run,
+        about="train a job to its end; with the name of an interrupted run: resume it",
     )
     made.add_argument(
         "job",
@@ -98,7 +101,7 @@ def _run(given: argparse.Namespace) -> int:
         stream=sys.stderr if given.json else sys.stdout,
     )
     if given.script is not None:
-        result = api.run_script(given.script, given.args, given.job, options)
+        result = api.run_script(given.script, given.args, given.job, options=options)
     elif given.job is None:
         given.refuse("JOB is missing: a folder with job.yaml and program.py; or give --script FILE")
     else:

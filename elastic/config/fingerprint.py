@@ -24,7 +24,7 @@ KEY = "fingerprint"  # in DriverStarted.job and in a checkpoint's meta
 
 
 def fingerprint(
-    program: str | Path, job: Job, model: ModelProfile, n_samples: int | None
+    program: str | Path, job: Job, model: ModelProfile, *, n_samples: int | None
 ) -> dict[str, Any]:
     """`n_samples`: length of the dataset, None = not known here. It holds no secret of the job, but
     tells another one."""

@@ -293,7 +293,9 @@ class JobSpec(Strict):
                 "microbatch_tokens and microbatch_size both say what is computed at once; take "
                 "one of them"
             )
-        wrong = problem(self.steps, self.lr_schedule, self.lr_scaling, self.base_global_batch)
+        wrong = problem(
+            self.steps, self.lr_schedule, self.lr_scaling, base_global_batch=self.base_global_batch
+        )
         wrong = wrong or self.data.problem(self.microbatch_tokens)
         if wrong:
             raise ValueError(wrong)

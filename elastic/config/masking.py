@@ -64,7 +64,7 @@ def is_secret(name: str, value: str = "") -> bool:
     return words[-1] in ("tokens", "keys") and _OF_ACCESS.fullmatch(before) is not None
 
 
-def masked(value: Any, mark: Mark = stars, name: str = "", named: bool = True) -> Any:
+def masked(value: Any, mark: Mark = stars, name: str = "", *, named: bool = True) -> Any:
     """Plain data with a mark for each secret; what is marked already stays. `name`: of the secret
     that it stands under; `named`: do names count?"""
     if isinstance(value, str):
@@ -79,13 +79,13 @@ def masked(value: Any, mark: Mark = stars, name: str = "", named: bool = True) -
                 item,
                 mark,
                 key if is_secret(str(key)) else name,
-                named and key not in NAMES_SAY_NOTHING,
+                named=named and key not in NAMES_SAY_NOTHING,
             )
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         if name or not all(isinstance(item, str) for item in value):
-            return [masked(item, mark, name, named) for item in value]
+            return [masked(item, mark, name, named=named) for item in value]
         return list(_arguments(value, mark))
     return value
 

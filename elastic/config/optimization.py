@@ -196,7 +196,7 @@ class NoiseScaleSettings(Strict):
 
 
 def problem(
-    steps: int, schedule: LrSchedule | None, scaling: LrScaling, base_global_batch: int | None
+    steps: int, schedule: LrSchedule | None, scaling: LrScaling, *, base_global_batch: int | None
 ) -> str:
     """What is wrong with them together, in one line; '' = nothing."""
     if schedule is not None and schedule.warmup_steps + (schedule.decay_steps or 0) > steps:

@@ -45,9 +45,9 @@ class Loader:
         dataset: Any,
         parts_of_step: Callable[[int], Sequence[Microbatch]],
         first_step: int,
+        *,
         ahead: ReadAhead | int = 2,
         readers: Readers | None = None,
-        *,
         finish: Callable[[Batch], Batch] = dict,
     ) -> None:
         self._dataset, self._parts_of_step, self._finish = dataset, parts_of_step, finish

@@ -30,6 +30,7 @@ class Mixture:
         sets: Mapping[str, Any],
         weights: Mapping[str, float] | None = None,
         n_samples: int | None = None,
+        *,
         seed: int = 0,
     ) -> None:
         self.names, self.sets, self.seed = tuple(sets), tuple(sets.values()), seed

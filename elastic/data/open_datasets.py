@@ -153,14 +153,14 @@ def _opened(source: SourceSpec, place: _Place) -> Any:
                 f"end_token '{source.end_token}': a token file has ids only; give the id"
             )
         return _samples(
-            TokenFiles(files, source.dtype, source.end_token, place.cache()), source, place
+            TokenFiles(files, source.dtype, source.end_token, cache=place.cache()), source, place
         )
     if source.kind == "folder":
         return _samples(_folder(where, source, place), source, place)
     records = _records(where, source, place.cache())
     if source.text is None and source.tokenizer is None and source.seq is None:
         return Columns(records, source.columns)
-    return _samples(_tokenized(records, source.text or TEXT, source, place), source, place)
+    return _samples(_tokenized(records, source.text or TEXT, source, place=place), source, place)
 
 
 def _mixture(source: SourceSpec, place: _Place) -> Mixture:
@@ -176,7 +176,7 @@ def _mixture(source: SourceSpec, place: _Place) -> Mixture:
                 f"part '{name}' of the mixture gives {shapes[name]}, part '{first}' {shapes[first]}"
             )
     weights = {name: part.weight for name, part in parts.items() if part.weight is not None}
-    return Mixture(sets, weights or None, source.samples, place.seed)
+    return Mixture(sets, weights or None, source.samples, seed=place.seed)
 
 
 def _shapes(item: Mapping[str, Any], unequal: bool) -> str:
@@ -200,10 +200,10 @@ def _folder(where: str, source: SourceSpec, place: _Place) -> Corpus:
     files = split_files(files, source.part or "all", VALIDATION_SHARE)
     if source.tokenizer in (None, "bytes") and source.end_token is None:
         return FileBytes(files)
-    return _tokenized(_FileTexts(files), "", source, place)
+    return _tokenized(_FileTexts(files), "", source, place=place)
 
 
-def _tokenized(texts: Any, name: str, source: SourceSpec, place: _Place) -> Corpus:
+def _tokenized(texts: Any, name: str, source: SourceSpec, *, place: _Place) -> Corpus:
     if source.tokenizer is None:
         raise SpecError(
             "key 'tokenizer' is missing: bytes, the path of a tokenizer.json, or none where the "
@@ -213,7 +213,7 @@ def _tokenized(texts: Any, name: str, source: SourceSpec, place: _Place) -> Corp
         source.tokenizer if source.tokenizer in ("bytes", "none") else place.path(source.tokenizer)
     )
     end = None if source.end_token is None else str(source.end_token)
-    return Tokenized(texts, name, tokenizer_of(path, end), place.cache())
+    return Tokenized(texts, name, tokenizer_of(path, end), cache=place.cache())
 
 
 def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:

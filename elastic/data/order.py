@@ -24,7 +24,7 @@ _MASK = (1 << 64) - 1
 _LOW = (1 << HASH_BITS) - 1
 
 
-def sample_ids(n_samples: int, global_batch: int, seed: int, step: int) -> list[int]:
+def sample_ids(n_samples: int, global_batch: int, seed: int, *, step: int) -> list[int]:
     """Ids of the samples of optimizer step `step` (from 0). Each sample of an epoch comes up
     exactly once."""
     if n_samples < 1 or global_batch < 1 or step < 0:
@@ -76,12 +76,12 @@ def permuted(n: int, seed: int, epoch: int, index: int) -> int:
     low = -(-n // high)
     keys = _keys(seed, epoch)
     while True:
-        index = _permute(index, high, low, keys)
+        index = _permute(index, high, low, keys=keys)
         if index < n:
             return index
 
 
-def _permute(index: int, high: int, low: int, keys: tuple[int, ...]) -> int:
+def _permute(index: int, high: int, low: int, *, keys: tuple[int, ...]) -> int:
     """A permutation of 0 .. high*low-1."""
     left, right = divmod(index, low)
     for i in range(0, ROUNDS, 2):

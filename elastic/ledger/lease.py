@@ -79,7 +79,7 @@ class Lease:
     dead: it is watched, and not refused at once."""
 
     def __init__(
-        self, storage: Storage, run: str, times: Times = Times(), patient: bool = False
+        self, storage: Storage, run: str, times: Times = Times(), *, patient: bool = False
     ) -> None:
         self.storage, self.run, self.times = storage, run, times
         self.trouble: Exception | None = None  # why the last renewal did not succeed

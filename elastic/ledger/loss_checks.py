@@ -98,6 +98,6 @@ class LossChecks:
         generation, step = self._entered
         if event.generation != generation or not repeats(self._job, self._draws):
             return
-        if redone_as_before(self._losses, event, event.step - step, self._job):
+        if redone_as_before(self._losses, event, event.step - step, job=self._job):
             self.equal.setdefault(generation, True)
         self._losses = with_loss(self._losses, event)

@@ -223,7 +223,9 @@ class Packing:
     """Packs what the journal has closed and puts it into the run's storage; tries again until it
     can. `number`: of the next part; `counted`: what the parts before stand for."""
 
-    def __init__(self, storage: Storage, epoch: int, number: int, counted: dict[str, int]) -> None:
+    def __init__(
+        self, storage: Storage, epoch: int, number: int, *, counted: dict[str, int]
+    ) -> None:
         self.most_bytes = PART_BYTES
         self._storage, self._epoch, self._number, self._counted = storage, epoch, number, counted
         self._thread: threading.Thread | None = None
@@ -252,7 +254,7 @@ class Packing:
         said = False
         while True:
             try:
-                self._pack(name, path, line, counted)
+                self._pack(name, path, line, counted=counted)
                 return
             except Exception as error:  # noqa: BLE001 - the text is whole in its file; retried
                 if not said:
@@ -262,7 +264,7 @@ class Packing:
                 return
 
     def _pack(
-        self, name: Name, path: Path, line: Callable[[], str], counted: dict[str, int]
+        self, name: Name, path: Path, line: Callable[[], str], *, counted: dict[str, int]
     ) -> None:
         self._storage.put(name.key("xz"), pack(path.read_bytes(), counted))
         self._storage.put(name.key("state"), line().encode())

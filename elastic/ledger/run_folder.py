@@ -216,9 +216,9 @@ class RunFolder:
             self._begin_with(cut.kept)
         parts = JournalParts.of(self.storage)
         journal = Journal(self.journal, epoch, parts.last())
-        journal.parts = Packing(self.storage, epoch, len(parts.names), before.base)
+        journal.parts = Packing(self.storage, epoch, len(parts.names), counted=before.base)
         if self.storage.remote:
-            journal.segments = Segments(self.storage, epoch, self.journal, before)
+            journal.segments = Segments(self.storage, epoch, self.journal, before=before)
         return journal
 
     def keep(self, name: str) -> None:

@@ -169,7 +169,7 @@ def _join(storage: Storage, spans: list[Span], base: dict[str, int]) -> StoredJo
         found = [
             item
             for number, n in older
-            for item in _of_older(storage, spans, number, (base.get(str(number), 0), n))
+            for item in _of_older(storage, spans, number, wanted=(base.get(str(number), 0), n))
         ]
         found += _segments(storage, pieces)
         counted = before | {str(epoch): begin + sum(len(head.n_bytes) for head, _ in pieces)}
@@ -192,7 +192,7 @@ def remove_covered(storage: Storage, counted: dict[str, int]) -> None:
 
 
 def _of_older(
-    storage: Storage, spans: list[Span], epoch: int, wanted: tuple[int, int]
+    storage: Storage, spans: list[Span], epoch: int, *, wanted: tuple[int, int]
 ) -> list[tuple[Piece, bytes]]:
     """Segments wanted[0] .. wanted[1] - 1 of an epoch."""
     begin, n = wanted
@@ -325,6 +325,7 @@ class Segments:
         storage: Storage,
         epoch: int,
         path: Path,
+        *,
         before: StoredJournal,
         every_s: float | None = None,
     ) -> None:

@@ -110,6 +110,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     causal: bool = True,
     documents: Tensor | None = None,
     scale: float | None = None,
@@ -123,7 +124,7 @@ def attention(
     document only. scale: default 1 / sqrt(head_dim). Raises ProgramError for shapes that do not
     fit.
     """
-    _check(q, k, v, documents)
+    _check(q, k, v, documents=documents)
     if _now is not None:
         _now.called = True
     shard = _now.shard if _now is not None else None
@@ -137,7 +138,7 @@ def attention(
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[-2] == k.shape[-2] == v.shape[-2]:
         raise ProgramError(
@@ -176,9 +177,9 @@ def _attend(
     n, end = q.shape[-2], first + q.shape[-2] if causal else k.shape[-2]
     k, v = k[..., :end, :], v[..., :end, :]
     if documents[0] is None and (not causal or not first):
-        return _kernel(q, k, v, scale, is_causal=causal)
+        return _kernel(q, k, v, scale=scale, is_causal=causal)
     if documents[0] is None and q.is_cuda:
-        return _kernel(q, k, v, scale, attn_mask=causal_lower_right(n, end))
+        return _kernel(q, k, v, scale=scale, attn_mask=causal_lower_right(n, end))
     batch = 1 if documents[0] is None else q.shape[0]
     step = max(1, MASK_ELEMENTS_MOST // (batch * end))
     out = []
@@ -186,11 +187,19 @@ def _attend(
         stop = min(start + step, n)
         last = first + stop if causal else end
         mask = _mask(
-            (first + start, first + stop, last), causal, documents, (start, stop), q.device
+            (first + start, first + stop, last),
+            causal,
+            documents,
+            rows=(start, stop),
+            device=q.device,
         )
         out.append(
             _kernel(
-                q[..., start:stop, :], k[..., :last, :], v[..., :last, :], scale, attn_mask=mask
+                q[..., start:stop, :],
+                k[..., :last, :],
+                v[..., :last, :],
+                scale=scale,
+                attn_mask=mask,
             )
         )
     return out[0] if len(out) == 1 else torch.cat(out, -2)
@@ -200,6 +209,7 @@ def _mask(
     span: tuple[int, int, int],
     causal: bool,
     documents: Documents,
+    *,
     rows: tuple[int, int],
     device: torch.device,
 ) -> Tensor:
@@ -220,6 +230,7 @@ def _kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     scale: float | None,
     attn_mask: Any = None,
     is_causal: bool = False,

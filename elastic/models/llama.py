@@ -63,7 +63,7 @@ class LlamaConfig:
 
 @lru_cache(maxsize=16)
 def _rotary_table(
-    seq: int, head_dim: int, theta: float, device: torch.device, part: tuple[int, int]
+    seq: int, head_dim: int, theta: float, *, device: torch.device, part: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [seq, head_dim]; RoFormer (Su et al. 2021), section 3.2.2, halves turned as in
     the public Llama weights. `part`: of the sequence, as `elastic.models.attention.where` says;
@@ -81,7 +81,7 @@ def _rotary_table(
 def rotate(x: Tensor, theta: float) -> Tensor:
     """Turn each pair (i, i + head_dim/2) of x [batch, heads, seq, head_dim] by its position's
     angle."""
-    cos, sin = _rotary_table(x.shape[-2], x.shape[-1], theta, x.device, where())
+    cos, sin = _rotary_table(x.shape[-2], x.shape[-1], theta, device=x.device, part=where())
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x * cos + turned * sin).to(x.dtype)
@@ -254,7 +254,7 @@ def loss_sum(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt_ids: Sequence[int], n: int, temperature: float = 1.0, seed: int = 0
+    model: nn.Module, prompt_ids: Sequence[int], n: int, *, temperature: float = 1.0, seed: int = 0
 ) -> list[int]:
     """Prompt and `n` sampled tokens. `temperature` 0 = the likeliest token. Each token sees the
     last `max_seq` ones."""

@@ -64,7 +64,7 @@ class LoraLinear(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(whole)) * self.scale  # type: ignore[no-any-return]
 
 
-def lora(program: Program, targets: Collection[str], r: int = 8, alpha: float = 16.0) -> Program:
+def lora(program: Program, targets: Collection[str], r: int = 8, *, alpha: float = 16.0) -> Program:
     """The same program with everything frozen but adapters on the linear layers whose names end in
     one of `targets`.
 

@@ -98,7 +98,7 @@ def run_troubles(view: View) -> list[DoctorCheck]:
     return checks
 
 
-def _checked(name: str, found: str, fine: bool, hint: str) -> DoctorCheck:
+def _checked(name: str, found: str, fine: bool, *, hint: str) -> DoctorCheck:
     return DoctorCheck(name, found) if fine else DoctorCheck(name, found, "look", hint)
 
 
@@ -146,7 +146,7 @@ def _gpus() -> DoctorCheck:
 
 def _cpus() -> DoctorCheck:
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return _checked("cpu cores", str(n), n >= 2, "workers share one core")
+    return _checked("cpu cores", str(n), n >= 2, hint="workers share one core")
 
 
 def _memory() -> DoctorCheck:
@@ -156,7 +156,7 @@ def _memory() -> DoctorCheck:
         return DoctorCheck("memory", "not known on this system")
     free = int(fields["MemAvailable"].split()[0]) * 1024
     hint = "the embedded default takes about 0.5 GB a worker"
-    return _checked("memory available", size(free), free >= MIN_MEMORY_BYTES, hint)
+    return _checked("memory available", size(free), free >= MIN_MEMORY_BYTES, hint=hint)
 
 
 def _shm() -> DoctorCheck:
@@ -169,7 +169,7 @@ def _shm() -> DoctorCheck:
         )
     free = shutil.disk_usage("/dev/shm").free
     hint = "in a container: --shm-size=2g or more"
-    return _checked("/dev/shm free", size(free), free >= MIN_SHM_BYTES, hint)
+    return _checked("/dev/shm free", size(free), free >= MIN_SHM_BYTES, hint=hint)
 
 
 def _disk(storage: str) -> DoctorCheck:
@@ -178,7 +178,10 @@ def _disk(storage: str) -> DoctorCheck:
     if free is None:
         return _answers(place)
     return _checked(
-        f"disk free at {place.uri}", size(free), free >= MIN_DISK_BYTES, "checkpoints need room"
+        f"disk free at {place.uri}",
+        size(free),
+        free >= MIN_DISK_BYTES,
+        hint="checkpoints need room",
     )
 
 
@@ -237,4 +240,4 @@ def _files() -> DoctorCheck:
         return DoctorCheck("open files", "not known on this system")
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     hint = f"ulimit -n {MIN_FILES}: each worker keeps a socket per peer"
-    return _checked("open files", str(soft), soft >= MIN_FILES or soft < 0, hint)
+    return _checked("open files", str(soft), soft >= MIN_FILES or soft < 0, hint=hint)

@@ -35,7 +35,7 @@ class Loss:
         return 1 / (1 + self.per_h * self.seconds / 3600)
 
 
-def loss(groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, step_s: float) -> Loss:
+def loss(groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, *, step_s: float) -> Loss:
     """Found, rebuilt, fetched from peers over the network, some steps done again, and one node less
     for a while."""
     per_h = sum(group.n_nodes * group.lost_per_node_h for group in groups)
@@ -65,7 +65,9 @@ class Copying:
     moved_s: float
 
 
-def copying(groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, step_s: float) -> Copying:
+def copying(
+    groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, *, step_s: float
+) -> Copying:
     """At the links' own speeds; a node writes STORED_BYTES_PER_S, or what was measured."""
     state = work.copied_bytes
     links = [group.hardware.host_bytes_per_s for group in groups if group.hardware.host_bytes_per_s]
@@ -73,13 +75,13 @@ def copying(groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, step_s
         group.n_nodes * (group.hardware.storage_write_bytes_per_s or STORED_BYTES_PER_S)
         for group in groups
     ]
-    lost = loss(groups, work, layout, step_s)
+    lost = loss(groups, work, layout, step_s=step_s)
     stall_s = state / layout.world_size / min(links) if links else 0.0
     return Copying(state, stall_s, state / sum(writes), lost.seconds, lost.moved_s)
 
 
 def moved_usd_per_h(
-    groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, step_s: float
+    groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, *, step_s: float
 ) -> float:
     """Gradients between zones: a ring over replicas in several zones crosses each border once each
     way with twice the shard."""

@@ -105,7 +105,7 @@ class LayoutLimits:
 
 
 def plan_layout(
-    model: ModelProfile, job: Job, nodes: Sequence[Node], limits: LayoutLimits | None = None
+    model: ModelProfile, job: Job, nodes: Sequence[Node], *, limits: LayoutLimits | None = None
 ) -> Choice:
     """The best layout on these nodes, which are used in the given order. Raises InfeasiblePlan with
     the reason of each rejection."""
@@ -183,7 +183,7 @@ class _Search:
         )
         tight = bool(self.limits.memory_bytes or self.limits.infeasible)
         self.space = Space.of(
-            self.model, self.job, self.nodes, bool(self.limits.memory_bytes), tight
+            self.model, self.job, self.nodes, roomy=bool(self.limits.memory_bytes), tight=tight
         )
 
     def memory(self) -> dict[str, int]:
@@ -436,7 +436,7 @@ class _Search:
             busy = uneven * (1 + RECOMPUTED[layout.activation_checkpointing])
             idle = busy * bubble(layout, step.n_microbatches)
             return {"busy": busy, "bubble": idle, "guessed": (busy + idle) * (guessed(layout) - 1)}
-        found = step_cost(self.site, self.work, layout, step)
+        found = step_cost(self.site, self.work, layout, step=step)
         perfect_s = found.flop / layout.world_size / self.site.chip.gpu.peak(self.site.chip.dtype)
         return {name: seconds / perfect_s for name, seconds in found.parts.items()}
 
@@ -444,7 +444,7 @@ class _Search:
         """On the hardware that is known, else on the nominal one; 0 where the model is not
         known."""
         known = self.model.sample is not None and self.model.sample.flop
-        return step_cost(self.site, self.work, layout, step).step_s if known else 0.0
+        return step_cost(self.site, self.work, layout, step=step).step_s if known else 0.0
 
     def choice(self, layout: Layout, step: Step, assigned: HeteroAssignment) -> Choice:
         most = replace(step, largest_share=max(assigned.samples))
@@ -452,7 +452,7 @@ class _Search:
         state = memory.memory_bytes(self.work, layout, step.dtype)
         active = memory.activation_bytes(self.work, layout, most if self.place.uneven else step)
         if deepest > -(-self.work.n_blocks // layout.pp):
-            active = memory.stage_bytes(self.work, layout, most, deepest) - state
+            active = memory.stage_bytes(self.work, layout, most, n_blocks=deepest) - state
         return Choice(
             layout, assigned.ranks, assigned.samples, assigned.layers, step.n_microbatches,
             memory_bytes=state,
@@ -465,7 +465,7 @@ class _Search:
         )  # fmt: skip
 
     def step(self, layout: Layout) -> Step:
-        return step_of(self.model, self.job, layout, self.per_node)
+        return step_of(self.model, self.job, layout, per_node=self.per_node)
 
     def needs(self, layout: Layout, step: Step) -> int:
         """Bytes of a worker."""
@@ -529,7 +529,7 @@ def rate(site: Site) -> float:
     return gpu.peak(site.chip.dtype) * (gpu.reached or 1.0) * site.kernels.matmul
 
 
-def site_of(job: Job, gpu: HardwareProfile, per_node: int, world: int = 0) -> Site:
+def site_of(job: Job, gpu: HardwareProfile, per_node: int, *, world: int = 0) -> Site:
     """What the job's layouts run on: `elastic`'s own worker, in the job's precision. `world`:
     workers of the layout, all of which compute on this machine's cores where the profile says what
     that costs."""

@@ -47,7 +47,7 @@ class Space:
 
     @classmethod
     def of(
-        cls, model: ModelProfile, job: Job, nodes: Sequence[Node], roomy: bool, tight: bool
+        cls, model: ModelProfile, job: Job, nodes: Sequence[Node], *, roomy: bool, tight: bool
     ) -> Space:
         sizes = tuple(sorted({node.gpus for node in nodes}))
         unequal = bool(job.microbatch_tokens)  # samples of unequal length

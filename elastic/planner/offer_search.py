@@ -39,7 +39,7 @@ SMALLEST_SHARE = 8  # nodes are halved down to this part of them where fewer may
 
 
 def find_offers(
-    model: ModelProfile, job: Job, groups: Sequence[NodeGroup], aim: Aim | None = None
+    model: ModelProfile, job: Job, groups: Sequence[NodeGroup], *, aim: Aim | None = None
 ) -> Offers:
     """The best `aim.n_best` of different shapes. `job`: global_batch, precision and what it pins.
     Raises InfeasiblePlan in one line, with the least pool that would hold the model."""
@@ -104,7 +104,7 @@ class _Finder:
             self.equal(pool)
         else:
             for found in hetero_offers.layouts(
-                self.cache, self.job, pool, lambda: self.limit_s(pool)
+                self.cache, self.job, pool, worst=lambda: self.limit_s(pool)
             ):
                 self.n_looked_at += 1
                 self.take(
@@ -129,8 +129,8 @@ class _Finder:
         for offload in (False, True):
             job = replace(self.job, offload=True) if offload else self.job
             for world in self.worlds(n_gpus, per_node):
-                site = site_of(self.job, gpu, per_node, world)
-                if self.size(pool, site, job, world):
+                site = site_of(self.job, gpu, per_node, world=world)
+                if self.size(pool, site, job, world=world):
                     return
                 if not job.offload and self.work.state_bytes / world > USABLE * (
                     gpu.memory_bytes or INF
@@ -143,7 +143,7 @@ class _Finder:
         less = per_node if n_gpus > FEWER_MOST else 1
         yield from range(n_gpus - less, max(0, n_gpus - less * FEWER_MOST), -less)
 
-    def size(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, world: int) -> bool:
+    def size(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, *, world: int) -> bool:
         """Looks at all layouts of that many GPUs; was there one that fits, or would not have been
         shown anyway?"""
         space = Space.on(self.model, job, (site.per_node,))
@@ -219,7 +219,7 @@ class _Finder:
                     pool,
                     site,
                     job,
-                    replace(kind, activation_checkpointing=mode, microbatch_size=size),
+                    layout=replace(kind, activation_checkpointing=mode, microbatch_size=size),
                 )
                 for size in sizes
             ]
@@ -228,10 +228,10 @@ class _Finder:
                 break
         return any_fits
 
-    def one(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, layout: Layout) -> bool:
+    def one(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, *, layout: Layout) -> bool:
         """Costs a layout; does it fit?"""
         try:
-            step = step_of(self.model, job, layout, site.per_node)
+            step = step_of(self.model, job, layout, per_node=site.per_node)
         except InfeasiblePlan as error:
             self.reasons.setdefault(explain.family(layout), str(error))
             return False
@@ -256,7 +256,7 @@ class _Finder:
             )
             return False
         found = step_cost(
-            site, self.work, layout, step, self.cache.block_s(site, layout, step.n_rows)
+            site, self.work, layout, step=step, passes=self.cache.block_s(site, layout, step.n_rows)
         )
         parts = tuple(
             OfferPart(
@@ -319,7 +319,7 @@ class _Finder:
         """Of a step, with the share of what lost nodes cost."""
         return (
             found.cost.step_s
-            / dollars.loss(found.groups, self.work, found.layout, found.cost.step_s).goodput
+            / dollars.loss(found.groups, self.work, found.layout, step_s=found.cost.step_s).goodput
         )
 
     def hours(self, step_s: float) -> float:
@@ -328,7 +328,7 @@ class _Finder:
         return self.aim.tokens / tokens * step_s / 3600
 
     def usd_per_h(self, found: Candidate, step_s: float) -> float:
-        moved = dollars.moved_usd_per_h(found.groups, self.work, found.layout, step_s)
+        moved = dollars.moved_usd_per_h(found.groups, self.work, found.layout, step_s=step_s)
         return (
             found.usd_per_h
             + moved
@@ -350,8 +350,8 @@ class _Finder:
     def offer(self, found: Candidate, best: Candidate) -> Offer:
         sample, step_s = self.work.sample, found.cost.step_s
         assert sample is not None
-        lost = dollars.loss(found.groups, self.work, found.layout, step_s)
-        copies = dollars.copying(found.groups, self.work, found.layout, step_s)
+        lost = dollars.loss(found.groups, self.work, found.layout, step_s=step_s)
+        copies = dollars.copying(found.groups, self.work, found.layout, step_s=step_s)
         lasting_s, per_step = self.lasting_s(found), found.step.global_batch * max(1, sample.tokens)
         usd_per_h, hours = self.usd_per_h(found, lasting_s), self.hours(lasting_s)
         flop_per_s = sum(

@@ -8,7 +8,7 @@ from elastic.planner.hetero import hetero_shares
 from elastic.types import Job, Layout, ModelProfile
 
 
-def step_of(model: ModelProfile, job: Job, layout: Layout, per_node: int) -> Step:
+def step_of(model: ModelProfile, job: Job, layout: Layout, *, per_node: int) -> Step:
     """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the
     model, the job or the batch cannot have this layout."""
     global_batch = job.global_batch

@@ -322,7 +322,7 @@ def _starting(state: State, now_s: float) -> Decision | None:
             f" (not step {newest.step}: nothing is known there that would tell whether "
             f"{choice.layout} computes the same)"
         )
-    return enter(state, choice, resume, cause, f"{why}: {from_where(resume)}{back}")
+    return enter(state, choice, resume, cause=cause, why=f"{why}: {from_where(resume)}{back}")
 
 
 def _startable(state: State, now_s: float) -> Choice:
@@ -468,7 +468,7 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
     try:
         choice = choice_of(state, (*state.available, *stay))
     except InfeasiblePlan as error:
-        return _save_before(state, now_s, deadline_s, f"{left}; {error}")
+        return _save_before(state, now_s, deadline_s, why=f"{left}; {error}")
     lead = drain.lead_of(state)
     near_s = deadline_s - drain.NEAR * lead.seconds
     if near_s <= now_s < act_s:
@@ -481,7 +481,7 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
         form_s = act_s - forming_groups.FORM_MOST_S
         wait = Decision((), text, near_s if now_s < near_s else act_s)
         if now_s >= form_s and forming_groups.missing(state):
-            moved = enter(state, choice, recovery.live(state), "notice", text)
+            moved = enter(state, choice, recovery.live(state), cause="notice", why=text)
             if formed := forming_groups.begun(state, moved):
                 wait = Decision(
                     formed,
@@ -496,8 +496,8 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
         state,
         choice,
         recovery.live(state),
-        "notice",
-        f"{left}: resharding from live memory at the next step{more}",
+        cause="notice",
+        why=f"{left}: resharding from live memory at the next step{more}",
     )
     used = {
         name
@@ -519,7 +519,7 @@ def _enough(state: State) -> bool:
     return True
 
 
-def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Decision:
+def _save_before(state: State, now_s: float, deadline_s: float, *, why: str) -> Decision:
     """The nodes that stay are too few: store a copy now, and stop with another one just before the
     deadline."""
     assert state.plan is not None
@@ -570,4 +570,4 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
             f"{why} now: {gain:.0f} GPU-seconds gained until the nodes with notice are left, for "
             f"{price:.0f}"
         )
-    return enter(state, choice, recovery.live(state), "growth", why)
+    return enter(state, choice, recovery.live(state), cause="growth", why=why)

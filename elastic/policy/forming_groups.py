@@ -54,7 +54,7 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
         return replace(found, reason=f"{found.reason}; {why}")
     urgent, late = plan.cause == "notice", forming is not None and now_s >= _bound_s(forming)
     if forming is not None and (urgent or late or forming.ended):
-        return _entered(found, forming, plan, now_s)
+        return _entered(found, forming, plan, now_s=now_s)
     if urgent:
         return found
     if forming is not None and forming.plan.meeting == plan.meeting:
@@ -107,7 +107,7 @@ def _planned(found: Decision | None) -> Plan | None:
     return plans[0] if plans else None
 
 
-def _entered(found: Decision, forming: Forming, plan: Plan, now_s: float) -> Decision:
+def _entered(found: Decision, forming: Forming, plan: Plan, *, now_s: float) -> Decision:
     """With the ranks that the groups were made for, where only their order has changed since."""
     made = forming.plan
     if forming.there and (made.layout, set(made.ranks)) == (plan.layout, set(plan.ranks)):

@@ -95,7 +95,7 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
         unusable=refused_layouts.unusable_layouts(state),
         on_gpus=on_gpus(state, of_node),
     )
-    return plan_layout(refused_layouts.usable_model(state), state.job, ordered, limits)
+    return plan_layout(refused_layouts.usable_model(state), state.job, ordered, limits=limits)
 
 
 def gpu_bytes(state: State, pool: Pool | None) -> int:
@@ -173,7 +173,7 @@ def _rehearsal(choice: Choice, node: Node) -> Rehearsal:
     )
 
 
-def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) -> Decision:
+def enter(state: State, choice: Choice, resume: Resume, *, cause: Cause, why: str) -> Decision:
     choice = transition_cost.placed(state, choice, resume)
     used = {worker.node_id for worker in choice.ranks}
     nodes = [node for node in state.nodes.values() if node.node_id in used]

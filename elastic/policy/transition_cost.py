@@ -120,7 +120,7 @@ def _order(asked: _Transition) -> tuple[WorkerId, ...]:
     if any(len(set(kind[1:])) > 1 for kind in kinds.values()):
         return choice.ranks  # each worker has the share that it can do
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
-    return place(state.model, cuts, held, choice.ranks, kinds)
+    return place(state.model, cuts, held, ranks=choice.ranks, kinds=kinds)
 
 
 def transfer_message(move: Move | None) -> str:

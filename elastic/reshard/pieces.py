@@ -109,7 +109,7 @@ class Side:
     def held(self, placed: Placed) -> Held:
         if placed.blocks not in self._stages:
             self._stages[placed.blocks] = stages_of(
-                placed.blocks, self.model, self.layout, self.layers
+                placed.blocks, self.model, self.layout, layers=self.layers
             )
         return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut
 

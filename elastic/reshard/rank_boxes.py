@@ -91,7 +91,7 @@ def boxes(
 
 
 def reread_boxes(
-    model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int
+    model: ModelProfile, layout: Layout, layers: tuple[int, ...], *, rank: int
 ) -> tuple[Box, ...]:
     """What `rank` holds besides the training state: frozen weights."""
     frozen = [
@@ -111,7 +111,7 @@ def owned_boxes(
 
 
 def stages_of(
-    blocks: tuple[int | None, ...], model: ModelProfile, layout: Layout, layers: tuple[int, ...]
+    blocks: tuple[int | None, ...], model: ModelProfile, layout: Layout, *, layers: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Places on the pp axis whose ranks hold a tensor which these blocks need, in ascending
     order."""
@@ -194,7 +194,7 @@ def _boxes(
         return ()
     out = []
     for placed in state:
-        stages = stages_of(placed.blocks, model, layout, layers)
+        stages = stages_of(placed.blocks, model, layout, layers=layers)
         if at.pp not in stages:
             continue
         replica = (

@@ -26,6 +26,7 @@ def place(
     model: ModelProfile,
     cuts: tuple[Cut, Cut],
     held: Mapping[WorkerId, Sequence[int]],
+    *,
     ranks: Sequence[WorkerId],
     kinds: Mapping[str, Hashable],
 ) -> tuple[WorkerId, ...]:

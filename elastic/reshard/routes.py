@@ -62,6 +62,7 @@ def plan_routes(
     model: ModelProfile,
     old: Cut,
     new: Cut,
+    *,
     holders: Mapping[int, tuple[int, ...]],
     nodes: Sequence[str],
 ) -> list[Routes]:
@@ -71,11 +72,11 @@ def plan_routes(
     participant, ranks of the new layout first. Raises StateLost, naming the tensor, when a part has
     no holder.
     """
-    return routes_between(Side(model, old), Side(model, new), holders, nodes)
+    return routes_between(Side(model, old), Side(model, new), holders, nodes=nodes)
 
 
 def routes_between(
-    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], *, nodes: Sequence[str]
 ) -> list[Routes]:
     """As `plan_routes`."""
     overlaps, held = Overlaps(source, target), Holdings(source, holders, nodes)
@@ -181,7 +182,7 @@ class Holdings:
             pieces = self._source.numbers(held)[self._ranks]
             there = pieces >= 0
             self._found[held] = Givers(
-                pieces[there], self._ranks[there], self._who[there], self._node
+                pieces[there], self._ranks[there], self._who[there], node=self._node
             )
         return self._found[held]
 
@@ -190,7 +191,7 @@ class Givers:
     """Who can give the pieces that tensors of one `Held` are cut into. `who`: each once for each
     piece by itself, then those of a node, then all, in the order given."""
 
-    def __init__(self, pieces: Ints, ranks: Ints, who: Ints, node: Ints) -> None:
+    def __init__(self, pieces: Ints, ranks: Ints, who: Ints, *, node: Ints) -> None:
         self._node, self._n_nodes, self._n = node, int(node.max(initial=0)) + 1, len(node)
         # of several ranks with equal boxes the first
         own, first = np.unique(pieces * self._n + who, return_index=True)

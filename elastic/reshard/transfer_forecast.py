@@ -62,7 +62,7 @@ def forecast(
     names = sorted(set(nodes))
     number = {name: i for i, name in enumerate(names)}
     node = np.array([number[name] for name in nodes], dtype=np.int64)
-    sent = flows(source, target, holders, nodes)
+    sent = flows(source, target, holders, nodes=nodes)
     senders, destinations, n_bytes = sent
     moved = senders != destinations
     pairs, sums = summed(
@@ -92,12 +92,12 @@ def forecast(
 
 
 def flows(
-    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], *, nodes: Sequence[str]
 ) -> tuple[Ints, Ints, Ints]:
     """Bytes from each participant to each other (and to itself): senders, destinations, bytes."""
     n = len(nodes)
     found = []
-    for routes in routes_between(source, target, holders, nodes):
+    for routes in routes_between(source, target, holders, nodes=nodes):
         pairs = routes.senders * n + routes.destination[:, None]
         each = routes.n_bytes * (len(routes.bundle.tensors) // pairs.shape[1])
         found.append(summed(pairs.ravel(), np.repeat(each, pairs.shape[1])))

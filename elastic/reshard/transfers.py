@@ -33,7 +33,7 @@ def plan_transfers(
     StateLost, naming the tensor, when a part has no holder.
     """
     of_tensor: dict[int, list[tuple[Region, list[int]]]] = {}
-    for routes in plan_routes(model, old, new, holders, nodes):
+    for routes in plan_routes(model, old, new, holders=holders, nodes=nodes):
         of_tensor.update(_by_tensor(routes, me))
     out: list[Transfer] = []
     for i, placed in enumerate(placements(model)):

@@ -63,7 +63,7 @@ class Paces:
 
 
 def step_s(
-    plan: Plan, samples: Sequence[int], units: Sequence[float], work_s: float, n_blocks: int
+    plan: Plan, samples: Sequence[int], units: Sequence[float], *, work_s: float, n_blocks: int
 ) -> float:
     """`work_s`: of all samples through all blocks on a nominal GPU."""
     unit_s = work_s / (sum(samples) * n_blocks)

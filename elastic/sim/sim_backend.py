@@ -57,11 +57,12 @@ class SimBackend(Partitions):
         pools: tuple[Pool, ...],
         job: Job,
         faults: Iterable[Fault] = (),
+        *,
         delays: Delays | None = None,
         fits: Callable[[Plan], bool] = lambda plan: True,
         speeds: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(pools, job, delays or Delays(), fits)
+        super().__init__(pools, job, delays or Delays(), fits=fits)
         self.closed = False
         faults = list(faults)
         unequal = bool(speeds) or any(fault.kind in PACED for fault in faults)
@@ -136,13 +137,13 @@ class SimBackend(Partitions):
         node_id = alive[fault.which % len(alive)]
         noticed = [name for name in alive if self._machines[name].deadline_s is not None]
         if fault.kind == "notice":
-            self._notice(node_id, fault.lasts_s, fault.amount, not fault.lasting)
+            self._notice(node_id, fault.lasts_s, fault.amount, taken=not fault.lasting)
         elif fault.kind == "throttle":
             self.paces.take(fault, node_id, self._machines[node_id].node.gpus)
         elif fault.kind == "withdraw" and noticed:
             self._withdraw(noticed[fault.which % len(noticed)])
         elif fault.kind in ("loss", "return"):
-            self._lose(node_id, "lost", self.delays.confirm_s, fault.moment)
+            self._lose(node_id, "lost", self.delays.confirm_s, moment=fault.moment)
             if fault.kind == "return":
                 self._after(fault.lasts_s, lambda: self._come_back(node_id))
         elif fault.kind == "process" and self._machines[node_id].prepared:

@@ -79,7 +79,7 @@ class Generations(SimMachines):
     """Runs plans on machines. `violations`: orders that the contract forbids, as found."""
 
     def __init__(
-        self, pools: tuple[Pool, ...], job: Job, delays: Delays, fits: Callable[[Plan], bool]
+        self, pools: tuple[Pool, ...], job: Job, delays: Delays, *, fits: Callable[[Plan], bool]
     ) -> None:
         super().__init__(pools, job, delays)
         self.fits, self.paces, self.functions = fits, Paces(), Functions(job)
@@ -381,7 +381,11 @@ class Generations(SimMachines):
             group.plan = plan = replace(plan, samples=group.shares.pop(group.step, plan.samples))
             group.units = self.paces.units(plan, self._now_s)
             group.step_s = step_s(
-                plan, plan.samples, group.units, self.delays.work_s, sum(plan.layers)
+                plan,
+                plan.samples,
+                group.units,
+                work_s=self.delays.work_s,
+                n_blocks=sum(plan.layers),
             )
         self._after(group.step_s, lambda: self._step(group))
 

@@ -207,7 +207,9 @@ class SimMachines(Clock):
                 Notice(action.node_id, pool.ends_at_s or self._now_s + pool.notice_s, "drained")
             )
 
-    def _lose(self, node_id: str, cause: str, confirm_s: float, moment: Moment = "inside") -> None:
+    def _lose(
+        self, node_id: str, cause: str, confirm_s: float, *, moment: Moment = "inside"
+    ) -> None:
         machine = self._machines[node_id]
         if machine.gone_s is not None or self._dying(node_id):
             return
@@ -239,7 +241,7 @@ class SimMachines(Clock):
     # notices
 
     def _notice(
-        self, node_id: str, lasts_s: float, late_s: float = 0.0, taken: bool = True
+        self, node_id: str, lasts_s: float, late_s: float = 0.0, *, taken: bool = True
     ) -> None:
         """The node is taken `late_s` after the deadline, unless the notice is withdrawn or another
         one comes."""

@@ -49,7 +49,7 @@ class Storage(ABC):
         FileNotFoundError."""
 
     def read_parts(
-        self, key: str, offset: int, buffer: memoryview, took: Callable[[memoryview], object]
+        self, key: str, offset: int, buffer: memoryview, *, took: Callable[[memoryview], object]
     ) -> int:
         """Like `read_into`; hands every part of `buffer` to `took`, in order, once it is filled
         (and still in the cache)."""

@@ -38,18 +38,19 @@ class LocalStorage(Storage):
         return self.path(key).read_bytes()
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        return self._fill(key, offset, buffer, len(buffer), None)
+        return self._fill(key, offset, buffer, part_bytes=len(buffer), took=None)
 
     def read_parts(
-        self, key: str, offset: int, buffer: memoryview, took: Callable[[memoryview], object]
+        self, key: str, offset: int, buffer: memoryview, *, took: Callable[[memoryview], object]
     ) -> int:
-        return self._fill(key, offset, buffer, PART_BYTES, took)
+        return self._fill(key, offset, buffer, part_bytes=PART_BYTES, took=took)
 
     def _fill(
         self,
         key: str,
         offset: int,
         buffer: memoryview,
+        *,
         part_bytes: int,
         took: Callable[[memoryview], object] | None,
     ) -> int:

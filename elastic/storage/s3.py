@@ -137,7 +137,7 @@ class S3Storage(Storage):
     # writing
 
     def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
-        return put_whole(self._calls, self._name(key), data, if_absent)
+        return put_whole(self._calls, self._name(key), data, if_absent=if_absent)
 
     @contextmanager
     def create(self, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:

@@ -57,7 +57,7 @@ class Body:
             )
 
 
-def put_whole(calls: Calls, key: str, data: bytes | bytearray, if_absent: bool) -> bool:
+def put_whole(calls: Calls, key: str, data: bytes | bytearray, *, if_absent: bool) -> bool:
     """One request. False: `if_absent`, and the object was there and is not what an earlier try of
     this call wrote."""
     body, writer, n_tries = Body(data), secrets.token_hex(8), 0
@@ -144,7 +144,7 @@ class Upload(io.RawIOBase):
         """The object is there when this returns. Raises FileExistsError where it must not replace
         another."""
         if self._upload is None:
-            if not put_whole(self._calls, self._key, self._part, self._if_absent):
+            if not put_whole(self._calls, self._key, self._part, if_absent=self._if_absent):
                 raise FileExistsError(f"s3://{self._calls.bucket}/{self._key}: it is there already")
             return
         if self._part:

@@ -49,7 +49,7 @@ def repeats(job: Job, draws: bool) -> bool:
     return not (draws or job.script or job.restarted)
 
 
-def redone_as_before(losses: Losses, done: StepDone, n_redone: int, job: Job) -> bool | None:
+def redone_as_before(losses: Losses, done: StepDone, n_redone: int, *, job: Job) -> bool | None:
     """Has the step the loss that it had before, on the same samples? None = it was not done before,
     or nothing can be said. It is the `n_redone`-th in a row that is done again: each adds its own
     rounding errors."""

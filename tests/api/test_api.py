@@ -85,7 +85,7 @@ def prepared(folder: Path, **options: object) -> running._Run:
 def steps(
     numbers: list[int], n_samples: int = 100, generation: int = 1
 ) -> list[tuple[float, StepDone]]:
-    ids = {k: digest_text(digest(sample_ids(n_samples, 8, 3, k - 1))) for k in numbers}
+    ids = {k: digest_text(digest(sample_ids(n_samples, 8, 3, step=k - 1))) for k in numbers}
     return [(float(k), StepDone(generation, k, 1.0, 8, 0.1, digest=ids[k])) for k in numbers]
 
 
@@ -349,7 +349,11 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
         return replace(
             START,
             job=job
-            | {"fingerprint": fingerprint(folder / "program.py", Job.from_plain(job), MODEL, 9)},
+            | {
+                "fingerprint": fingerprint(
+                    folder / "program.py", Job.from_plain(job), MODEL, n_samples=9
+                )
+            },
         )
 
     journal = Journal(folder / "journal.jsonl", 1)
@@ -632,8 +636,8 @@ def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
         Options(run_name="r"),
         Options(run_name="r", supervised=True, allow_changed=True),
     ):
-        _ScriptRun(file, (), spec, options)._check_same(before, view_of(before))
-    started = _ScriptRun(file, (), spec, Options(run_name="r", supervised=True))
+        _ScriptRun(file, (), spec, options=options)._check_same(before, view_of(before))
+    started = _ScriptRun(file, (), spec, options=Options(run_name="r", supervised=True))
     with pytest.raises(
         ProgramError,
         match="failed by its program, which is the same: rank 0 .exit code 1.: KeyError",

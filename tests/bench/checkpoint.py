@@ -118,8 +118,8 @@ def read_raw(path: Path, parts: Sequence[memoryview], threads: int) -> None:
 
 
 def save(storage: Storage, step: int, items: Items) -> str:
-    checkpoint_writer.write_shard(storage, step, 1, 0, items)
-    return checkpoint_writer.commit(storage, step, 1, 1, 1, {})
+    checkpoint_writer.write_shard(storage, step, 1, rank=0, items=items)
+    return checkpoint_writer.commit(storage, step, 1, world_size=1, epoch=1, meta={})
 
 
 def load(uri: str, items: Items) -> None:

@@ -178,7 +178,9 @@ def _distributed(case: Case, cut: Cut, me: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for placed in placements(case.model):
         spec = placed.spec
-        if coordinates(layout, me).pp not in stages_of(placed.blocks, case.model, layout, layers):
+        if coordinates(layout, me).pp not in stages_of(
+            placed.blocks, case.model, layout, layers=layers
+        ):
             continue
         dtype = getattr(torch, spec.dtype)
         if not placed.fsdp_cut:

@@ -45,7 +45,7 @@ def searched_s(groups: list[NodeGroup], model: Decoder, aim: Aim) -> float:
     profile = model.profile()
     compute.matmul_s.cache_clear()
     began_s = process_time()
-    found = find_offers(profile, Job(global_batch=batch, precision="bfloat16"), groups, aim)
+    found = find_offers(profile, Job(global_batch=batch, precision="bfloat16"), groups, aim=aim)
     seconds = process_time() - began_s
     assert found.best
     return seconds
@@ -64,7 +64,7 @@ def run_s(model: Decoder, kinds: tuple[tuple[str, int], ...]) -> float:
     profile, batch = model.profile(), PER_GPU * 8 * len(nodes)
     compute.matmul_s.cache_clear()
     began_s = process_time()
-    plan_layout(profile, Job(global_batch=batch, precision="bfloat16"), nodes, limits)
+    plan_layout(profile, Job(global_batch=batch, precision="bfloat16"), nodes, limits=limits)
     return process_time() - began_s
 
 

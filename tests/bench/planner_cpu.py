@@ -117,10 +117,10 @@ def measure(clock: Clock, rounds: int, size: Size) -> dict[str, Any]:
     work, found = ModelCost.of(subject.model), {}
     for text, seconds in took.items():
         layout = parse_layout(text)
-        step = step_of(subject.model, subject.job, layout, 1)
-        sites = [site_of(subject.job, profile, 1, layout.world_size) for profile in profiles]
+        step = step_of(subject.model, subject.job, layout, per_node=1)
+        sites = [site_of(subject.job, profile, 1, world=layout.world_size) for profile in profiles]
         predicted, step_s = (
-            mean(step_cost(site, work, layout, step).step_s for site in sites),
+            mean(step_cost(site, work, layout, step=step).step_s for site in sites),
             median(seconds),
         )
         error = round(abs(predicted / step_s - 1), 3)

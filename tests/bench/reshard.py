@@ -86,7 +86,7 @@ def case_of(model: ModelProfile, old: Cut, new: Cut) -> Case:
     workers = [WorkerId(f"n{i}", 0) for i in range(N)]
     n_new = new[0].world_size
     held = {workers[rank]: [rank] for rank in range(old[0].world_size)}
-    order = [*place(model, (old, new), held, workers[:n_new], {}), *workers[n_new:]]
+    order = [*place(model, (old, new), held, ranks=workers[:n_new], kinds={}), *workers[n_new:]]
     holders = {ranks[0]: (order.index(worker),) for worker, ranks in held.items()}
     return Case(model, old, new, holders, tuple(worker.node_id for worker in order))
 

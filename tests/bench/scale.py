@@ -178,7 +178,7 @@ def decisions(n: int, profile: ModelProfile, profiled: bool = False) -> dict[str
         "layout": "auto", "min_workers": PER_NODE, "peer_every": 5, "durable_every": 20,
     }  # fmt: skip
     faults = [Fault(100.0 + 60 * i, "notice" if i % 2 else "loss", 3 * i, 30.0) for i in range(4)]
-    backend = SimBackend(pools, Job.from_plain(job), faults, Delays(work_s=10.0 * n))
+    backend = SimBackend(pools, Job.from_plain(job), faults, delays=Delays(work_s=10.0 * n))
     state = drive(
         backend, MemoryJournal(), DriverStarted("scale", 1, job, pools, profile), decide=seen
     )

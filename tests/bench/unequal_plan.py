@@ -52,7 +52,7 @@ def offers(
     model: ModelProfile, of: tuple[NodeGroup, ...], batch: int, n_best: int = 1
 ) -> tuple[Offer, ...]:
     return find_offers(
-        model, Job(global_batch=batch, precision="bfloat16"), of, Aim(n_best=n_best)
+        model, Job(global_batch=batch, precision="bfloat16"), of, aim=Aim(n_best=n_best)
     ).best
 
 

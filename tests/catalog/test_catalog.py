@@ -205,7 +205,7 @@ def test_a_cpu_is_a_chip_of_measured_numbers() -> None:
     )
     assert cpu.peak_flop_per_s("float32") == cpu.peak_flop_per_s("tf32") == 2e11
     assert cpu.peak_flop_per_s("bfloat16") == cpu.peak_flop_per_s("float16") == 0.0
-    assert catalog.cpu_chip(2e11, 1, 1.0, 3e10).peak_flop_per_s("bfloat16") == 3e10
+    assert catalog.cpu_chip(2e11, 1, 1.0, bf16_flop_per_s=3e10).peak_flop_per_s("bfloat16") == 3e10
 
 
 def test_prices_are_those_of_the_source() -> None:

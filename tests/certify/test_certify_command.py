@@ -156,7 +156,9 @@ def test_a_sum_that_is_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_some_checks(tmp_path: Path) -> None:
     done = Tasks(lambda check: None)
-    certify_command.carry_out(Place("cpu-gloo", 2), str(tmp_path), done, 0.0, ("kill", "planner"))
+    certify_command.carry_out(
+        Place("cpu-gloo", 2), str(tmp_path), done, budget_s=0.0, only=("kill", "planner")
+    )
     assert [check.name for check in done.checks] == ["kill", "growth", "notice", "planner error"]
 
 

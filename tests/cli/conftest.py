@@ -34,7 +34,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A storage folder with one run, done by the simulator: a notice and a loss on the way."""
     folder = tmp_path / "elastic_runs"
     faults = [Fault(25.0, "notice", 0, 10.0), Fault(33.0, "loss", 1)]
-    backend = SimBackend(POOLS, Job.from_plain(JOB), faults, Delays(work_s=4.0))
+    backend = SimBackend(POOLS, Job.from_plain(JOB), faults, delays=Delays(work_s=4.0))
     state = drive(
         backend,
         Journal(folder / "tiny-1" / "journal.jsonl", 1),

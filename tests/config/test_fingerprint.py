@@ -33,7 +33,7 @@ def mark(
 ) -> Any:
     file = tmp_path / "program.py"
     file.write_text(code)
-    return fingerprint(file, Job.from_plain(job), model, n)
+    return fingerprint(file, Job.from_plain(job), model, n_samples=n)
 
 
 def test_what_does_not_matter(tmp_path: Path) -> None:

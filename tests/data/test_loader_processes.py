@@ -77,9 +77,11 @@ def test_the_same_batches_as_without(
     ):
 
         def parts(step: int, share: slice = share) -> list[Microbatch]:
-            return [Microbatch(sample_ids(len(dataset), 8, 1, step)[share])]
+            return [Microbatch(sample_ids(len(dataset), 8, 1, step=step)[share])]
 
-        loader = Loader(dataset, parts, steps[0], ReadAhead.of(Job.from_plain(text_job)), readers)
+        loader = Loader(
+            dataset, parts, steps[0], ahead=ReadAhead.of(Job.from_plain(text_job)), readers=readers
+        )
         plain = Loader(dataset, parts, steps[0])
         started += [loader, plain]
         for step in steps:
@@ -219,7 +221,7 @@ def test_reading_ahead_is_bounded_in_bytes_too(
     most_bytes: int, steps: int, started: list[Readers | Loader]
 ) -> None:
     dataset = Large()
-    loader = Loader(dataset, lambda step: [Microbatch([step])], 0, ReadAhead(8, most_bytes))
+    loader = Loader(dataset, lambda step: [Microbatch([step])], 0, ahead=ReadAhead(8, most_bytes))
     started.append(loader)
     for step in range(4):
         until(

@@ -56,7 +56,7 @@ def test_a_given_length_cuts_each_set_in_its_own_order() -> None:
 def test_a_huge_mixture_costs_nothing() -> None:
     sets = {"a": range(10**12), "b": range(10**9)}
     mixture = Mixture(sets, {"a": 0.9, "b": 0.1})
-    ids = sample_ids(len(mixture), 1000, 0, 5)
+    ids = sample_ids(len(mixture), 1000, 0, step=5)
     share = sum(mixture.source(i)[0] == 0 for i in ids) / 1000
     assert 0.85 < share < 0.95 and len({mixture[i] for i in ids}) == 1000
 

@@ -14,7 +14,7 @@ from elastic.errors import SpecError
 
 
 def stream(n: int, batch: int, seed: int, steps: int) -> list[int]:
-    return [sample for step in range(steps) for sample in sample_ids(n, batch, seed, step)]
+    return [sample for step in range(steps) for sample in sample_ids(n, batch, seed, step=step)]
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 97, 256, 1000, 4099])
@@ -40,7 +40,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 def test_the_order_is_kept_from_release_to_release() -> None:
     """A changed order would let a resumed run repeat and leave out samples."""
-    assert sample_ids(1000, 6, 42, 7) == [147, 728, 726, 223, 705, 867]
+    assert sample_ids(1000, 6, 42, step=7) == [147, 728, 726, 223, 705, 867]
     assert digest_text(digest(range(10))) == "000000155963f90000001452bc36"
 
 
@@ -48,10 +48,10 @@ def test_orders_look_random() -> None:
     """Positions of sample 0 over many seeds are spread evenly; neighbors in the order are not
     neighbors in the data."""
     n, tries = 16, 3200
-    where = Counter(sample_ids(n, n, seed, 0).index(0) for seed in range(tries))
+    where = Counter(sample_ids(n, n, seed, step=0).index(0) for seed in range(tries))
     chi2 = sum((where[i] - tries / n) ** 2 / (tries / n) for i in range(n))
     assert chi2 < 45  # 15 degrees of freedom: 0.01 % at 44.3
-    ids = sample_ids(10_000, 10_000, 0, 0)
+    ids = sample_ids(10_000, 10_000, 0, step=0)
     assert sum(abs(a - b) == 1 for a, b in zip(ids, ids[1:])) < 12  # 2 are expected
     assert sum(a == i for i, a in enumerate(ids)) < 8  # 1 is expected
 
@@ -59,24 +59,24 @@ def test_orders_look_random() -> None:
 def test_a_trillion_samples_cost_what_a_thousand_cost() -> None:
     def seconds(n: int) -> float:
         start = time.process_time()
-        ids = sample_ids(n, 512, 3, 10**9)
+        ids = sample_ids(n, 512, 3, step=10**9)
         assert len(ids) == 512 and all(0 <= i < n for i in ids)
         return time.process_time() - start
 
     small, large = (min(seconds(n) for _ in range(5)) for n in (10**3, 10**12))
     assert large < 10 * small
-    assert len(set(sample_ids(10**12, 4096, 3, 10**6))) == 4096
+    assert len(set(sample_ids(10**12, 4096, 3, step=10**6))) == 4096
 
 
 def test_shares_are_a_partition_of_the_step() -> None:
-    ids = sample_ids(100, 10, 0, 4)
+    ids = sample_ids(100, 10, 0, step=4)
     samples = (3, 0, 5, 2)
     parts = [ids[share(samples, dp)] for dp in range(4)]
     assert [len(part) for part in parts] == [3, 0, 5, 2] and sum(parts, []) == ids
 
 
 def test_digests_add_over_shares_and_are_exact_in_float64() -> None:
-    ids = sample_ids(10**9, 1000, 0, 3)
+    ids = sample_ids(10**9, 1000, 0, step=3)
     parts = [digest(ids[:1]), digest(ids[1:400]), digest(ids[400:]), digest([])]
     summed = [sum(float(part[i]) for part in parts) for i in range(2)]
     assert digest_text(summed) == digest_text(digest(ids)) and len(digest_text(summed)) == 28
@@ -100,4 +100,4 @@ def test_digest_tells_samples_apart_but_not_their_order() -> None:
 def test_sizes_that_make_no_sense_are_refused(bad: tuple[int, int, int]) -> None:
     n, batch, step = bad
     with pytest.raises(SpecError, match=f"dataset of {n}"):
-        sample_ids(n, batch, 0, step)
+        sample_ids(n, batch, 0, step=step)

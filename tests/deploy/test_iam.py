@@ -59,9 +59,9 @@ def refused(who: str, calls: set[tuple[str, str]]) -> list[str]:
 def test_a_worker_saves_and_loads_and_may_remove_nothing(
     s3: S3Storage, asked: set[tuple[str, str]], small_parts: int
 ) -> None:
-    checkpoint_writer.write_shard(s3, 5, 1, 0, ITEMS)
+    checkpoint_writer.write_shard(s3, 5, 1, rank=0, items=ITEMS)
     # the lowest living rank does, where there is no driver
-    uri = checkpoint_writer.commit(s3, 5, 1, 1, 1, {})
+    uri = checkpoint_writer.commit(s3, 5, 1, world_size=1, epoch=1, meta={})
     assert checkpoint_index.verify(uri) == []
     assert refused("worker", asked) == [] and len(asked) >= 3
     s3.delete_folder("checkpoints/step-00000005.g0001")
@@ -70,7 +70,7 @@ def test_a_worker_saves_and_loads_and_may_remove_nothing(
 
 def test_a_driver_commits_removes_and_cleans_up(s3: S3Storage, asked: set[tuple[str, str]]) -> None:
     for step in (5, 10):
-        checkpoint_writer.write_shard(s3, step, 1, 0, ITEMS)
+        checkpoint_writer.write_shard(s3, step, 1, rank=0, items=ITEMS)
     copies = CheckpointCommitter(s3, 1, {})
     copies.commit(CheckpointParts(PLAN, 5, {0: ShardStored(1, 5, 0, 8, 0.1, 0.0, 1)}))
     stored = copies._news.get(timeout=60)

@@ -110,7 +110,7 @@ def test_the_cut_of_unequal_samples_is_what_the_page_says(folder: Path) -> None:
     assert budget is not None
     shares = []
     for step in range(job["steps"]):
-        ids = sample_ids(200, job["global_batch"], 0, step)
+        ids = sample_ids(200, job["global_batch"], 0, step=step)
         n_tokens = sum(lengths[i] for i in ids)
         cut = budget.cut(ids, (8, 8))
         shares.append(pad_share(cut, n_tokens))

@@ -75,7 +75,7 @@ def test_unequal_gpus_get_what_the_table_says() -> None:
             model,
             Job.from_plain({"global_batch": 48, "layout": "auto", **job}),
             nodes,
-            LayoutLimits(rates=rates, zones=zones),
+            limits=LayoutLimits(rates=rates, zones=zones),
         )
         told = (
             [f"{found.samples[0]} each"]

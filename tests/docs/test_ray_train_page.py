@@ -87,7 +87,7 @@ def alone(steps: int, clip: float | None, seed: int = 0) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     out = []
     for step in range(steps):
-        rows = [data[i] for i in sample_ids(len(data), 24, seed, step)]
+        rows = [data[i] for i in sample_ids(len(data), 24, seed, step=step)]
         loss = cross_entropy(
             model(torch.stack([r[0] for r in rows])), torch.stack([r[1] for r in rows])
         )

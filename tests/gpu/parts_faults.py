@@ -56,7 +56,7 @@ def _open(lab: Lab, worker_pool: WorkerPool) -> Any:
     from elastic.certify.reference.one_process import program_file
 
     worker_pool.open(job_of("faults", program_file("paced"), MANY), lab.run_folder())
-    plan = plan_of(1, Layout(dp_shard=2), worker_pool.workers, SHORT_BLOCKS, peer_every=2)
+    plan = plan_of(1, Layout(dp_shard=2), worker_pool.workers, n_blocks=SHORT_BLOCKS, peer_every=2)
     worker_pool.enter(plan)
     worker_pool.stepped(plan, 6)
     return plan
@@ -91,7 +91,7 @@ def _sticky(tell: Tell, lab: Lab, worker_pool: WorkerPool) -> None:
         2,
         Layout(),
         (other,),
-        SHORT_BLOCKS,
+        n_blocks=SHORT_BLOCKS,
         resume=_from_memory(worker_pool, plan, (other,)),
         cause="loss",
     )
@@ -190,4 +190,4 @@ def certify(tell: Tell, cpu: bool, seconds: float) -> None:
     place = find(0, True) if cpu else find(1, True)
     only = ("planner error",) if cpu else tuple(SHOWN.split(","))
     storage = tempfile.mkdtemp(prefix="one-shot-storage-")
-    carry_out(place, storage, Tasks(told), max(1.0, seconds - 5.0), only)
+    carry_out(place, storage, Tasks(told), budget_s=max(1.0, seconds - 5.0), only=only)

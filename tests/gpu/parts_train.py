@@ -86,9 +86,9 @@ def _first_steps(tell: Tell, cpu: bool) -> None:
     from elastic.certify.tasks import Limit
 
     job = job_of("first", program_file("small"), MANY)
-    alone = losses("small", job, 3, Limit.after(60.0))
+    alone = losses("small", job, 3, limit=Limit.after(60.0))
     solo = Solo(job)
-    solo.enter(plan_for(solo.me, 1, N_BLOCKS, (GLOBAL_BATCH, 1)))
+    solo.enter(plan_for(solo.me, 1, N_BLOCKS, cut=(GLOBAL_BATCH, 1)))
     steps = solo.stepped(1, 3)[:3]
     tell("steps.done", len(steps))
     tell(
@@ -110,12 +110,12 @@ def step(tell: Tell, cpu: bool, seconds: float) -> None:
     device = device_of(cpu)
     if not cpu:
         torch.cuda.set_device(device)
-    times, plain = bare(program, job, device, rows, n)
+    times, plain = bare(program, job, device, rows=rows, n=n)
     bare_s = median(times[warm:])
     tell("bare_s", bare_s)
     make_room(cpu)
     began = time.perf_counter()
-    ours = Ours(program, job, device, rows)
+    ours = Ours(program, job, device, rows=rows)
     tell("fill_s", time.perf_counter() - began)
     for name, n_microbatches, copy in (("one", 1, False), ("copy", 1, True), ("eight", 8, False)):
         ours.cut(n_microbatches)
@@ -180,7 +180,7 @@ def _whole_session(
         torch.cuda.empty_cache()
     solo = Solo(job)
     assert solo.session.place is not None
-    solo.enter(plan_for(solo.me, 1, solo.session.place.profile.n_blocks, (rows, 1)))
+    solo.enter(plan_for(solo.me, 1, solo.session.place.profile.n_blocks, cut=(rows, 1)))
     solo.stepped(1, warm)
     with Syncs(cpu) as seen:
         before = len(solo.stepped(1, warm))

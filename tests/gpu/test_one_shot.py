@@ -106,7 +106,7 @@ def test_a_kernel_without_end_lies_within_a_blocks_own_work(
     monkeypatch.setattr(real_faults, "_sleep", lambda: seen.append("sleeps"))
     block, faults = nn.Linear(2, 2), real_faults.RealFaults()
     spans = BlockTiming(
-        [block], load_program(str(PROGRAMS / "tiny.py")), torch.device("cuda", 0), faults
+        [block], load_program(str(PROGRAMS / "tiny.py")), torch.device("cuda", 0), faults=faults
     )
     spans.timing, faults.real = False, kind
     for _ in range(2):

@@ -51,7 +51,7 @@ def test_a_job_is_read_planned_and_built(name: str) -> None:
     held = [
         (
             *boxes(profile, choice.layout, choice.layers, rank),
-            *reread_boxes(profile, choice.layout, choice.layers, rank),
+            *reread_boxes(profile, choice.layout, choice.layers, rank=rank),
         )
         for rank in (0, choice.layout.world_size - 1)
     ]

@@ -74,7 +74,7 @@ def recorded(place: RunFolder, seed: int = SEED) -> tuple[list[Line], State]:
     assert before == []
     journal = Follows(place.open_journal(1, stored))
     state = drive(
-        SimBackend(pools, Job.from_plain(job), faults, delays),
+        SimBackend(pools, Job.from_plain(job), faults, delays=delays),
         journal,
         DriverStarted("random", 1, job, pools, MODEL),
     )

@@ -103,7 +103,7 @@ def test_a_plan_is_stored_before_append_returns(storage: Remote, tmp_path: Path)
 def test_lines_without_a_plan_are_stored_in_the_background(storage: Remote, tmp_path: Path) -> None:
     here = machine(storage, tmp_path, "a")
     journal = open_at(here, 1)
-    journal.segments = Segments(storage, 1, here.journal, StoredJournal(), every_s=0.02)
+    journal.segments = Segments(storage, 1, here.journal, before=StoredJournal(), every_s=0.02)
     steps(journal, 1, 1)
     until(
         lambda: of(machine(storage, tmp_path, "b").lines()) == [1],

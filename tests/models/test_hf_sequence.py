@@ -93,7 +93,7 @@ def test_targets_positions_and_loss_of_the_parts_are_those_of_the_whole(name: st
     if "target" not in batch:
         ids, learned = batch["input_ids"], whole["target"][:, :-1] != -100
         assert torch.equal(whole["target"][:, :-1][learned], ids[:, 1:][learned])
-    check_loss(program, program.model().eval(), batch, 2)
+    check_loss(program, program.model().eval(), batch, cp=2)
 
 
 def test_positions_behind_padding_go_on_over_the_edges_of_parts() -> None:
@@ -143,5 +143,5 @@ def test_a_model_that_keeps_documents_apart_only_with_cp_is_refused() -> None:
     with pytest.raises(
         ProgramError, match=r"with the model's own attention, .* with elastic\.attention; take cp=1"
     ):
-        check_loss(program, model, batch, 2)
-    check_loss(program, model, {"input_ids": batch["input"]}, 2)
+        check_loss(program, model, batch, cp=2)
+    check_loss(program, model, {"input_ids": batch["input"]}, cp=2)

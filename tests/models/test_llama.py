@@ -248,9 +248,9 @@ def test_flop_per_token_counts_what_torch_counts() -> None:
 
 def test_generate() -> None:
     model = build()
-    a, b, c = (generate(model, [1, 2, 3], 20, 1.0, seed) for seed in (0, 0, 1))
+    a, b, c = (generate(model, [1, 2, 3], 20, temperature=1.0, seed=seed) for seed in (0, 0, 1))
     assert a == b != c and a[:3] == [1, 2, 3] and len(a) == 23
-    greedy = generate(model, [1, 2, 3], 1, 0.0)
+    greedy = generate(model, [1, 2, 3], 1, temperature=0.0)
     assert greedy[3] == int(model(torch.tensor([[1, 2, 3]]))[0, -1].argmax())
     seen: list[list[int]] = []
     model.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].tolist()))

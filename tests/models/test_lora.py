@@ -85,7 +85,7 @@ def test_frozen_weights_are_no_part_of_the_state(base: Program) -> None:
             all(".lora_" in box.fqn or box.fqn == "elastic.rng" for box in mine) and len(mine) > 20
         )
         both = {b.fqn for b in mine} | {
-            b.fqn for b in reread_boxes(frozen, Layout(dp_shard=2, tp=2), (4,), rank)
+            b.fqn for b in reread_boxes(frozen, Layout(dp_shard=2, tp=2), (4,), rank=rank)
         }
         assert both == {b.fqn for b in boxes(profile, Layout(dp_shard=2, tp=2), (4,), rank)}
 

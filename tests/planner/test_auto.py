@@ -79,7 +79,7 @@ def chosen(
         model,
         Job.from_plain(job),
         [Node(f"n{i}", "p", gpus) for i in range(n_nodes)],
-        LayoutLimits(memory),
+        limits=LayoutLimits(memory),
     )
 
 
@@ -220,7 +220,9 @@ def test_what_did_not_fit_is_followed_by_less_at_once() -> None:
     tried: dict[Layout, int] = {}
     needs = []
     for _ in range(4):
-        found = plan_layout(one_b(), Job.from_plain(job), nodes, LayoutLimits(infeasible=tried))
+        found = plan_layout(
+            one_b(), Job.from_plain(job), nodes, limits=LayoutLimits(infeasible=tried)
+        )
         tried[found.layout] = GPU
         needs.append(found.memory_bytes + found.activation_bytes)
     assert [layout.dp_shard for layout in tried] == [8] * 4
@@ -308,7 +310,7 @@ def test_gathered_parameters_by_stage() -> None:
     step = memory.Step(4, 4, 32, dtype="bfloat16")
     idle = compute.BlockTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # nothing to hide under
     three, two, one = (
-        step_cost._fsdp_s(site, work, Layout(dp_shard=8, zero_stage=stage), step, idle)
+        step_cost._fsdp_s(site, work, Layout(dp_shard=8, zero_stage=stage), step=step, passes=idle)
         for stage in (3, 2, 1)
     )
     # per block, in units of a gather in bfloat16 (gradients in float32 are two): 8 + 8, 4 + 8, 1 +
@@ -377,7 +379,7 @@ def test_what_is_chosen_passes_the_checks_of_those_who_run_it(
     nodes = [Node(f"n{i}", "p", size) for i, size in enumerate(sizes)]
     data: dict[str, Any] = {"steps": 1, "global_batch": batch, **keys}
     try:
-        found = plan_layout(model, Job.from_plain(data), nodes, LayoutLimits(memory))
+        found = plan_layout(model, Job.from_plain(data), nodes, limits=LayoutLimits(memory))
     except InfeasiblePlan:
         return
     layout = found.layout
@@ -385,7 +387,7 @@ def test_what_is_chosen_passes_the_checks_of_those_who_run_it(
     spec = job_of({**data, "layout": str(layout)}, Path("program.py"))
     check_layouts(spec, model)
     check_fit(spec, [Pool(f"p{i}", gpus_per_node=size) for i, size in enumerate(sizes)])
-    plan = plan_of(spec, model, layout, 1, Resume())
+    plan = plan_of(spec, model, layout, generation=1, resume=Resume())
     check_layers(model, layout, found.layers)
     assert (plan.layers, plan.n_microbatches) == (found.layers, found.n_microbatches)
     assert sum(found.samples) == batch and all(

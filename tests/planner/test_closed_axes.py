@@ -58,7 +58,7 @@ def test_auto_never_uses_it(axis: str, sizes: tuple[int, ...]) -> None:
     for world in range(1, 9):
         assert all(
             getattr(shape, axis) == 1
-            for shape in Space.of(model, job(), nodes(8), True, True).shapes(world)
+            for shape in Space.of(model, job(), nodes(8), roomy=True, tight=True).shapes(world)
         )
 
 
@@ -83,23 +83,23 @@ def test_who_asks_for_it_is_told_why(axis: str, layout: str) -> None:
     assert "Program.pipeline" not in str(error.value) and "\n" not in str(error.value)
     if "auto" not in layout:
         with pytest.raises(SpecError, match=f"layout '{layout}': no {axis}: {WHY}"):
-            plan_of(spec, closed(axis), spec.least_layouts()[0], 1, None)  # type: ignore[arg-type]
+            plan_of(spec, closed(axis), spec.least_layouts()[0], generation=1, resume=None)  # type: ignore[arg-type]
 
 
 def test_a_single_layout_that_computes_something_else_is_passed_over() -> None:
     plain = plan_layout(MODEL, job(), nodes(3)).layout
     limits = LayoutLimits(unusable={str(plain): "it computes something else"})
-    choice = plan_layout(MODEL, job(), nodes(3), limits)
+    choice = plan_layout(MODEL, job(), nodes(3), limits=limits)
     assert choice.layout != plain and f"{plain}: it computes something else" in choice.rejected
     with pytest.raises(InfeasiblePlan, match="it computes something else"):
-        plan_layout(MODEL, job(layout=str(plain)), nodes(3), limits)
+        plan_layout(MODEL, job(layout=str(plain)), nodes(3), limits=limits)
 
 
 @pytest.mark.parametrize("axis", ["pp", "tp", "dp"])
 def test_offers_are_without_it(axis: str) -> None:
     kinds = [group(n_nodes=2), group("A100-80GB-SXM", n_nodes=1)]
     for pool in (kinds[:1], kinds):
-        offers = find_offers(closed(axis, LLAMA_8B.profile()), JOB, pool, Aim(n_best=20)).best
+        offers = find_offers(closed(axis, LLAMA_8B.profile()), JOB, pool, aim=Aim(n_best=20)).best
         assert offers and all(getattr(offer.layout, axis) == 1 for offer in offers)
     with pytest.raises(InfeasiblePlan, match="no dp: "):
         find_offers(

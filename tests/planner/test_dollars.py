@@ -16,45 +16,53 @@ STATE = 12 * N  # parameters and moments in float32: what copies hold
 
 
 def test_a_lost_node_costs_its_detection_the_fetch_steps_done_again_and_its_absence() -> None:
-    found = dollars.loss([group(n_nodes=4, lost_per_node_h=0.05)], WORK, Layout(dp_shard=32), 2.0)
+    found = dollars.loss(
+        [group(n_nodes=4, lost_per_node_h=0.05)], WORK, Layout(dp_shard=32), step_s=2.0
+    )
     fetched = 16 * N / 32 / 5e10
     assert found.per_h == pytest.approx(0.2)
     redone = (fetched / (0.01 * 2.0) + 1) / 2  # a copy is made as often as 1 % of the time allows
     assert found.seconds == pytest.approx(
         2 + 5 + fetched + redone * 2.0 + 300 / 4
     ) and found.moved_s == pytest.approx(fetched)
-    long = dollars.loss([group(n_nodes=4)], WORK, Layout(dp_shard=32), 200.0)
+    long = dollars.loss([group(n_nodes=4)], WORK, Layout(dp_shard=32), step_s=200.0)
     assert long.seconds == pytest.approx(2 + 5 + fetched + 200.0 + 300 / 4)  # at every step
 
 
 def test_copies_stop_the_steps_only_while_they_leave_the_gpus() -> None:
     nodes = [group(n_nodes=4)]
     found, host = (
-        dollars.copying(nodes, WORK, Layout(dp_shard=32), 2.0),
+        dollars.copying(nodes, WORK, Layout(dp_shard=32), step_s=2.0),
         nodes[0].hardware.host_bytes_per_s,
     )
     assert found.stall_s == pytest.approx(STATE / 32 / host)
     assert found.write_s == pytest.approx(STATE / 4e9)
-    assert found.lost_node_s == dollars.loss(nodes, WORK, Layout(dp_shard=32), 2.0).seconds
+    assert found.lost_node_s == dollars.loss(nodes, WORK, Layout(dp_shard=32), step_s=2.0).seconds
 
 
 def test_goodput() -> None:
-    found = dollars.loss([group(n_nodes=4, lost_per_node_h=0.05)], WORK, Layout(dp_shard=32), 2.0)
+    found = dollars.loss(
+        [group(n_nodes=4, lost_per_node_h=0.05)], WORK, Layout(dp_shard=32), step_s=2.0
+    )
     assert found.goodput == pytest.approx(1 / (1 + 0.2 * found.seconds / 3600))
-    assert dollars.loss([group()], WORK, Layout(dp_shard=8), 2.0).goodput == 1.0
+    assert dollars.loss([group()], WORK, Layout(dp_shard=8), step_s=2.0).goodput == 1.0
 
 
 def test_gradients_between_zones() -> None:
     two = [group(zone="a"), group(zone="b")]
     per_step = 2 * 2 * 4 * N / 1e9 * 0.02
-    assert dollars.moved_usd_per_h(two, WORK, Layout(dp_shard=16), 10.0) == pytest.approx(
+    assert dollars.moved_usd_per_h(two, WORK, Layout(dp_shard=16), step_s=10.0) == pytest.approx(
         per_step * 360
     )
     assert (
-        dollars.moved_usd_per_h([group(zone="a"), group(zone="a")], WORK, Layout(dp_shard=16), 10.0)
+        dollars.moved_usd_per_h(
+            [group(zone="a"), group(zone="a")], WORK, Layout(dp_shard=16), step_s=10.0
+        )
         == 0.0
     )
-    assert dollars.moved_usd_per_h([group(), group()], WORK, Layout(dp_shard=16), 10.0) == 0.0
+    assert (
+        dollars.moved_usd_per_h([group(), group()], WORK, Layout(dp_shard=16), step_s=10.0) == 0.0
+    )
 
 
 def test_copies() -> None:

@@ -74,12 +74,14 @@ def test_auto_cuts_further_when_memory_is_short() -> None:
     big = ModelProfile(4, 1, (tight,), (OptimizerSpec(("exp_avg", "exp_avg_sq")),), 0.0, 4)
     free = plan_layout(big, job(), nodes(4))
     assert free.layout == Layout(dp_shard=4)
-    less = plan_layout(big, job(), nodes(4), LayoutLimits(memory_bytes=free.memory_bytes - 1))
+    less = plan_layout(
+        big, job(), nodes(4), limits=LayoutLimits(memory_bytes=free.memory_bytes - 1)
+    )
     assert (
         less.layout.world_size == 4 and less.layout.tp > 1 and less.memory_bytes < free.memory_bytes
     )
     with pytest.raises(InfeasiblePlan, match="GiB per worker"):
-        plan_layout(big, job(), nodes(4), LayoutLimits(memory_bytes=1000))
+        plan_layout(big, job(), nodes(4), limits=LayoutLimits(memory_bytes=1000))
 
 
 def test_what_a_rank_holds_at_each_stage() -> None:
@@ -92,7 +94,7 @@ def test_what_a_rank_holds_at_each_stage() -> None:
 def test_what_did_not_fit_is_not_tried_again_nor_anything_that_needs_more() -> None:
     first = plan_layout(MODEL, job(), nodes(2, 2))
     second = plan_layout(
-        MODEL, job(), nodes(2, 2), LayoutLimits(infeasible={first.layout: 5 << 30})
+        MODEL, job(), nodes(2, 2), limits=LayoutLimits(infeasible={first.layout: 5 << 30})
     )
     assert second.layout != first.layout and second.memory_bytes < first.memory_bytes
     assert any("did not fit (5.00 GiB measured)" in why for why in second.rejected)
@@ -145,7 +147,7 @@ def test_bounds_on_the_number_of_workers() -> None:
 
 def test_slow_nodes_get_fewer_samples() -> None:
     rates = {WorkerId(f"n{i}", 0): rate for i, rate in enumerate((30.0, 15.0, 30.0))}
-    choice = plan_layout(MODEL, job(), nodes(1, 1, 1), LayoutLimits(rates=rates))
+    choice = plan_layout(MODEL, job(), nodes(1, 1, 1), limits=LayoutLimits(rates=rates))
     assert choice.samples == (6, 3, 7) or choice.samples == (7, 3, 6)
 
 
@@ -161,10 +163,12 @@ def test_a_token_budget_takes_no_pipeline() -> None:
             two,
             job(microbatch_tokens=64),
             nodes(2),
-            LayoutLimits(memory_bytes(two, Layout(dp_shard=2)) - 1),
+            limits=LayoutLimits(memory_bytes(two, Layout(dp_shard=2)) - 1),
         )
     rates = {WorkerId("n0", 0): 1.0, WorkerId("n0", 1): 1.0, WorkerId("n1", 0): 0.5}
-    choice = plan_layout(MODEL, job(microbatch_tokens=64), nodes(2, 1), LayoutLimits(rates=rates))
+    choice = plan_layout(
+        MODEL, job(microbatch_tokens=64), nodes(2, 1), limits=LayoutLimits(rates=rates)
+    )
     assert (
         choice.layout == Layout(dp_shard=3)
         and choice.n_microbatches == 1
@@ -188,10 +192,13 @@ def test_a_layout_is_refused_where_its_communicators_have_no_room() -> None:
     known = replace(MODEL, sample=sample)
     needs = plan_layout(known, job(), nodes(4)).memory_bytes
     roomy, tight = (needs + (512 + 2 * 384 + spare) * (1 << 20) for spare in (64, -64))
-    assert plan_layout(known, job(), nodes(4), LayoutLimits(roomy, on_gpus=True)).layout == Layout(
+    assert plan_layout(
+        known, job(), nodes(4), limits=LayoutLimits(roomy, on_gpus=True)
+    ).layout == Layout(dp_shard=4)
+    assert (
+        plan_layout(known, job(), nodes(4), limits=LayoutLimits(tight, on_gpus=True)).layout
+        == Layout()
+    ), "which has none"
+    assert plan_layout(known, job(), nodes(4), limits=LayoutLimits(tight)).layout == Layout(
         dp_shard=4
     )
-    assert (
-        plan_layout(known, job(), nodes(4), LayoutLimits(tight, on_gpus=True)).layout == Layout()
-    ), "which has none"
-    assert plan_layout(known, job(), nodes(4), LayoutLimits(tight)).layout == Layout(dp_shard=4)

@@ -183,7 +183,7 @@ def test_twice_all_rates_and_half_of_all_latencies_is_half_the_time(
             for name in ("host_s", "launch_s", "microbatch_s")
         }
         site = replace(site, chip=replace(site.chip, kernels=replace(site.kernels, **own)))
-        found.append(step_cost(site, work, layout, step).step_s)
+        found.append(step_cost(site, work, layout, step=step).step_s)
     assert found[1] == pytest.approx(found[0] / 2, rel=1e-9)
 
 
@@ -199,7 +199,7 @@ def search(
 ) -> Offers | None:
     """None where nothing fits."""
     try:
-        return find_offers(model.profile(), replace(JOB, global_batch=batch), groups, aim)
+        return find_offers(model.profile(), replace(JOB, global_batch=batch), groups, aim=aim)
     except InfeasiblePlan:
         return None
 
@@ -349,7 +349,7 @@ def test_the_best_offers_are_those_of_a_search_that_leaves_nothing_out(
 ) -> None:
     groups = [group(name, n, usd_per_node_h=PRICES[name]) for name, n in pools]
     job, profile = replace(JOB, global_batch=64), model.profile()
-    found = find_offers(profile, job, groups, aim)
+    found = find_offers(profile, job, groups, aim=aim)
     whole = _Exhaustive(profile, job, aim)
     for pool in whole.pools(groups):
         whole.look(pool)

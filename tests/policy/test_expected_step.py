@@ -58,8 +58,8 @@ def test_faster_kinds_get_more_samples_before_anything_is_measured() -> None:
     nodes = [Node("a", "p"), Node("b", "q")]
     job = {"global_batch": 12, "layout": "auto"}
     assert plan_layout(
-        SMALL, Job.from_plain(job), nodes, LayoutLimits(hardware={"a": fast, "b": slow})
+        SMALL, Job.from_plain(job), nodes, limits=LayoutLimits(hardware={"a": fast, "b": slow})
     ).samples == (8, 4)
     assert plan_layout(
-        SMALL, Job.from_plain(job), nodes, LayoutLimits(hardware={"a": fast})
+        SMALL, Job.from_plain(job), nodes, limits=LayoutLimits(hardware={"a": fast})
     ).samples == (6, 6)

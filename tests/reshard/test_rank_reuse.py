@@ -56,7 +56,7 @@ def test_no_order_keeps_more(seed: int) -> None:
         sum(kept[rank][k] for rank, k in enumerate(order))
         for order in permutations(range(len(workers)))
     )
-    found = place(model, (old, new), held, workers, {})
+    found = place(model, (old, new), held, ranks=workers, kinds={})
     assert sorted(found) == sorted(workers)
     assert sum(kept[rank][workers.index(worker)] for rank, worker in enumerate(found)) == best
 
@@ -64,7 +64,9 @@ def test_no_order_keeps_more(seed: int) -> None:
 def test_kept_is_what_the_forecast_calls_its_own() -> None:
     old, new = (Layout(dp_replicate=2, dp_shard=2), ()), (Layout(dp_shard=4), ())
     workers = [WorkerId(f"n{i}", 0) for i in range(4)]
-    found = place(MODEL, (old, new), {w: [i] for i, w in enumerate(workers)}, workers, {})
+    found = place(
+        MODEL, (old, new), {w: [i] for i, w in enumerate(workers)}, ranks=workers, kinds={}
+    )
     holders = {
         rank: tuple(i for i, w in enumerate(found) if workers.index(w) in (rank, (rank + 2) % 4))
         for rank in range(4)
@@ -85,10 +87,14 @@ def test_nodes_stay_whole_and_change_places_with_their_kind_only() -> None:
     old, new = (Layout(dp_shard=4, tp=2), ()), (Layout(dp_shard=4, tp=2), ())
     workers = [WorkerId(f"n{i}", k) for i in range(4) for k in range(2)]
     held = {worker: [7 - i] for i, worker in enumerate(workers)}  # the other way round
-    free = place(MODEL, (old, new), held, workers, {})
+    free = place(MODEL, (old, new), held, ranks=workers, kinds={})
     assert list(free) == workers[::-1]
     bound = place(
-        MODEL, (old, new), held, workers, {"n0": "spot", "n1": "spot", "n2": "owned", "n3": "owned"}
+        MODEL,
+        (old, new),
+        held,
+        ranks=workers,
+        kinds={"n0": "spot", "n1": "spot", "n2": "owned", "n3": "owned"},
     )
     assert {w.node_id for w in bound[:4]} == {"n0", "n1"}
     for found in (free, bound):
@@ -100,10 +106,10 @@ def test_nodes_stay_whole_and_change_places_with_their_kind_only() -> None:
 def test_who_gains_nothing_stays() -> None:
     workers = [WorkerId(f"n{i}", 0) for i in range(6)]
     cuts = (Layout(dp_shard=6), ()), (Layout(dp_shard=6), ())
-    assert place(MODEL, cuts, {w: [i] for i, w in enumerate(workers)}, workers, {}) == tuple(
-        workers
-    )
-    assert place(MODEL, cuts, {}, workers, {}) == tuple(workers)
+    assert place(
+        MODEL, cuts, {w: [i] for i, w in enumerate(workers)}, ranks=workers, kinds={}
+    ) == tuple(workers)
+    assert place(MODEL, cuts, {}, ranks=workers, kinds={}) == tuple(workers)
 
 
 @pytest.mark.slow
@@ -116,7 +122,7 @@ def test_128_workers_in_seconds() -> None:
         MODEL,
         ((Layout(dp_replicate=2, dp_shard=64), ()), (Layout(dp_shard=128), ())),
         {w: [r] for w, r in zip(workers, ranks)},
-        workers,
-        {},
+        ranks=workers,
+        kinds={},
     )
     assert time.process_time() - started < 10.0  # 0.7 s on an idle core

@@ -50,7 +50,7 @@ def incidents(draw: st.DrawFn) -> tuple[int, int, list[Fault]]:
 def test_any_r_nodes_at_once_cost_no_read_from_storage(case: tuple[int, int, list[Fault]]) -> None:
     n_copies, n_nodes, faults = case
     pool = Pool("spot", "CPU", 2, "spot", 1.0, n_nodes, n_nodes)
-    backend = SimBackend((pool,), Job.from_plain(job(n_copies)), faults, Delays(work_s=4.0))
+    backend = SimBackend((pool,), Job.from_plain(job(n_copies)), faults, delays=Delays(work_s=4.0))
     memory = MemoryJournal()
     state = drive(backend, memory, DriverStarted("copies", 1, job(n_copies), (pool,), MODEL))
     assert state.phase == "succeeded" and backend.violations == []
@@ -74,7 +74,9 @@ def test_the_cadence_follows_the_cost_and_does_not_swing() -> None:
     plan began with 5."""
     pool = Pool("spot", "CPU", 2, "spot", 1.0, 4, 4)
     for copy_s, expected in ((0.2, 9), (0.001, 1)):
-        backend = SimBackend((pool,), Job.from_plain(job(1)), (), Delays(work_s=2.0, copy_s=copy_s))
+        backend = SimBackend(
+            (pool,), Job.from_plain(job(1)), (), delays=Delays(work_s=2.0, copy_s=copy_s)
+        )
         memory = MemoryJournal()
         state = drive(backend, memory, DriverStarted("copies", 1, job(1), (pool,), MODEL))
         changes = [

@@ -39,7 +39,7 @@ SLOW = Delays(groups_s=2.0)
 
 
 def run(*faults: Fault, forms_ahead: bool = True) -> tuple[State, SimBackend, MemoryJournal]:
-    backend, journal = SimBackend(POOLS, Job.from_plain(JOB), faults, SLOW), MemoryJournal()
+    backend, journal = SimBackend(POOLS, Job.from_plain(JOB), faults, delays=SLOW), MemoryJournal()
     start = DriverStarted("r", 1, JOB, POOLS, MODEL, forms_ahead=forms_ahead)
     return drive(backend, journal, start), backend, journal
 

@@ -53,7 +53,7 @@ JOB: dict[str, Any] = {
 def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, MemoryJournal]:
     job = JOB | changes
     backend, journal = (
-        SimBackend(POOLS, Job.from_plain(job), faults, Delays(work_s=4.0)),
+        SimBackend(POOLS, Job.from_plain(job), faults, delays=Delays(work_s=4.0)),
         MemoryJournal(),
     )
     state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, MODEL))

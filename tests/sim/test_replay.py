@@ -177,7 +177,7 @@ def test_a_run_that_is_done_goes_on_when_more_steps_are_asked_for() -> None:
     more = SimBackend(POOLS, Job.from_plain(JOB | {"steps": 50}), [])
     more._now_s = at_s + 3600.0
     start = DriverStarted("r", 2, JOB | {"steps": 50}, POOLS, MODEL, durable=state.durable)
-    state = drive(more, journal, start, before)
+    state = drive(more, journal, start, state=before)
     assert (state.phase, state.step, more.violations) == ("succeeded", 50, [])
     assert before is not None and state.usd > before.usd
     again = replay(journal.lines)

@@ -95,7 +95,7 @@ def play(
     market = changes.pop("market", "owned")
     job, pools = JOB | changes, (Pool("p", "CPU", gpus, market, 1.0, 0, n),)
     backend, journal = (
-        SimBackend(pools, Job.from_plain(job), faults, Delays(work_s=WORK_S), speeds=speeds),
+        SimBackend(pools, Job.from_plain(job), faults, delays=Delays(work_s=WORK_S), speeds=speeds),
         MemoryJournal(),
     )
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))

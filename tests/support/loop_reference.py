@@ -43,7 +43,7 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
     for step in range(steps):
         dataset = program.dataset()
         batch = collate(
-            dataset, sample_ids(len(dataset), program.settings["global_batch"], seed, step)
+            dataset, sample_ids(len(dataset), program.settings["global_batch"], seed, step=step)
         )
         torch.manual_seed((seed * 1_000_003 + step) * 65_537)
         loss_sum, tokens = map(float, script.compute(batch, step, 0))

@@ -43,7 +43,7 @@ def train_low(
     for step in range(job["steps"]):
         for group, lr in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = lr * (program.lr_factor(step) if program.lr_factor is not None else 1.0)
-        ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step)
+        ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step=step)
         optimizer.zero_grad()
         total, tokens = 0.0, count_tokens(program, collate(dataset, ids))
         size = len(ids) // n_pieces

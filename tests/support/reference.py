@@ -107,7 +107,7 @@ def train(
         factor = program.lr_factor(step) if program.lr_factor is not None else 1.0
         for group, lr in zip(groups, base, strict=True):
             group["lr"] = lr * factor
-        ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step)
+        ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step=step)
         train_step(
             run, program, collate(dataset, ids), job.get("clip_grad_norm"), step + 1 not in skipped
         )

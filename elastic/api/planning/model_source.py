@@ -87,12 +87,12 @@ def of_model(text: str, batch: int = 0, precision: Precision = "bfloat16") -> Su
         found.name,
         decoder.profile(),
         job,
-        notes=_batch_notes(found, size, decoder.seq, bool(batch)),
+        notes=_batch_notes(found, size, decoder.seq, said=bool(batch)),
     )
 
 
 def _batch_notes(
-    found: known_decoders.KnownDecoder, size: int, seq: int, said: bool
+    found: known_decoders.KnownDecoder, size: int, seq: int, *, said: bool
 ) -> tuple[str, ...]:
     """Where the batch comes from, or that it is larger than is of use."""
     if not said:
@@ -136,7 +136,7 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
         )
         unequal = model.sample is None
         model = model_profile_of(program, even) if unequal else model
-        model = _closed(spec, program, model, job, comparison)
+        model = _closed(spec, program, model, job=job, comparison=comparison)
     if model.sample is None:
         raise SpecError(
             f"{where}: a script's model is not traced, so that its cost is not known; plan one of "
@@ -162,7 +162,12 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
 
 
 def _closed(
-    spec: JobSpec, program: Program, model: ModelProfile, job: Job, comparison: LayoutCheck | None
+    spec: JobSpec,
+    program: Program,
+    model: ModelProfile,
+    *,
+    job: Job,
+    comparison: LayoutCheck | None,
 ) -> ModelProfile:
     """With what the program's structure, or a comparison of small copies, says against an axis."""
     if comparison:

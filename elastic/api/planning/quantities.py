@@ -86,7 +86,7 @@ def _asked(text: str, flag: str) -> GpuRequest:
     for mark in marks:
         nodes, price = NODES.fullmatch(mark.lower()), PRICE.fullmatch(mark.lower())
         if nodes and int(nodes[1] or 1) and int(nodes[2]):
-            n_gpus, per_node = _nodes(text, flag, nodes, n_gpus)
+            n_gpus, per_node = _nodes(text, flag, nodes, n_gpus=n_gpus)
         elif price:
             usd = float(price[1])
         elif mark.lower() in MARKETS:
@@ -99,7 +99,7 @@ def _asked(text: str, flag: str) -> GpuRequest:
     return GpuRequest(text, kind, n_gpus, per_node, market, usd)  # type: ignore[arg-type]
 
 
-def _nodes(text: str, flag: str, found: re.Match[str], n_gpus: int) -> tuple[int, int]:
+def _nodes(text: str, flag: str, found: re.Match[str], *, n_gpus: int) -> tuple[int, int]:
     """GPUs in all and of a node, by `@2x8` (two nodes of eight) or `@x8`."""
     each, every = int(found[2]), int(found[1] or 0) * int(found[2])
     if every and n_gpus and every != n_gpus:

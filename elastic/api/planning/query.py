@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from elastic import catalog
 from elastic.api.planning import conflicts
@@ -19,10 +19,17 @@ from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
 from elastic.types import Job, Layout, ModelProfile, is_auto
 from elastic.types.nouns import AUTO
 
-Find = Callable[[ModelProfile, Job, Sequence[NodeGroup], Aim], Offers]
 DISK_BYTES_PER_S = 1e9  # that a rank may read where nobody has measured its storage
 WORTH_SAYING = 0.03  # of a step, that another layout would save
 MOST_GPUS = 16384  # that --scaling and --within look at
+
+
+class Find(Protocol):
+    """A search for offers."""
+
+    def __call__(
+        self, model: ModelProfile, job: Job, groups: Sequence[NodeGroup], *, aim: Aim
+    ) -> Offers: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Query:
 
     def _found(self, job: Job, groups: Sequence[NodeGroup]) -> Offers:
         return _in_host_memory(
-            self.find(self.subject.model, job, groups, self.aim), groups, self.subject
+            self.find(self.subject.model, job, groups, aim=self.aim), groups, self.subject
         )
 
     def plain(self) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def plan(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
                 offer,
                 n,
                 n_gpus,
-                [*warnings_of(offer, idle), *_data_bound(offer, query.subject, machines)],
+                warnings=[*warnings_of(offer, idle), *_data_bound(offer, query.subject, machines)],
             )
             for n, offer in enumerate(found.best, 1)
         ],
@@ -169,7 +176,7 @@ def notes_of(subject: Subject, machines: Sequence[MachineGroup]) -> list[str]:
     )
 
 
-def offer_plain(offer: Offer, n: int, n_gpus: int, warnings: Sequence[str]) -> dict[str, Any]:
+def offer_plain(offer: Offer, n: int, n_gpus: int, *, warnings: Sequence[str]) -> dict[str, Any]:
     return {
         "n": n, "layout": str(offer.layout), "n_gpus": offer.n_gpus,
         "n_idle_gpus": n_gpus - offer.n_gpus, "n_microbatches": offer.step.n_microbatches,
@@ -265,7 +272,9 @@ def short(offer: Offer) -> dict[str, Any]:
     }
 
 
-def scaling(query: Query, machines: MachineGroup, least: float, n_most: int = 0) -> dict[str, Any]:
+def scaling(
+    query: Query, machines: MachineGroup, least: float, *, n_most: int = 0
+) -> dict[str, Any]:
     """From one node on, twice as many each time, until efficiency has fallen under `least` (a few
     GPUs may be under it too, where the model is large) or `n_most` are reached. Raises
     InfeasiblePlan where even the most hold nothing."""

@@ -39,6 +39,7 @@ def run_script(
     script: str | Path,
     args: Sequence[str] = (),
     job: str | Path | None = None,
+    *,
     options: Options | None = None,
 ) -> Result:
     """Run `script` with the arguments `args` to its end; `job`: a folder with a job.yaml (and no
@@ -47,7 +48,11 @@ def run_script(
     file = script_file(script)
     if job is None:
         return run_file(
-            file, args, {"name": file.stem} | overridden(options.overrides), "--set", options
+            file,
+            args,
+            {"name": file.stem} | overridden(options.overrides),
+            where="--set",
+            options=options,
         )
     data, where = job_data(job, options.overrides)
     for way in ("program", "script"):
@@ -61,16 +66,18 @@ def run_script(
             f"{Path(job) / 'program.py'} and --script {script} are two ways at once; give one of "
             "them"
         )
-    return run_file(file, args, {"name": Path(job).resolve().name} | data, where, options)
+    return run_file(
+        file, args, {"name": Path(job).resolve().name} | data, where=where, options=options
+    )
 
 
 def run_file(
-    file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options
+    file: Path, args: Sequence[str], data: Mapping[str, Any], *, where: str, options: Options
 ) -> Result:
     """The same with the job's keys as they were read."""
     if not enters_loop(file):
-        return restarted_script.run_restarting(file, args, data, where, options)
-    spec, program = _loop_job(file, args, data, where, options.stream)
+        return restarted_script.run_restarting(file, args, data, where=where, options=options)
+    spec, program = _loop_job(file, args, data, where=where, stream=options.stream)
     return run_job(spec, options, program)
 
 
@@ -81,7 +88,7 @@ def run_folder(folder: str | Path, options: Options) -> Result:
     if "script" not in data:
         return run_job(folder_job(folder, data, where), options)
     file, args, data = _script_of(folder, data, where)
-    return run_file(file, args, data, where, options)
+    return run_file(file, args, data, where=where, options=options)
 
 
 def loaded(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[JobSpec, Program]:
@@ -99,7 +106,7 @@ def loaded_from(folder: str | Path, data: Mapping[str, Any], where: str) -> tupl
         raise SpecError(
             f"{where}: {file.name} does not enter elastic.loop: what it trains is not known"
         )
-    return _loop_job(file, args, data, where)
+    return _loop_job(file, args, data, where=where)
 
 
 def _script_of(
@@ -122,6 +129,7 @@ def _loop_job(
     file: Path,
     args: Sequence[str],
     data: Mapping[str, Any],
+    *,
     where: str,
     stream: TextIO | None = None,
 ) -> tuple[JobSpec, Program]:

@@ -58,7 +58,7 @@ RESTARTED = (
 
 
 def run_restarting(
-    file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options
+    file: Path, args: Sequence[str], data: Mapping[str, Any], *, where: str, options: Options
 ) -> Result:
     """`data`: keys of a job.yaml and of --set, unchecked; `where` is what an error about them
     begins with. Raises SpecError."""
@@ -70,7 +70,7 @@ def run_restarting(
                 f"keys are {', '.join(KEYS)}"
             )
     return _ScriptRun(
-        file, tuple(args), job_of(dict(data) | FILLED, file, where), options
+        file, tuple(args), job_of(dict(data) | FILLED, file, where), options=options
     ).to_the_end()
 
 
@@ -115,7 +115,9 @@ class _NotedJournal:
 class _ScriptRun:
     """One `elastic run --script`."""
 
-    def __init__(self, file: Path, args: tuple[str, ...], spec: JobSpec, options: Options) -> None:
+    def __init__(
+        self, file: Path, args: tuple[str, ...], spec: JobSpec, *, options: Options
+    ) -> None:
         self.file, self.args, self.options = file, args, options
         self.address = ray_address(options)
         self.spec = spec = adapted(spec, options, self.address)

@@ -313,13 +313,13 @@ class _Run:
             stack.callback(lease.release)
             before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
-            start = self._start(lease.epoch, before, state, layouts)
-            backend = self._backend(start, state, cluster, lease)
+            start = self._start(lease.epoch, before, state, layouts=layouts)
+            backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
             journal = self.place.open_journal(lease.epoch, stored, self._cut)
             stack.callback(journal.close)
             self._watch(stack, before)
-            last = drive(backend, journal, start, state, found=self._damaged)
+            last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
 
     def _before(self) -> tuple[list[Line], StoredJournal, State | None]:
@@ -342,6 +342,7 @@ class _Run:
         epoch: int,
         before: list[Line],
         state: State | None = None,
+        *,
         layouts: LayoutCheck | None = None,
     ) -> DriverStarted:
         from elastic.worker.checkpoint import checkpoint_index
@@ -366,7 +367,9 @@ class _Run:
         start = DriverStarted(
             self.name,
             epoch,
-            replace(job, fingerprint=fingerprint(self.spec.program, job, model, n_samples)).plain(),
+            replace(
+                job, fingerprint=fingerprint(self.spec.program, job, model, n_samples=n_samples)
+            ).plain(),
             self.pools,
             model,
             attached=self.address is not None
@@ -383,7 +386,9 @@ class _Run:
             start = replace(
                 start, paid_until_s=paid_until_s(before, state.job.orphan_lease_s, False)
             )
-        check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
+        check_same(
+            before, start, found[0].meta if found else {}, allow_changed=self.options.allow_changed
+        )
         if self.options.supervised and not self.options.allow_changed:
             check_not_failed(
                 self.name, state.fatal if state is not None and state.phase == "failed" else ""
@@ -408,7 +413,12 @@ class _Run:
         return cluster
 
     def _backend(
-        self, start: DriverStarted, before: State | None, cluster: LocalCluster | None, lease: Lease
+        self,
+        start: DriverStarted,
+        before: State | None,
+        cluster: LocalCluster | None,
+        *,
+        lease: Lease,
     ) -> Backend:
         from elastic.cluster.backend.ray_backend import RayBackend
         from elastic.cluster.backend.ray_run import RayRun

@@ -46,7 +46,7 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
     @cache
     def expected(step: int) -> str:
         return digest_text(
-            digest(sample_ids(n_samples or 0, spec.global_batch, spec.seed, step - 1))
+            digest(sample_ids(n_samples or 0, spec.global_batch, spec.seed, step=step - 1))
         )
 
     every = max(1, spec.steps * spec.global_batch // MOST_COUNTED)

@@ -190,7 +190,11 @@ def check_cp(spec: JobSpec, program: Program) -> None:
 
 
 def check_same(
-    before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False
+    before: list[Line],
+    start: DriverStarted,
+    meta: Mapping[str, Any],
+    *,
+    allow_changed: bool = False,
 ) -> None:
     """A run continues with the program, data and mathematics that it had; `meta`: of its newest
     checkpoint. Raises SpecError that names what differs."""

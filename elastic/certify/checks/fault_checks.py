@@ -101,7 +101,7 @@ def _abort(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
 
 
 def _hang(worker_pool: WorkerPool, layout: Layout) -> Check:
-    plan = plan_of(1, layout, worker_pool.workers, N_BLOCKS)
+    plan = plan_of(1, layout, worker_pool.workers, n_blocks=N_BLOCKS)
     worker_pool.enter(plan)
     worker_pool.stepped(plan, 3)
     hung, others = plan.ranks[-1], plan.ranks[:-1]
@@ -111,7 +111,7 @@ def _hang(worker_pool: WorkerPool, layout: Layout) -> Check:
     worker_pool.abort(1, others)
     freed = worker_pool.left(plan, others, broken=True)
     worker_pool.kill(hung)
-    after = plan_of(2, Layout(dp_shard=len(others)), others, N_BLOCKS)
+    after = plan_of(2, Layout(dp_shard=len(others)), others, n_blocks=N_BLOCKS)
     worker_pool.log.clear()
     worker_pool.enter(after)
     worker_pool.until(
@@ -185,7 +185,7 @@ def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
             1,
             Layout(dp_shard=worker_pool.n),
             worker_pool.workers,
-            SHORT_BLOCKS,
+            n_blocks=SHORT_BLOCKS,
             peer_every=PEER_EVERY,
         )
         worker_pool.enter(first)
@@ -199,7 +199,7 @@ def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
         figures += [_move(story, worker_pool.n), _move(story, worker_pool.n - 1)]
         leave(worker_pool, story.plans[-1])
         story.note()
-        alone = losses("unpaced", job, max(story.losses), limit)
+        alone = losses("unpaced", job, max(story.losses), limit=limit)
     moved = [NONE_LOST, CONTENT, FUNCTION, LOSS, _faster()]
     bounds = (_kill_bounds(), moved, moved)
     for i, name in enumerate(("kill", "growth", "notice")):
@@ -252,7 +252,7 @@ def _kill(story: Story) -> dict[str, float]:
         2,
         Layout(dp_shard=len(survivors)),
         survivors,
-        SHORT_BLOCKS,
+        n_blocks=SHORT_BLOCKS,
         resume=resume,
         peer_every=PEER_EVERY,
         cause="loss",
@@ -314,7 +314,7 @@ def _move(story: Story, n: int) -> dict[str, float]:
         old.generation + 1,
         Layout(dp_shard=n),
         worker_pool.workers,
-        SHORT_BLOCKS,
+        n_blocks=SHORT_BLOCKS,
         resume=live(old),
         peer_every=PEER_EVERY,
         cause=cause,

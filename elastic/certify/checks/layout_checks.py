@@ -53,7 +53,7 @@ def task(lab: Lab) -> Task:
 
 def _work(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
     job = job_of("layouts", program_file("small"), STEPS)
-    alone = losses("small", job, STEPS, limit)
+    alone = losses("small", job, STEPS, limit=limit)
     groups_s: list[float] = []
     try:
         left = list(found)
@@ -63,7 +63,7 @@ def _work(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
                 with lab.worker_pool(limit) as worker_pool:
                     worker_pool.open(job, lab.run_folder())
                     for number in range(1, len(left) + 1):
-                        check, took_s = _one(worker_pool, number, left[0], alone)
+                        check, took_s = _one(worker_pool, number, left[0], alone=alone)
                         left.pop(0)
                         groups_s.append(took_s)
                         yield check
@@ -81,10 +81,10 @@ def _work(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
 
 
 def _one(
-    worker_pool: WorkerPool, number: int, layout: Layout, alone: list[float]
+    worker_pool: WorkerPool, number: int, layout: Layout, *, alone: list[float]
 ) -> tuple[Check, float]:
     """A fresh generation of its own."""
-    plan = plan_of(number, layout, worker_pool.workers, N_BLOCKS)
+    plan = plan_of(number, layout, worker_pool.workers, n_blocks=N_BLOCKS)
     worker_pool.enter(plan)
     worker_pool.left(plan, plan.ranks)
     steps = worker_pool.events(StepDone, number)

@@ -121,7 +121,7 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
         "global_batch": GLOBAL_BATCH,
         "clip_grad_norm": trial.job["clip_grad_norm"],
     }
-    alone = losses("unpaced", job, max(steps), limit)
+    alone = losses("unpaced", job, max(steps), limit=limit)
     worst = worst_difference({step: loss for step, (loss, _) in steps.items()}, alone)
     yield from judged(summary, worst)
     figures = {
@@ -169,7 +169,7 @@ def judged(summary: Mapping[str, Any], worst: float) -> Iterator[Check]:
 def wrong_samples(digests: Mapping[int, str], seed: int) -> int:
     """How many of the steps 1 .. last were not done, or not on exactly their own samples."""
     wanted = {
-        step: digest_text(digest(sample_ids(N_SAMPLES, GLOBAL_BATCH, seed, step - 1)))
+        step: digest_text(digest(sample_ids(N_SAMPLES, GLOBAL_BATCH, seed, step=step - 1)))
         for step in range(1, max(digests, default=0) + 1)
     }
     return sum(digests.get(step) != text for step, text in wanted.items())

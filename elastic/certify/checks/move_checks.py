@@ -57,7 +57,7 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
         worker_pool.open(job_of("reshard", program_file("large"), MANY), lab.run_folder())
         for number, layout in enumerate(chain(worker_pool.n), 1):
             more = {"resume": live(plans[-1])} if plans else {}
-            plan = plan_of(number, layout, worker_pool.workers, LARGE_BLOCKS, **more)
+            plan = plan_of(number, layout, worker_pool.workers, n_blocks=LARGE_BLOCKS, **more)
             worker_pool.enter(plan)
             entered = worker_pool.entered(plan)
             worker_pool.stepped(plan, 1)

@@ -25,7 +25,9 @@ def task(lab: Lab) -> Task:
 
 def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     try:
-        found = bare_runs.run(lab.place, ("elastic.certify.checks.shared_gpu",), limit, MOST_S)
+        found = bare_runs.run(
+            lab.place, ("elastic.certify.checks.shared_gpu",), limit, most_s=MOST_S
+        )
     except Failed as error:
         raise TaskRefused(
             f"NCCL refuses {lab.place.ranks} ranks on one GPU ({ADVICE}): {message(str(error))}"

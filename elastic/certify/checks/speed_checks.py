@@ -47,7 +47,7 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     before = bare_runs.train(place, STEPS, limit)
     with lab.worker_pool(limit) as worker_pool:
         worker_pool.open(job_of("steps", program_file("large"), MANY), lab.run_folder())
-        plan = plan_of(1, Layout(dp_shard=place.ranks), worker_pool.workers, LARGE_BLOCKS)
+        plan = plan_of(1, Layout(dp_shard=place.ranks), worker_pool.workers, n_blocks=LARGE_BLOCKS)
         worker_pool.enter(plan)
         steps = worker_pool.stepped(plan, STEPS)
         leave(worker_pool, plan)

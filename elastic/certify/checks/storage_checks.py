@@ -104,8 +104,8 @@ def _seconds(what: Callable[[], object]) -> float:
 
 def _save(storage: Storage, shards: list[Items]) -> None:
     for rank, items in enumerate(shards):
-        checkpoint_writer.write_shard(storage, 1, 1, rank, items)
-    checkpoint_writer.commit(storage, 1, 1, len(shards), 1, {})
+        checkpoint_writer.write_shard(storage, 1, 1, rank=rank, items=items)
+    checkpoint_writer.commit(storage, 1, 1, world_size=len(shards), epoch=1, meta={})
 
 
 def _load(uri: str, shards: list[Items]) -> tuple[int, float, str]:

@@ -191,14 +191,14 @@ def _loop(lab: Lab, limit: Limit) -> Iterator[Check]:
     place = lab.place
     if place.address:
         where = Where(address=place.address, world=cluster_place.world(place), connected=True)
-        yield from _loop_at(lab, limit, where, cluster_place.pools(place))
+        yield from _loop_at(lab, limit, where, pools=cluster_place.pools(place))
         return
     with _own_cluster() as cluster:
         where = Where(address=cluster.address, world=OWN_NODES, environment=cluster.environment)
-        yield from _loop_at(lab, limit, where, _pools())
+        yield from _loop_at(lab, limit, where, pools=_pools())
 
 
-def _loop_at(lab: Lab, limit: Limit, at: Where, pools: list[dict[str, Any]]) -> Iterator[Check]:
+def _loop_at(lab: Lab, limit: Limit, at: Where, *, pools: list[dict[str, Any]]) -> Iterator[Check]:
     on_objects = not why_no_objects(lab)
     with lab.room(configured=on_objects) as (name, storage):
         where = replace(at, name=name, storage=storage)
@@ -214,7 +214,7 @@ def _loop_at(lab: Lab, limit: Limit, at: Where, pools: list[dict[str, Any]]) -> 
             "unpaced",
             {"seed": SEED, "global_batch": GLOBAL_BATCH, "clip_grad_norm": 1.0},
             max(steps),
-            limit,
+            limit=limit,
         )
         worst = worst_difference({step: loss for step, (loss, _) in steps.items()}, alone)
         wrong = wrong_samples({step: text for step, (_, text) in steps.items()}, SEED)
@@ -281,11 +281,11 @@ def _torchrun(lab: Lab, limit: Limit) -> Iterator[Check]:
         str(folder / "runs"),
         "--json",
     ]
-    text = child.run([sys.executable, *words], child.Setting(folder, own), limit, "torchrun")
+    text = child.run([sys.executable, *words], child.Setting(folder, own), limit, what="torchrun")
     from elastic.worker.checkpoint import checkpoint_index
 
     last = child.last_json(text)
-    alone = losses("unpaced", job, STEPS, limit)
+    alone = losses("unpaced", job, STEPS, limit=limit)
     problems = checkpoint_index.verify(last["checkpoint"])
     figures = {
         "steps": last["steps"],
@@ -312,13 +312,13 @@ def _ray_train(lab: Lab, limit: Limit) -> Iterator[Check]:
             words,
             child.Setting(folder, {**cluster.environment, "RAY_ADDRESS": cluster.address}),
             limit,
-            "ElasticTrainer.fit",
+            what="ElasticTrainer.fit",
         )
     found = child.last_json(text)
     if found["error"]:
         raise Failed(f"ElasticTrainer.fit: {found['error']}")
     job = {"seed": SEED, "global_batch": GLOBAL_BATCH, "clip_grad_norm": 1.0}
-    alone = losses("unpaced", job, STEPS + 1, limit)
+    alone = losses("unpaced", job, STEPS + 1, limit=limit)
     worst = worst_difference({i + 1: float(loss) for i, loss in enumerate(found["losses"])}, alone)
     figures = {
         "steps": found["steps"], "worst_loss_difference": worst,
@@ -341,7 +341,7 @@ def next_loss(folder: str, step: int) -> float:
     load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
     dataset = program.dataset()
-    items = [dataset[i] for i in sample_ids(len(dataset), GLOBAL_BATCH, SEED, step)]
+    items = [dataset[i] for i in sample_ids(len(dataset), GLOBAL_BATCH, SEED, step=step)]
     batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     with torch.no_grad():
         return float(

@@ -95,6 +95,6 @@ def _work(lab: Lab, name: str, limit: Limit) -> Iterator[Check]:
     alone = replace(lab.place, kind="one-gpu", ranks=1, gpus=lab.place.gpus[:1])
     yield judge(
         f"gpu {name}",
-        bare_runs.run(alone, (MODULE, name), limit, MEASURES[name].most_s),
+        bare_runs.run(alone, (MODULE, name), limit, most_s=MEASURES[name].most_s),
         MEASURES[name].bounds,
     )

@@ -39,9 +39,9 @@ def step(dry: bool) -> Figures:
     rows, n, warm = (4, 3, 1) if dry else (8, 12, 4)
     program, job = sized("tiny" if dry else "1b", rows)
     device = device_of(dry)
-    times, plain = bare(program, job, device, rows, n)
+    times, plain = bare(program, job, device, rows=rows, n=n)
     make_room(dry)
-    ours = Ours(program, job, device, rows)
+    ours = Ours(program, job, device, rows=rows)
     ours.cut(1)
     _, losses = ours.steps(warm)
     with Syncs(dry) as seen:
@@ -78,7 +78,7 @@ def error(dry: bool) -> Figures:
     _, job = sized("tiny", 8)
     solo = Solo(job, RealFaultSession)
     assert solo.session.place is not None
-    solo.enter(plan_for(solo.me, 1, solo.session.place.profile.n_blocks, (8, 1)))
+    solo.enter(plan_for(solo.me, 1, solo.session.place.profile.n_blocks, cut=(8, 1)))
     solo.stepped(1, 2)
     began = time.monotonic()
     solo.session.order(WorkerOrder(InjectFault("illegal")))
@@ -127,7 +127,7 @@ def copied(tensors: Tensors, memory: HostMemory, device: torch.device) -> Figure
     """Two host copies of the boxes, the first with its buffer; then some boxes to pageable
     memory."""
     n_bytes = sum(box.n_bytes for box, _ in tensors.values())
-    host = HostCopies(memory, tensors, frozenset(), 2, device)
+    host = HostCopies(memory, tensors, frozenset(), limit=2, device=device)
     took_s, equal = [], False
     for number in (1, 2):
         began = time.perf_counter()
@@ -164,7 +164,7 @@ def lived(size: str, n: int, dry: bool, most_s: float = 600.0) -> Figures:
     for number in range(1, n + 1):
         more: dict[str, Any] = {"resume": live(plan)} if plan is not None else {}
         began = time.monotonic()
-        plan = plan_for(solo.me, number, n_blocks, (rows, 1 if dry else rows), **more)
+        plan = plan_for(solo.me, number, n_blocks, cut=(rows, 1 if dry else rows), **more)
         solo.enter(plan)
         solo.stepped(number, 1)
         pauses.append(time.monotonic() - began)
@@ -184,12 +184,12 @@ def out_of_memory(size: str, rows: int) -> Figures:
     solo = Solo(job)
     assert solo.session.place is not None
     n_blocks = solo.session.place.profile.n_blocks
-    first = plan_for(solo.me, 1, n_blocks, (rows, 1))
+    first = plan_for(solo.me, 1, n_blocks, cut=(rows, 1))
     solo.enter(first)
     solo.until(lambda: solo.of(Quiesced, 1), "out of memory", fails=True)
     failed = solo.of(WorkerFailed)
     solo.events = [(at, e) for at, e in solo.events if not isinstance(e, WorkerFailed)]
-    solo.enter(replace(plan_for(solo.me, 2, n_blocks, (rows, rows // 2)), resume=live(first)))
+    solo.enter(replace(plan_for(solo.me, 2, n_blocks, cut=(rows, rows // 2)), resume=live(first)))
     steps = len(solo.stepped(2, 1))
     held_gb = torch.cuda.memory_allocated() / GB if torch.cuda.is_available() else 0.0
     solo.leave(2)

@@ -61,12 +61,12 @@ class Syncs:
 class Ours:
     """elastic's state and steps of one rank on one GPU, called one by one."""
 
-    def __init__(self, program: Any, job: dict[str, Any], device: Any, rows: int) -> None:
+    def __init__(self, program: Any, job: dict[str, Any], device: Any, *, rows: int) -> None:
         self.program, self.job, self.device, self.rows = program, Job.from_plain(job), device, rows
         profile = profile_of(program, self.job)
         self.n_blocks, self.me = profile.n_blocks, WorkerId("node0", 0)
         self.store = host_store("127.0.0.1", 30.0)
-        self.groups = Groups(1, Layout(), device, needs_fsdp(self.job, Layout()))
+        self.groups = Groups(1, Layout(), device, fsdp=needs_fsdp(self.job, Layout()))
         self.groups.join(Rendezvous((self.me,), ("127.0.0.1", self.store.port)), 0)
         self.state = TrainState(
             program,
@@ -79,16 +79,16 @@ class Ours:
         )
         self.state.fill_fresh(self.job.seed)
         memory = HostMemory(pinned=device.type == "cuda")
-        self.host = HostCopies(memory, self.state.tensors, frozenset({RNG}), 2)
+        self.host = HostCopies(memory, self.state.tensors, frozenset({RNG}), limit=2)
         self.dataset = program.dataset()
         self.stepper: Any = None
 
     def cut(self, n_microbatches: int) -> None:
         """Steps have so many micro-batches from now on. (One stepper: each has hooks on the
         blocks.)"""
-        plan = plan_for(self.me, 1, self.n_blocks, (self.rows, n_microbatches))
+        plan = plan_for(self.me, 1, self.n_blocks, cut=(self.rows, n_microbatches))
         self.stepper = self.stepper or Stepper(
-            self.program, self.job, plan, self.state, self.groups
+            self.program, self.job, plan, state=self.state, groups=self.groups
         )
         self.stepper.plan, self.stepper.shares = plan, BatchShares(self.job, plan)
 
@@ -118,7 +118,7 @@ class Ours:
 
 
 def bare(
-    program: Any, job: dict[str, Any], device: Any, rows: int, n: int
+    program: Any, job: dict[str, Any], device: Any, *, rows: int, n: int
 ) -> tuple[list[float], list[float]]:
     """The same model, batches and precision in a loop of plain FSDP2. Seconds and loss of each
     step."""
@@ -144,7 +144,9 @@ def bare(
     optimizer = program.optimizer(list(model.named_parameters()))
     dataset, times, losses = program.dataset(), [], []
     for step in range(n):
-        batch = collate([dataset[i] for i in sample_ids(len(dataset), rows, job["seed"], step)])
+        batch = collate(
+            [dataset[i] for i in sample_ids(len(dataset), rows, job["seed"], step=step)]
+        )
         began = time.perf_counter()
         there = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         loss = program.loss(model(there["input"]), there) / batch["target"].numel()

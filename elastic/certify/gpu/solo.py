@@ -71,7 +71,7 @@ class Solo:
             self.events.append((time.monotonic(), event))
 
     def until(
-        self, holds: Callable[[], Any], what: str, most_s: float = 60.0, fails: bool = False
+        self, holds: Callable[[], Any], what: str, most_s: float = 60.0, *, fails: bool = False
     ) -> None:
         ends_s = time.monotonic() + most_s
         while not holds():
@@ -85,7 +85,7 @@ class Solo:
                 raise RuntimeError(f"not within {most_s:g} s: {what}")
 
     def enter(self, plan: Any) -> None:
-        rendezvous, store = host_rendezvous(plan, "127.0.0.1", 60.0, 30.0)
+        rendezvous, store = host_rendezvous(plan, "127.0.0.1", 60.0, store_s=30.0)
         self._stores = [*self._stores[-1:], store]
         self.session.order(WorkerOrder(EnterPlan(plan), rendezvous))
 
@@ -103,7 +103,7 @@ class Solo:
         self.session.close(10.0)
 
 
-def plan_for(me: Any, number: int, n_blocks: int, cut: tuple[int, int], **more: Any) -> Any:
+def plan_for(me: Any, number: int, n_blocks: int, *, cut: tuple[int, int], **more: Any) -> Any:
     """One rank. `cut`: samples, micro-batches."""
     return Plan(number, Layout(), (me,), (cut[0],), (n_blocks,), cut[1], **more)
 

@@ -36,7 +36,7 @@ def environment_of(more: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, **ALWAYS, **more}
 
 
-def run(words: Sequence[str], setting: Setting, limit: Limit, what: str) -> str:
+def run(words: Sequence[str], setting: Setting, limit: Limit, *, what: str) -> str:
     """Its output and its errors. Raises Failed with the end of them where its exit code is not 0,
     OutOfTime."""
     with tempfile.TemporaryFile("w+") as out:

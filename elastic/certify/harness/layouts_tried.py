@@ -39,7 +39,7 @@ def all_layouts(most: int) -> list[Layout]:
 
 
 def plan_of(
-    number: int, layout: Layout, workers: Sequence[WorkerId], n_blocks: int, **more: Any
+    number: int, layout: Layout, workers: Sequence[WorkerId], *, n_blocks: int, **more: Any
 ) -> Plan:
     """Generation `number` on the first workers; `more`: other fields of Plan. With peer replicas
     each rank has one keeper."""
@@ -47,7 +47,7 @@ def plan_of(
     n = microbatches(GLOBAL_BATCH, layout)
     samples = shares(GLOBAL_BATCH // n, [1.0] * layout.dp, n)
     if more.get("peer_every"):
-        more["copies_to"] = replica_holders(layout, ranks, {}, 1)
+        more["copies_to"] = replica_holders(layout, ranks, {}, n=1)
     return Plan(number, layout, ranks, samples, stage_layers(n_blocks, layout.pp), n, **more)
 
 

@@ -119,7 +119,7 @@ class WorkerPool:
     def enter(self, plan: Plan) -> None:
         """Orders the generation to its ranks and to those that only hold state."""
         rendezvous, self._stores[plan.generation] = host_rendezvous(
-            plan, self.host, MOST_S, MEETS_S
+            plan, self.host, MOST_S, store_s=MEETS_S
         )
         self._begun = True
         for worker in rendezvous.participants:
@@ -178,7 +178,7 @@ class WorkerPool:
                 pipe.close()
 
     def until(
-        self, holds: Callable[[], bool], what: str, most_s: float = MOST_S, broken: bool = False
+        self, holds: Callable[[], bool], what: str, most_s: float = MOST_S, *, broken: bool = False
     ) -> None:
         """Raises Failed after `most_s` or (unless `broken` is expected) when a worker fails,
         OutOfTime at the task's limit."""
@@ -231,7 +231,12 @@ class WorkerPool:
         return self.events(StepDone, number)
 
     def left(
-        self, plan: Plan, workers: Iterable[WorkerId], most_s: float = MOST_S, broken: bool = False
+        self,
+        plan: Plan,
+        workers: Iterable[WorkerId],
+        most_s: float = MOST_S,
+        *,
+        broken: bool = False,
     ) -> dict[WorkerId, float]:
         """Waits until these workers have left the generation; when each did."""
         wanted, number = set(workers), plan.generation
@@ -248,6 +253,6 @@ class WorkerPool:
             lambda: done().keys() == wanted,
             f"{len(wanted)} workers out of generation {number}",
             most_s,
-            broken,
+            broken=broken,
         )
         return done()

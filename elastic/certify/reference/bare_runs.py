@@ -40,17 +40,17 @@ def train(place: Place, n_steps: int, limit: Limit) -> list[float]:
 
 
 def run(
-    place: Place, module: tuple[str, ...], limit: Limit, most_s: float = MOST_S
+    place: Place, module: tuple[str, ...], limit: Limit, *, most_s: float = MOST_S
 ) -> dict[str, Any]:
     """The JSON object that rank 0 prints last. Raises Failed with what they wrote, OutOfTime."""
     if place.address:
-        return _on_cluster(place, module, limit, most_s)
+        return _on_cluster(place, module, limit, most_s=most_s)
     environments, port = place.environments(), free_port()
     with tempfile.TemporaryFile("w+") as out:
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in enumerate(environments):
-                there = _rank(rank, len(environments), "127.0.0.1", port)
+                there = _rank(rank, len(environments), "127.0.0.1", port=port)
                 ranks.append(
                     subprocess.Popen(
                         [sys.executable, "-m", *module], stdin=subprocess.DEVNULL, stdout=out,
@@ -58,7 +58,7 @@ def run(
                         **environment, **there}, start_new_session=True, preexec_fn=die_with_parent,
                     )
                 )  # fmt: skip
-            _wait(ranks, limit, " ".join(module), most_s)
+            _wait(ranks, limit, " ".join(module), most_s=most_s)
         finally:
             for process in ranks:
                 process.kill()
@@ -68,7 +68,7 @@ def run(
     return _result(module, text, any(process.returncode for process in ranks))
 
 
-def _rank(rank: int, world: int, host: str, port: int) -> dict[str, str]:
+def _rank(rank: int, world: int, host: str, *, port: int) -> dict[str, str]:
     """What torchrun tells each rank."""
     return {
         "RANK": str(rank),
@@ -86,7 +86,7 @@ def _result(module: tuple[str, ...], text: str, failed: bool) -> dict[str, Any]:
 
 
 def _on_cluster(
-    place: Place, module: tuple[str, ...], limit: Limit, most_s: float
+    place: Place, module: tuple[str, ...], limit: Limit, *, most_s: float
 ) -> dict[str, Any]:
     """At the seats of the place."""
     from elastic.cluster.workers import remote_processes
@@ -94,7 +94,7 @@ def _on_cluster(
     seats = place.seats[: place.ranks]
     port = remote_processes.free_port(seats[0])
     environments = tuple(
-        {"OMP_NUM_THREADS": "1", **own, **_rank(rank, len(seats), seats[0].host, port)}
+        {"OMP_NUM_THREADS": "1", **own, **_rank(rank, len(seats), seats[0].host, port=port)}
         for rank, own in enumerate(place.environments())
     )
     what = " ".join(module)
@@ -109,7 +109,7 @@ def _on_cluster(
     return _result(module, "\n".join(text for _, text in ended), any(code for code, _ in ended))
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], limit: Limit, what: str, most_s: float) -> None:
+def _wait(ranks: list[subprocess.Popen[bytes]], limit: Limit, what: str, *, most_s: float) -> None:
     """Until all have ended, or one has failed."""
     end_s = time.monotonic() + most_s
     while any(process.poll() is None for process in ranks):

@@ -20,7 +20,7 @@ def program_file(name: str) -> str:
     return str(PROGRAMS / f"{name}.py")
 
 
-def losses(program: str, job: Mapping[str, Any], steps: int, limit: Limit) -> list[float]:
+def losses(program: str, job: Mapping[str, Any], steps: int, *, limit: Limit) -> list[float]:
     """Train loss of each of the first `steps` steps of the built-in `program` under `job`, in this
     process, on the CPU.
 
@@ -37,7 +37,8 @@ def losses(program: str, job: Mapping[str, Any], steps: int, limit: Limit) -> li
     for step in range(steps):
         limit.look("the same steps in one process")
         items = [
-            dataset[i] for i in sample_ids(len(dataset), job["global_batch"], job["seed"], step)
+            dataset[i]
+            for i in sample_ids(len(dataset), job["global_batch"], job["seed"], step=step)
         ]
         batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
         loss = made.loss(model(batch["input"]), batch) / int((batch["target"] != -100).sum())

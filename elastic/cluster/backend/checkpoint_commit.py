@@ -44,7 +44,7 @@ class CheckpointCommitter:
     of the sample ids; replaced at each step."""
 
     def __init__(
-        self, storage: Storage, epoch: int, meta: dict[str, Any], write: Commit | None = None,
+        self, storage: Storage, epoch: int, meta: dict[str, Any], *, write: Commit | None = None,
         verify: bool = False, digests: Mapping[int, str] | None = None,
     ) -> None:  # fmt: skip
         self.storage, self.epoch, self.meta = storage, epoch, meta
@@ -186,7 +186,12 @@ class CheckpointCommitter:
         samples = {SAMPLES: text} if (text := self.digests.get(step)) else {}
         meta = {**self.meta, **cut, **samples, "digest": str(digest), "saved_at_s": time.time()}
         return checkpoint_writer.commit(
-            self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta
+            self.storage,
+            step,
+            plan.generation,
+            world_size=len(plan.ranks),
+            epoch=self.epoch,
+            meta=meta,
         )
 
     def _remove(self, uri: str) -> None:

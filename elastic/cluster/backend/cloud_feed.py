@@ -47,6 +47,7 @@ class CloudFeed:
         nodes: Mapping[str, Node],
         ray_ids: Mapping[str, str],
         draining: Mapping[str, float],
+        *,
         now_s: float,
     ) -> list[Event]:
         """`nodes`: those that stand; `ray_ids`: node id -> Ray's. `draining`: Ray id -> deadline, 0

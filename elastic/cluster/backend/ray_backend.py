@@ -141,7 +141,7 @@ class RayBackend:
         self.entrance = Entrance(self.worker_group, folder=folder, attached=run.attach)
         verify = self.commit is None and job.verify_copies
         self.copies = CheckpointCommitter(
-            self.storage, run.epoch, run.meta, self.commit, verify, run.digests
+            self.storage, run.epoch, run.meta, write=self.commit, verify=verify, digests=run.digests
         )
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.liveness = Liveness(POLL_S, job.max_silence_s, patience_s(job))
@@ -523,7 +523,10 @@ class RayBackend:
         ray_ids = {
             node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))
         }
-        return [*events, *self.cloud_feed.news(self.nodes, ray_ids, self.survey.draining, now_s)]
+        return [
+            *events,
+            *self.cloud_feed.news(self.nodes, ray_ids, self.survey.draining, now_s=now_s),
+        ]
 
     def _drilled(self, events: list[Event]) -> list[Event]:
         """A drill's notice is one among those of its node."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import boto3
@@ -87,9 +88,8 @@ class Reaper:
         left = set(ids)
         for i in range(0, len(ids), AT_ONCE):
             some = ids[i : i + AT_ONCE]
-            answer = _told(
-                lambda some=some: self._client.terminate_instances(InstanceIds=some), self._region
-            )  # type: ignore[misc]
+            ask = partial(self._client.terminate_instances, InstanceIds=some)
+            answer = _told(ask, self._region)
             ending = answer["TerminatingInstances"]
             left -= {
                 entry["InstanceId"] for entry in ending if entry["CurrentState"]["Name"] in ENDED

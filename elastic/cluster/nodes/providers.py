@@ -489,7 +489,7 @@ def reaches(address: str, port: int) -> bool | None:
         return None
 
 
-def signal_there(ray_id: str, pids: Sequence[int], number: int, raylet: bool = False) -> Any:
+def signal_there(ray_id: str, pids: Sequence[int], number: int, *, raylet: bool = False) -> Any:
     """Sends a signal to processes of another node (and to its raylet), through a task that runs
     there."""
     where = NodeAffinitySchedulingStrategy(ray_id, soft=False)

@@ -82,7 +82,7 @@ class AwsPrices:
         """The newest price of each zone that has it, by zone."""
         since = datetime.now(UTC) - SPOT_LOOK
         ask = partial(_history, instance_type=instance_type, since=since)
-        rows = self._ask("ec2", region, ask, f"spot prices of {instance_type} in {region}")
+        rows = self._ask("ec2", region, ask, what=f"spot prices of {instance_type} in {region}")
         newest: dict[str, tuple[str, SpotPrice]] = {}
         for row in rows:
             zone, at = str(row["AvailabilityZone"]), str(row["Timestamp"])
@@ -102,7 +102,7 @@ class AwsPrices:
             "ec2",
             region,
             lambda ec2: ec2.get_spot_placement_scores(**request),
-            f"placement scores in {region}",
+            what=f"placement scores in {region}",
         )
         return {
             str(row.get("AvailabilityZoneId", region)): int(row["Score"])
@@ -120,12 +120,12 @@ class AwsPrices:
         ]
         answer = self._ask(
             "pricing", PRICING_REGION, lambda c: c.get_products(ServiceCode="AmazonEC2",
-            Filters=filters, MaxResults=100), f"the price of {instance_type} in {region}",
+            Filters=filters, MaxResults=100), what=f"the price of {instance_type} in {region}",
         )  # fmt: skip
         found = [usd for text in answer["PriceList"] for usd in _hourly(json.loads(text))]
         return min(found, default=None)
 
-    def _ask(self, service: str, region: str, request: Callable[[Any], T], what: str) -> T:
+    def _ask(self, service: str, region: str, request: Callable[[Any], T], *, what: str) -> T:
         """Raises NoAnswer."""
         tries = Retrying(
             stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(PATIENCE_S),

@@ -92,7 +92,7 @@ class Market:
                     ("on-demand", pool.instance_type, pool.region),
                     ON_DEMAND_S,
                     self._on_demand,
-                    pool,
+                    pool=pool,
                 )
                 return from_table(pool) if usd is None else Price(pool, usd, "price list of AWS")
             found = self.prices.spot(pool.instance_type, pool.region)
@@ -121,7 +121,7 @@ class Market:
     def _scores(self, pool: Pool) -> dict[str, int]:
         key = ("scores", pool.instance_type, pool.region, str(pool.max_nodes))
         try:
-            return dict(self._keep(key, SCORES_S, self._ask_scores, pool))
+            return dict(self._keep(key, SCORES_S, self._ask_scores, pool=pool))
         except NoAnswer as error:
             self._note(str(error))
             # nor is what was refused asked for at every look
@@ -131,7 +131,7 @@ class Market:
     def _ask_scores(self, pool: Pool) -> dict[str, int]:
         return self.prices.scores(pool.instance_type, pool.region, pool.max_nodes)
 
-    def _keep(self, key: tuple[str, ...], for_s: float, ask: Any, pool: Pool) -> Any:
+    def _keep(self, key: tuple[str, ...], for_s: float, ask: Any, *, pool: Pool) -> Any:
         """What was found less than `for_s` ago is not asked for again."""
         known = self._kept.get(key)
         if known is None or time.monotonic() - known[0] > for_s:

@@ -52,10 +52,10 @@ def draining_nodes() -> dict[str, float]:
 def drain(ray_id: str, deadline_s: float, why: str) -> bool:
     """Tells the cluster that the node will be preempted at `deadline_s` (epoch seconds); True =
     accepted."""
-    return _drain(ray_id, "PREEMPTION", why, deadline_s)
+    return _drain(ray_id, "PREEMPTION", why, deadline_s=deadline_s)
 
 
-def _drain(ray_id: str, reason: str, why: str, deadline_s: float) -> bool:
+def _drain(ray_id: str, reason: str, why: str, *, deadline_s: float) -> bool:
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 
@@ -235,4 +235,4 @@ def scaling() -> Scaling:
 def end_when_idle(ray_id: str, why: str) -> bool:
     """Ends a node that nobody uses, as the autoscaler does with one that was idle for long; it then
     ends the machine. False: it is in use still."""
-    return _drain(ray_id, "IDLE_TERMINATION", why, 0.0)
+    return _drain(ray_id, "IDLE_TERMINATION", why, deadline_s=0.0)

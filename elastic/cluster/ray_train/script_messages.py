@@ -75,7 +75,7 @@ class Board:
     heard_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def exchange(
-        self, group: int, rank: int, words: Sequence[ScriptMessage], n_seen: int
+        self, group: int, rank: int, words: Sequence[ScriptMessage], *, n_seen: int
     ) -> list[ScriptOrder]:
         """From a supervisor that has obeyed `n_seen` orders; returns the later ones."""
         self.heard_s[group, rank] = time.monotonic()

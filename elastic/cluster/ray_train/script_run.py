@@ -322,7 +322,9 @@ class ScriptRun:
             for node_id in self.script.nodes
             if (ray_id := self.provider.ray_id(node_id))
         }
-        for event in self.cloud_feed.news(self.script.nodes, ray_ids, self.survey.draining, now_s):
+        for event in self.cloud_feed.news(
+            self.script.nodes, ray_ids, self.survey.draining, now_s=now_s
+        ):
             if not (isinstance(event, Notice) and event.node_id in self.script.leaving):
                 self.script.node(event, now_s)
 

@@ -221,7 +221,7 @@ class Supervisor:
     def _exchange(self) -> list[ScriptOrder]:
         words = list(self._words)
         answer = self.board.exchange.remote(
-            self.place.group, self.place.rank, words, self._n_orders
+            self.place.group, self.place.rank, words, n_seen=self._n_orders
         )
         # without a driver this rank ends
         orders: list[ScriptOrder] = ray.get(answer, timeout=BOARD_MOST_S)

@@ -33,7 +33,7 @@ def spec_of(file: str, data: dict[str, Any]) -> tuple[ClusterSpec, list[Problem]
         if zone.strip()
     )
     node_types = (
-        _local_types(data, own) if kind == "local" else _node_types(data, kind, region, zones)
+        _local_types(data, own) if kind == "local" else _node_types(data, kind, region, zones=zones)
     )
     problems += _kinds(data) + _wrong_markets(node_types)
     pools, sources, more = pools_of(kind, node_types, own)
@@ -47,7 +47,7 @@ def spec_of(file: str, data: dict[str, Any]) -> tuple[ClusterSpec, list[Problem]
 
 
 def _node_types(
-    data: Mapping[str, Any], provider: str, region: str, zones: Sequence[str]
+    data: Mapping[str, Any], provider: str, region: str, *, zones: Sequence[str]
 ) -> tuple[ClusterNodeType, ...]:
     most = _whole(data.get("max_workers"), DEFAULT_MAX_WORKERS)
     head = str(data.get("head_node_type", ""))

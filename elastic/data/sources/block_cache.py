@@ -98,18 +98,18 @@ class BlockCache:
         while offset < end:
             number, skip = divmod(offset, BLOCK_BYTES)
             n = min(end - offset, BLOCK_BYTES - skip)
-            parts.append(self._part(file, number, skip, n))
+            parts.append(self._part(file, number, skip, n=n))
             offset += n
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _part(self, file: Remote, number: int, skip: int, n: int) -> bytes:
+    def _part(self, file: Remote, number: int, skip: int, *, n: int) -> bytes:
         path = self._path(file, number)
-        found = self._from_disk(path, _block_bytes(file, number), skip, n)
+        found = self._from_disk(path, _block_bytes(file, number), skip, n=n)
         if found is not None:
             return found
         with self._lock(f"block-{(int(path.name[:8], 16) ^ number) % N_LOCKS}"):
             # another process was quicker
-            found = self._from_disk(path, _block_bytes(file, number), skip, n)
+            found = self._from_disk(path, _block_bytes(file, number), skip, n=n)
             if found is None:
                 data = self._fetched(file, number)
                 self._keep(path, data)
@@ -120,7 +120,7 @@ class BlockCache:
         digest = file.digest
         return self.folder / "blocks" / digest[:2] / f"{digest}-{number}"
 
-    def _from_disk(self, path: Path, n_block: int, skip: int, n: int) -> bytes | None:
+    def _from_disk(self, path: Path, n_block: int, skip: int, *, n: int) -> bytes | None:
         try:
             handle = os.open(path, os.O_RDONLY)
         except FileNotFoundError:

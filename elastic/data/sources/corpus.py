@@ -96,6 +96,7 @@ class TokenFiles:
         files: Files,
         dtype: str | None = None,
         end_token: int | None = None,
+        *,
         cache: BlockCache | None = None,
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
@@ -229,7 +230,7 @@ class Tokenized:
     by ranges."""
 
     def __init__(
-        self, documents: Texts, field: str, tokenizer: Tokenizer, cache: BlockCache | None = None
+        self, documents: Texts, field: str, tokenizer: Tokenizer, *, cache: BlockCache | None = None
     ) -> None:
         self.documents, self.field, self.tokenizer = documents, field, tokenizer
         key = hashlib.sha256(

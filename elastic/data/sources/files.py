@@ -112,6 +112,7 @@ def files_at(
     where: str | Path,
     pattern: str,
     cache: BlockCache | None = None,
+    *,
     leave_out: tuple[str, ...] = LEFT_OUT,
 ) -> Files:
     """The files under a folder that match `pattern` (see `find_files`), or the one file that
@@ -121,7 +122,7 @@ def files_at(
     """
     text = os.fspath(where)
     if "://" in text and not text.startswith("file://"):
-        found = _remote(text, pattern, cache or BlockCache(), leave_out)
+        found = _remote(text, pattern, cache or BlockCache(), leave_out=leave_out)
     else:
         found = _local(
             Path(text.removeprefix("file://")).expanduser().absolute(), pattern, leave_out
@@ -161,7 +162,7 @@ def _local(root: Path, pattern: str, leave_out: tuple[str, ...]) -> Files:
     return Files(root, None, tuple(kept), tuple(sizes), tuple(times), None, unreadable)
 
 
-def _remote(uri: str, pattern: str, cache: BlockCache, leave_out: tuple[str, ...]) -> Files:
+def _remote(uri: str, pattern: str, cache: BlockCache, *, leave_out: tuple[str, ...]) -> Files:
     above, _, name = uri.rstrip("/").rpartition("/")
     if not above.endswith("/"):  # not a whole bucket
         storage = open_storage(above)

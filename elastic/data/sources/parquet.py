@@ -177,10 +177,10 @@ def write_rows(storage: Storage, batches: Iterable[Mapping[str, Any]], what: str
         _check_equal(columns, found, what)
         waiting.append(arrays)
         if sum(values.nbytes for rows in waiting for values in rows.values()) >= FILE_BYTES:
-            parts.append(_write_part(storage, len(parts), columns, waiting))
+            parts.append(_write_part(storage, len(parts), columns, batches=waiting))
             waiting = []
     if waiting:
-        parts.append(_write_part(storage, len(parts), columns, waiting))
+        parts.append(_write_part(storage, len(parts), columns, batches=waiting))
     index = Index(sum(part.rows for part in parts), columns, tuple(parts))
     if not index.rows:
         raise SpecError(f"{what}: it has no rows; nothing to train on")
@@ -227,7 +227,11 @@ def _check_equal(
 
 
 def _write_part(
-    storage: Storage, n: int, columns: Mapping[str, ParquetColumn], batches: list[dict[str, Array]]
+    storage: Storage,
+    n: int,
+    columns: Mapping[str, ParquetColumn],
+    *,
+    batches: list[dict[str, Array]],
 ) -> ParquetPart:
     import pyarrow
     import pyarrow.parquet

@@ -93,7 +93,7 @@ class TextFolder:
             )
         if self.seq < 1:
             raise SpecError(f"TextFolder: seq is {self.seq}; it must be at least 1")
-        found = files_at(self.folder, self.pattern, None, self.leave_out)
+        found = files_at(self.folder, self.pattern, None, leave_out=self.leave_out)
         files = split_files(found, self.split, self.validation_share)
         self.unreadable = files.unreadable
         self.corpus = FileBytes(files, self.max_bytes)

@@ -54,21 +54,25 @@ def explain(data: Mapping[str, Any], n: int, width: int = 80) -> list[Text]:
     lines = [
         Text(head, style="bold"),
         Text(step),
-        *_bar(offer["seconds"], TIME, offer["step_s"], width),
+        *_bar(offer["seconds"], TIME, offer["step_s"], width=width),
     ]
-    lines += _parts(offer["seconds"], TIME, seconds, width)
+    lines += _parts(offer["seconds"], TIME, seconds, width=width)
     room, used = offer["room_bytes"], sum(offer["memory"].values())
     total = f"memory of the GPU that needs most: {size(used)}" + (
         f" of {size(room)}" if room else ""
     )
-    lines += [Text(), Text(total), *_bar(offer["memory"], MEMORY, max(room, used), width)]
-    lines += _parts(offer["memory"], MEMORY, size, width)
+    lines += [Text(), Text(total), *_bar(offer["memory"], MEMORY, max(room, used), width=width)]
+    lines += _parts(offer["memory"], MEMORY, size, width=width)
     lines += [Text(), *_shares(offer), *_money(offer, data)]
     return lines
 
 
 def _bar(
-    parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], whole: float, width: int
+    parts: Mapping[str, float],
+    known: Mapping[str, tuple[str, str, str]],
+    whole: float,
+    *,
+    width: int,
 ) -> list[Text]:
     """`[PPPPAAMMtt....]`, dots = what is left of `whole`."""
     room, text, drawn, reached = width - 2, Text("["), 0, 0.0
@@ -82,7 +86,7 @@ def _bar(
 
 
 def _parts(
-    parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], shown: Any, width: int
+    parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], shown: Any, *, width: int
 ) -> list[Text]:
     """A line for each: letter, share, size, meaning."""
     total, lines = sum(parts.values()), []
@@ -145,8 +149,8 @@ def save(data: Mapping[str, Any], path: str | Path) -> Path:
     figure = Figure(figsize=(13, 1.8 + 0.75 * len(offers)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
-    _stacked(left, offers, "seconds", TIME, 1.0)
-    _stacked(right, offers, "memory", MEMORY, GIB)
+    _stacked(left, offers, "seconds", known=TIME, unit=1.0)
+    _stacked(right, offers, "memory", known=MEMORY, unit=GIB)
     room = max(offer["room_bytes"] for offer in offers) / GIB
     if room:
         right.axvline(room, color="#c0392b", linestyle="--", linewidth=1, label="there is")
@@ -183,7 +187,12 @@ def _lines(layout: str) -> str:
 
 
 def _stacked(
-    axes: Any, offers: Sequence[Mapping[str, Any]], key: str, known: Mapping[str, Any], unit: float
+    axes: Any,
+    offers: Sequence[Mapping[str, Any]],
+    key: str,
+    *,
+    known: Mapping[str, Any],
+    unit: float,
 ) -> None:
     names = _ordered(list(dict.fromkeys(name for offer in offers for name in offer[key])), known)
     start = [0.0] * len(offers)

@@ -29,7 +29,7 @@ class BlockCostCache:
             assert sample is not None
             self._sites.append(site)
             self._blocks[key] = compute.block_s(
-                site.chip, sample, layout, n_rows, self.work.n_blocks
+                site.chip, sample, layout, n_rows=n_rows, n_blocks=self.work.n_blocks
             )
         return self._blocks[key]
 
@@ -47,8 +47,8 @@ class BlockCostCache:
                 full,
                 sample,
                 replace(layout, activation_checkpointing="none"),
-                n_rows,
-                self.work.n_blocks,
+                n_rows=n_rows,
+                n_blocks=self.work.n_blocks,
             )
             self._floors[key] = (one.forward + one.backward) / n_rows
         return self._floors[key]
@@ -62,7 +62,7 @@ class BlockCostCache:
             assert sample is not None
             alone = Layout()
             one = self.block_s(site, alone, step.n_rows)
-            ends = compute.ends_s(site.chip, sample, alone, step.n_rows)
+            ends = compute.ends_s(site.chip, sample, alone, n_rows=step.n_rows)
             self._lone[key] = (
                 self.work.n_blocks * (one.forward + one.backward) + ends
             ) / step.n_rows

@@ -68,7 +68,7 @@ class RankGroup:
         return ceil(self.size / self.in_node(per_node))
 
 
-def gather_s(links: Links, n_bytes: float, group: RankGroup, name: str = "all_gather") -> float:
+def gather_s(links: Links, n_bytes: float, group: RankGroup, *, name: str = "all_gather") -> float:
     """All-gather or reduce-scatter of `n_bytes` in all over a ring (Thakur et al. 2005, section
     4.1), inside each node and between the nodes at once: between, each node's share of the group
     sends on as many cards as it has GPUs in it; each step of the ring takes a hop."""

@@ -49,7 +49,7 @@ class BlockTimes:
 
 
 @cache
-def matmul_s(chip: ComputeTarget, rows: int, k: int, n: int, dtype: str = "") -> float:
+def matmul_s(chip: ComputeTarget, rows: int, k: int, *, n: int, dtype: str = "") -> float:
     """[rows, k] x [k, n]. Tiles fill the multiprocessors in waves, the last of which may be partly
     empty (NVIDIA, Matrix Multiplication Background, section 4: tile and wave quantization); never
     faster than its operands can be read."""
@@ -69,7 +69,7 @@ def matmul_s(chip: ComputeTarget, rows: int, k: int, n: int, dtype: str = "") ->
 
 
 def product_s(
-    chip: ComputeTarget, product: Matmul, layout: Layout, n_rows: float, dtype: str = ""
+    chip: ComputeTarget, product: Matmul, layout: Layout, *, n_rows: float, dtype: str = ""
 ) -> float:
     """`n_rows` samples of a product under the layout: cp divides its rows, tp what it cuts, ep the
     experts. The rows of experts are spread evenly."""
@@ -79,15 +79,15 @@ def product_s(
     if product.experts:
         each = max(1, round(rows / product.experts * layout.ep))
         mine = max(1, product.experts // layout.ep)
-        one = matmul_s(chip, each, k, n, dtype)
+        one = matmul_s(chip, each, k, n=n, dtype=dtype)
         # one launch, tiles of all experts side by side
-        grouped = matmul_s(chip, each * mine, k, n, dtype)
+        grouped = matmul_s(chip, each * mine, k, n=n, dtype=dtype)
         return product.count * max(grouped, mine * (one - chip.kernels.launch_s) * 0.5)
-    return product.count * matmul_s(chip, round(rows), k, n, dtype)
+    return product.count * matmul_s(chip, round(rows), k, n=n, dtype=dtype)
 
 
 def attention_s(
-    chip: ComputeTarget, a: Attention, layout: Layout, n_rows: float, backward: bool
+    chip: ComputeTarget, a: Attention, layout: Layout, *, n_rows: float, backward: bool
 ) -> float:
     """Of `n_rows` samples. Fused: 2.5 times the products in the backward pass (Dao 2023, section
     2.3). Not fused: products of all scores, masked ones too, and their bytes (counted as moved)."""
@@ -113,21 +113,25 @@ def moved_s(chip: ComputeTarget, n_bytes: float, n_ops: float = 0.0) -> float:
 
 
 def block_s(
-    chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int
+    chip: ComputeTarget, sample: SampleProfile, layout: Layout, *, n_rows: float, n_blocks: int
 ) -> BlockTimes:
     """One microbatch of `n_rows` samples through a mean block. Where no products are known, the
     model's FLOPs are spread evenly over its blocks. Whole passes that were measured count as they
     were: nothing is added for what is no product."""
     if chip.gpu.crowded_passes:
-        return _measured_s(chip, sample, layout, n_rows)
-    products = sum(product_s(chip, product, layout, n_rows) for product in sample.matmuls)
+        return _measured_s(chip, sample, layout, n_rows=n_rows)
+    products = sum(product_s(chip, product, layout, n_rows=n_rows) for product in sample.matmuls)
     if not sample.matmuls:
         flop = sample.flop / 3 / max(1, n_blocks) * n_rows / (layout.tp * layout.cp)
         products = flop / (
             chip.gpu.peak(chip.dtype) * (chip.gpu.reached or 1.0) * chip.kernels.matmul
         )
-    ahead = sum(attention_s(chip, a, layout, n_rows, False) for a in sample.attentions)
-    back = sum(attention_s(chip, a, layout, n_rows, True) for a in sample.attentions)
+    ahead = sum(
+        attention_s(chip, a, layout, n_rows=n_rows, backward=False) for a in sample.attentions
+    )
+    back = sum(
+        attention_s(chip, a, layout, n_rows=n_rows, backward=True) for a in sample.attentions
+    )
     whole = 0.0 if sample.sequence_parallel else WHOLE_SHARE
     share = (whole + (1 - whole) / layout.tp) / layout.cp
     n_bytes = sample.moved_bytes * n_rows * share
@@ -149,7 +153,7 @@ def block_s(
 
 
 def _measured_s(
-    chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float
+    chip: ComputeTarget, sample: SampleProfile, layout: Layout, *, n_rows: float
 ) -> BlockTimes:
     rate = chip.gpu.crowded_passes[-1][1]
     flop = sum(p.count * p.flop for p in sample.matmuls)
@@ -164,13 +168,14 @@ def _measured_s(
     return BlockTimes(products, attention, 0.0, forward, 2 * forward, again)
 
 
-def ends_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float) -> float:
+def ends_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, *, n_rows: float) -> float:
     """The head and the loss of a microbatch, forward and backward; products in 16 or 32 bits."""
     if chip.gpu.crowded_passes:
         flop = sum(p.count * p.flop / (layout.tp if p.cut else 1) for p in sample.ends_matmuls)
         return 3 * flop * n_rows / layout.cp / chip.gpu.crowded_passes[-1][1]
     products = sum(
-        product_s(chip, product, layout, n_rows, chip.around) for product in sample.ends_matmuls
+        product_s(chip, product, layout, n_rows=n_rows, dtype=chip.around)
+        for product in sample.ends_matmuls
     )
     cut = layout.cp * (layout.tp if sample.loss_parallel else 1)
     return 3 * products + moved_s(chip, 2 * sample.ends_moved_bytes * n_rows / cut)

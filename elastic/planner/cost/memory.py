@@ -168,7 +168,7 @@ def activation_bytes(work: ModelCost, layout: Layout, step: Step) -> int:
     return int(sum(activation_parts(work, layout, step).values()))
 
 
-def stage_bytes(work: ModelCost, layout: Layout, step: Step, n_blocks: int) -> int:
+def stage_bytes(work: ModelCost, layout: Layout, step: Step, *, n_blocks: int) -> int:
     """Of a rank that has so many blocks, and the larger one of what is before and what is behind
     them; as many microbatches in flight as at the first stage."""
     low = step.compute_bytes / max(1.0, work.element_bytes)

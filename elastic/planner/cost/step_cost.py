@@ -107,7 +107,7 @@ def ep_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float
     return 4 * exchange_s(site.links, n_bytes, RankGroup(layout.ep, layout.tp))
 
 
-def pp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
+def pp_s(site: Site, sample: SampleProfile, layout: Layout, *, step: Step) -> float:
     """Seconds of a microbatch in pp: a hidden state is sent forward and its gradient back at each
     end of each of a rank's v stages (Narayanan et al. 2021, sections 2.2.2 and 3.2)."""
     if layout.pp == 1:
@@ -132,7 +132,7 @@ class Shards:
     replicas: float
 
 
-def shards(site: Site, work: ModelCost, layout: Layout, step: Step) -> Shards:
+def shards(site: Site, work: ModelCost, layout: Layout, *, step: Step) -> Shards:
     """What is gathered (in the computation's dtype) and scattered (in float32) of one block;
     replicas add up their shards once a step."""
     low, links = step.compute_bytes / max(1.0, work.element_bytes), site.links
@@ -146,8 +146,8 @@ def shards(site: Site, work: ModelCost, layout: Layout, step: Step) -> Shards:
     )
     gather = gather_s(links, dense * low, group) + gather_s(links, experts * low, over)
     name = "reduce_scatter"
-    scatter = gather_s(links, dense * wide * work.trained, group, name) + gather_s(
-        links, experts * wide * work.trained, over, name
+    scatter = gather_s(links, dense * wide * work.trained, group, name=name) + gather_s(
+        links, experts * wide * work.trained, over, name=name
     )
     replicated, stage = RankGroup(layout.dp_replicate, layout.tp * n), held(work, layout)
     own = (stage.dense / n + stage.experts / ranks) * wide * work.trained
@@ -176,7 +176,7 @@ def slowest_stage(n_blocks: int, layout: Layout, ends: float) -> float:
     )
 
 
-def offload_s(site: Site, work: ModelCost, layout: Layout, m: int) -> float:
+def offload_s(site: Site, work: ModelCost, layout: Layout, *, m: int) -> float:
     """FSDP2's CPU offload: a rank's parameters go up for both passes of each microbatch, its
     gradients down once, and the optimizer runs at the bandwidth of the host's memory, which the
     node's GPUs share."""
@@ -189,7 +189,7 @@ def offload_s(site: Site, work: ModelCost, layout: Layout, m: int) -> float:
     return shard * (2 * m + work.trained) / link + updated
 
 
-def accumulate_s(site: Site, work: ModelCost, layout: Layout, m: int) -> float:
+def accumulate_s(site: Site, work: ModelCost, layout: Layout, *, m: int) -> float:
     """Gradients of each further microbatch are read in the computation's dtype and added to the
     sum, which stage 2 and 3 have cut already."""
     mine, cut = held(work, layout), 1 if zero_stage(layout) < 2 else layout.dp_shard * layout.cp
@@ -217,23 +217,27 @@ class Cost:
 
 
 def step_cost(
-    site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes | None = None
+    site: Site, work: ModelCost, layout: Layout, *, step: Step, passes: BlockTimes | None = None
 ) -> Cost:
     """Of a model whose sample profile is known. The pipeline runs at the pace of its slowest stage,
     the last one with the head or one with a block more; the others wait."""
     sample, m = work.sample, step.n_microbatches
     assert sample is not None
-    passes = passes or compute.block_s(site.chip, sample, layout, step.n_rows, work.n_blocks)
+    passes = passes or compute.block_s(
+        site.chip, sample, layout, n_rows=step.n_rows, n_blocks=work.n_blocks
+    )
     blocks = work.n_blocks / layout.pp
-    ends = compute.ends_s(site.chip, sample, layout, step.n_rows)
+    ends = compute.ends_s(site.chip, sample, layout, n_rows=step.n_rows)
     tp, cp, ep = (of(site, sample, layout, step) for of in (tp_s, cp_s, ep_s))
     attends = passes.attention + passes.backward - 2 * (passes.products + passes.moved)
     cp = under(attends, cp, site.kernels.crowd) - attends
     one = passes.busy + tp + cp + ep
     mean = blocks * one + ends / layout.pp
     slowest = slowest_stage(work.n_blocks, layout, ends / one) * one if layout.pp > 1 else mean
-    fsdp = _fsdp_s(site, work, layout, step, passes)
-    pp = pp_s(site, sample, layout, step) + (site.kernels.microbatch_s if layout.pp > 1 else 0.0)
+    fsdp = _fsdp_s(site, work, layout, step=step, passes=passes)
+    pp = pp_s(site, sample, layout, step=step) + (
+        site.kernels.microbatch_s if layout.pp > 1 else 0.0
+    )
     parts = {
         "products": m * (blocks * 3 * passes.products + ends / layout.pp),
         "attention": m * blocks * attends,
@@ -241,26 +245,28 @@ def step_cost(
         "recomputed": m * blocks * passes.again,
         "tp": m * blocks * tp, "cp": m * blocks * cp, "ep": m * blocks * ep, "pp": m * pp,
         "uneven": m * (slowest - mean),
-        "accumulate": accumulate_s(site, work, layout, m),
+        "accumulate": accumulate_s(site, work, layout, m=m),
         "bubble": (layout.pp * mean - slowest + (layout.pp - 1) * pp) * layout.pp / layout.n_stages,
         "fsdp": fsdp,
-        "replicas": _replicas_s(site, work, layout, step, passes),
+        "replicas": _replicas_s(site, work, layout, step=step, passes=passes),
         "commit": commit_s(site.links, layout.world_size),
         "optimizer": 0.0 if layout.offload else optimizer_s(site, work, layout),
-        "offload": offload_s(site, work, layout, m),
+        "offload": offload_s(site, work, layout, m=m),
     }  # fmt: skip
     nodes = max(1.0, layout.world_size / site.per_node)
     parts["jitter"] = sum(parts.values()) * site.kernels.jitter * log2(nodes)
     return Cost(parts, sample.flop * step.global_batch)
 
 
-def _fsdp_s(site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes) -> float:
+def _fsdp_s(
+    site: Site, work: ModelCost, layout: Layout, *, step: Step, passes: BlockTimes
+) -> float:
     """What gathering and scattering add to the computation that they run under, block by block
     (Zhao et al. 2023, section 3.3); as often as the ZeRO stage says (docs/memory.md; Rajbhandari et
     al. 2020, section 7)."""
     if layout.dp_shard * layout.cp == 1:
         return 0.0
-    of, m, crowd = shards(site, work, layout, step), step.n_microbatches, site.kernels.crowd
+    of, m, crowd = shards(site, work, layout, step=step), step.n_microbatches, site.kernels.crowd
     blocks, stage = work.n_blocks / layout.pp, zero_stage(layout)
     ahead, back = passes.forward, passes.backward + passes.again
     gathered = under(ahead, of.gather, crowd) - ahead
@@ -278,11 +284,11 @@ def _fsdp_s(site: Site, work: ModelCost, layout: Layout, step: Step, passes: Blo
 
 
 def _replicas_s(
-    site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes
+    site: Site, work: ModelCost, layout: Layout, *, step: Step, passes: BlockTimes
 ) -> float:
     """What the sum over replicas adds to the last microbatch's backward pass."""
     if layout.dp_replicate == 1:
         return 0.0
-    alone = shards(site, work, layout, step).replicas
+    alone = shards(site, work, layout, step=step).replicas
     covered = min(alone, site.kernels.dp_hidden * work.n_blocks / layout.pp * passes.backward)
     return alone - covered + site.kernels.crowd * covered

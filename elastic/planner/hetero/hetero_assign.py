@@ -75,7 +75,7 @@ class HeteroAssigner:
         errors: list[InfeasiblePlan] = []
         for slots in islice(self.place.arrangements(layout, self.max_workers), MOST_ORDERS):
             try:
-                found = self._assigned(layout, step, slots, exact)
+                found = self._assigned(layout, step, slots, exact=exact)
             except InfeasiblePlan as error:
                 errors.append(error)
                 continue
@@ -86,7 +86,7 @@ class HeteroAssigner:
         return best
 
     def _assigned(
-        self, layout: Layout, step: Step, slots: tuple[Slot, ...], exact: bool
+        self, layout: Layout, step: Step, slots: tuple[Slot, ...], *, exact: bool
     ) -> HeteroAssignment:
         inner, dp, m = layout.tp * layout.cp, layout.dp, step.n_microbatches
         speeds = tuple(
@@ -102,7 +102,7 @@ class HeteroAssigner:
                 raise
             made = split(task, speeds)
         total = sum(slot.rate for slot in slots) * inner
-        parts, seconds = self.parts(layout, step, made, total)
+        parts, seconds = self.parts(layout, step, made, total=total)
         ranks = tuple(worker for slot in slots for worker in slot.workers)
         return HeteroAssignment(
             ranks,
@@ -123,18 +123,25 @@ class HeteroAssigner:
             self._totals[layout.world_size] = sum(fastest)
         total = self._totals[layout.world_size]
         ideal = step.global_batch * (self.work.n_blocks + self.ends(layout, step)) / total
-        return sum(self.parts(layout, step, Split((), (), ideal, ideal), total)[0].values()) / total
+        return (
+            sum(self.parts(layout, step, Split((), (), ideal, ideal), total=total)[0].values())
+            / total
+        )
 
     def ends(self, layout: Layout, step: Step) -> float:
         """The head, in blocks."""
         sample = self.work.sample
         if sample is None or not sample.flop:
             return 0.0
-        one = compute.block_s(self.site.chip, sample, layout, step.n_rows, self.work.n_blocks).busy
-        return compute.ends_s(self.site.chip, sample, layout, step.n_rows) / one if one else 0.0
+        one = compute.block_s(
+            self.site.chip, sample, layout, n_rows=step.n_rows, n_blocks=self.work.n_blocks
+        ).busy
+        return (
+            compute.ends_s(self.site.chip, sample, layout, n_rows=step.n_rows) / one if one else 0.0
+        )
 
     def parts(
-        self, layout: Layout, step: Step, made: Split, total: float
+        self, layout: Layout, step: Step, made: Split, *, total: float
     ) -> tuple[dict[str, float], float]:
         """In multiples of a perfect split over workers of these rates in `total`, and the seconds
         of the step in all (0 = the model is not known)."""
@@ -146,7 +153,7 @@ class HeteroAssigner:
             times = (1 + RECOMPUTED[layout.activation_checkpointing]) / ideal
             found = {"busy": ideal * times} | {name: some * times for name, some in waits.items()}
             return found | {"guessed": sum(found.values()) * (guessed(layout) - 1)}, 0.0
-        base = step_cost(self.site, self.work, layout, step)
+        base = step_cost(self.site, self.work, layout, step=step)
         computed = sum(base.parts[name] for name in COMPUTED)
         mean = (
             step.n_rows
@@ -203,7 +210,7 @@ class HeteroAssigner:
 
     def _most_blocks(self, layout: Layout, step: Step, room: int) -> int:
         return most_that(
-            lambda n: not room or memory.stage_bytes(self.work, layout, step, n) <= room,
+            lambda n: not room or memory.stage_bytes(self.work, layout, step, n_blocks=n) <= room,
             self.work.n_blocks,
         )
 
@@ -215,7 +222,10 @@ class HeteroAssigner:
 
             def fits(n_rows: int) -> bool:
                 more = replace(step, largest_share=n_rows * m)
-                return not room or memory.stage_bytes(self.work, layout, more, n_blocks) <= room
+                return (
+                    not room
+                    or memory.stage_bytes(self.work, layout, more, n_blocks=n_blocks) <= room
+                )
 
             limit = step.global_batch // m
             # replicas without stages have more of them

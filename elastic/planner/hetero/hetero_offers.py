@@ -100,7 +100,7 @@ def peak_of(pool: Sequence[NodeGroup], name: str, job: Job) -> float:
 
 
 def layouts(
-    cache: BlockCostCache, job: Job, pool: Sequence[NodeGroup], worst: Callable[[], float]
+    cache: BlockCostCache, job: Job, pool: Sequence[NodeGroup], *, worst: Callable[[], float]
 ) -> Iterator[HeteroOffer]:
     """`worst`: a step that takes longer than these seconds is of no interest (any more)."""
     kinds = kinds_of(job, pool)
@@ -112,10 +112,14 @@ def layouts(
                 continue
             for pp in space.pps(min(kind.n_gpus for kind in kinds) // (tp * cp)):
                 shape = Layout(**{**space.pins, "tp": tp, "cp": cp, "pp": pp})
-                yield from _shared(cache, job, kinds, shape, worst)
+                yield from _shared(cache, job, kinds, shape=shape, worst=worst)
             if cache.work.model.pipeline and not cache.work.model.no_pp and "pp" not in space.pins:
                 yield from _staged(
-                    cache, job, kinds, Layout(**{**space.pins, "tp": tp, "cp": cp}), worst
+                    cache,
+                    job,
+                    kinds,
+                    shape=Layout(**{**space.pins, "tp": tp, "cp": cp}),
+                    worst=worst,
                 )
 
 
@@ -127,6 +131,7 @@ def _shared(
     cache: BlockCostCache,
     job: Job,
     kinds: tuple[Kind, ...],
+    *,
     shape: Layout,
     worst: Callable[[], float],
 ) -> Iterator[HeteroOffer]:
@@ -135,7 +140,7 @@ def _shared(
     if not all(ranks) or sum(ranks) > batch:
         return
     shape = replace(shape, dp_shard=sum(ranks))
-    if not _allowed(cache, job, shape, kinds):
+    if not _allowed(cache, job, shape, kinds=kinds):
         return
     for mode in _modes(job):
         if (
@@ -143,8 +148,8 @@ def _shared(
                 cache,
                 kinds,
                 [n * shape.pp for n in ranks],
-                replace(shape, activation_checkpointing=mode),
-                batch,
+                layout=replace(shape, activation_checkpointing=mode),
+                batch=batch,
             )
             > worst()
         ):
@@ -154,9 +159,9 @@ def _shared(
                 cache,
                 kinds,
                 ranks,
-                replace(shape, activation_checkpointing=mode),
-                (m, batch),
-                worst(),
+                layout=replace(shape, activation_checkpointing=mode),
+                split=(m, batch),
+                worst_s=worst(),
             )
             if found is not None:
                 yield found
@@ -166,6 +171,7 @@ def _shares(
     cache: BlockCostCache,
     kinds: tuple[Kind, ...],
     ranks: list[int],
+    *,
     layout: Layout,
     split: tuple[int, int],
     worst_s: float,
@@ -190,7 +196,7 @@ def _shares(
         held = memory.parts(cache.work, layout, step)
         if sum(held.values()) > kind.room(layout):
             return None
-        found = step_cost(kind.site, cache.work, layout, step, of)
+        found = step_cost(kind.site, cache.work, layout, step=step, passes=of)
         steps.append(found.step_s)
         if worst is None or found.step_s > worst[0].step_s:
             worst = found, step, held, kind
@@ -207,7 +213,7 @@ def _shares(
         worst[0],
         worst[2],
         parts,
-        _lone_s(cache, kinds, ranks, inner, worst[1]),
+        _lone_s(cache, kinds, ranks, inner=inner, step=worst[1]),
         worst[3].memory_bytes,
     )
 
@@ -237,6 +243,7 @@ def _staged(
     cache: BlockCostCache,
     job: Job,
     kinds: tuple[Kind, ...],
+    *,
     shape: Layout,
     worst: Callable[[], float],
 ) -> Iterator[HeteroOffer]:
@@ -251,12 +258,18 @@ def _staged(
         if sum(stages) > cache.work.n_blocks:
             continue
         layout = replace(shape, pp=sum(stages), dp_shard=dp, zero_stage=1)
-        if not _allowed(cache, job, layout, kinds):
+        if not _allowed(cache, job, layout, kinds=kinds):
             continue
         for mode in _modes(job):
             ranks = [n * dp for n in reversed(stages)]
             if (
-                _least_s(cache, kinds, ranks, replace(layout, activation_checkpointing=mode), batch)
+                _least_s(
+                    cache,
+                    kinds,
+                    ranks,
+                    layout=replace(layout, activation_checkpointing=mode),
+                    batch=batch,
+                )
                 > worst()
             ):
                 continue
@@ -270,23 +283,23 @@ def _staged(
                     cache,
                     tuple(reversed(kinds)),
                     stages,
-                    chosen,
-                    Step(m, -(-batch // m // dp) * m, batch),
+                    layout=chosen,
+                    step=Step(m, -(-batch // m // dp) * m, batch),
                 )
                 if found is not None:
                     yield found
 
 
 def _stages(
-    cache: BlockCostCache, kinds: tuple[Kind, ...], stages: list[int], layout: Layout, step: Step
+    cache: BlockCostCache, kinds: tuple[Kind, ...], stages: list[int], *, layout: Layout, step: Step
 ) -> HeteroOffer | None:
     work, m = cache.work, step.n_microbatches
     assert work.sample is not None
     step = replace(step, dtype=kinds[0].site.chip.dtype)
-    ones = [_block_s(cache, kind.site, layout, step) for kind in kinds]
+    ones = [_block_s(cache, kind.site, layout, step=step) for kind in kinds]
     speeds = [1 / one for one, n in zip(ones, stages) for _ in range(n)]
     layers = hetero_shares.shares(work.n_blocks, speeds)
-    ends = compute.ends_s(kinds[-1].site.chip, work.sample, layout, step.n_rows)
+    ends = compute.ends_s(kinds[-1].site.chip, work.sample, layout, n_rows=step.n_rows)
     seconds = [n / speed for n, speed in zip(layers, speeds)]
     seconds[-1] += ends
     slowest, at = max(seconds), 0
@@ -314,7 +327,11 @@ def _stages(
         ]
         at += n
     base = step_cost(
-        kinds[0].site, work, layout, step, cache.block_s(kinds[0].site, layout, step.n_rows)
+        kinds[0].site,
+        work,
+        layout,
+        step=step,
+        passes=cache.block_s(kinds[0].site, layout, step.n_rows),
     )
     mean = sum(seconds) / len(seconds)
     waits = ("pp", "fsdp", "replicas", "optimizer", "offload")
@@ -330,13 +347,13 @@ def _stages(
     took |= {name: s / sum(busy.values()) * m * mean for name, s in busy.items()}
     took["jitter"] = base.parts["jitter"] / base.step_s * sum(took.values())
     ranks = [n * layout.dp for n in stages]
-    lone = _lone_s(cache, kinds, ranks, layout.tp * layout.cp, step)
+    lone = _lone_s(cache, kinds, ranks, inner=layout.tp * layout.cp, step=step)
     return HeteroOffer(
         layout, step, Cost(took, base.flop), fullest[1], tuple(parts), lone, fullest[2].memory_bytes
     )
 
 
-def _block_s(cache: BlockCostCache, site: Site, layout: Layout, step: Step) -> float:
+def _block_s(cache: BlockCostCache, site: Site, layout: Layout, *, step: Step) -> float:
     sample, one = cache.work.sample, cache.block_s(site, layout, step.n_rows)
     assert sample is not None
     waits = cost.tp_s(site, sample, layout, step) + cost.cp_s(site, sample, layout, step)
@@ -362,13 +379,13 @@ def _numbers(batch: int, layout: Layout) -> list[int]:
     return fitting[:MOST_MICROBATCHES]
 
 
-def _allowed(cache: BlockCostCache, job: Job, layout: Layout, kinds: tuple[Kind, ...]) -> bool:
+def _allowed(cache: BlockCostCache, job: Job, layout: Layout, *, kinds: tuple[Kind, ...]) -> bool:
     try:
         step_of(
             cache.work.model,
             job,
             replace(layout, microbatch_size=0),
-            min(kind.site.per_node for kind in kinds),
+            per_node=min(kind.site.per_node for kind in kinds),
         )
     except InfeasiblePlan:
         return False
@@ -376,7 +393,12 @@ def _allowed(cache: BlockCostCache, job: Job, layout: Layout, kinds: tuple[Kind,
 
 
 def _least_s(
-    cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], layout: Layout, batch: int
+    cache: BlockCostCache,
+    kinds: Sequence[Kind],
+    ranks: Sequence[int],
+    *,
+    layout: Layout,
+    batch: int,
 ) -> float:
     """Of a step, the computation of the blocks alone, perfectly shared out over tp x cp groups,
     `ranks` of each kind."""
@@ -388,7 +410,7 @@ def _least_s(
 
 
 def _lone_s(
-    cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], inner: int, step: Step
+    cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], *, inner: int, step: Step
 ) -> float:
     """Of a step where each GPU alone does as much of it as it can."""
     rates = sum(n * inner / cache.lone_s(kind.site, step, 1) for kind, n in zip(kinds, ranks))

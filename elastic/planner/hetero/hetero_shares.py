@@ -13,7 +13,7 @@ from elastic.types import Layout, grid
 
 
 def shares(
-    n_units: int, speeds: Sequence[float], unit: int = 1, most: Sequence[int] = ()
+    n_units: int, speeds: Sequence[float], unit: int = 1, *, most: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Divides n_units x unit samples over the ranks: multiples of `unit`, at least one each, in
     proportion to the speeds.

@@ -87,7 +87,7 @@ def split(task: SplitTask, speeds: Speeds) -> Split:
     plain: Split | None = None
     try:
         if all(n <= most for n, most in zip(blocks, task.most_blocks or blocks, strict=True)):
-            plain = _assigned(task, speeds, blocks, even)
+            plain = _assigned(task, speeds, blocks, layers=even)
     except InfeasiblePlan:
         if pp == 1:
             raise
@@ -108,13 +108,13 @@ def split(task: SplitTask, speeds: Speeds) -> Split:
 
 
 def _assigned(
-    task: SplitTask, speeds: Speeds, blocks: tuple[int, ...], layers: tuple[int, ...] = ()
+    task: SplitTask, speeds: Speeds, blocks: tuple[int, ...], *, layers: tuple[int, ...] = ()
 ) -> Split:
     m = task.n_microbatches
     each = {row: task.sample_s(row, blocks) for row in set(speeds)}
     most = task.most_rows(blocks) if task.most_rows else ()
     samples = hetero_shares.shares(
-        task.global_batch // m, [1 / each[row][0] for row in speeds], m, most
+        task.global_batch // m, [1 / each[row][0] for row in speeds], m, most=most
     )
     worst = max(range(len(samples)), key=lambda d: samples[d] * each[speeds[d]][0])
     whole, stage = each[speeds[worst]]
@@ -155,7 +155,7 @@ def _starts(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> list[tupl
     for of in (lambda column: len(column) / sum(1 / speed for speed in column), min):
         try:
             made = hetero_shares.shares(
-                task.n_blocks - (v - 1) * pp, [of(column) for column in columns], 1, room
+                task.n_blocks - (v - 1) * pp, [of(column) for column in columns], 1, most=room
             )
         except InfeasiblePlan:
             return found

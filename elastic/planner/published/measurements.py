@@ -67,7 +67,7 @@ class Case:
             if kernels is None
             else replace(self.site, chip=replace(self.site.chip, kernels=kernels))
         )
-        return step_cost(site, self.work, self.layout, self.step)
+        return step_cost(site, self.work, self.layout, step=self.step)
 
     def predicted_tokens_per_s(self, kernels: Kernels | None = None) -> float:
         return self.step.global_batch * self.tokens / self.cost(kernels).step_s / self.n_gpus
@@ -92,7 +92,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
     dtype = precision(row.get("precision", ""))
     software = software_of(row, chip.arch)
     seq = _int(row, "seq_len") or seqs.get(row["model"], DEFAULT_SEQ)
-    decoder = decoder_of(row, seq, dtype, software)
+    decoder = decoder_of(row, seq, dtype, software=software)
     layout = layout_of(row)
     batch, m = _batch(row, layout)
     per_node = catalog_hardware.together(chip, _int(row, "gpus_per_node") or 8)
@@ -102,7 +102,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
         profile = replace(profile, sample=replace(profile.sample, sequence_parallel=False))
     work = ModelCost.of(profile)
     layout = (
-        _checkpointed(work, layout, step, chip.memory_bytes)
+        _checkpointed(work, layout, step, room_bytes=chip.memory_bytes)
         if not row.get("activation_ckpt")
         else layout
     )
@@ -128,7 +128,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
     )
 
 
-def _checkpointed(work: ModelCost, layout: Layout, step: Step, room_bytes: int) -> Layout:
+def _checkpointed(work: ModelCost, layout: Layout, step: Step, *, room_bytes: int) -> Layout:
     """With the first way of checkpointing under which it fits; with none where it never does."""
     for mode in ("none", "selective", "full"):
         tried = replace(layout, activation_checkpointing=mode)
@@ -201,7 +201,7 @@ def _batch(row: Mapping[str, str], layout: Layout) -> tuple[int, int]:
     return m * each, m
 
 
-def decoder_of(row: Mapping[str, str], seq: int, dtype: str, software: str) -> Decoder:
+def decoder_of(row: Mapping[str, str], seq: int, dtype: str, *, software: str) -> Decoder:
     """Of the forms that the dimensions leave open, the one whose parameters come nearest to what is
     printed."""
     hidden, layers, vocab = _int(row, "hidden"), _int(row, "layers"), _int(row, "vocab") or 32000

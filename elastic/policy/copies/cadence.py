@@ -30,7 +30,7 @@ def peer_every(state: State, nodes: Sequence[Node], copies: Copies) -> int:
     flight_s = (
         max(0, copies.n_bytes - BURST_BYTES) / copies.bytes_per_s if copies.bytes_per_s else 0.0
     )
-    return best_every(state, nodes, copy_cost_s(state), flight_s)
+    return best_every(state, nodes, copy_cost_s(state), flight_s=flight_s)
 
 
 def copy_cost_s(state: State) -> float:
@@ -39,7 +39,7 @@ def copy_cost_s(state: State) -> float:
     return state.copy_stall_s + state.copy_slowed_s
 
 
-def best_every(state: State, nodes: Sequence[Node], cost_s: float, flight_s: float) -> int:
+def best_every(state: State, nodes: Sequence[Node], cost_s: float, *, flight_s: float) -> int:
     """The smallest number of steps that keeps copies under 1 % of the step time, but no more than
     the losses to be expected make worth while: sqrt(2 x cost x mean time between losses) (Young
     1974); and not before a copy has crossed the wire."""
@@ -107,8 +107,8 @@ def _clearly_better(state: State, nodes: Sequence[Node], every: int) -> int | No
     """A cadence that differs by more than the factor; for more copies also if each cost half as
     much again."""
     cost_s, flight_s = copy_cost_s(state), state.copy_flight_s
-    fewer = best_every(state, nodes, cost_s, flight_s)
+    fewer = best_every(state, nodes, cost_s, flight_s=flight_s)
     if fewer > CHANGE_FACTOR * every:
         return fewer
-    more = best_every(state, nodes, CHANGE_FACTOR * cost_s, CHANGE_FACTOR * flight_s)
+    more = best_every(state, nodes, CHANGE_FACTOR * cost_s, flight_s=CHANGE_FACTOR * flight_s)
     return more if CHANGE_FACTOR * more < every else None

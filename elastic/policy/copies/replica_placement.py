@@ -44,6 +44,7 @@ def replica_holders(
     layout: Layout,
     ranks: Sequence[WorkerId],
     zones: Mapping[str, str],
+    *,
     n: int,
     across: bool = False,
 ) -> Keepers:
@@ -152,16 +153,16 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     zones = {name: _zone(state, by_id.get(name)) for name in used}
     across = state.job.copies_across_zones
     sizes = rank_bytes(state.model, choice, rounded=bool(state.pinned_rounded & used.keys()))
-    room = _room(state, choice, nodes, used)
+    room = _room(state, choice, nodes, used=used)
     first = ""
     for k, buffers in [*((k, 2) for k in range(n, 0, -1)), (1, 1)]:
-        to = replica_holders(choice.layout, choice.ranks, zones, k, across)
+        to = replica_holders(choice.layout, choice.ranks, zones, n=k, across=across)
         held = min(len(found) for found in holders(choice.layout, choice.ranks, to).values()) - 1
         if not held and not any(to):
             break
-        short = _too_little(node_bytes(choice.ranks, to, sizes, buffers), room)
+        short = _too_little(node_bytes(choice.ranks, to, sizes, buffers=buffers), room)
         if not short:
-            note = _note(n, min(k, held), buffers, first, zones)
+            note = _note(n, min(k, held), buffers, short=first, zones=zones)
             pace = _pace(state, nodes) / max(used.values())
             sent = max(size * len(keep) for size, keep in zip(sizes, to, strict=True))
             return Copies(to, buffers, pace, sent, _replicated(choice, n), note)
@@ -178,7 +179,7 @@ def _replicated(choice: Choice, n: int) -> bool:
     return all(len(nodes) > n for nodes in holders(choice.layout, choice.ranks, ()).values())
 
 
-def _note(wanted: int, held: int, buffers: int, short: str, zones: Mapping[str, str]) -> str:
+def _note(wanted: int, held: int, buffers: int, *, short: str, zones: Mapping[str, str]) -> str:
     if short:
         how = (
             "one buffer each, no whole copy while one is sent"
@@ -220,7 +221,7 @@ def rank_bytes(model: ModelProfile, choice: Choice, rounded: bool = False) -> li
 
 
 def _room(
-    state: State, choice: Choice, nodes: Sequence[Node], used: Mapping[str, int]
+    state: State, choice: Choice, nodes: Sequence[Node], *, used: Mapping[str, int]
 ) -> dict[str, int]:
     """Host memory for copies of the nodes where it is known: less the reserve, and on CPU less what
     training itself takes. `used`: node -> its workers."""
@@ -238,7 +239,7 @@ def _room(
 
 
 def node_bytes(
-    ranks: Sequence[WorkerId], to: Keepers, sizes: Sequence[int], buffers: int
+    ranks: Sequence[WorkerId], to: Keepers, sizes: Sequence[int], *, buffers: int
 ) -> dict[str, int]:
     """Host bytes per node: own copies and those kept for others, `buffers` of each, and one own
     that is being stored."""

@@ -41,7 +41,7 @@ def with_node(state: State, node: Node) -> State:
 
 
 def set_status(
-    state: State, node_id: str, status: NodeStatus, deadline_s: float | None = None
+    state: State, node_id: str, status: NodeStatus, *, deadline_s: float | None = None
 ) -> State:
     node = state.nodes.get(node_id)
     if node is None or node.status == status == "lost":
@@ -49,7 +49,7 @@ def set_status(
     return with_node(state, replace(node, status=status, deadline_s=deadline_s))
 
 
-def without(state: State, gone: frozenset[WorkerId], why: str, at_s: float) -> State:
+def without(state: State, gone: frozenset[WorkerId], why: str, *, at_s: float) -> State:
     """The processes `gone` no longer exist: what they held is lost, and so is the generation that
     they were in."""
     nodes = {worker.node_id for worker in gone}
@@ -92,7 +92,7 @@ def failed(state: State, failure: Failure) -> State:
 
 
 def infeasible(
-    state: State, generation: int, reason: str, measured_bytes: int, at_s: float
+    state: State, generation: int, reason: str, *, measured_bytes: int, at_s: float
 ) -> State:
     """The layout does not fit; where its shares follow measured speeds, it is these that do not."""
     plan = state.plans[generation]
@@ -112,7 +112,7 @@ def infeasible(
     return failed(state, Failure("infeasible", text, at_s))
 
 
-def tripped(state: State, guard: str, text: str, step: int, at_s: float) -> State:
+def tripped(state: State, guard: str, text: str, *, step: int, at_s: float) -> State:
     """A guard wants to go back to a copy from before `step`. It may as often as the job says; then
     the run ends.
 
@@ -155,11 +155,11 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
         stale = (
             plan is not None and worker in plan.workers and 0 < event.generation < plan.generation
         )
-        return state if stale else process_failed(state, worker, text, at_s)
+        return state if stale else process_failed(state, worker, text, at_s=at_s)
     if kind == "device":
-        return _device_failed(state, event, text, at_s)
+        return _device_failed(state, event, text, at_s=at_s)
     if kind == "program" and event.do == "retry":
-        return _asserted(state, event, text, at_s)
+        return _asserted(state, event, text, at_s=at_s)
     if kind == "program":
         node = state.nodes.get(worker.node_id)
         known = node is not None and node.status not in ("lost", "quarantined")
@@ -169,21 +169,23 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
     ):
         if event.do == "stop":
             return replace(state, fatal=event.error)
-        return tripped(state, event.guard or kind, event.error, event.step, at_s)
+        return tripped(state, event.guard or kind, event.error, step=event.step, at_s=at_s)
     if kind == "layout" and (current or (state.aborting and event.generation == state.generation)):
-        return computes_else(state, event.generation, event.step, event.error, at_s)
+        return computes_else(state, event.generation, event.step, said=event.error, at_s=at_s)
     if not current:
         return (
-            process_failed(state, worker, text, at_s)
+            process_failed(state, worker, text, at_s=at_s)
             if worker.node_id in state.preparing
             else state
         )
     if kind == "out_of_memory":
-        return infeasible(state, event.generation, text, event.measured_bytes, at_s)
+        return infeasible(
+            state, event.generation, text, measured_bytes=event.measured_bytes, at_s=at_s
+        )
     return failed(state, Failure("infrastructure", text, at_s))
 
 
-def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) -> State:
+def _device_failed(state: State, event: WorkerFailed, text: str, *, at_s: float) -> State:
     """The worker is a loss, whatever generation it speaks of, and its node is left: it is
     quarantined as soon as nobody needs what its processes hold in host memory. A worker that says
     so again cannot serve that either.
@@ -219,7 +221,7 @@ def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) ->
     if node.status != "draining":
         state = set_status(state, node.node_id, "draining")
     if again:
-        return without(state, frozenset({worker}), text, at_s)
+        return without(state, frozenset({worker}), text, at_s=at_s)
     failure = Failure("loss", text, at_s, frozenset({worker}))
     if state.aborting:
         explained = (
@@ -233,7 +235,7 @@ def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) ->
     return failed(state, failure) if state.takes_part(worker) else state
 
 
-def _asserted(state: State, event: WorkerFailed, text: str, at_s: float) -> State:
+def _asserted(state: State, event: WorkerFailed, text: str, *, at_s: float) -> State:
     """An index out of range in a kernel: the program's fault, or that of a device which made the
     index. The first report of a step is retried, with another process; a second one of the same
     step, from another rank or when it is done again, ends the run: a step has the same samples each
@@ -246,17 +248,17 @@ def _asserted(state: State, event: WorkerFailed, text: str, at_s: float) -> Stat
             state, fatal=f"the program raised on {text}; for the second time in step {event.step}"
         )
     state = replace(state, asserts=(*state.asserts, event.step)[-KEPT_ERRORS:])
-    return process_failed(state, event.worker, text, at_s)
+    return process_failed(state, event.worker, text, at_s=at_s)
 
 
-def short_of_memory(state: State, node: Node, reason: str, at_s: float) -> State:
+def short_of_memory(state: State, node: Node, reason: str, *, at_s: float) -> State:
     """A process that is gone still holds memory of its GPU, and the node has others: it is looked
     at again, not released. It counts as a failure of one of its processes."""
     state = _with_failure(state, node.node_id, at_s)
     return replace(state, short={**state.short, node.node_id: reason})
 
 
-def _with_failure(state: State, name: str, at_s: float, counts: bool = True) -> State:
+def _with_failure(state: State, name: str, at_s: float, *, counts: bool = True) -> State:
     """A process of the node has failed, which is then no longer being prepared. All workers of a
     node may go at once."""
     hour = tuple(t for t in state.process_failures.get(name, ()) if t > at_s - 3600)
@@ -282,16 +284,16 @@ def without_faults(state: State, node_id: str) -> dict[str, Any]:
     }
 
 
-def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> State:
+def process_failed(state: State, worker: WorkerId, why: str, *, at_s: float) -> State:
     """A process is gone while its node may live on: the node must be prepared again."""
     node = state.nodes.get(worker.node_id)
     if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
         return state
     worked = worker.node_id in state.prepared or worker.node_id in state.preparing
-    state = _with_failure(state, worker.node_id, at_s, worked)
+    state = _with_failure(state, worker.node_id, at_s, counts=worked)
     if node.status == "prepared":
         state = set_status(state, worker.node_id, "ready")
-    return without(state, frozenset({worker}), why, at_s)
+    return without(state, frozenset({worker}), why, at_s=at_s)
 
 
 def _silent(state: State, event: Silent, at_s: float) -> State:
@@ -302,16 +304,16 @@ def _silent(state: State, event: Silent, at_s: float) -> State:
     awaited = state.target is not None and member
     if (awaited or state.is_current(event.generation)) and member and state.aborting is None:
         state = replace(
-            state, silences={**state.silences, **_silent_again(state, event, text, at_s)}
+            state, silences={**state.silences, **_silent_again(state, event, text, at_s=at_s)}
         )
         return failed(
             state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,))
         )
-    return state if member else process_failed(state, event.worker, text, at_s)
+    return state if member else process_failed(state, event.worker, text, at_s=at_s)
 
 
 def _silent_again(
-    state: State, event: Silent, text: str, at_s: float
+    state: State, event: Silent, text: str, *, at_s: float
 ) -> dict[str, tuple[tuple[float, str], ...]]:
     """Of the node, in the last hour; its workers may fall silent together, and are told of more
     than once."""
@@ -402,7 +404,7 @@ def _distrusted(state: State, generation: int) -> tuple[State, set[int]]:
 
 
 def computes_else(
-    state: State, generation: int, step: int, said: str, at_s: float, than: Layout | None = None
+    state: State, generation: int, step: int, *, said: str, at_s: float, than: Layout | None = None
 ) -> State:
     """The layout of that generation computes another function than `than`, the one before it: back
     to the state that it began from, which is right, and never again into such a layout. All ranks

@@ -102,11 +102,15 @@ def _release(state: State, now_s: float) -> Decision:
         return Decision(wake_at_s=wake_at_s)
     bad = faulty_devices.reasons(state, done)
     well = [node for node in done if node.node_id not in bad]
-    rest = _released(state, well, now_s, wake_at_s) if well else Decision(wake_at_s=wake_at_s)
+    rest = (
+        _released(state, well, now_s, wake_at_s=wake_at_s)
+        if well
+        else Decision(wake_at_s=wake_at_s)
+    )
     return together(faulty_devices.quarantined(bad), rest)
 
 
-def _released(state: State, done: list[Node], now_s: float, wake_at_s: float | None) -> Decision:
+def _released(state: State, done: list[Node], now_s: float, *, wake_at_s: float | None) -> Decision:
     names = ", ".join(node.node_id for node in done)
     slow = left_for(state, done, now_s)
     actions: list[Action] = [Quarantine(name, f"too slow: {why}") for name, why in slow.items()]
@@ -196,7 +200,7 @@ class _Book:
             n = min(n, 1 - self._starting(pool.name))
             if n <= 0:
                 return
-        most = limits.affordable(state, pool, self.usd_per_h, self.now_s)
+        most = limits.affordable(state, pool, self.usd_per_h, now_s=self.now_s)
         if most is not None and most < n:
             if not most:
                 self.reasons.append(limits.too_dear(pool))

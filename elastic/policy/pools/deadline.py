@@ -36,7 +36,7 @@ class DeadlineProgress:
     wakes: tuple[float, ...] = ()
 
 
-def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> WaitDecision:
+def waiting(state: State, fixed: Pool, missing: int, *, now_s: float) -> WaitDecision:
     """Falls back when what waiting on is expected to cost is more than what on-demand nodes cost
     instead.
 
@@ -56,7 +56,8 @@ def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> WaitDecisi
         hour = 0.0 if state.job.deadline_h is not None else price
     n, pause_s = max(1, len(state.alive)), drain.lead_of(state).pause_s
     spot_usd = (
-        min((hazard.usd_per_gpu_h(state, pool, n, pause_s) for pool in spot), default=0.0) * missing
+        min((hazard.usd_per_gpu_h(state, pool, n, pause_s=pause_s) for pool in spot), default=0.0)
+        * missing
     )
     droughts = (
         (hazard.dry_for_h(state, pool.name, now_s), 1 + hazard.of(state, pool.name).droughts)
@@ -86,7 +87,9 @@ def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> WaitDecisi
     return WaitDecision(True, f"too few nodes to run: {costs}, and {awaited}: {saves}", now_s)
 
 
-def needed(state: State, fixed: Pool, steady_workers: int, now_s: float) -> DeadlineProgress | None:
+def needed(
+    state: State, fixed: Pool, steady_workers: int, *, now_s: float
+) -> DeadlineProgress | None:
     """The 'uniform progress' rule of Can't Be Late (Wu et al., NSDI 2024, section 4), for many
     workers; None = no deadline.
 

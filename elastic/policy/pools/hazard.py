@@ -96,7 +96,7 @@ def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
     return history
 
 
-def taken(state: State, node: Node, lost: bool, known: bool) -> State:
+def taken(state: State, node: Node, lost: bool, *, known: bool) -> State:
     """The node will be or is taken. `lost`: it is gone, and was not released; `known`: there was a
     notice. A warning of it was right, and counts no more beside the reclaim."""
     seen, warned = of(state, node.pool), not known and node.node_id in state.warned
@@ -121,7 +121,7 @@ def warned(state: State, node: Node) -> State:
     return _with(state, node.pool, replace(seen, warnings=seen.warnings + 1))
 
 
-def refused(state: State, pool: str, request_id: str, reason: str, at_s: float) -> State:
+def refused(state: State, pool: str, request_id: str, *, reason: str, at_s: float) -> State:
     """The pool said no, or nothing at all: it is left alone, twice as long each time until it gives
     a node."""
     old, seen = state.backoff.get(pool), of(state, pool)
@@ -139,7 +139,7 @@ def refused(state: State, pool: str, request_id: str, reason: str, at_s: float) 
     )
 
 
-def gave(state: State, node: Node, asked_s: float, at_s: float) -> State:
+def gave(state: State, node: Node, asked_s: float, *, at_s: float) -> State:
     """A node has come; how it starts is waited for."""
     seen = of(state, node.pool)
     if seen.dry_since_s is not None:
@@ -167,7 +167,7 @@ def started(state: State, node: Node, at_s: float) -> State:
     return without_backoff(state, node.pool) if bad and bad.deaths else state
 
 
-def died(state: State, node: Node, why: str, at_s: float) -> State:
+def died(state: State, node: Node, why: str, *, at_s: float) -> State:
     """The node is gone or quarantined before it was prepared: after the second in a row the pool is
     left alone, twice as long each time. Those that were asked for before the last one had died
     count with it."""
@@ -207,7 +207,7 @@ def without_backoff(state: State, pool: str) -> State:
 
 
 def usd_per_gpu_h(
-    state: State, pool: Pool, n_nodes: int = 1, pause_s: float = 0.0, wait_s: float = 0.0
+    state: State, pool: Pool, n_nodes: int = 1, *, pause_s: float = 0.0, wait_s: float = 0.0
 ) -> float:
     """What an hour of one of its GPUs costs when reclaims are paid too: each costs the start of
     another node, a pause of all `n_nodes` of the run, and the wait for a node that does not come.

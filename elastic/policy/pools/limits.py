@@ -107,7 +107,7 @@ def useful_s(state: State, pool: Pool) -> float:
     return 2 * hazard.start_s(state, pool.name, START_LEAST_S) + pause_s + save_s(state)
 
 
-def affordable(state: State, pool: Pool, coming_usd_per_h: float, now_s: float) -> int | None:
+def affordable(state: State, pool: Pool, coming_usd_per_h: float, *, now_s: float) -> int | None:
     """How many more nodes of the pool the budget bears, with all that is there and coming, until
     they have been of use; None = any number."""
     budget = budget_usd(state)
@@ -138,7 +138,7 @@ def nothing_to_buy(state: State, now_s: float) -> str:
         for pool in state.pools
         if sum(node.pool == pool.name for node in state.alive) < pool.max_nodes
     ]
-    if not room or any(affordable(state, pool, 0.0, now_s) != 0 for pool in room):
+    if not room or any(affordable(state, pool, 0.0, now_s=now_s) != 0 for pool in room):
         return ""
     left, cheapest = (
         (budget_usd(state) or 0.0) - state.usd_at(now_s),

@@ -64,9 +64,9 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
         return [PoolDemand(pool, pool.max_nodes) for pool in pools], OnDemandNeed()
     fixed = [pool for pool in pools if pool.market_type == "on-demand"]
     floor, why = floor_nodes(state, fixed)
-    first = _shared(state, fixed, floor, why, now_s)
+    first = _shared(state, fixed, floor, why=why, now_s=now_s)
     need = fall_back(state, now_s)
-    last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), need.why, now_s)
+    last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), why=need.why, now_s=now_s)
     return [
         *first,
         *(PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)),
@@ -90,7 +90,9 @@ def _by_worth(state: State, pools: list[Pool]) -> list[Pool]:
 
     def worth(pool: Pool) -> tuple[int, float, str]:
         n, pause_s = len(state.alive), drain.lead_of(state).pause_s
-        usd = hazard.usd_per_gpu_h(state, pool, max(1, n), pause_s, _vain_wait_s(state, pool))
+        usd = hazard.usd_per_gpu_h(
+            state, pool, max(1, n), pause_s=pause_s, wait_s=_vain_wait_s(state, pool)
+        )
         return ORDER[pool.market_type], usd, pool.name
 
     return sorted(pools, key=worth)
@@ -110,7 +112,7 @@ def _nodes_for(fixed: list[Pool], workers: int) -> int:
 
 
 def _shared(
-    state: State, fixed: list[Pool], nodes: int, why: str, now_s: float
+    state: State, fixed: list[Pool], nodes: int, *, why: str, now_s: float
 ) -> list[PoolDemand]:
     """So many nodes on demand, from the cheapest pool that gives some; one that said no keeps what
     it has."""
@@ -311,7 +313,7 @@ def _for_minimum(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed:
     wakes = tuple(at_s for at_s in ask_s if at_s > now_s)
     if missing <= cheap_workers(state, now_s) - cheap_workers(state) or _can_be_asked(state, now_s):
         return OnDemandNeed(kept.workers, kept.why, wakes)  # they may come yet
-    worth = deadline.waiting(state, fixed[0], missing, now_s)
+    worth = deadline.waiting(state, fixed[0], missing, now_s=now_s)
     if worth.falls_back:
         return OnDemandNeed(missing, worth.why)
     return OnDemandNeed(kept.workers, kept.why, (*wakes, worth.look_s), worth.why)
@@ -361,7 +363,7 @@ def _missing(state: State, fixed: list[Pool], workers: int) -> int:
 def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed:
     """Progress is below what the deadline needs."""
     floor = floor_workers(state, fixed)
-    found = deadline.needed(state, fixed[0], _steady_workers(state, fixed), now_s)
+    found = deadline.needed(state, fixed[0], _steady_workers(state, fixed), now_s=now_s)
     if found is None:
         return OnDemandNeed()
     steady = [p.name for p in state.pools if p.market_type in ("owned", "reserved")]

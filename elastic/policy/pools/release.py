@@ -157,8 +157,8 @@ def back_to_spot(state: State, now_s: float) -> Decision | None:
         state,
         choice,
         recovery.live(state),
-        "release",
-        f"{names} on demand {'are' if len(go) > 1 else 'is'} left: {why}",
+        cause="release",
+        why=f"{names} on demand {'are' if len(go) > 1 else 'is'} left: {why}",
     )
     return Decision(
         (*(DrainNode(node.node_id) for node in go), *moved.actions), moved.reason, moved.wake_at_s
@@ -180,7 +180,8 @@ def pays(state: State, go: list[Node], stay: list[Node]) -> str:
     if not kinds:
         return ""  # what they would have done is done later, at the same price
     paid = sum(
-        node.gpus * hazard.usd_per_gpu_h(state, pool, n, lead.pause_s) for node, pool in kinds
+        node.gpus * hazard.usd_per_gpu_h(state, pool, n, pause_s=lead.pause_s)
+        for node, pool in kinds
     )
     per_gpu = paid / max(1, sum(node.gpus for node, _ in kinds))
     less = sum(node.gpus * fixed[node.pool].usd_per_gpu_h for node in go) - gpus * per_gpu

@@ -69,7 +69,7 @@ def rearranged(state: State, now_s: float) -> Decision | None:
     due_s = since_s + _price_s(state) / max(lost, GAIN) / _share(state, busy_s)
     if now_s < due_s and slowest is None:
         return Decision(wake_at_s=due_s)
-    found = _best(state, plan, busy_s, slowest) if lost >= UNEVEN else None
+    found = _best(state, plan, busy_s, slowest=slowest) if lost >= UNEVEN else None
     if found is not None:
         choice, left = found
         return _entered(state, choice, left, busy_s=busy_s, since_s=since_s, now_s=now_s)
@@ -112,7 +112,7 @@ def _share(state: State, busy_s: float) -> float:
 
 
 def _best(
-    state: State, plan: Plan, busy_s: float, slowest: Node | None
+    state: State, plan: Plan, busy_s: float, *, slowest: Node | None
 ) -> tuple[Choice, float] | None:
     """The choice that leaves the busiest rank least to do, and what of its work; None = there is
     nothing but other shares."""
@@ -194,7 +194,7 @@ def _entered(
         f"{pause_s:.1f} s; {lost_s:.0f} s "
         f"are lost already"
     )
-    moved = enter(state, choice, resume, "rebalance", why)
+    moved = enter(state, choice, resume, cause="rebalance", why=why)
     # else it idles, until something changes
     given_up = [name for name in out if _may_go(state, name)]
     return replace(moved, actions=(*map(DrainNode, given_up), *moved.actions))
@@ -261,14 +261,14 @@ def _replaced(state: State, node: Node | None, now_s: float) -> Decision | None:
         else f"it gives {gives / every:.0%} of all that is computed"
     )
     why = (
-        f"{speeds.speed_message(state, node.node_id, slower, now_s)}: {how}; it is left for "
+        f"{speeds.speed_message(state, node.node_id, slower, now_s=now_s)}: {how}; it is left for "
         "another node of pool "
         f"{node.pool}, which is "
         f"expected after {hazard.start_s(state, node.pool):.0f} s and gains {gained_s:.0f} s, for "
         f"{lost_s:.0f} s of pauses and "
         f"of its work until then"
     )
-    moved = enter(state, choice, recovery.live(state), "rebalance", why)
+    moved = enter(state, choice, recovery.live(state), cause="rebalance", why=why)
     return replace(moved, actions=(DrainNode(node.node_id), *moved.actions))
 
 
@@ -300,7 +300,7 @@ def _can_be_had(state: State, node: Node, now_s: float) -> bool:
     bad = state.backoff.get(pool.name)
     return (
         not (bad and now_s < bad.until_s)
-        and limits.affordable(state, pool, -pool.usd_per_node_h, now_s) != 0
+        and limits.affordable(state, pool, -pool.usd_per_node_h, now_s=now_s) != 0
     )
 
 
@@ -310,7 +310,7 @@ def left_for(state: State, nodes: Sequence[Node], now_s: float) -> dict[str, str
     left = [node.node_id for node in nodes if node.node_id in state.given_up]
     worst = speeds.of_nodes(slower, left)
     return {
-        name: speeds.speed_message(state, name, slower, now_s)
+        name: speeds.speed_message(state, name, slower, now_s=now_s)
         for name in left
         if worst[name] >= speeds.SLOW
     }

@@ -167,7 +167,11 @@ def _at_once(state: State, plan: Plan, load: Load) -> tuple[tuple[int, ...], flo
     band = EXACT if exact else BAND * (1 + len(moved))
     new = assigned_shares(state, plan, load)
     gain = 1 - load.busy_s(new) / load.busy_s(plan.samples)
-    if new == plan.samples or gain < SURE or (sure := sure_gain(state, plan, load, band)) < SURE:
+    if (
+        new == plan.samples
+        or gain < SURE
+        or (sure := sure_gain(state, plan, load, band=band)) < SURE
+    ):
         return None
     return (
         new,
@@ -176,7 +180,7 @@ def _at_once(state: State, plan: Plan, load: Load) -> tuple[tuple[int, ...], flo
     )
 
 
-def sure_gain(state: State, plan: Plan, load: Load, band: float) -> float:
+def sure_gain(state: State, plan: Plan, load: Load, *, band: float) -> float:
     """The least that other shares gain, as a part of the busiest rank's work, where each rank is as
     fast as measured within `band` and its error: all finish as nearly at the same time as that
     allows."""
@@ -239,7 +243,7 @@ def assigned_shares(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
     most = [
         max(n, limit) // m for n, limit in zip(plan.samples, most_samples(state, plan), strict=True)
     ]
-    return hetero_shares.shares(n_units, rates, m, most)
+    return hetero_shares.shares(n_units, rates, m, most=most)
 
 
 def most_samples(state: State, plan: Plan) -> list[int]:
@@ -255,12 +259,12 @@ def most_samples(state: State, plan: Plan) -> list[int]:
     for d in range(layout.dp):
         room = min(memory_of(state, worker.node_id) for worker in _members(plan, d))
         if room not in fits:
-            fits[room] = m * rows_that_fit(state, plan, room, batch // m)
+            fits[room] = m * rows_that_fit(state, plan, room, most=batch // m)
         out.append(fits[room])
     return out
 
 
-def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
+def rows_that_fit(state: State, plan: Plan, room_bytes: int, *, most: int) -> int:
     """Samples of a microbatch."""
     model, layout = state.model, plan.layout
     pinned = state.job.microbatch_size or 0
@@ -275,7 +279,7 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
         step = memory.Step(
             plan.n_microbatches, rows * plan.n_microbatches, sum(plan.samples), dtype=dtype
         )
-        return memory.stage_bytes(work, layout, step, deepest) <= usable
+        return memory.stage_bytes(work, layout, step, n_blocks=deepest) <= usable
 
     return most_that(fits, most)
 
@@ -300,7 +304,7 @@ def slow_ones(state: State, plan: Plan, now_s: float) -> str:
     if not names:
         again = " any more" if speeds.recent(state.shares_moved, now_s) else ""
         return f"no node is {speeds.SLOW - 1:.0%} slower than the others of its pool{again}"
-    said = [speeds.speed_message(state, name, slower, now_s) for name in names[:NAMED]]
+    said = [speeds.speed_message(state, name, slower, now_s=now_s) for name in names[:NAMED]]
     return "; ".join(said) + (
         f"; and {len(names) - NAMED} more nodes" if len(names) > NAMED else ""
     )

@@ -184,7 +184,7 @@ def of_nodes(slower: Mapping[WorkerId, float], node_ids: Iterable[str]) -> dict[
 
 
 def speed_message(
-    state: State, node_id: str, slower: Mapping[WorkerId, float], now_s: float
+    state: State, node_id: str, slower: Mapping[WorkerId, float], *, now_s: float
 ) -> str:
     """`node b computes 2.1 times slower than the faster half (all 2 of its GPUs, for 12 s; its GPU
     says: clocks lowered)`."""
@@ -249,7 +249,7 @@ def _ranks_timed(state: State, event: RanksTimed, at_s: float) -> State:
     joined = all(_joins(state.speeds.get(worker, ()), window) for worker, window in found.items())
     speeds = dict(state.speeds)
     for worker, window in found.items():
-        speeds[worker] = _with(speeds.get(worker, ()), window, joined, state)
+        speeds[worker] = _with(speeds.get(worker, ()), window, joined, state=state)
     return replace(state, speeds=speeds, timed_at_s=at_s)
 
 
@@ -264,7 +264,7 @@ def _joins(windows: Sequence[Window], new: Window) -> bool:
 
 
 def _with(
-    windows: tuple[Window, ...], new: Window, joined: bool, state: State
+    windows: tuple[Window, ...], new: Window, joined: bool, *, state: State
 ) -> tuple[Window, ...]:
     """The newer report counts by the steps that it adds. A window begins where the one before ends,
     or as many steps ago as its median is made from."""

@@ -40,7 +40,11 @@ def _ordered_nodes(state: State, action: RequestNodes, at_s: float) -> State:
         asked = state.requests.get(action.request_id)
         waited_s = at_s - asked.at_s if asked else 0.0
         return hazard.refused(
-            state, action.pool, action.request_id, f"no answer for {waited_s:.0f} s", at_s
+            state,
+            action.pool,
+            action.request_id,
+            reason=f"no answer for {waited_s:.0f} s",
+            at_s=at_s,
         )
     request = Request(action.request_id, action.pool, action.count, at_s)
     return replace(
@@ -55,7 +59,7 @@ def _ordered_release(state: State, action: ReleaseNode, at_s: float) -> State:
     node = state.nodes.get(action.node_id)
     if node is None or node.status == "quarantined":
         return state
-    return set_status(state, action.node_id, "draining", node.deadline_s)
+    return set_status(state, action.node_id, "draining", deadline_s=node.deadline_s)
 
 
 def _ordered_drain(state: State, action: DrainNode, at_s: float) -> State:
@@ -68,14 +72,14 @@ def _ordered_drain(state: State, action: DrainNode, at_s: float) -> State:
     if ends_at_s is None:
         alive = frozenset(node.node_id for node in state.alive)
         state = replace(state, given_up=(state.given_up & alive) | {action.node_id})
-    return set_status(state, action.node_id, "draining", ends_at_s)
+    return set_status(state, action.node_id, "draining", deadline_s=ends_at_s)
 
 
 def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
     node = state.nodes.get(action.node_id)
     if node is None:
         return state
-    state = hazard.died(state, node, action.reason, at_s)
+    state = hazard.died(state, node, action.reason, at_s=at_s)
     state = replace(
         set_status(state, action.node_id, "quarantined"), unseen=state.unseen - {action.node_id}
     )
@@ -85,7 +89,7 @@ def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
     faults = without_faults(state, action.node_id)
     state = replace(state, preparing=preparing, refused=refused, blamed=blamed, **faults)
     gone = frozenset(WorkerId(node.node_id, k) for k in range(node.gpus))
-    return without(state, gone, f"node {node.node_id} is quarantined: {action.reason}", at_s)
+    return without(state, gone, f"node {node.node_id} is quarantined: {action.reason}", at_s=at_s)
 
 
 def _ordered_prepare(state: State, action: Prepare, at_s: float) -> State:
@@ -116,7 +120,9 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
     killed = frozenset(action.kill)
     if state.aborting:
         for worker in sorted(killed):
-            state = process_failed(state, worker, f"worker {worker} did not answer the abort", at_s)
+            state = process_failed(
+                state, worker, f"worker {worker} did not answer the abort", at_s=at_s
+            )
         return state
     failure = state.failure or Failure(
         "infrastructure", f"generation {action.generation} was aborted", at_s
@@ -127,7 +133,7 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
         forming=None, aborting=Aborting(action.generation, at_s, owing, failure),
     )  # fmt: skip
     for worker in sorted(killed):
-        state = process_failed(state, worker, failure.reason, at_s)
+        state = process_failed(state, worker, failure.reason, at_s=at_s)
     return state
 
 

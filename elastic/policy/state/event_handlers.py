@@ -169,7 +169,7 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     state = forget(state, node.node_id)
     requests = dict(state.requests)
     asked = next((r for r in requests.values() if r.pool == node.pool), None)
-    state = hazard.gave(state, node, asked.at_s if asked else at_s, at_s)
+    state = hazard.gave(state, node, asked.at_s if asked else at_s, at_s=at_s)
     if asked and asked.count > 1:
         requests[asked.request_id] = replace(asked, count=asked.count - 1)
     elif asked:
@@ -197,7 +197,7 @@ def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
     if node is None or node.status in ("lost", "quarantined") or event.node_id in state.releasing:
         return state
     if event.may_pass and event.node_id not in state.born:
-        return short_of_memory(state, node, event.reason, at_s)
+        return short_of_memory(state, node, event.reason, at_s=at_s)
     preparing = {name: t for name, t in state.preparing.items() if name != event.node_id}
     return replace(
         state, preparing=preparing, refused={**state.refused, event.node_id: event.reason}
@@ -237,7 +237,7 @@ def _notice(state: State, event: Notice, at_s: float) -> State:
         state = hazard.taken(
             replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False
         )
-    return set_status(state, event.node_id, "draining", event.deadline_s)
+    return set_status(state, event.node_id, "draining", deadline_s=event.deadline_s)
 
 
 def _notice_withdrawn(state: State, event: NoticeWithdrawn, at_s: float) -> State:
@@ -274,9 +274,9 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     why = f"node {node.node_id} is gone" + (f" ({event.cause})" if event.cause else "")
     if not released:
         state = hazard.taken(state, node, lost=True, known=node.status == "draining")
-        state = hazard.died(state, node, event.cause or "gone", at_s)
+        state = hazard.died(state, node, event.cause or "gone", at_s=at_s)
     state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
-    state = without(state, gone, why, at_s)
+    state = without(state, gone, why, at_s=at_s)
     lost = [name for name, n in state.nodes.items() if n.status == "lost"]
     forgotten = set(lost[:-KEPT_LOST_NODES])
     nodes = (
@@ -299,7 +299,7 @@ def _progress(state: State, event: Progress, at_s: float) -> State:
 
 
 def _request_failed(state: State, event: RequestFailed, at_s: float) -> State:
-    return hazard.refused(state, event.pool, event.request_id, event.reason, at_s)
+    return hazard.refused(state, event.pool, event.request_id, reason=event.reason, at_s=at_s)
 
 
 def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:
@@ -330,7 +330,9 @@ def _plan_failed(state: State, event: PlanFailed, at_s: float) -> State:
     if not state.is_current(event.generation):
         return state
     if event.infeasible:
-        return infeasible(state, event.generation, event.reason, event.measured_bytes, at_s)
+        return infeasible(
+            state, event.generation, event.reason, measured_bytes=event.measured_bytes, at_s=at_s
+        )
     return failed(state, Failure("infrastructure", event.reason, at_s))
 
 
@@ -353,22 +355,22 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
         return state
     progress = event.step > state.retry_step
     state = replace(
-        _timed(state, plan, event, at_s), step=event.step, best_step=max(state.best_step,
+        _timed(state, plan, event, at_s=at_s), step=event.step, best_step=max(state.best_step,
         event.step), last_step=event, last_step_at_s=at_s, retries=0 if progress else state.retries,
         digests=digested(state.digests, event),
         unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,
     )  # fmt: skip
     if event.skipped or math.isfinite(event.train_loss):
-        return _compared(state, plan, event, at_s)
-    return tripped(state, "not_finite", _text_of(event), event.step, at_s)
+        return _compared(state, plan, event, at_s=at_s)
+    return tripped(state, "not_finite", _text_of(event), step=event.step, at_s=at_s)
 
 
-def _compared(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
+def _compared(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
     """With the step's loss. Where it was done before and had another one, the layout computes
     something else, or steps of this model do not repeat (see refused_layouts.py)."""
     if plan.generation in state.distrusted or not refused_layouts.repeatable(state):
         return state
-    same = redone_as_before(state.losses, event, event.step - state.entered_step, state.job)
+    same = redone_as_before(state.losses, event, event.step - state.entered_step, job=state.job)
     if same is not False:
         return replace(state, losses=with_loss(state.losses, event))
     before, _, generation = state.losses[event.step]
@@ -383,10 +385,10 @@ def _compared(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
         f"its train_loss is {event.train_loss:.6g} now that it is {refused_layouts.REDONE}, it "
         f"was {before:.6g}"
     )
-    return computes_else(state, plan.generation, event.step, said, at_s, old)
+    return computes_else(state, plan.generation, event.step, said=said, at_s=at_s, than=old)
 
 
-def _timed(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
+def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
     """Running means of the step time and of the wait for copies; how long a live transition stopped
     the run."""
     if event.step_time_s <= 0:

@@ -61,6 +61,7 @@ class Checkpoint:
         storage: Storage,
         marker: Marker,
         manifests: list[Manifest],
+        *,
         plain: Iterable[tuple[str, BlobEntry]] = (),
     ) -> None:
         self._storage, self._marker, self._manifests = storage, marker, manifests
@@ -224,8 +225,8 @@ class Checkpoint:
         with self._scratch.take(length) as data:
             if len(run) == 1:
                 hasher = hasher_for(first.digest)
-                n_bytes = self._read(run[0], first.offset, data, hasher)
-                self._deliver(run[0], data, n_bytes, hasher.text())
+                n_bytes = self._read(run[0], first.offset, data, hasher=hasher)
+                self._deliver(run[0], data, n_bytes, digest=hasher.text())
                 return
             n_bytes = self._read(run[0], first.offset, data)
             for piece in run:
@@ -233,9 +234,9 @@ class Checkpoint:
                 blob = data[start : start + piece.entry.length]
                 hasher = hasher_for(piece.entry.digest)
                 hasher.update(blob)
-                self._deliver(piece, blob, max(0, n_bytes - start), hasher.text())
+                self._deliver(piece, blob, max(0, n_bytes - start), digest=hasher.text())
 
-    def _deliver(self, piece: _Piece, data: memoryview, n_bytes: int, digest: str) -> None:
+    def _deliver(self, piece: _Piece, data: memoryview, n_bytes: int, *, digest: str) -> None:
         """From scratch memory, of which the first `n_bytes` were read, to its place."""
         entry = piece.entry
         if n_bytes < entry.length or digest != entry.digest:
@@ -259,7 +260,7 @@ class Checkpoint:
         hasher, n_bytes = hasher_for(entry.digest), 0
         for offset, part in ((0, head), (entry.data, target), (end, tail)):
             if len(part):
-                n_bytes += self._read(piece, entry.offset + offset, part, hasher)
+                n_bytes += self._read(piece, entry.offset + offset, part, hasher=hasher)
         if n_bytes != entry.length or hasher.text() != entry.digest:
             raise Damaged(
                 f"{self._where(piece.name, entry)} is truncated or altered ({n_bytes} of "
@@ -273,12 +274,12 @@ class Checkpoint:
             ) from error
 
     def _read(
-        self, piece: _Piece, offset: int, into: memoryview, hasher: Hasher | None = None
+        self, piece: _Piece, offset: int, into: memoryview, *, hasher: Hasher | None = None
     ) -> int:
         try:
             if hasher is None:
                 return self._storage.read_into(piece.name, offset, into)
-            return self._storage.read_parts(piece.name, offset, into, hasher.update)
+            return self._storage.read_parts(piece.name, offset, into, took=hasher.update)
         except FileNotFoundError as error:
             raise Damaged(f"{self._where(piece.name, piece.entry)} is gone") from error
         except StorageDamaged as error:

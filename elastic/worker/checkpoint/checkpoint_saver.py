@@ -109,7 +109,7 @@ class Saving:
 
     @doing("copying")
     def save(
-        self, plan: Plan, state: TrainState, copy: BoundaryCopy | None = None, must: bool = False
+        self, plan: Plan, state: TrainState, copy: BoundaryCopy | None = None, *, must: bool = False
     ) -> None:
         """Starts a checkpoint of this boundary from `copy` (else from a snapshot taken now), which
         it releases.
@@ -194,9 +194,11 @@ class Saving:
         mine = {fqn: item for fqn, item in tensors.items() if fqn in names}
         quota_gb = place.job.storage_quota_gb
         own_bytes = sum(box.n_bytes for box, _ in mine.values())
-        check_space(place.storage, (step, number), (own_bytes, state_bytes(profile)), quota_gb)
+        check_space(
+            place.storage, (step, number), (own_bytes, state_bytes(profile)), quota_gb=quota_gb
+        )
         n_bytes = checkpoint_writer.write_shard(
-            place.storage, step, number, rank, list(mine.values())
+            place.storage, step, number, rank=rank, items=list(mine.values())
         )
         shapes = {spec.fqn: spec.shape for spec in state_specs(profile)}
         content = digest(mine, shapes, mine)

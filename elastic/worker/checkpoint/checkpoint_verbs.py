@@ -95,7 +95,7 @@ def chosen(run: Storage, step: int | None) -> checkpoint_index.CheckpointInfo:
 
 
 def export(
-    run: Storage, step: int | None, to: Storage, file_bytes: int | None = None
+    run: Storage, step: int | None, to: Storage, *, file_bytes: int | None = None
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
     byte read is checked."""
@@ -122,7 +122,7 @@ def export(
 
 
 def export_for(
-    run: Storage, step: int | None, to: Storage, program: Program, merged: bool = False
+    run: Storage, step: int | None, to: Storage, *, program: Program, merged: bool = False
 ) -> dict[str, Any]:
     """The same with what the program puts beside the weights: a folder that its library loads. Of a
     program with adapters: these alone, as peft has them, or (`merged`) the whole model with them
@@ -228,11 +228,11 @@ def import_state(source: str, run: Storage, wanted: ImportRequest) -> dict[str, 
         matched = match(tensors, wanted)
         step = _step(tensors, wanted, matched)
         items = _items(tensors, replace(wanted, at_step=step), matched)
-        n_bytes = checkpoint_writer.write_shard(run, step, 0, 0, items)
+        n_bytes = checkpoint_writer.write_shard(run, step, 0, rank=0, items=items)
     finally:
         close()
     meta = {"layout": asdict(Layout()), "layers": [], "imported_from": source}
-    uri = checkpoint_writer.commit(run, step, 0, 1, newest_epoch(run), meta)
+    uri = checkpoint_writer.commit(run, step, 0, world_size=1, epoch=newest_epoch(run), meta=meta)
     moments = sum(fqn.startswith("optim.") for fqn in matched.names)
     return {
         "uri": uri, "step": step, "n_bytes": n_bytes, "weights": len(matched.names) - moments,

@@ -50,7 +50,7 @@ SYNC_BYTES = 64 << 20  # of a local file are synced at a time, behind the writin
 
 
 def write_shard(
-    storage: Storage, step: int, generation: int, rank: int, items: Iterable[tuple[Box, Tensor]]
+    storage: Storage, step: int, generation: int, *, rank: int, items: Iterable[tuple[Box, Tensor]]
 ) -> int:
     """Writes the boxes of one rank and its manifest; returns the bytes. Items may come from an
     iterator, one at a time.
@@ -84,7 +84,13 @@ def write_shard(
 
 
 def commit(
-    storage: Storage, step: int, generation: int, world_size: int, epoch: int, meta: dict[str, Any]
+    storage: Storage,
+    step: int,
+    generation: int,
+    *,
+    world_size: int,
+    epoch: int,
+    meta: dict[str, Any],
 ) -> str:
     """Makes the shards of `world_size` ranks a checkpoint; returns its URI. Doing it twice is the
     same as once.
@@ -103,7 +109,7 @@ def commit(
     ]
     notes = [note_of(manifest_name(rank), text) for rank, text in enumerate(texts)]
     sizes = storage.sizes(f"{folder}/")  # one question for all files, however many ranks there are
-    notes += [_shard_note(storage, folder, manifest, sizes) for manifest in manifests]
+    notes += [_shard_note(storage, folder, manifest, sizes=sizes) for manifest in manifests]
     index = dcp_index.metadata(manifests, _shapes(folder, manifests))
     plain = json.loads(json.dumps(meta))
     marker = Marker(step, generation, epoch, world_size, plain, (*notes, note_of(METADATA, index)))
@@ -211,7 +217,7 @@ def _manifest_text(storage: Storage, folder: str, rank: int) -> bytes:
         raise Damaged(f"{storage.uri_of(key)}: missing; the checkpoint is not committed") from error
 
 
-def _shard_note(storage: Storage, folder: str, manifest: Manifest, sizes: Sizes) -> FileNote:
+def _shard_note(storage: Storage, folder: str, manifest: Manifest, *, sizes: Sizes) -> FileNote:
     key = f"{folder}/{shard_name(manifest.rank)}"
     n_bytes, _ = sizes.get(key, (-1, 0.0))
     if n_bytes != manifest.n_bytes:

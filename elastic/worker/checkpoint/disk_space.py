@@ -18,7 +18,11 @@ class NoRoom(ElasticError):
 
 
 def check_space(
-    storage: Storage, copy: tuple[int, int], sizes: tuple[int, int], quota_gb: float | None = None
+    storage: Storage,
+    copy: tuple[int, int],
+    sizes: tuple[int, int],
+    *,
+    quota_gb: float | None = None,
 ) -> None:
     """Raises NoRoom unless the copy (step, generation) fits; sizes: (this rank's bytes, all ranks'
     bytes).
@@ -27,7 +31,7 @@ def check_space(
     """
     own_bytes, all_bytes = (int(size * OVERHEAD) for size in sizes)
     if quota_gb is not None:
-        _check_quota(storage, copy, all_bytes, quota_gb)
+        _check_quota(storage, copy, all_bytes, quota_gb=quota_gb)
     free = storage.free_bytes()
     if free is None:
         return
@@ -41,7 +45,9 @@ def check_space(
         )
 
 
-def _check_quota(storage: Storage, copy: tuple[int, int], all_bytes: int, quota_gb: float) -> None:
+def _check_quota(
+    storage: Storage, copy: tuple[int, int], all_bytes: int, *, quota_gb: float
+) -> None:
     others = [found for found in find(storage) if (found.step, found.generation) != copy]
     used = sum(found.n_bytes for found in others)
     if used + all_bytes > quota_gb * GB:

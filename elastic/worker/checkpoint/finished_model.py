@@ -46,7 +46,7 @@ def _read_frozen(program: Program, model: nn.Module) -> None:
         for s in specs
         if s.reread and s.tied_to is None
     }
-    fill(program, specs, there, 0)
+    fill(program, specs, there, seed=0)
 
 
 def sample_text(program: Program, uri: str) -> str | None:

@@ -179,7 +179,7 @@ def open_plain(uri: str) -> Checkpoint:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where}: not readable ({_said(error)})") from error
     _check_files(storage, entries)
-    return Checkpoint(storage, Marker(0, 0, 0, 0, {}, ()), [], entries)
+    return Checkpoint(storage, Marker(0, 0, 0, 0, {}, ()), [], plain=entries)
 
 
 def _entries(index: Record, where: str, most: int) -> list[tuple[str, BlobEntry]]:

@@ -118,6 +118,7 @@ class Tracer:
         program: Program,
         model: nn.Module,
         blocks: Iterable[str],
+        *,
         truth: bool | None = None,
         far: int | None = None,
     ) -> None:
@@ -269,7 +270,7 @@ class Tracer:
             )
         return torch.full((), number, dtype=tensor.dtype, device="cpu").item()
 
-    def seen(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def seen(self, func: Any, args: Any, kwargs: Any, *, out: Any) -> None:
         """One operation that was dispatched."""
         plain = isinstance(func, torch._ops.OpOverload)  # one of a higher order has no schema
         name = func.overloadpacket.__name__ if plain else func.name()
@@ -352,7 +353,7 @@ class _Mode(TorchDispatchMode):
             real = None if args[0].is_meta else func(*args, **(kwargs or {}))
             return self.tracer.value(args[0], real)
         out = func(*args, **(kwargs or {}))
-        self.tracer.seen(func, args, kwargs, out)
+        self.tracer.seen(func, args, kwargs, out=out)
         return out
 
 
@@ -485,7 +486,7 @@ def _same_state(one: Any, other: Any) -> bool:
 
 
 def follow(
-    program: Program, tracer: Tracer, batch: Batch, most_operations: int = sys.maxsize
+    program: Program, tracer: Tracer, batch: Batch, *, most_operations: int = sys.maxsize
 ) -> Followed:
     """A pass of the whole model over a batch on the model's device."""
     tracer.most_operations = most_operations

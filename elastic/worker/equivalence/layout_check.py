@@ -122,7 +122,7 @@ def check(asked: CheckRequest) -> Verdict:
     if "cp" in asked.axes and not found.structure.no_cp:
         found = replace(found, structure=replace(found.structure, no_cp=_no_cp(program, batch)))
     if asked.values:
-        found = _compared(asked, program, profile, batch, found)
+        found = _compared(asked, program, profile, batch=batch, found=found)
     found = replace(found, structure=_trusted(found.structure, asked.trusted))
     seconds = round(time.monotonic() - began, 3)
     return replace(found, seconds=seconds, files=files_of(job.program), packages=packages())
@@ -156,7 +156,7 @@ def _no_cp(program: Program, batch: Batch) -> str:
 
 
 def _compared(
-    asked: CheckRequest, program: Program, profile: ModelProfile, batch: Batch, found: Verdict
+    asked: CheckRequest, program: Program, profile: ModelProfile, *, batch: Batch, found: Verdict
 ) -> Verdict:
     structure = found.structure
     closed = structure.close(profile)
@@ -201,7 +201,7 @@ def _compared(
             layout = Layout(
                 tp=next(n for n in range(2, closed.tp_limit + 1) if closed.tp_limit % n == 0)
             )
-        one = compare(small, job, batch, layout)
+        one = compare(small, job, batch, layout=layout)
         took = one.seconds
         if one.problem:
             found = replace(found, steady=found.steady and not one.problem.startswith(UNSTEADY))
@@ -214,7 +214,7 @@ def _compared(
             continue
         equal[axis] = round(one.seconds, 3)
         if axis == "tp":
-            limit, note = _largest_tp(asked, small, batch, closed.tp_limit)
+            limit, note = _largest_tp(asked, small, batch, limit=closed.tp_limit)
             structure = replace(structure, notes=(*structure.notes, *note))
     return replace(found, structure=structure, equal=equal, tp_limit=limit)
 
@@ -234,13 +234,13 @@ MENDS = {
 
 
 def _largest_tp(
-    asked: CheckRequest, small: SmallCopy, batch: Batch, limit: int
+    asked: CheckRequest, small: SmallCopy, batch: Batch, *, limit: int
 ) -> tuple[int, tuple[str, ...]]:
     """Sizes of tp that the run may take, tried in as many processes: 0 = all; else up to the first
     that does not go."""
     for tp in sorted(set(asked.tps)):
         if tp > 2 and limit % tp == 0:
-            one = compare(small, job_of_copy(asked.job), batch, Layout(tp=tp))
+            one = compare(small, job_of_copy(asked.job), batch, layout=Layout(tp=tp))
             if one.problem:
                 most = max(n for n in range(1, tp) if limit % n == 0)
                 return most, (f"tp is at most {most}: tp={tp}: {one.problem}",)

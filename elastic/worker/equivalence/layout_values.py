@@ -255,19 +255,21 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
 
 
 def compare(
-    small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S
+    small: SmallCopy, job: Job, batch: Batch, *, layout: Layout, most_s: float = FAMILY_MOST_S
 ) -> Compared:
     """Runs the layout in processes of its own. Never raises for what the program does there. Ranks
     that have parts of the sequences get these as long as this machine allows, of fewer samples
     where need be."""
     if layout.cp == 1 or small.long_batch is None:
-        return _compare(small, job, batch, layout, most_s)
+        return _compare(small, job, batch, layout=layout, most_s=most_s)
     n = positions(small.long_batch)
     rows, most = longest(small, small.long_batch)
     long = {key: x[:rows] for key, x in small.long_batch.items()}
-    found = _compare(small, job, first_positions(long, most) if most < n else long, layout, most_s)
+    found = _compare(
+        small, job, first_positions(long, most) if most < n else long, layout=layout, most_s=most_s
+    )
     if found.problem.startswith(WAITED):
-        found = _compare(small, job, batch, layout, most_s)
+        found = _compare(small, job, batch, layout=layout, most_s=most_s)
         most = positions(batch)
     if most == n or found.problem:
         return found
@@ -277,7 +279,9 @@ def compare(
     )
 
 
-def _compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: float) -> Compared:
+def _compare(
+    small: SmallCopy, job: Job, batch: Batch, *, layout: Layout, most_s: float
+) -> Compared:
     began = time.monotonic()
     try:
         whole = small.one_process(batch, layout.cp)
@@ -314,7 +318,7 @@ def _compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: f
     if lost or len(found) < layout.world_size:
         return Compared(str(layout), LOST if lost else WAITED, seconds)
     answers = [answer for _, answer in found.values()]
-    judged = _judged(layout, answers, seconds, {})
+    judged = _judged(layout, answers, seconds, times={})
     if not judged.problem:
         return judged
     times = _rounding(small, batch, layout.cp)
@@ -325,7 +329,7 @@ def _compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: f
         )
         return replace(judged, problem=text)
     explained = judged.worst < ROUNDING_MOST and judged.off < ROUNDING_MOST
-    return _judged(layout, answers, seconds, times) if explained else judged
+    return _judged(layout, answers, seconds, times=times) if explained else judged
 
 
 def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, Any]]:
@@ -374,7 +378,7 @@ def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
             else draws_left()
         )
         double = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
-        exact = _alone(small, double, cp, torch.float64)
+        exact = _alone(small, double, cp, dtype=torch.float64)
     most = max((float(g.abs().max()) for g in exact.gradients.values() if g.numel()), default=0.0)
     found = {"": abs(once.loss - exact.loss) / (LOSS_AGREES * max(1e-3, abs(exact.loss)))}
     for name, gradient in once.gradients.items():
@@ -387,7 +391,7 @@ def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
 
 
 def _judged(
-    layout: Layout, answers: list[dict[str, Any]], seconds: float, times: Mapping[str, float]
+    layout: Layout, answers: list[dict[str, Any]], seconds: float, *, times: Mapping[str, float]
 ) -> Compared:
     """`times`: how much more may differ than float32 explains, of the loss ('') and of each
     gradient."""
@@ -465,7 +469,7 @@ def _values(
                 program, profile, groups, layout=layout, layers=layers, rank=me, job=job
             )
             _give(state, small)
-            stepper = Stepper(program, job, plan, state, groups)
+            stepper = Stepper(program, job, plan, state=state, groups=groups)
             state.train(not program.batch_dependent)
             dp = coordinates(layout, me).dp(layout)
             start = sum(plan.samples[:dp])
@@ -561,7 +565,7 @@ class Pass:
     outputs: Outputs  # of the modules
 
 
-def _alone(small: SmallCopy, batch: Batch, cp: int, dtype: torch.dtype = torch.float32) -> Pass:
+def _alone(small: SmallCopy, batch: Batch, cp: int, *, dtype: torch.dtype = torch.float32) -> Pass:
     """Of one process."""
     model = converted(copy.deepcopy(small.model), dtype).train(not small.program.batch_dependent)
     given = before_cut(small.program, batch) if cp > 1 else batch

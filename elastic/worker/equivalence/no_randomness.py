@@ -79,7 +79,7 @@ class _Middle(TorchDispatchMode):
         given = {
             a.name: a.default_value for a in func._schema.arguments if a.has_default_value()
         } | given
-        if (found := _drawn(func, given, args, kwargs)) is not None:
+        if (found := _drawn(func, given, args, kwargs=kwargs)) is not None:
             return found
         if given.get("dropout_p"):
             at = next(
@@ -95,7 +95,7 @@ class _Middle(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _drawn(func: Any, given: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _drawn(func: Any, given: dict[str, Any], args: Any, *, kwargs: dict[str, Any]) -> Any:
     """What an operation gives in the place of what it draws; None = it has to draw."""
     name = func.overloadpacket.__name__
     own = next((x for x in args if isinstance(x, Tensor)), None)

@@ -50,7 +50,7 @@ def _rest_sharded(spec: JobSpec, pins: Mapping[str, Any], world_size: int) -> La
 
 
 def plan_of(
-    spec: JobSpec, model: ModelProfile, layout: Layout, generation: int, resume: Resume
+    spec: JobSpec, model: ModelProfile, layout: Layout, *, generation: int, resume: Resume
 ) -> Plan:
     """Everything cut as evenly as it goes. Raises SpecError for a layout that the model cannot be
     cut into."""

@@ -108,7 +108,7 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
     no_pp = profile.no_pp or shares.no_pp
     if not no_pp and profile.n_blocks > 1:
         no_pp = _Pipelines(
-            program, profile, {key: x.to(device) for key, x in batch.items()}, one
+            program, profile, {key: x.to(device) for key, x in batch.items()}, whole=one
         ).problem()
     return replace(shares, no_pp=no_pp)
 
@@ -161,13 +161,13 @@ def _passes(
         # a guard may raise where a value is true
         for truth in (None, False) if device == "meta" else (None,):
             try:
-                one = _pass(program, device, batch, truth)
+                one = _pass(program, device, batch, truth=truth)
             except ElasticError:
                 raise
             except Exception as raised:  # noqa: BLE001 - the user's model
                 error = error or raised
                 continue
-            return device, one, _others(program, device, batch, one)
+            return device, one, _others(program, device, batch, one=one)
         assert error is not None
         if device == "cpu":
             raise error
@@ -175,7 +175,7 @@ def _passes(
     return problem
 
 
-def _others(program: Program, device: str, batch: Batch, one: Followed) -> list[Followed]:
+def _others(program: Program, device: str, batch: Batch, *, one: Followed) -> list[Followed]:
     """Passes with other values; a model may well refuse a value that it can never have."""
     tries: list[tuple[bool | None, int | None]] = [(None if one.truth is False else False, None)]
     if any(
@@ -187,7 +187,7 @@ def _others(program: Program, device: str, batch: Batch, one: Followed) -> list[
     others = []
     for truth, far in tries:
         try:
-            others.append(_pass(program, device, batch, truth, far, most))
+            others.append(_pass(program, device, batch, truth=truth, far=far, most=most))
         except Exception:  # noqa: BLE001 - see above
             continue
     return others
@@ -204,6 +204,7 @@ def _pass(
     program: Program,
     device: str,
     batch: Batch,
+    *,
     truth: bool | None,
     far: int | None = None,
     most: int = sys.maxsize,
@@ -211,7 +212,10 @@ def _pass(
     model = _built(program, device)
     given = {key: x.to(device) for key, x in batch.items()}
     return follow(
-        program, Tracer(program, model, block_names(model, program.blocks), truth, far), given, most
+        program,
+        Tracer(program, model, block_names(model, program.blocks), truth=truth, far=far),
+        given,
+        most_operations=most,
     )
 
 
@@ -365,7 +369,7 @@ class _Pipelines:
     """May the blocks be spread over stages? `whole`: a pass of the whole model."""
 
     def __init__(
-        self, program: Program, profile: ModelProfile, batch: Batch, whole: Followed
+        self, program: Program, profile: ModelProfile, batch: Batch, *, whole: Followed
     ) -> None:
         self.program, self.profile, self.whole = program, profile, whole
         self.names = block_names(build_meta(program), program.blocks)
@@ -518,7 +522,9 @@ class _Pipelines:
 
     def _stage(self, layers: tuple[int, ...], stage: int, mine: list[str]) -> str:
         program = self.program
-        model = cut_stage(_built(program, self.device), program, self.profile, layers, stage)
+        model = cut_stage(
+            _built(program, self.device), program, self.profile, layers=layers, stage=stage
+        )
         if program.stage is not None:
             model = program.stage(model, stage, len(layers))
         by_name = {self.names[call.block]: call for call in self.whole.calls}
@@ -529,7 +535,7 @@ class _Pipelines:
             first = by_name[mine[0]].args[0]
             given = torch.zeros(first.shape, dtype=first.dtype, device=self.device)
         tracer = Tracer(
-            program, model, [name for name in mine if _has(model, name)], self.whole.truth
+            program, model, [name for name in mine if _has(model, name)], truth=self.whole.truth
         )
         found = tracer.run(given, keywords_of(program, self.batch))
         if stage == len(layers) - 1 and _forms(found.output, program) != _forms(

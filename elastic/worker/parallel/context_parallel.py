@@ -31,7 +31,9 @@ SAME = 1e-4  # the same between two ways of attention
 class Sequence:
     """The part of every sequence that this rank has; the whole of it where cp is 1."""
 
-    def __init__(self, program: Program, layout: Layout, at: Coordinates, groups: Groups) -> None:
+    def __init__(
+        self, program: Program, layout: Layout, at: Coordinates, *, groups: Groups
+    ) -> None:
         self.program = program
         self.shard = SequenceShard(at.cp, layout.cp, groups.cp) if layout.cp > 1 else None
         self.checked = False
@@ -167,7 +169,7 @@ def _no_attention(cp: int) -> str:
 
 
 @torch.no_grad()
-def check_loss(program: Program, model: torch.nn.Module, batch: Batch, cp: int) -> None:
+def check_loss(program: Program, model: torch.nn.Module, batch: Batch, *, cp: int) -> None:
     """The loss of the whole must be the sum over the parts of the same output, and that with cp =
     1. Raises ProgramError: a mean, a shift of the targets inside the loss, an output without the
     sequence as its dim 1, attention of another kind."""
@@ -189,11 +191,11 @@ def check_loss(program: Program, model: torch.nn.Module, batch: Batch, cp: int) 
             f"{whole:.6g} with "
             "elastic.attention; take cp=1"
         )
-    check_sum(program, output, batch, cp)
+    check_sum(program, output, batch, cp=cp)
 
 
 @torch.no_grad()
-def check_sum(program: Program, output: Any, batch: Batch, cp: int) -> None:
+def check_sum(program: Program, output: Any, batch: Batch, *, cp: int) -> None:
     """The loss of an output must be the sum over its parts. Raises ProgramError."""
     n, whole = sequence_length(program, batch), float(loss_of(program, output, batch))
     shards = [SequenceShard(i, cp, None) for i in range(cp)]

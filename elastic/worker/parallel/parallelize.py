@@ -28,6 +28,7 @@ def parallelize(
     model: nn.Module,
     program: Program,
     profile: ModelProfile,
+    *,
     mesh: DeviceMesh | None,
     options: ModelOptions,
 ) -> nn.Module:

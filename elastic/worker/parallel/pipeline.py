@@ -32,7 +32,12 @@ class PassThrough(nn.Module):
 
 
 def cut_stage(
-    model: nn.Module, program: Program, profile: ModelProfile, layers: tuple[int, ...], stage: int
+    model: nn.Module,
+    program: Program,
+    profile: ModelProfile,
+    *,
+    layers: tuple[int, ...],
+    stage: int,
 ) -> nn.Module:
     """Puts pass-through modules in the place of every module that another stage holds; names stay
     as they were.
@@ -159,7 +164,7 @@ class _Stage(PipelineStage):
                 "on it"
             )
         rank, group = self._peer(stage)
-        wire.send_metas([_meta_of(tensor) for tensor in tensors], rank, group, self.device)
+        wire.send_metas([_meta_of(tensor) for tensor in tensors], rank, group, device=self.device)
 
     def _hear(self, stage: int, *, or_none: bool) -> tuple[wire.TensorMeta | None, ...]:
         rank, group = self._peer(stage)
@@ -191,6 +196,7 @@ class Pipeline:
         stage_modules: Sequence[nn.Module],
         group: ProcessGroup,
         layout: Layout,
+        *,
         n: int,
         device: torch.device,
     ) -> None:

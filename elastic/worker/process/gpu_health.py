@@ -53,6 +53,7 @@ class DeviceNotes:
         me: WorkerId,
         device: torch.device,
         report: Callable[[Event], None],
+        *,
         every_s: float = EVERY_S,
     ) -> None:
         self.me, self.report, self.every_s = me, report, every_s

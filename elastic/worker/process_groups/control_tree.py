@@ -36,7 +36,7 @@ class Control:
     them in the same order."""
 
     def __init__(
-        self, rank: int, size: int, rows: Sequence[dist.ProcessGroup], highest: bool = True
+        self, rank: int, size: int, rows: Sequence[dist.ProcessGroup], *, highest: bool = True
     ) -> None:
         """`rows`: those that this rank is in, the lowest first; in all of them but the last it is
         the first rank. `highest`: is the last one the tree's highest?"""
@@ -124,7 +124,9 @@ def _key(rank: int) -> str:
     return f"0/{rank}"  # of gloo's first network device
 
 
-def connect(group: dist.ProcessGroup, peers: Collection[int], secret: str, generation: int) -> None:
+def connect(
+    group: dist.ProcessGroup, peers: Collection[int], secret: str, *, generation: int
+) -> None:
     """Connects this rank of a group of Pairs with each of the peers, which call it too. gloo waits
     in the first message until the other rank has one for it as well: so all ranks go through their
     peers in one order, that of the ranks. Raises PeerGarbled where one of them was not told of the

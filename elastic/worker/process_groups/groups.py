@@ -105,6 +105,7 @@ class Groups:
         generation: int,
         layout: Layout,
         device: torch.device,
+        *,
         fsdp: bool = False,
         transport: Transport | None = None,
     ) -> None:
@@ -241,14 +242,14 @@ class Groups:
 
     def _make_world(self, me: int, n: int, timeout: timedelta) -> None:
         if n <= MESH_MOST:
-            self._world = self._make("0", range(n), me, timeout)
+            self._world = self._make("0", range(n), me, timeout=timeout)
             self.control = Control(me, n, (self._world,))
         else:
-            self.control = self._tree("control", me, n, timeout)
-            self._world = self._make("0", range(n), me, timeout, self._new_pairs())
+            self.control = self._tree("control", me, n, timeout=timeout)
+            self._world = self._make("0", range(n), me, timeout=timeout, host=self._new_pairs())
         self._of_device(self._world)
 
-    def _tree(self, name: str, me: int, n: int, timeout: timedelta) -> Control:
+    def _tree(self, name: str, me: int, n: int, *, timeout: timedelta) -> Control:
         assert self._store is not None
         tree, rows = control_tree(n), []
         for level, row in (
@@ -258,7 +259,9 @@ class Groups:
             if me in row and len(row) > 1
         ):
             store = PrefixStore(f"{name}/{level}/", self._store)
-            made = self.transport.host_only().make(store, str(row[0]), row, row.index(me), timeout)
+            made = self.transport.host_only().make(
+                store, str(row[0]), row, me=row.index(me), timeout=timeout
+            )
             self._near.update(row)
             rows.append(made)
         self._rows += rows
@@ -269,12 +272,14 @@ class Groups:
         return self._pairs[-1]
 
     def _make(
-        self, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh"
+        self, name: str, ranks: Sequence[int], me: int, *, timeout: timedelta, host: Host = "mesh"
     ) -> dist.ProcessGroup:
         assert self._store is not None
         # below the default group's, as torch has them
         store = PrefixStore("0/", self._store) if self._made else self._store
-        made = self.transport.make(store, name, ranks, ranks.index(me), timeout, host)
+        made = self.transport.make(
+            store, name, ranks, me=ranks.index(me), timeout=timeout, host=host
+        )
         self._made.append((made, tuple(ranks)))
         if not isinstance(host, Pairs):
             self._near.update(ranks)
@@ -294,8 +299,8 @@ class Groups:
                 hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest(),
                 ranks,
                 rank,
-                timeout,
-                host,
+                timeout=timeout,
+                host=host,
             )
 
         def group(ranks: list[int]) -> dist.ProcessGroup:
@@ -316,7 +321,7 @@ class Groups:
         elif self._n_participants == len(everyone):
             self.commit = self.control
         else:
-            self.commit = self._tree("commit", rank, len(everyone), timeout)
+            self.commit = self._tree("commit", rank, len(everyone), timeout=timeout)
         if len(everyone) > 1:
             self.copies = new(everyone, "mesh" if len(everyone) <= MESH_MOST else self._new_pairs())
         if layout.pp > 1:
@@ -421,7 +426,7 @@ class Groups:
         """Before the first messages between this rank of `world` or `copies` and these; each of
         them calls it for this one. In a mesh they are connected."""
         if group.size() > MESH_MOST:
-            connect(group, peers, self._secret, self.generation)
+            connect(group, peers, self._secret, generation=self.generation)
 
     def abort(self) -> None:
         """Breaks off everything that waits on this generation. Safe from another thread, and twice.

@@ -90,7 +90,7 @@ def address_of(name: Any) -> tuple[str, int]:
 
 
 def shut(
-    skip: Collection[int], addresses: Collection[tuple[str, int]], store_port: int, at_once: bool
+    skip: Collection[int], addresses: Collection[tuple[str, int]], store_port: int, *, at_once: bool
 ) -> None:
     """Ends the connections but those inodes that go to the store, or have one of the addresses at
     either end. `at_once`: nothing is sent over them yet."""

@@ -95,6 +95,7 @@ class Transport:
         store: Store,
         name: str,
         ranks: Sequence[int],
+        *,
         me: int,
         timeout: timedelta,
         host: Host = "mesh",
@@ -105,7 +106,7 @@ class Transport:
         store = PrefixStore(f"{name}/", store)
         group = dist.ProcessGroup(store, me, len(ranks))
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._connect(group, store, name, ranks, timeout, host)
+        self._connect(group, store, name, ranks=ranks, timeout=timeout, host=host)
         group._set_group_name(GroupName(name))
         group._set_group_desc("undefined")
         return group
@@ -115,11 +116,14 @@ class Transport:
         group: Any,
         store: Store,
         name: str,
+        *,
         ranks: Sequence[int],
         timeout: timedelta,
         host: Host,
     ) -> None:
-        gloo = gloo_of(PrefixStore("cpu/", store), group.rank(), group.size(), timeout, host)
+        gloo = gloo_of(
+            PrefixStore("cpu/", store), group.rank(), group.size(), timeout=timeout, host=host
+        )
         gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), GroupName(name)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
@@ -180,12 +184,13 @@ class Nccl(Transport):
         group: Any,
         store: Store,
         name: str,
+        *,
         ranks: Sequence[int],
         timeout: timedelta,
         host: Host,
     ) -> None:
         if host != "device":
-            super()._connect(group, store, name, ranks, timeout, host)
+            super()._connect(group, store, name, ranks=ranks, timeout=timeout, host=host)
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout, options.global_ranks_in_group, options.group_name = (
@@ -254,6 +259,7 @@ class Pretended(Transport):
         group: Any,
         store: Store,
         name: str,
+        *,
         ranks: Sequence[int],
         timeout: timedelta,
         host: Host,
@@ -269,7 +275,7 @@ class Pretended(Transport):
 
 
 def gloo_of(
-    store: Store, rank: int, size: int, timeout: timedelta, host: Host
+    store: Store, rank: int, size: int, *, timeout: timedelta, host: Host
 ) -> dist.ProcessGroupGloo:
     """Of the network interfaces that GLOO_SOCKET_IFNAME names, Pairs use the first."""
     if not isinstance(host, Pairs):

@@ -91,25 +91,27 @@ def broadcast_tensors(
 
 
 def send_metas(
-    metas: Sequence[TensorMeta | None], to: int, group: dist.ProcessGroup, device: torch.device
+    metas: Sequence[TensorMeta | None], to: int, group: dist.ProcessGroup, *, device: torch.device
 ) -> None:
     """To the rank `to`, which calls `receive_metas`. Raises ProgramError for what it would not
     take."""
     words = _encoded(rows_of(metas))
-    _pass(dist.isend, torch.tensor([len(words)], device=device), to, group)
-    _pass(dist.isend, words.to(device), to, group)
+    _pass(dist.isend, torch.tensor([len(words)], device=device), to, group=group)
+    _pass(dist.isend, words.to(device), to, group=group)
 
 
 def receive_metas(
     source: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[TensorMeta | None, ...]:
-    length = _pass(dist.irecv, torch.zeros(1, dtype=torch.int64, device=device), source, group)
+    length = _pass(
+        dist.irecv, torch.zeros(1, dtype=torch.int64, device=device), source, group=group
+    )
     words = torch.empty(_length(int(length), source), dtype=torch.uint8, device=device)
-    return tensor_metas(_bytes(_pass(dist.irecv, words, source, group).cpu()), source)
+    return tensor_metas(_bytes(_pass(dist.irecv, words, source, group=group).cpu()), source)
 
 
 def _pass(
-    how: Callable[..., Any], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup
+    how: Callable[..., Any], tensor: torch.Tensor, peer: int, *, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """As a batch, which goes by the connections of the whole group: NCCL would make a pair of ranks
     connections of its own."""

@@ -110,7 +110,7 @@ class _Member:
         heaviest = max(given, key=lambda one: one.flop * one.count, default=None)
         if heaviest is not None:
             calls["attention"], work["attention"] = ops.attended(
-                heaviest, self.asked["times"], self.dtype, self.device, self.limits
+                heaviest, self.asked["times"], self.dtype, device=self.device, limits=self.limits
             )
         calls["ordinary"], work["ordinary"] = self._ordinary()
         calls["launch"], work["launch"] = ops.small_ops(self.device), ops.SMALL_OPS
@@ -134,7 +134,7 @@ class _Member:
             self.asked["hidden_elements"] * self.asked["times"], self.limits.n_bytes // 16
         )
         width = min(max(16, self.asked["width"]), n_elements)
-        return ordinary(max(1, n_elements // width), width, self.dtype, self.device)
+        return ordinary(max(1, n_elements // width), width, self.dtype, device=self.device)
 
     def _named(self, rates: dict[str, float]) -> dict[str, Any]:
         """Rates by what they are of, with their units in the names."""

@@ -94,7 +94,7 @@ def mixed(
 
 
 def attended(
-    one: Attention, times: int, dtype: torch.dtype, device: torch.device, limits: CallLimits
+    one: Attention, times: int, dtype: torch.dtype, *, device: torch.device, limits: CallLimits
 ) -> tuple[Call, float]:
     """Forward and backward pass of `times` samples, or of a part of the sequence where that is too
     much; and its FLOP, three times that of the forward pass."""
@@ -112,7 +112,7 @@ def attended(
 
     def call() -> None:
         if queries == keys:
-            out = attention(q, k, v, causal)
+            out = attention(q, k, v, causal=causal)
         else:
             out = F.scaled_dot_product_attention(q, k, v, enable_gqa=heads[0] != heads[1])
         out.backward(grad)
@@ -122,7 +122,9 @@ def attended(
     return call, BACKWARD * 4.0 * times * queries * keys * heads[0] * one.head_dim / half
 
 
-def ordinary(n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Call, int]:
+def ordinary(
+    n_rows: int, width: int, dtype: torch.dtype, *, device: torch.device
+) -> tuple[Call, int]:
     """What a block does besides products and attention: a norm, a turn of halves, a gate, a sum;
     and the bytes that these read and write, counted as those of a sample are."""
     x = _made((n_rows, max(2, width - width % 2)), dtype, device)
@@ -147,7 +149,7 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         assert all(x.is_meta for x in tensors_in(out))
-        self.seen.count(True, func, args, out)
+        self.seen.count(True, func, args, out=out)
         return out
 
 

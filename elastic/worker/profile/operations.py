@@ -62,7 +62,7 @@ class Operations:
     blocks: Counted = field(default_factory=Counted)
     ends: Counted = field(default_factory=Counted)
 
-    def count(self, inside: bool, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def count(self, inside: bool, func: Any, args: tuple[Any, ...], *, out: Any) -> None:
         """One dispatched operation. What is done on real tensors (a table that a model keeps) is
         not the sample's doing."""
         name = func.overloadpacket.__name__
@@ -73,7 +73,9 @@ class Operations:
         if name in OPERANDS:
             place.matmuls.update(self._product(*args[OPERANDS[name] : OPERANDS[name] + 2]))
         elif name == "convolution":
-            place.matmuls.update(_convolution(args[0], args[1], made[0], args[6], args[8]))
+            place.matmuls.update(
+                _convolution(args[0], args[1], made[0], transposed=args[6], groups=args[8])
+            )
         elif given or made:
             place.moved_bytes += _moved(name, given, made)
             place.n_ops += 1
@@ -121,7 +123,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, out: Tensor, transposed: bool, groups: int
+    x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool, groups: int
 ) -> dict[Matmul, int]:
     """As the product of its patches and its kernels, once per group."""
     kernel = prod(weight.shape[2:])

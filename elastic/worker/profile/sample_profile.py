@@ -234,7 +234,7 @@ class _Run:
         torch.manual_seed(0)
         made_up = torch.randn(1, m, *cut[0].shape[2:])
         try:
-            check_sum(self.program, made_up, batch, 2)
+            check_sum(self.program, made_up, batch, cp=2)
             if not float(loss_of(self.program, made_up, batch)):
                 return "the loss of a few positions is 0, which says nothing of its parts"
         except Exception as error:  # noqa: BLE001 - the user's loss
@@ -263,7 +263,7 @@ class _Outputs(TorchDispatchMode):
             out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         else:
             out = func(*args, **(kwargs or {}))
-        self.run.operations.count(self.run.place != OUTSIDE, func, args, out)
+        self.run.operations.count(self.run.place != OUTSIDE, func, args, out=out)
         if func in self.ops and self.run.place != OUTSIDE:
             for tensor in tensors_in(out):
                 self.run.selective.add(self.run.place, tensor)

@@ -19,6 +19,7 @@ def medians_s(
     calls: Mapping[str, Callable[[], object]],
     for_s: float,
     settle: Callable[[], None] = nothing,
+    *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Seconds of each call: the median of repetitions that take turns, so that what disturbs the
@@ -31,7 +32,7 @@ def medians_s(
         if n >= LEAST and clock() - began > for_s:
             break
         for name, call in calls.items():
-            took[name].append(_timed(call, many[name], settle, clock) / many[name])
+            took[name].append(_timed(call, many[name], settle, clock=clock) / many[name])
     return {name: median(values) for name, values in took.items()}
 
 
@@ -39,15 +40,15 @@ def _many(
     call: Callable[[], object], settle: Callable[[], None], clock: Callable[[], float]
 ) -> int:
     """How often it is called in one repetition."""
-    _timed(call, 1, settle, clock)
+    _timed(call, 1, settle, clock=clock)
     n = 1
-    while n < 1 << 16 and (took := _timed(call, n, settle, clock)) < LEAST_S:
+    while n < 1 << 16 and (took := _timed(call, n, settle, clock=clock)) < LEAST_S:
         n *= 2 if took > LEAST_S / 8 else 8
     return n
 
 
 def _timed(
-    call: Callable[[], object], n: int, settle: Callable[[], None], clock: Callable[[], float]
+    call: Callable[[], object], n: int, settle: Callable[[], None], *, clock: Callable[[], float]
 ) -> float:
     settle()
     began = clock()

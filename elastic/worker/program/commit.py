@@ -65,6 +65,7 @@ def step_done(
     generation: int,
     step: int,
     commit: Commit,
+    *,
     times: tuple[float, float, float] = (0.0, 0.0, 0.0),
     skipped: bool = False,
     shape: tuple[float, float] = (0.0, 0.0),

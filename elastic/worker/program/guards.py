@@ -126,7 +126,7 @@ def deviations(values: Sequence[float], value: float) -> tuple[float, float]:
 
 
 def judge(
-    rules: GuardRules, memory: GuardMemory | None, commit: Commit, blocks: Mapping[str, float]
+    rules: GuardRules, memory: GuardMemory | None, commit: Commit, *, blocks: Mapping[str, float]
 ) -> tuple[str, str] | None:
     """The first guard that trips, and why; None = the step is good. `blocks`: norm of the gradient
     of each block, where it was asked for in this step."""
@@ -136,14 +136,14 @@ def judge(
             f"train_loss {commit.train_loss:.6g}, gradient norm {commit.grad_norm:.6g}",
         )
     found = _spike(
-        "train_loss", commit.train_loss, rules.loss_spike, memory.losses if memory else None
+        "train_loss", commit.train_loss, rules.loss_spike, window=memory.losses if memory else None
     )
     if found:
         return "loss_spike", found
     rule, norm = rules.grad_norm, commit.grad_norm
     window = memory.norms if memory else None
     found = (
-        (_bounds("gradient norm", norm, rule) or _spike("gradient norm", norm, rule, window))
+        (_bounds("gradient norm", norm, rule) or _spike("gradient norm", norm, rule, window=window))
         if rule
         else ""
     )
@@ -159,7 +159,11 @@ def judge(
 
 
 def _spike(
-    what: str, value: float, rule: LossSpikeRule | GradNormRule | None, window: RecentValues | None
+    what: str,
+    value: float,
+    rule: LossSpikeRule | GradNormRule | None,
+    *,
+    window: RecentValues | None,
 ) -> str:
     if (
         rule is None
@@ -191,6 +195,7 @@ def trip_of(
     found: tuple[str, str],
     rule: GuardRule,
     step: int,
+    *,
     before: Sequence[tuple[str, int]],
     in_a_row: int,
 ) -> Trip:

@@ -147,7 +147,7 @@ def trace(program: Program) -> ModelProfile:
     check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)
-    specs = _specs(model, blocks, styles, program.weights is not None)
+    specs = _specs(model, blocks, styles, reread=program.weights is not None)
     check_weights(program, specs)
     kept = what_they_keep(program, specs)
     n_params = sum(math.prod(s.shape) for s in specs if not s.buffer and s.tied_to is None)
@@ -184,7 +184,7 @@ def n_expert_params(model: nn.Module) -> int:
 
 
 def _specs(
-    model: nn.Module, blocks: list[str], styles: dict[str, str], reread: bool
+    model: nn.Module, blocks: list[str], styles: dict[str, str], *, reread: bool
 ) -> tuple[TensorSpec, ...]:
     specs: list[TensorSpec] = []
     first_name: dict[int, str] = {}

@@ -47,7 +47,7 @@ def write_files(
     if len(groups) == 1:
         names = [single]
     for name, group in zip(names, groups):
-        _write_file(storage, name, {fqn: shapes[fqn] for fqn in group}, parts)
+        _write_file(storage, name, {fqn: shapes[fqn] for fqn in group}, parts=parts)
     if len(groups) == 1:
         return names
     weight_map = {fqn: name for name, group in zip(names, groups) for fqn in group}
@@ -59,7 +59,7 @@ def write_files(
     return [*names, INDEX]
 
 
-def _write_file(storage: Storage, name: str, shapes: Shapes, parts: Parts) -> None:
+def _write_file(storage: Storage, name: str, shapes: Shapes, *, parts: Parts) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for fqn, (shape, dtype) in shapes.items():

@@ -76,17 +76,25 @@ class WeightFiles:
         if not box.n_elements:
             return
         if not box.sizes:
-            target.copy_(self._rows(stored, (), (), 0, 1).reshape(()))
+            target.copy_(self._rows(stored, (), (), first=0, n=1).reshape(()))
             return
         row_bytes = prod(stored.shape[1:]) * DTYPE_BYTES[stored.dtype]
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
         for at in range(0, box.sizes[0], step):
             n = min(step, box.sizes[0] - at)
-            part = self._rows(stored, box.offsets[1:], box.sizes[1:], box.offsets[0] + at, n)
+            part = self._rows(
+                stored, box.offsets[1:], box.sizes[1:], first=box.offsets[0] + at, n=n
+            )
             target.narrow(0, at, n).copy_(part)
 
     def _rows(
-        self, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], first: int, n: int
+        self,
+        stored: StoredTensor,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        first: int,
+        n: int,
     ) -> Tensor:
         """[n, *sizes]: rows from `first` on, of each the part at `offsets`."""
         dtype: torch.dtype = getattr(torch, stored.dtype)
@@ -213,6 +221,7 @@ def fill(
     program: Program,
     specs: Sequence[TensorSpec],
     tensors: Mapping[str, tuple[Box, Tensor]],
+    *,
     seed: int,
 ) -> list[str]:
     """Fills `model.*` boxes from the program's weights, one chunk of memory at a time; returns the
@@ -237,7 +246,7 @@ def fill(
                 elif fqn in buffers:
                     left.append(fqn)
                 else:
-                    tensor.copy_(cut(_fresh(weights, fqn, shapes[fqn], seed), box))
+                    tensor.copy_(cut(_fresh(weights, fqn, shapes[fqn], seed=seed), box))
     finally:
         files.close()
     return left
@@ -250,7 +259,7 @@ def cut(whole: Tensor, box: Box) -> Tensor:
     return whole
 
 
-def _fresh(weights: Weights, fqn: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def _fresh(weights: Weights, fqn: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
     assert weights.fresh is not None
     torch.manual_seed(int.from_bytes(sha256(f"{seed} {fqn}".encode()).digest()[:8], "little") >> 1)
     made: Any = weights.fresh(fqn, shape)

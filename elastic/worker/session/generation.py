@@ -61,7 +61,9 @@ TAGS = 30_000
 
 def groups_of(place: Workplace, plan: Plan) -> Groups:
     """Not made yet."""
-    groups = Groups(plan.generation, plan.layout, place.device, needs_fsdp(place.job, plan.layout))
+    groups = Groups(
+        plan.generation, plan.layout, place.device, fsdp=needs_fsdp(place.job, plan.layout)
+    )
     if place.device_lost:
         groups.lose_device()
     return groups
@@ -75,6 +77,7 @@ class Generation:
         place: Workplace,
         order: EnterOrder,
         words: Callable[[], tuple[bool, bool]],
+        *,
         groups: Groups | None = None,
     ) -> None:
         """`groups`: those that were made ahead."""
@@ -176,14 +179,16 @@ class Generation:
         place, plan, state = self.place, self.plan, self.state
         step = -1
         if state is not None:
-            self._built = Stepper(place.program, place.job, plan, state, self.groups, place.faults)
+            self._built = Stepper(
+                place.program, place.job, plan, state=state, groups=self.groups, faults=place.faults
+            )
             if place.script is None:
                 place.extra.load(state.tensors)
             step = state.step
         # who only sends does not know it
         step = int(self.groups.control.all_reduce(torch.tensor([step]), dist.ReduceOp.MAX))
         place.at_phase("loading", step)
-        self._probe = Probe(place, self.order, self.groups, self._built)
+        self._probe = Probe(place, self.order, self.groups, stepper=self._built)
         try:
             return self._probe.at_entry(step)
         finally:
@@ -232,10 +237,10 @@ class Generation:
         # besides those of peer replicas one that a digest or the durable writer reads, and one that
         # it keeps for replicas
         limit = plan.copy_buffers + (2 if plan.layout.dp_replicate > 1 else 1)
-        self.host = HostCopies(place.host_memory, state.tensors, volatile, limit)
+        self.host = HostCopies(place.host_memory, state.tensors, volatile, limit=limit)
         state.before_change = self._before_change
         wire = None if group is None else lambda n: GroupWire(group, n % TAGS)
-        self.copies = PeerReplicas(place.profile, plan, state.rank, self.host, wire)
+        self.copies = PeerReplicas(place.profile, plan, state.rank, host=self.host, wire=wire)
         if group is not None:
             self.groups.connect(group, {*self.copies.to, *self.copies.kept})
         return self.host
@@ -243,7 +248,9 @@ class Generation:
     def _check(self, taken: Taken, after: HostCopy | None, leases: list[BufferLease]) -> None:
         """The digest check, behind the steps; it holds on to the buffers that it reads."""
         try:
-            check_digest(self.place, self.order, taken, after.wait() if after is not None else None)
+            check_digest(
+                self.place, self.order, taken, after=after.wait() if after is not None else None
+            )
         finally:
             for reader in (*leases, *((after,) if after is not None else ())):
                 reader.release()
@@ -286,11 +293,16 @@ class Generation:
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
         finish = run_on(place.device, pinned) if place.device.type == "cuda" else dict
         loader = self.loader = Loader(
-            dataset, parts_of_step, state.step, ReadAhead.of(job), place.readers, finish=finish
+            dataset,
+            parts_of_step,
+            state.step,
+            ahead=ReadAhead.of(job),
+            readers=place.readers,
+            finish=finish,
         )
         stepper.coming = lambda: loader.ready(state.step + 1)
         stop, entered_step = False, state.step
-        equal = SdcCheck(stepper, plan, place.faults, min(place.good_step, state.step))
+        equal = SdcCheck(stepper, plan, place.faults, good_step=min(place.good_step, state.step))
         if state.step >= last:
             self._finish(state)
             # all steps were done before, and the copy of the last was not stored
@@ -320,7 +332,7 @@ class Generation:
             if self.rank == 0:
                 self._report_step(heard.commit, state, (step_s, data_s, copy_s))
             if not stop and state.step < last:
-                self._compare(equal, state.step, batches, step_s)
+                self._compare(equal, state.step, batches, step_s=step_s)
             if state.step == last or (job.eval_every and state.step % job.eval_every == 0):
                 self._evaluate(stepper, state)
             if state.step == last:
@@ -411,9 +423,11 @@ class Generation:
             round(self.stepper.imbalance, 4),
             round(self.stepper.shares.pad_share(state.step - 1), 4),
         )
-        self.place.report(step_done(self.number, state.step, commit, times, skipped, shape))
+        self.place.report(
+            step_done(self.number, state.step, commit, times=times, skipped=skipped, shape=shape)
+        )
 
-    def _compare(self, equal: SdcCheck, step: int, batches: list[Batch], step_s: float) -> None:
+    def _compare(self, equal: SdcCheck, step: int, batches: list[Batch], *, step_s: float) -> None:
         """Results of ranks that must be equal, where it is time. The steps continue whatever is
         found: the driver ends them."""
         found = equal.after(step, batches, step_s)
@@ -486,9 +500,9 @@ class Generation:
             self.place.at_phase("evaluating", stepper.state.step)
 
         if not isinstance(validation, Sets):
-            return stepper.evaluate(validation, collate, n_samples, tick)
+            return stepper.evaluate(validation, collate, n_samples, tick=tick)
         each = {
-            name: stepper.evaluate(one, collate, n_samples, tick)
+            name: stepper.evaluate(one, collate, n_samples, tick=tick)
             for name, one in validation.items()
         }
         mean = sum(metrics["validation_loss"] for metrics in each.values()) / len(each)

@@ -58,7 +58,7 @@ class Probe:
     sends."""
 
     def __init__(
-        self, place: Workplace, order: EnterOrder, groups: Groups, stepper: Stepper | None
+        self, place: Workplace, order: EnterOrder, groups: Groups, *, stepper: Stepper | None
     ) -> None:
         self.place, self.order, self.groups, self.stepper = place, order, groups, stepper
         self.possible = (

@@ -55,7 +55,7 @@ def rehearse(place: Workplace) -> None:
     if place.profile.n_params > WHOLE_MOST_PARAMETERS or place.program.weights is not None:
         _rehearse_on_meta(place)
         if cp > 1:
-            check_calls(place.program, _batch(place, 1, "cpu", 2 * cp), cp)
+            check_calls(place.program, _batch(place, 1, "cpu", multiple=2 * cp), cp)
         return
     torch.manual_seed(0)
     model = place.program.model().to(place.device)
@@ -68,7 +68,7 @@ def rehearse(place: Workplace) -> None:
         _refuse_a_mean(float(_loss(place, model, 1)), float(_loss(place, model, 2)))
         place.probe_repeats = _repeats(place, model)
     if cp > 1:
-        check_loss(place.program, model, _batch(place, 1, place.device, 2 * cp), cp)
+        check_loss(place.program, model, _batch(place, 1, place.device, multiple=2 * cp), cp=cp)
 
 
 def _repeats(place: Workplace, model: nn.Module) -> bool:
@@ -164,7 +164,7 @@ def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
         rehearsal.layers,
         rehearsal.n_microbatches,
     )
-    groups = Groups(0, layout, place.device, needs_fsdp(place.job, layout))
+    groups = Groups(0, layout, place.device, fsdp=needs_fsdp(place.job, layout))
     try:
         groups.pretend(rank)
         state = TrainState(
@@ -177,11 +177,12 @@ def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
             job=place.job,
         )
         state.fill_zeros()
-        stepper = Stepper(place.program, place.job, plan, state, groups)
+        stepper = Stepper(place.program, place.job, plan, state=state, groups=groups)
         n_rows = plan.samples[stepper.dp]
         if plan.layout.pp == 1:
             stepper.forward_backward(
-                [_batch(place, n_rows, place.device, stepper.sequence.multiple)], train=True
+                [_batch(place, n_rows, place.device, multiple=stepper.sequence.multiple)],
+                train=True,
             )
         elif not _pass_through_stages(place, stepper, n_rows // plan.n_microbatches):
             return True  # built, and no more: nothing is known of what its stage is called with
@@ -223,7 +224,7 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
 
 
 def _batch(
-    place: Workplace, times: int, device: torch.device | str, multiple: int = 1
+    place: Workplace, times: int, device: torch.device | str, *, multiple: int = 1
 ) -> dict[str, torch.Tensor]:
     """The first sample, `times` over; of what a job gives micro-batches by tokens, filled up, and
     no more than go into one."""

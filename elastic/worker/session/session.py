@@ -328,7 +328,12 @@ class Session:
         while part.rank == 0:
             try:
                 return checkpoint_writer.commit(
-                    place.storage, step, plan.generation, len(plan.ranks), epoch, meta
+                    place.storage,
+                    step,
+                    plan.generation,
+                    world_size=len(plan.ranks),
+                    epoch=epoch,
+                    meta=meta,
                 )
             except StateLost:  # the parts of other ranks are still being written
                 if time.monotonic() > deadline:
@@ -454,7 +459,9 @@ class Session:
         with heard_by(lambda: self._at_phase("preparing", 0)):
             place = self._open()
         if checks is not None and self.job.fingerprint:
-            mine = fingerprint(self.job.program, self.job, place.profile, self.job.n_samples)
+            mine = fingerprint(
+                self.job.program, self.job, place.profile, n_samples=self.job.n_samples
+            )
             checks.program(self.job.fingerprint, mine)
         self._notes = self._notes or DeviceNotes(self.me, place.device, self._put)
         rehearse(place)
@@ -543,7 +550,7 @@ class Session:
         with self._lock:
             ahead, self._ahead = self._ahead, None
         groups = ahead.take(order) if ahead is not None else None
-        generation = Generation(place, order, lambda: self._words(number), groups)
+        generation = Generation(place, order, lambda: self._words(number), groups=groups)
         with self._lock:
             gone = number <= self._aborted
             if gone:

@@ -232,7 +232,9 @@ def _to_host(held: Held, place: Workplace) -> Held:
 # proof
 
 
-def check_digest(place: Workplace, order: EnterOrder, taken: Taken, after: Tensors | None) -> None:
+def check_digest(
+    place: Workplace, order: EnterOrder, taken: Taken, *, after: Tensors | None
+) -> None:
     """Reports this worker's part of layer (c) of promise 5: the digest of what it gave, and of what
     it has now. Runs behind the steps. The transfers cover each new box once, so that the sums over
     all workers agree, replicas included; what was read from storage is compared with the digest

@@ -53,7 +53,7 @@ class EnterOrder:
 
 
 def host_rendezvous(
-    plan: Plan, host: str, timeout_s: float, store_s: float = STORE_S
+    plan: Plan, host: str, timeout_s: float, *, store_s: float = STORE_S
 ) -> tuple[Rendezvous, Any]:
     """Where the participants of the plan meet, and the store there, which this process hosts.
     `store_s`: that one waits there for another."""

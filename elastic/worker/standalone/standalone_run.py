@@ -209,11 +209,13 @@ class StandaloneRun:
         over."""
         assert self.session.place is not None
         profile = self._checked(self.session.place)
-        mark = fingerprint(self.spec.program, job, profile, job.n_samples)
+        mark = fingerprint(self.spec.program, job, profile, n_samples=job.n_samples)
         passed: list[str] = []
         while True:
             begin = self._begin(meeting, mark, passed)
-            plan = plan_of(self.spec, profile, self.layout, begin.generation, begin.resume)
+            plan = plan_of(
+                self.spec, profile, self.layout, generation=begin.generation, resume=begin.resume
+            )
             meta = {"run": self.name, KEY: mark}
             copies = StaticCheckpoints(
                 self.storage, meeting, plan, begin.epoch, meta, self.spec, self._metrics

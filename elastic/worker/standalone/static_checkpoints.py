@@ -109,7 +109,12 @@ class StaticCheckpoints:
         }
         meta = {**self.meta, **cut, "digest": str(digest), "saved_at_s": time.time()}
         uri = checkpoint_writer.commit(
-            self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta
+            self.storage,
+            step,
+            plan.generation,
+            world_size=len(plan.ranks),
+            epoch=self.epoch,
+            meta=meta,
         )
         self.newest = CommittedCheckpoint(step, uri, {**metrics, "step": step})
         self._validation[step] = float(metrics.get("validation_loss", math.inf))

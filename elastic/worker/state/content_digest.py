@@ -121,7 +121,7 @@ class _Keys:
             stream,
             start,
             n=n,
-            make=lambda stream, start, n: _drawn(stream, start, n, self.device),
+            make=lambda stream, start, n: _drawn(stream, start, n, device=self.device),
         )
 
     def keys(self, dim: int, start: int, n: int) -> torch.Tensor:
@@ -136,7 +136,7 @@ class _Keys:
             return self.low(dim)[at : at + n] * high
         return (high[:, None] * self.low(dim)[None, :]).view(-1)[start - (first << LOW) :][:n]
 
-    def last(self, dim: int, start: int, n: int, halves: bool) -> torch.Tensor:
+    def last(self, dim: int, start: int, n: int, *, halves: bool) -> torch.Tensor:
         """int64 [n]: keys of the words, or of the 16-bit halves, start..start+n-1 along the last
         dimension."""
         if not halves:
@@ -165,9 +165,12 @@ def _tensor_sum(box: Box, tensor: torch.Tensor, keys: _Keys) -> torch.Tensor:
     rows = _outer(outer[:cut], keys.device)
     matrix = words.view(-1, n_columns)
     if cut < last:
-        columns = _outer([*outer[cut:], keys.last(last, start, n, halves)], keys.device)
+        columns = _outer([*outer[cut:], keys.last(last, start, n, halves=halves)], keys.device)
         return _sum(
-            matrix, rows, columns, keys.mask(start, n).repeat(n_columns // n) if halves else None
+            matrix,
+            rows,
+            columns,
+            mask=keys.mask(start, n).repeat(n_columns // n) if halves else None,
         )
     return _by_steps(matrix, rows, keys, dim=last, start=start, halves=halves)
 
@@ -188,7 +191,7 @@ def _by_steps(
             right = left + n_whole * step
             whole = matrix[0, left - start : right - start].view(n_whole, step)
             part = rows[0] * _sum(
-                whole, keys.drawn(2 * dim, left >> LOW, n_whole), keys.low(dim), None
+                whole, keys.drawn(2 * dim, left >> LOW, n_whole), keys.low(dim), mask=None
             )
         else:
             right = min(left - left % step + step, end)
@@ -196,8 +199,8 @@ def _by_steps(
             part = _sum(
                 matrix[:, left - start : right - start],
                 rows,
-                keys.last(dim, left, right - left, halves),
-                mask,
+                keys.last(dim, left, right - left, halves=halves),
+                mask=mask,
             )
         total = part if total is None else total + part
         left = right
@@ -206,7 +209,7 @@ def _by_steps(
 
 
 def _sum(
-    words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None
+    words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, *, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Sum of rows[i] x words[i, j] x columns[j], in blocks: on a CPU of such a size that they stay
     in the cache. `mask`: the bits of a word that count."""
@@ -255,10 +258,10 @@ def _outer(keys: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _low(dim: int) -> torch.Tensor:
-    return _drawn(2 * dim + 1, 0, 1 << LOW, torch.device("cpu"))
+    return _drawn(2 * dim + 1, 0, 1 << LOW, device=torch.device("cpu"))
 
 
-def _drawn(stream: int, start: int, n: int, device: torch.device) -> torch.Tensor:
+def _drawn(stream: int, start: int, n: int, *, device: torch.device) -> torch.Tensor:
     """int64 [n]: odd numbers, SplitMix64 (Steele, Lea, Flood 2014) of the index with a seed per
     stream."""
     at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device) * _signed(

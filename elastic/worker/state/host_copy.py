@@ -257,6 +257,7 @@ class HostCopies:
         memory: HostMemory,
         tensors: Tensors,
         volatile: frozenset[str],
+        *,
         limit: int = 2,
         device: torch.device | None = None,
     ) -> None:

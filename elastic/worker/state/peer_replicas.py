@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 from elastic.errors import InternalError
@@ -100,6 +101,7 @@ class PeerReplicas:
         profile: ModelProfile,
         plan: Plan,
         rank: int,
+        *,
         host: HostCopies,
         wire: Callable[[int], Wire] | None,
     ) -> None:
@@ -184,9 +186,7 @@ class PeerReplicas:
         flight.left = 1 + len(incoming)
         self._begin(flight, lambda: self._send(flight, wire))
         for sender, lease in incoming.items():
-            self._begin(
-                flight, lambda lease=lease, sender=sender: receive_boxes(lease.buffer, wire, sender)
-            )  # type: ignore[misc]
+            self._begin(flight, partial(receive_boxes, lease.buffer, wire, sender))
         flight.stall_s = time.monotonic() - began_s
 
     def _begin(self, flight: _Flight, work: Callable[[], str]) -> None:
@@ -217,7 +217,9 @@ class PeerReplicas:
             problem = str(error)
             flight.quit.set()
         whole = (
-            send_boxes(flight.own.lease.buffer, wire, self.to, flight.pace, flight.quit)
+            send_boxes(
+                flight.own.lease.buffer, wire, self.to, pace=flight.pace, quit_now=flight.quit
+            )
             if self.to
             else True
         )
@@ -266,16 +268,17 @@ class PeerReplicas:
         )
 
     def _held(self, flight: _Flight) -> list[Held]:
-        own = self._holds(self.rank, flight.step, flight.own.wait(), flight.own.lease)
+        own = self._holds(self.rank, flight.step, flight.own.wait(), lease=flight.own.lease)
         return [own, *self._received(flight)]
 
     def _received(self, flight: _Flight) -> list[Held]:
         theirs = {r: self._flat[r].views(lease.buffer) for r, lease in flight.incoming.items()}
         return [
-            self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items()
+            self._holds(r, flight.step, theirs[r], lease=lease)
+            for r, lease in flight.incoming.items()
         ]
 
-    def _holds(self, rank: int, step: int, tensors: Tensors, lease: BufferLease) -> Held:
+    def _holds(self, rank: int, step: int, tensors: Tensors, *, lease: BufferLease) -> Held:
         plan = self.plan
         return Held(
             plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease

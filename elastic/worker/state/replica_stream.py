@@ -83,7 +83,12 @@ def sum_of(chunk: torch.Tensor) -> int:
 
 
 def send_boxes(
-    buffer: torch.Tensor, wire: Wire, to: Sequence[int], pace: RateLimit, quit_now: threading.Event
+    buffer: torch.Tensor,
+    wire: Wire,
+    to: Sequence[int],
+    *,
+    pace: RateLimit,
+    quit_now: threading.Event,
 ) -> bool:
     """Sends the buffer (uint8, a multiple of 8 bytes) to each of `to`. False: it was given up on
     the way."""

@@ -115,7 +115,7 @@ class TrainState:
         self.before_change: Callable[[], object] = lambda: None
         self._make_optimizer_state(trainable)
         self.tensors = self._boxed(boxes(profile, self.layout, self.layers, self.rank))
-        self.frozen = self._boxed(reread_boxes(profile, self.layout, self.layers, self.rank))
+        self.frozen = self._boxed(reread_boxes(profile, self.layout, self.layers, rank=self.rank))
         owned = {box.fqn for box in owned_boxes(profile, self.layout, self.layers, self.rank)}
         self.owned = owned
         buffers = {f"model.{spec.fqn}" for spec in profile.specs if spec.buffer}
@@ -130,8 +130,10 @@ class TrainState:
             ModelOptions.of(job, self.layout, self.rank),
             gives_output=stage == self.layout.n_stages - 1,
         )
-        model = cut_stage(build_meta(self.program), self.program, self.profile, self.layers, stage)
-        model = parallelize(model, self.program, self.profile, groups.mesh, options)
+        model = cut_stage(
+            build_meta(self.program), self.program, self.profile, layers=self.layers, stage=stage
+        )
+        model = parallelize(model, self.program, self.profile, mesh=groups.mesh, options=options)
         to_empty(model, groups.device, self.layout.offload)
         # FSDP keeps the tie
         if groups.mesh is None or "fsdp" not in (groups.mesh.mesh_dim_names or ()):
@@ -225,7 +227,7 @@ class TrainState:
 
     def _fill_from_weights(self, seed: int) -> None:
         mine = {fqn: held for fqn, held in self.tensors.items() if fqn.startswith("model.")}
-        left = fill(self.program, self.profile.specs, mine, seed)
+        left = fill(self.program, self.profile.specs, mine, seed=seed)
         made = fresh_buffers(self.program, seed) if left else {}  # a whole model, on the CPU
         for fqn in left:
             mine["model." + fqn][1].copy_(made[fqn])
@@ -233,7 +235,7 @@ class TrainState:
     def read_frozen(self) -> None:
         """What no other rank sends: frozen weights, from where they lie."""
         if self.frozen:
-            fill(self.program, self.profile.specs, self.frozen, 0)
+            fill(self.program, self.profile.specs, self.frozen, seed=0)
 
     def release_frozen(self) -> None:
         """Gives up the memory of the frozen weights, whoever still refers to them: nobody takes

@@ -274,7 +274,7 @@ class _Exchange:
             if not flight.stream.sends:
                 self._sum(flight)
                 if flight.buffer is not None:
-                    unpack(flight.buffer, flight.message, self.write, self.sizes.grouped)
+                    unpack(flight.buffer, flight.message, self.write, together=self.sizes.grouped)
             if flight.buffer is not None:
                 self.staged -= self.chunk_bytes
                 if len(self.spare) * self.chunk_bytes < self.most_staged:
@@ -392,7 +392,9 @@ def pack(message: Message, read: Region, buffer: torch.Tensor, together: bool = 
             at += padded(piece.n_bytes)
 
 
-def unpack(buffer: torch.Tensor, message: Message, write: Region, together: bool = False) -> None:
+def unpack(
+    buffer: torch.Tensor, message: Message, write: Region, *, together: bool = False
+) -> None:
     """The inverse of `pack`."""
     pairs = ((write(piece), part) for piece, part in _parts(buffer, message))
     copy_all(

@@ -40,7 +40,7 @@ class BatchShares:
 
     def ids(self, step: int) -> list[int]:
         """Of all ranks."""
-        return sample_ids(self.job.n_samples, self.job.global_batch, self.job.seed, step)
+        return sample_ids(self.job.n_samples, self.job.global_batch, self.job.seed, step=step)
 
     def cut(self, step: int) -> Cut:
         return self._cut(step)

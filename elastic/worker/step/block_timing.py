@@ -37,6 +37,7 @@ class BlockTiming:
         models: Sequence[nn.Module],
         program: Program,
         device: torch.device,
+        *,
         faults: DeviceFaults,
     ) -> None:
         self.device, self.faults = device, faults

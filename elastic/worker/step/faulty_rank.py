@@ -59,7 +59,7 @@ class Tripped(ProgramError):
 
 
 def find_faulty_rank(
-    trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, plan: Plan, groups: Groups
+    trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, *, plan: Plan, groups: Groups
 ) -> FaultyRank:
     """The same on every rank: all of them have seen this commit, so all of them take part here.
     `ids`: samples of the step, of each data-parallel rank; None = a stream's."""

@@ -103,7 +103,7 @@ class Stepper:
     """Runs the steps of one generation on one rank."""
 
     def __init__(
-        self, program: Program, job: Job, plan: Plan, state: TrainState, groups: Groups,
+        self, program: Program, job: Job, plan: Plan, *, state: TrainState, groups: Groups,
         faults: DeviceFaults | None = None,
     ) -> None:  # fmt: skip
         self.program, self.job, self.plan, self.state, self.groups = (
@@ -120,7 +120,9 @@ class Stepper:
         # and the rows and microbatches that it was made for
         self._pipeline: tuple[tuple[int, int], Pipeline] | None = None
         self._staged: list[nn.Module] | None = None
-        self.spans = BlockTiming(state.models, program, self.device, faults or DeviceFaults())
+        self.spans = BlockTiming(
+            state.models, program, self.device, faults=faults or DeviceFaults()
+        )
         self._incoming = Incoming(self.device)
         # batches of the step behind the one under way, if they are read
         self.coming: Callable[[], list[Batch]] = list
@@ -128,7 +130,7 @@ class Stepper:
         # for the loss of its part of the sequences of its samples
         self.speaks = last_stage and self.at.tp == 0
         self.counts = self.speaks and self.at.cp == 0  # its samples and their tokens
-        self.sequence = Sequence(program, plan.layout, self.at, groups)
+        self.sequence = Sequence(program, plan.layout, self.at, groups=groups)
         self.shares = BatchShares(job, plan)
         self.has_blocks = not plan.layers or any(
             plan.layers[stage] for stage in stages_at(plan.layout, self.at.pp)
@@ -177,12 +179,15 @@ class Stepper:
         batches: Iterable[Batch],
         train: bool,
         valid: Iterable[int] | None = None,
+        *,
         n_microbatches: int = 0,
     ) -> tuple[float, int]:
         """Loss sum and token count of this rank's samples; `valid`: only so many rows of each batch
         count (the rest is filling). A single batch is cut into the plan's micro-batches (or
         `n_microbatches`); several are micro-batches themselves."""
-        (loss_sum,), (tokens,) = read(self._computed(batches, train, valid, n_microbatches))
+        (loss_sum,), (tokens,) = read(
+            self._computed(batches, train, valid, n_microbatches=n_microbatches)
+        )
         return loss_sum, int(tokens)
 
     def _computed(
@@ -190,6 +195,7 @@ class Stepper:
         batches: Iterable[Batch],
         train: bool,
         valid: Iterable[int] | None = None,
+        *,
         n_microbatches: int = 0,
     ) -> tuple[Number, Number]:
         """The same as scalar tensors, where they are still on the device; tokens are counted before
@@ -280,7 +286,11 @@ class Stepper:
             self._pipeline = (
                 cut,
                 Pipeline(
-                    self._stages(), self.groups.pp, self.plan.layout, n_microbatches, self.device
+                    self._stages(),
+                    self.groups.pp,
+                    self.plan.layout,
+                    n=n_microbatches,
+                    device=self.device,
                 ),
             )
         return self._pipeline[1]
@@ -438,12 +448,17 @@ class Stepper:
         if commit.overflowed and commit.finite and not self.loss_scale.exhausted:
             return None  # no more than a loss scale that was too large
         found = judge(
-            self.rules, self.memory, commit, dict(zip(names, commit.block_norms, strict=False))
+            self.rules,
+            self.memory,
+            commit,
+            blocks=dict(zip(names, commit.block_norms, strict=False)),
         )
         if found is None:
             return None
         in_a_row = self.memory.in_a_row if self.memory is not None else 0
-        return trip_of(found, self.rules.of(found[0]), step, self.plan.rolled_back, in_a_row)
+        return trip_of(
+            found, self.rules.of(found[0]), step, before=self.plan.rolled_back, in_a_row=in_a_row
+        )
 
     def faulty_rank(self, trip: Trip, together: bool = True) -> FaultyRank:
         """Which rank it was; all ranks take part here, or else (`together`) nobody is named."""
@@ -455,7 +470,7 @@ class Stepper:
         ids = None if stream else [self.shares.ids_of(step, dp) for dp in range(n)]
         if not together:
             return FaultyRank(-1, None, UNNAMED, None if stream else tuple(self.shares.ids(step)))
-        return find_faulty_rank(trip, mine, ids, self.plan, self.groups)
+        return find_faulty_rank(trip, mine, ids, plan=self.plan, groups=self.groups)
 
     def _done(self, commit: Commit) -> None:
         if self.trip is None:
@@ -564,7 +579,7 @@ class Stepper:
     # validation
 
     def evaluate(
-        self, dataset: Any, collate: Any, n_samples: int, tick: Callable[[], None]
+        self, dataset: Any, collate: Any, n_samples: int, *, tick: Callable[[], None]
     ) -> dict[str, float]:
         """Validation loss and the program's metrics, per token, and what its `evaluate` sums, per
         its own count, over `n_samples` samples spread evenly over the set; every rank gets the

@@ -165,7 +165,9 @@ class SdcCheck:
     """The checks of one generation. `good_step`: of the newest check before it, as far as this rank
     knows."""
 
-    def __init__(self, stepper: Stepper, plan: Plan, faults: DeviceFaults, good_step: int) -> None:
+    def __init__(
+        self, stepper: Stepper, plan: Plan, faults: DeviceFaults, *, good_step: int
+    ) -> None:
         asked = stepper.job.check_numbers_every
         self.auto = asked == "auto"
         self.every = AUTO_EVERY if asked == "auto" else asked

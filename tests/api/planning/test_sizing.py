@@ -27,7 +27,7 @@ def query(
     that were asked about."""
     asked: list[int] = []
 
-    def find(model: ModelProfile, job: Job, groups: Sequence[NodeGroup], aim: Aim) -> Offers:
+    def find(model: ModelProfile, job: Job, groups: Sequence[NodeGroup], *, aim: Aim) -> Offers:
         n = sum(group.n_nodes for group in groups)
         asked.append(n)
         if n < least:
@@ -87,12 +87,12 @@ def test_scaling_ends_where_efficiency_has_fallen() -> None:
     data = answers.scaling(asked_for, machines(), 0.5)
     assert [row["n_gpus"] for row in data["curve"]] == [8, 16, 32, 64, 128, 256]
     assert (data["useful_gpus"], asked) == (128, [1, 2, 4, 8, 16, 32])
-    assert len(answers.scaling(asked_for, machines(), 0.5, 16)["curve"]) == 2
+    assert len(answers.scaling(asked_for, machines(), 0.5, n_most=16)["curve"]) == 2
     asked_for, _ = query(lambda n: 100.0 / n, least=4)
     first = answers.scaling(asked_for, machines(), 0.5)["curve"][0]
     assert (first["layout"], first["why_not"]) == (None, "4 nodes hold it")
     with pytest.raises(InfeasiblePlan, match="4 nodes hold it"):
-        answers.scaling(asked_for, machines(), 0.5, 16)
+        answers.scaling(asked_for, machines(), 0.5, n_most=16)
 
 
 @pytest.mark.parametrize(("sample_bytes", "read", "what"), [

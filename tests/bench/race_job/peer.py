@@ -50,7 +50,7 @@ def steps(program: Program, built: Model, first: int, last: int) -> Iterator[tup
     share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     for step in range(first, last):
         rows = default_collate(
-            [dataset[i] for i in sample_ids(len(dataset), BATCH, SEED, step)[share]]
+            [dataset[i] for i in sample_ids(len(dataset), BATCH, SEED, step=step)[share]]
         )
         n_tokens = BATCH * rows["target"].shape[1]
         # DDP takes the mean over ranks

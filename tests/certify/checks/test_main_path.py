@@ -105,7 +105,7 @@ def test_a_transition_too_many_or_too_few_fails() -> None:
 
 def test_samples_of_another_order_are_counted() -> None:
     right = {
-        s: digest_text(digest(sample_ids(main_path.N_SAMPLES, GLOBAL_BATCH, 7, s - 1)))
+        s: digest_text(digest(sample_ids(main_path.N_SAMPLES, GLOBAL_BATCH, 7, step=s - 1)))
         for s in range(1, 6)
     }
     assert wrong_samples(right, 7) == 0

@@ -124,21 +124,21 @@ def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> 
     setting = child.Setting(tmp_path, {"A_NAME": "x"})
     code = "import os; print('{\"a\": \"' + os.environ['A_NAME'] + '\"}')"
     assert child.last_json(
-        child.run([sys.executable, "-c", code], setting, Limit.after(60), "it")
+        child.run([sys.executable, "-c", code], setting, Limit.after(60), what="it")
     ) == {"a": "x"}
     with pytest.raises(Failed, match="it failed: no such thing"):
         child.run(
             [sys.executable, "-c", "raise SystemExit('no such thing')"],
             setting,
             Limit.after(60),
-            "it",
+            what="it",
         )
     nested = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; "
         "time.sleep(60)', 'certify-nested'])"
     )
     with pytest.raises(OutOfTime):
-        child.run([sys.executable, "-c", nested], setting, Limit.after(1.0), "it")
+        child.run([sys.executable, "-c", nested], setting, Limit.after(1.0), what="it")
     until(lambda: not _nested(), "the end of what was killed")
     with pytest.raises(Failed, match="it printed no result: nothing"):
         child.last_json("nothing")

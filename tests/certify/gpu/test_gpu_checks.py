@@ -70,7 +70,7 @@ def test_what_is_measured_can_be_measured(name: str) -> None:
     """At tiny sizes without a GPU: all figures that the bounds are for, and those that mean
     something there."""
     found = bare_runs.run(
-        Place("cpu-gloo", 1), (gpu_checks.MODULE, name, "dry"), Limit.after(600), 600.0
+        Place("cpu-gloo", 1), (gpu_checks.MODULE, name, "dry"), Limit.after(600), most_s=600.0
     )
     of_a_gpu = {f"{of}_mib_growth" for of in ("allocated", "reserved", "used")}
     assert {bound.figure for bound in gpu_checks.MEASURES[name].bounds} - of_a_gpu <= found.keys()

@@ -44,7 +44,7 @@ def test_each_can_be_planned(n: int) -> None:
     found = [*all_layouts(n), *abort_layouts(n), *chain(n)]
     assert {one.world_size for one in all_layouts(n)} == set(range(1, n + 1))
     for layout in found:
-        plan = plan_of(1, layout, workers, N_BLOCKS, peer_every=2)
+        plan = plan_of(1, layout, workers, n_blocks=N_BLOCKS, peer_every=2)
         assert sum(plan.samples) == GLOBAL_BATCH
         assert sum(plan.layers) == N_BLOCKS
         assert len(plan.ranks) == layout.world_size

@@ -46,6 +46,6 @@ def test_they_end_with_their_time(limit_s: float, most_s: float, error: type[Exc
             PLACE,
             ("elastic.certify.reference.bare_torch", "train", "100000"),
             Limit.after(limit_s),
-            most_s,
+            most_s=most_s,
         )
     assert set(processes.descendants(os.getpid())) <= before

@@ -112,7 +112,7 @@ def test_a_copy_whose_bytes_changed_after_it_was_written_is_found(tmp_path: Path
     copies = CheckpointCommitter(storage, 1, {}, verify=True)
     for step in (5, 10):
         checkpoint_writer.write_shard(
-            storage, step, 1, 0, [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))]
+            storage, step, 1, rank=0, items=[(Box("w", (0,), (64,), "float32"), torch.arange(64.0))]
         )
     shard = next((tmp_path / "checkpoints" / "step-00000010.g0001").glob("*.distcp"))
     data = bytearray(shard.read_bytes())

@@ -57,7 +57,7 @@ def parts(step: int) -> CheckpointParts:
 def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once(
     tmp_path: Path, slow: SlowStorage
 ) -> None:
-    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, slow.commit)
+    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, write=slow.commit)
     copies.clean()
     copies.commit(parts(5))
     assert slow.busy.wait(60)  # from here on all that is ordered waits
@@ -85,7 +85,7 @@ def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once
 def test_a_commit_that_does_not_come_back_is_said_once_and_may_still_be_done(
     tmp_path: Path, slow: SlowStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, slow.commit)
+    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, write=slow.commit)
     copies.commit(parts(5))
     assert slow.busy.wait(10.0)
     copies.commit(parts(10))
@@ -118,7 +118,7 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
     monkeypatch.setattr(checkpoint_index, "clean", odder)
     monkeypatch.setattr(checkpoint_index, "remove_copy", odder)
     monkeypatch.setattr("elastic.cluster.backend.checkpoint_commit.REMOVE_WAIT_S", 0.0)
-    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, odd)
+    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, write=odd)
     copies.clean()
     copies.remove("step-1")
     copies.commit(parts(5))
@@ -127,7 +127,7 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
     assert [(e.step, e.reason) for e in found if isinstance(e, CopyFailed)] == [
         (5, "not committed: ZeroDivisionError: odd")
     ]
-    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, odd)
+    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, write=odd)
     copies.clean()
     copies.commit(parts(6))
     copies.close()
@@ -138,7 +138,7 @@ def test_closing_waits_a_bounded_time_and_holds_no_exit_up(
     tmp_path: Path, slow: SlowStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic.cluster.backend.checkpoint_commit.CLOSE_MOST_S", 0.1)
-    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, slow.commit)
+    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, write=slow.commit)
     copies.commit(parts(5))
     assert slow.busy.wait(10.0)
     copies.close()
@@ -153,7 +153,7 @@ def test_a_marker_says_which_samples_its_steps_were_trained_on(tmp_path: Path) -
     storage = open_storage(tmp_path)
     for step in (5, 6):
         checkpoint_writer.write_shard(
-            storage, step, 1, 0, [(Box("w", (0,), (4,), "float32"), torch.arange(4.0))]
+            storage, step, 1, rank=0, items=[(Box("w", (0,), (4,), "float32"), torch.arange(4.0))]
         )
     copies = CheckpointCommitter(storage, 1, {}, digests={5: "0123456789abcdef"})
     found = []

@@ -385,12 +385,12 @@ def test_words_of_an_older_group_do_not_count() -> None:
 
 def test_the_board_gives_each_supervisor_every_order_once() -> None:
     board = Board()
-    assert board.exchange(1, 0, [Formed(1, 0, 0.0)], 0) == []
+    assert board.exchange(1, 0, [Formed(1, 0, 0.0)], n_seen=0) == []
     words, silent_s = board.take([ScriptOrder(1, "end"), ScriptOrder(2, "go")])
     assert words == [Formed(1, 0, 0.0)]
     assert set(silent_s) == {(1, 0)}
-    assert [order.kind for order in board.exchange(1, 0, [], 0)] == ["end"]
-    assert board.exchange(1, 0, [], 1) == []
+    assert [order.kind for order in board.exchange(1, 0, [], n_seen=0)] == ["end"]
+    assert board.exchange(1, 0, [], n_seen=1) == []
     assert board.take([])[0] == []
 
 

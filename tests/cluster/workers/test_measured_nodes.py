@@ -58,8 +58,8 @@ def test_a_file_for_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             profile_hardware._path(profile_hardware.ProfileRequest(), kind),
             kind,
             found | {"host": kind},
-            spec,
-            "s3://b/runs",
+            spec=spec,
+            uri="s3://b/runs",
         )
     assert {file.name for file in tmp_path.iterdir()} == {"H100.json", "A100.json"}
     assert read_hardware(tmp_path / "A100.json").accelerator_type == "A100"

@@ -23,7 +23,7 @@ NODES = [NodeGroup("p", catalog_hardware.profile(catalog.find_chip("H100-80GB-SX
 
 def test_only_where_it_is_asked_for() -> None:
     assert all(offer.layout.ep == 1 for offer in find_offers(MOE, JOB, NODES).best)
-    found = find_offers(MOE, replace(JOB, ep=True), NODES, Aim(n_best=20))
+    found = find_offers(MOE, replace(JOB, ep=True), NODES, aim=Aim(n_best=20))
     with_ep = [offer for offer in found.best if offer.layout.ep > 1]
     assert with_ep or "ep" in found.rejected
     for offer in with_ep:

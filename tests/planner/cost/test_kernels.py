@@ -85,13 +85,13 @@ def test_an_architecture_that_nobody_measured_is_like_another() -> None:
 def test_a_product_takes_its_flop_unless_its_bytes_take_longer() -> None:
     compute.matmul_s.cache_clear()
     chip = ComputeTarget(GPU, PLAIN)
-    assert compute.matmul_s(chip, 1024, 4096, 1024) == pytest.approx(
+    assert compute.matmul_s(chip, 1024, 4096, n=1024) == pytest.approx(
         2 * 1024 * 4096 * 1024 / (1e12 * 0.8 * 0.5)
     )
     thin = 2 * (1 * 4096 + 4096 * 1024 + 1024) / 1e9
-    assert compute.matmul_s(chip, 1, 4096, 1024) == pytest.approx(thin)
+    assert compute.matmul_s(chip, 1, 4096, n=1024) == pytest.approx(thin)
     assert compute.matmul_s(
-        ComputeTarget(GPU, replace(PLAIN, launch_s=1.0)), 1, 4096, 1024
+        ComputeTarget(GPU, replace(PLAIN, launch_s=1.0)), 1, 4096, n=1024
     ) == pytest.approx(thin + 1)
 
 
@@ -100,13 +100,13 @@ def test_tiles_that_are_not_full_and_a_last_wave_that_is_not_cost_their_part() -
     gpu, full = replace(GPU, memory_bytes_per_s=1e12), 2 * rows * k * n / (1e12 * 0.8 * 0.5)
     for tail, lost in ((1.0, 128 / 100 * 8 / 5), (0.5, (128 / 100 * 8 / 5) ** 0.5), (0.0, 1.0)):
         assert compute.matmul_s(
-            ComputeTarget(gpu, replace(PLAIN, tail=tail)), rows, k, n
+            ComputeTarget(gpu, replace(PLAIN, tail=tail)), rows, k, n=n
         ) == pytest.approx(full * lost)
 
 
 def test_what_cuts_a_product() -> None:
     chip = ComputeTarget(replace(GPU, units=0), PLAIN)
-    whole = compute.product_s(chip, Matmul(4096, 4096, 4096, cut="n"), Layout(), 1)
+    whole = compute.product_s(chip, Matmul(4096, 4096, 4096, cut="n"), Layout(), n_rows=1)
     for layout, cut, share in (
         (Layout(tp=4), "n", 4),
         (Layout(tp=4), "k", 4),
@@ -114,31 +114,31 @@ def test_what_cuts_a_product() -> None:
         (Layout(cp=2), "", 2),
     ):
         assert compute.product_s(
-            chip, Matmul(4096, 4096, 4096, cut=cut), layout, 1
+            chip, Matmul(4096, 4096, 4096, cut=cut), layout, n_rows=1
         ) == pytest.approx(whole / share)
-    assert compute.product_s(chip, Matmul(4096, 4096, 4096, 3.0), Layout(), 2) == pytest.approx(
-        6 * whole
-    )
+    assert compute.product_s(
+        chip, Matmul(4096, 4096, 4096, 3.0), Layout(), n_rows=2
+    ) == pytest.approx(6 * whole)
 
 
 def test_attention_with_fused_scores_computes_2_5_times_as_much_backward() -> None:
     chip, a = ComputeTarget(GPU, PLAIN), Attention(1024, 1024, 8, 8, 64)
     flop = 4 * 1024 * 512 * 8 * 64
-    assert compute.attention_s(chip, a, Layout(), 1, False) == pytest.approx(
+    assert compute.attention_s(chip, a, Layout(), n_rows=1, backward=False) == pytest.approx(
         flop / (1e12 * 0.8 * 0.5)
     )
-    assert compute.attention_s(chip, a, Layout(), 1, True) == pytest.approx(
+    assert compute.attention_s(chip, a, Layout(), n_rows=1, backward=True) == pytest.approx(
         2.5 * flop / (1e12 * 0.8 * 0.25)
     )
     written = ComputeTarget(GPU, replace(PLAIN, fused_attention=False))
     # masked too
-    assert compute.attention_s(written, a, Layout(), 1, True) == pytest.approx(
+    assert compute.attention_s(written, a, Layout(), n_rows=1, backward=True) == pytest.approx(
         2 * 2 * flop / (1e12 * 0.8 * 0.5)
     )
     odd = ComputeTarget(GPU, replace(PLAIN, fused_attention=False, odd_heads=0.1))
-    assert compute.attention_s(odd, replace(a, head_dim=63), Layout(), 1, False) == pytest.approx(
-        2 * flop * 63 / 64 / (1e12 * 0.8 * 0.5 * 0.1)
-    )
-    assert compute.attention_s(chip, a, Layout(tp=2, cp=2), 1, False) == pytest.approx(
-        flop / 4 / (1e12 * 0.8 * 0.5)
-    )
+    assert compute.attention_s(
+        odd, replace(a, head_dim=63), Layout(), n_rows=1, backward=False
+    ) == pytest.approx(2 * flop * 63 / 64 / (1e12 * 0.8 * 0.5 * 0.1))
+    assert compute.attention_s(
+        chip, a, Layout(tp=2, cp=2), n_rows=1, backward=False
+    ) == pytest.approx(flop / 4 / (1e12 * 0.8 * 0.5))

@@ -44,13 +44,16 @@ def test_what_all_processes_do_together_is_interpolated_and_then_stays() -> None
 
 def test_gpus_do_not_crowd_each_other() -> None:
     gpu = replace(catalog_hardware.NOMINAL, crowded_passes=((1, 3e14), (8, 3e14)))
-    assert site_of(JOB, gpu, 8, 64).chip == site_of(JOB, catalog_hardware.NOMINAL, 8, 64).chip
+    assert (
+        site_of(JOB, gpu, 8, world=64).chip
+        == site_of(JOB, catalog_hardware.NOMINAL, 8, world=64).chip
+    )
 
 
 def step_s(layout: Layout, gpu: HardwareProfile = CPU) -> float:
-    site = site_of(JOB, gpu, 1, layout.world_size)
+    site = site_of(JOB, gpu, 1, world=layout.world_size)
     return step_cost.step_cost(
-        site, ModelCost.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")
+        site, ModelCost.of(MODEL), layout, step=Step(1, 8 // layout.dp, 8, dtype="float32")
     ).step_s
 
 
@@ -79,7 +82,7 @@ def test_measured_collectives_take_what_they_took() -> None:
 
 def test_operations_under_tp_cost_the_host_more_the_more_processes_there_are() -> None:
     def tp_s(n: int) -> float:
-        site, layout = site_of(JOB, CPU, 1, n), Layout(tp=2)
+        site, layout = site_of(JOB, CPU, 1, world=n), Layout(tp=2)
         assert MODEL.sample is not None
         quick = replace(site.chip.kernels, dispatch_s=0.0)
         without = replace(site, chip=replace(site.chip, kernels=quick))

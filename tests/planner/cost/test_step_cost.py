@@ -71,20 +71,20 @@ def test_tp_reduces_the_hidden_state_four_times_and_six_where_it_is_computed_aga
 
 def test_stages_send_a_hidden_state_forward_and_its_gradient_back() -> None:
     one = 8192 * 4096 * 2 / SITE.links.between + SITE.links.between_hop_s
-    assert cost.pp_s(SITE, SAMPLE, Layout(pp=2, dp_shard=8), STEP) == pytest.approx(2 * one)
+    assert cost.pp_s(SITE, SAMPLE, Layout(pp=2, dp_shard=8), step=STEP) == pytest.approx(2 * one)
     twice = Layout(pp=2, dp_shard=8, schedule="interleaved1f1b")
-    assert cost.pp_s(SITE, SAMPLE, twice, STEP) == pytest.approx(4 * one)
+    assert cost.pp_s(SITE, SAMPLE, twice, step=STEP) == pytest.approx(4 * one)
     near = 8192 * 4096 * 2 / 4 / SITE.links.inside + SITE.links.inside_hop_s
-    assert cost.pp_s(SITE, SAMPLE, Layout(pp=2, tp=4), STEP) == pytest.approx(2 * near)
+    assert cost.pp_s(SITE, SAMPLE, Layout(pp=2, tp=4), step=STEP) == pytest.approx(2 * near)
 
 
 def test_shards_of_a_block_are_gathered_in_bfloat16_and_scattered_in_float32() -> None:
     block = LLAMA_8B.attention_params + LLAMA_8B.mlp_params + 2 * 4096
-    found = cost.shards(SITE, WORK, Layout(dp_shard=8), STEP)
+    found = cost.shards(SITE, WORK, Layout(dp_shard=8), step=STEP)
     assert found.gather == pytest.approx(gather_s(SITE.links, 2 * block, RankGroup(8)))
     assert found.scatter == pytest.approx(gather_s(SITE.links, 4 * block, RankGroup(8)))
     assert found.replicas == 0.0
-    both = cost.shards(SITE, WORK, Layout(dp_replicate=4, dp_shard=8), STEP)
+    both = cost.shards(SITE, WORK, Layout(dp_replicate=4, dp_shard=8), step=STEP)
     assert both.replicas == pytest.approx(
         reduce_s(SITE.links, 4 * LLAMA_8B.n_params / 8, RankGroup(4, 8))
     )
@@ -106,33 +106,35 @@ def test_offload_copies_up_twice_and_gradients_down_once() -> None:
     shard = LLAMA_8B.n_params / 8 * 4
     up = shard * (2 * 3 + 1) / 6.3e10
     updated = shard * 7.5 / (cost.HOST_BYTES_PER_S / 8)
-    assert cost.offload_s(SITE, WORK, Layout(dp_shard=8, offload=True), 3) == pytest.approx(
+    assert cost.offload_s(SITE, WORK, Layout(dp_shard=8, offload=True), m=3) == pytest.approx(
         up + updated
     )
-    assert cost.offload_s(SITE, WORK, Layout(dp_shard=8), 3) == 0.0
+    assert cost.offload_s(SITE, WORK, Layout(dp_shard=8), m=3) == 0.0
 
 
 def test_gradients_of_further_microbatches_are_added_up() -> None:
     """Read in bfloat16; the sum read and written in float32: 10 bytes an element, of the shard at
     stage 3."""
     rate = 3.35e12 * SITE.kernels.bandwidth
-    assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8), 4) == pytest.approx(
+    assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8), m=4) == pytest.approx(
         3 * LLAMA_8B.n_params / 8 * 10 / rate
     )
-    assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8, zero_stage=1), 4) == pytest.approx(
+    assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8, zero_stage=1), m=4) == pytest.approx(
         3 * LLAMA_8B.n_params * 10 / rate
     )
-    assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8), 1) == 0.0
+    assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8), m=1) == 0.0
 
 
 def test_a_step_ends_with_the_commit_of_all_ranks() -> None:
-    few, many = (step_cost(SITE, WORK, Layout(dp_shard=n), STEP).parts["commit"] for n in (8, 64))
+    few, many = (
+        step_cost(SITE, WORK, Layout(dp_shard=n), step=STEP).parts["commit"] for n in (8, 64)
+    )
     assert (few, many) == (commit_s(SITE.links, 8), commit_s(SITE.links, 64)) and 0 < few < many
 
 
 def test_nodes_that_wait_for_each_other() -> None:
-    found = step_cost(SITE, WORK, Layout(dp_shard=32), replace(STEP, global_batch=256))
+    found = step_cost(SITE, WORK, Layout(dp_shard=32), step=replace(STEP, global_batch=256))
     rest = found.step_s - found.parts["jitter"]
     # 4 nodes: two doublings
     assert found.parts["jitter"] == pytest.approx(rest * SITE.kernels.jitter * 2)
-    assert step_cost(Site(SITE.chip, 8), WORK, Layout(dp_shard=8), STEP).parts["jitter"] == 0.0
+    assert step_cost(Site(SITE.chip, 8), WORK, Layout(dp_shard=8), step=STEP).parts["jitter"] == 0.0

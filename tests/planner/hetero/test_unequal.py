@@ -92,11 +92,12 @@ def test_a_number_that_does_not_divide_is_no_reason_to_cut_the_model_thinly() ->
     whole = plan_layout(one, job(), there)
     assert whole.layout == Layout(dp_shard=13)
     least = memory.memory_bytes(ModelCost.of(one), Layout(dp_shard=6, tp=2))
-    found = plan_layout(one, job(schedule="1f1b"), there, LayoutLimits(memory_bytes=least))
+    found = plan_layout(one, job(schedule="1f1b"), there, limits=LayoutLimits(memory_bytes=least))
     assert found.layout == Layout(dp_shard=6, tp=2)
     assert found.rejected[0] == "pp=13: with 1 worker more a step would take 1.16 times as long"
     assert (
-        plan_layout(one, job(), there, LayoutLimits(memory_bytes=least)).layout.world_size == 13
+        plan_layout(one, job(), there, limits=LayoutLimits(memory_bytes=least)).layout.world_size
+        == 13
     ), "interleaved it waits less"
 
 
@@ -147,7 +148,7 @@ def test_equal_speeds_keep_even_stages_and_the_given_order() -> None:
     there = nodes(2, 2, 2)
     for text in ("pp=3,dp_shard=2", "pp=2,dp_shard=3", "pp=3,tp=2"):
         found = plan_layout(
-            MODEL, job(layout=text), there, LayoutLimits(rates=rates(there, (7.0, 7.0, 7.0)))
+            MODEL, job(layout=text), there, limits=LayoutLimits(rates=rates(there, (7.0, 7.0, 7.0)))
         )
         assert found == plan_layout(MODEL, job(layout=text), there)
         assert found.layers == hetero_shares.stage_layers(8, found.layout.pp) and names(found) == [
@@ -160,7 +161,9 @@ def test_equal_speeds_keep_even_stages_and_the_given_order() -> None:
 def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
     there = nodes(1, 1, 1, 1)
     speeds = rates(there, (1.0, 0.5, 1.0, 0.5))
-    found = plan_layout(MODEL, job(layout="pp=2,dp_shard=2"), there, LayoutLimits(rates=speeds))
+    found = plan_layout(
+        MODEL, job(layout="pp=2,dp_shard=2"), there, limits=LayoutLimits(rates=speeds)
+    )
     stages = [
         {speeds[found.ranks[rank]] for rank in grid.stage_ranks(found.layout, p)} for p in (0, 1)
     ]
@@ -175,7 +178,7 @@ def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
 def test_interleaved_stages_follow_the_speeds() -> None:
     there = nodes(1, 1)
     wanted = job(layout="pp=2,schedule=interleaved1f1b")
-    found = plan_layout(MODEL, wanted, there, LayoutLimits(rates=rates(there, (1.0, 3.0))))
+    found = plan_layout(MODEL, wanted, there, limits=LayoutLimits(rates=rates(there, (1.0, 3.0))))
     assert len(found.layers) == 4 and sum(found.layers) == 8
     of = [sum(found.layers[p::2]) for p in (0, 1)]
     fast = [worker.node_id for worker in found.ranks].index("n1")
@@ -204,13 +207,16 @@ def test_no_stage_is_deeper_and_no_share_larger_than_memory_holds() -> None:
     limits = LayoutLimits(48 << 30, hardware=hardware, memory=room)
     data = {"global_batch": 64, "precision": "bfloat16"}
     for keys in ({"layout": "auto"}, {"layout": "auto,pp=2"}, {"layout": "auto,pp=4"}):
-        found = plan_layout(profile, Job.from_plain(data | keys), there, limits)
+        found = plan_layout(profile, Job.from_plain(data | keys), there, limits=limits)
         assert sum(found.samples) == 64 and sum(found.layers) == 32
         for rank, worker in enumerate(found.ranks):
             at = grid.coordinates(found.layout, rank)
             step = Step(found.n_microbatches, found.samples[at.dp(found.layout)], 64, 8, "bfloat16")
             blocks = sum(found.layers[v] for v in grid.stages_at(found.layout, at.pp))
-            assert memory.stage_bytes(work, found.layout, step, blocks) <= usable[worker.node_id]
+            assert (
+                memory.stage_bytes(work, found.layout, step, n_blocks=blocks)
+                <= usable[worker.node_id]
+            )
 
 
 def test_unequal_memory_makes_room_for_a_pipeline_that_even_stages_do_not_have() -> None:
@@ -218,9 +224,12 @@ def test_unequal_memory_makes_room_for_a_pipeline_that_even_stages_do_not_have()
     block = 2 * 4 * 512 * 512  # parameters and gradients
     there, wanted = nodes(1, 1), job(layout="auto,dp_shard=1")
     with pytest.raises(InfeasiblePlan):
-        plan_layout(one, wanted, there, LayoutLimits(3 * block))
+        plan_layout(one, wanted, there, limits=LayoutLimits(3 * block))
     found = plan_layout(
-        one, wanted, there, LayoutLimits(2 * block, memory={"n0": 2 * block, "n1": 6 * block})
+        one,
+        wanted,
+        there,
+        limits=LayoutLimits(2 * block, memory={"n0": 2 * block, "n1": 6 * block}),
     )
     deep = dict(zip(names(found), found.layers, strict=True))
     assert found.layout.pp == 2 and deep == {"n0": 2, "n1": 6}
@@ -232,7 +241,9 @@ def test_unequal_memory_makes_room_for_a_pipeline_that_even_stages_do_not_have()
 def test_tensor_parallel_groups_are_of_equal_gpus_of_one_node() -> None:
     there = nodes(4, 4)
     speeds = rates(there, (1.0, 1.0)) | {WorkerId("n0", 1): 0.4, WorkerId("n0", 2): 0.4}
-    found = plan_layout(MODEL, job(layout="dp_shard=4,tp=2"), there, LayoutLimits(rates=speeds))
+    found = plan_layout(
+        MODEL, job(layout="dp_shard=4,tp=2"), there, limits=LayoutLimits(rates=speeds)
+    )
     for group in grid.axis_groups(found.layout, ("cp", "tp")):
         members = [found.ranks[rank] for rank in group]
         assert (
@@ -246,14 +257,19 @@ def test_pipelines_of_one_kind_or_stages_of_one_kind_whichever_is_faster() -> No
     there = nodes(1, 1, 1, 1)
     speeds = rates(there, (1.0, 3.0, 1.0, 3.0))
     few = plan_layout(
-        MODEL, job(layout="pp=2,dp_shard=2", global_batch=8), there, LayoutLimits(rates=speeds)
+        MODEL,
+        job(layout="pp=2,dp_shard=2", global_batch=8),
+        there,
+        limits=LayoutLimits(rates=speeds),
     )
     at = [(speeds[few.ranks[d]], speeds[few.ranks[2 + d]]) for d in (0, 1)]
     assert few.samples == (4, 4) and {frozenset(pair) for pair in at} == {frozenset((1.0, 3.0))}, (
         "stages of one kind"
     )
     shallow = ModelProfile(2, 1, MODEL.specs, MODEL.optimizers, 0.0, 1)
-    many = plan_layout(shallow, job(layout="pp=2,dp_shard=2"), there, LayoutLimits(rates=speeds))
+    many = plan_layout(
+        shallow, job(layout="pp=2,dp_shard=2"), there, limits=LayoutLimits(rates=speeds)
+    )
     at = [(speeds[many.ranks[d]], speeds[many.ranks[2 + d]]) for d in (0, 1)]
     assert sorted(at) == [(1.0, 1.0), (3.0, 3.0)], (
         "two blocks cannot be dealt out unequally: pipelines of one kind"
@@ -264,18 +280,21 @@ def test_pipelines_of_one_kind_or_stages_of_one_kind_whichever_is_faster() -> No
 def test_a_worker_that_costs_more_than_it_gives_is_left_out() -> None:
     there = nodes(1, 1, 1, 1)
     slow = rates(there, (1.0, 0.02, 1.0, 1.0))
-    found = plan_layout(MODEL, job(global_batch=8), there, LayoutLimits(rates=slow))
+    found = plan_layout(MODEL, job(global_batch=8), there, limits=LayoutLimits(rates=slow))
     assert names(found) == ["n0", "n2", "n3"] and found.layout.world_size == 3
     assert "with 1 worker more a step would take" in found.rejected[0]
     kept = plan_layout(
-        MODEL, job(global_batch=8), there, LayoutLimits(rates=rates(there, (1.0, 0.6, 1.0, 1.0)))
+        MODEL,
+        job(global_batch=8),
+        there,
+        limits=LayoutLimits(rates=rates(there, (1.0, 0.6, 1.0, 1.0))),
     )
     assert kept.layout.world_size == 4
     with pytest.raises(InfeasiblePlan, match="5 pipeline stages|min_workers"):
-        plan_layout(MODEL, job(min_workers=5), there, LayoutLimits(rates=slow))
+        plan_layout(MODEL, job(min_workers=5), there, limits=LayoutLimits(rates=slow))
     assert (
         plan_layout(
-            MODEL, job(global_batch=8, min_workers=4), there, LayoutLimits(rates=slow)
+            MODEL, job(global_batch=8, min_workers=4), there, limits=LayoutLimits(rates=slow)
         ).layout.world_size
         == 4
     )
@@ -292,16 +311,16 @@ def crossing(found: Choice, zones: dict[str, str]) -> bool:
 
 def test_a_node_in_another_zone_is_a_replica() -> None:
     there, zones = nodes(4, 4, 4), {"n0": "a", "n1": "b", "n2": "a"}
-    found = plan_layout(MODEL, job(), there, LayoutLimits(zones=zones))
+    found = plan_layout(MODEL, job(), there, limits=LayoutLimits(zones=zones))
     assert found.layout == Layout(dp_replicate=3, dp_shard=4) and not crossing(found, zones)
     assert found.rejected[0].startswith(
         "dp_shard=12: its shards would lie in a and b; only replicas may"
     )
     assert plan_layout(
-        MODEL, job(across_zones=True), there, LayoutLimits(zones=zones)
+        MODEL, job(across_zones=True), there, limits=LayoutLimits(zones=zones)
     ).layout == Layout(dp_shard=12)
     assert plan_layout(
-        MODEL, job(), there, LayoutLimits(zones={"n0": "a", "n1": "", "n2": "a"})
+        MODEL, job(), there, limits=LayoutLimits(zones={"n0": "a", "n1": "", "n2": "a"})
     ).layout == Layout(dp_shard=12)
 
 
@@ -311,9 +330,9 @@ def test_a_named_layout_that_would_cross_zones_is_refused_or_placed_within_one()
         InfeasiblePlan,
         match=r"of 12 workers each within one zone do not fit: workers in zones are a 8, b 4",
     ):
-        plan_layout(MODEL, job(layout="dp_shard=12"), there, LayoutLimits(zones=zones))
+        plan_layout(MODEL, job(layout="dp_shard=12"), there, limits=LayoutLimits(zones=zones))
     assert names(
-        plan_layout(MODEL, job(layout="dp_shard=8"), there, LayoutLimits(zones=zones))
+        plan_layout(MODEL, job(layout="dp_shard=8"), there, limits=LayoutLimits(zones=zones))
     ) == ["n0", "n2"]
 
 
@@ -339,7 +358,7 @@ def test_whatever_the_nodes_what_is_chosen_holds(
             MODEL,
             job(layout=text, global_batch=batch),
             made,
-            LayoutLimits(room, rates=speeds, zones=zones),
+            limits=LayoutLimits(room, rates=speeds, zones=zones),
         )
     except InfeasiblePlan:
         return
@@ -363,7 +382,7 @@ def test_whatever_the_nodes_what_is_chosen_holds(
         MODEL,
         job(layout=text, global_batch=batch),
         made,
-        LayoutLimits(room, rates=speeds, zones=zones),
+        limits=LayoutLimits(room, rates=speeds, zones=zones),
     )
 
 
@@ -373,13 +392,13 @@ def test_a_pinned_size_of_microbatches_holds_for_unequal_shares_too() -> None:
         MODEL,
         job(global_batch=16, microbatch_size=4, layout="dp_shard=2"),
         there,
-        LayoutLimits(rates=rates(there, (2.0, 1.0))),
+        limits=LayoutLimits(rates=rates(there, (2.0, 1.0))),
     )
     assert max(found.samples) <= 4 * found.n_microbatches and sum(found.samples) == 16
     free = plan_layout(
         MODEL,
         job(global_batch=16, layout="dp_shard=2"),
         there,
-        LayoutLimits(rates=rates(there, (2.0, 1.0))),
+        limits=LayoutLimits(rates=rates(there, (2.0, 1.0))),
     )
     assert free.samples == (11, 5)

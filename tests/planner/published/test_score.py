@@ -163,13 +163,18 @@ def test_gated_and_tied_are_those_whose_parameters_come_nearest() -> None:
         vocab="50257",
         seq_len="1024",
     )
-    found = measurements.decoder_of(gpt, 1024, "bfloat16", "fsdp1")  # GPT-2 XL: plain MLP, tied
+    found = measurements.decoder_of(
+        gpt, 1024, "bfloat16", software="fsdp1"
+    )  # GPT-2 XL: plain MLP, tied
     assert (found.gated, found.tied, found.ffn, found.kv_heads) == (False, True, 6400, 25)
 
 
 def test_heads_that_are_not_said_are_128_wide_and_divide() -> None:
     assert (
-        measurements.decoder_of(row(heads="", kv_heads=""), 8192, "bfloat16", "fsdp2").heads == 32
+        measurements.decoder_of(
+            row(heads="", kv_heads=""), 8192, "bfloat16", software="fsdp2"
+        ).heads
+        == 32
     )
     assert measurements._heads(1000) == 5 and measurements._heads(64) == 1
 
@@ -177,7 +182,7 @@ def test_heads_that_are_not_said_are_128_wide_and_divide() -> None:
 def test_experts_are_said_in_the_notes() -> None:
     found = measurements.decoder_of(
         row(notes="128 experts top-8", params_b="30.5", layers="48", hidden="2048", kv_heads="4",
-        ffn="768", vocab="151936"), 4096, "bfloat16", "megatron-2024",
+        ffn="768", vocab="151936"), 4096, "bfloat16", software="megatron-2024",
     )  # fmt: skip
     assert (found.experts, found.active, found.width) == (128, 8, 128)
 

@@ -78,7 +78,7 @@ def test_replicas_stand_in_for_each_other() -> None:
 def test_every_loss_of_one_node_is_covered_by_keepers() -> None:
     for layout in (Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2)):
         whole = plan(layout)
-        to = replica_holders(layout, whole.ranks, {}, 1)
+        to = replica_holders(layout, whole.ranks, {}, n=1)
         holdings = [
             Holding(whole.ranks[keeper], 1, rank, 5, "peer")
             for rank in range(len(to))

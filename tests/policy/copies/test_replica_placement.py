@@ -67,7 +67,7 @@ def test_every_box_has_a_holder_after_the_loss_of_any_r_nodes(
     case: tuple[Layout, tuple[WorkerId, ...], int, list[int]],
 ) -> None:
     layout, ranks, n, gpus = case
-    to = replica_holders(layout, ranks, {}, n)
+    to = replica_holders(layout, ranks, {}, n=n)
     plan = Plan(1, layout, ranks, (), (), copies_to=to)
     holdings = [
         Holding(ranks[k], 1, rank, 5, "peer")
@@ -91,21 +91,26 @@ def test_every_box_has_a_holder_after_the_loss_of_any_r_nodes(
 
 def test_what_a_node_held_comes_back_from_several() -> None:
     ranks = workers([4, 4, 4, 4, 4])
-    to = replica_holders(Layout(dp_shard=20), ranks, {}, 1)
+    to = replica_holders(Layout(dp_shard=20), ranks, {}, n=1)
     assert {ranks[to[rank][0]].node_id for rank in range(4)} == {"n1", "n2", "n3", "n4"}
 
 
 def test_replicas_count_and_only_one_of_them_sends() -> None:
     two_nodes = workers([2, 2])
-    assert replica_holders(Layout(dp_replicate=2, dp_shard=2), two_nodes, {}, 1) == ((), (), (), ())
+    assert replica_holders(Layout(dp_replicate=2, dp_shard=2), two_nodes, {}, n=1) == (
+        (),
+        (),
+        (),
+        (),
+    )
     same_node = replica_holders(
-        Layout(dp_shard=2, dp_replicate=2), tuple(two_nodes[i] for i in (0, 2, 1, 3)), {}, 1
+        Layout(dp_shard=2, dp_replicate=2), tuple(two_nodes[i] for i in (0, 2, 1, 3)), {}, n=1
     )
     assert sum(map(bool, same_node)) == 2, (
         "both replicas on one node: one of them sends to the other node"
     )
     three = workers([1, 1, 1, 1])
-    to = replica_holders(Layout(dp_replicate=2, dp_shard=2), three, {}, 2)
+    to = replica_holders(Layout(dp_replicate=2, dp_shard=2), three, {}, n=2)
     assert [len(t) for t in to] == [1, 1, 0, 0]
     assert all(
         len(nodes) == 3 for nodes in holders(Layout(dp_replicate=2, dp_shard=2), three, to).values()
@@ -114,15 +119,15 @@ def test_replicas_count_and_only_one_of_them_sends() -> None:
 
 def test_copies_stay_in_their_zone_unless_the_job_widens_it() -> None:
     ranks, zones = workers([1, 1, 1, 1]), {"n0": "a", "n1": "a", "n2": "b", "n3": "b"}
-    inside = replica_holders(Layout(dp_shard=4), ranks, zones, 1)
+    inside = replica_holders(Layout(dp_shard=4), ranks, zones, n=1)
     assert inside == ((1,), (0,), (3,), (2,))
-    across = replica_holders(Layout(dp_shard=4), ranks, zones, 1, across=True)
+    across = replica_holders(Layout(dp_shard=4), ranks, zones, n=1, across=True)
     assert all(zones[f"n{rank}"] != zones[f"n{kept[0]}"] for rank, kept in enumerate(across)), (
         "a zone may be lost"
     )
-    both = replica_holders(Layout(dp_shard=4), ranks, zones, 2, across=True)
+    both = replica_holders(Layout(dp_shard=4), ranks, zones, n=2, across=True)
     assert all(len(kept) == 2 for kept in both)
-    assert replica_holders(Layout(dp_shard=4), ranks, zones, 2) == inside, (
+    assert replica_holders(Layout(dp_shard=4), ranks, zones, n=2) == inside, (
         "no second node in the zone"
     )
 
@@ -152,15 +157,19 @@ def planned(pool: Pool = GPU, **changes: object) -> Copies:
 
 def room_for(n_copies: int, buffers: int) -> int:
     """Host memory that is just enough: 25 % of so small a node is kept free."""
-    to = replica_holders(CHOICE.layout, CHOICE.ranks, {}, n_copies)
+    to = replica_holders(CHOICE.layout, CHOICE.ranks, {}, n=n_copies)
     return (
-        -(-max(node_bytes(CHOICE.ranks, to, rank_bytes(MODEL, CHOICE), buffers).values()) * 4 // 3)
+        -(
+            -max(node_bytes(CHOICE.ranks, to, rank_bytes(MODEL, CHOICE), buffers=buffers).values())
+            * 4
+            // 3
+        )
         + 4
     )
 
 
 def test_without_a_known_host_memory_copies_are_as_asked() -> None:
-    assert planned().to == replica_holders(CHOICE.layout, CHOICE.ranks, {}, 1)
+    assert planned().to == replica_holders(CHOICE.layout, CHOICE.ranks, {}, n=1)
     assert (planned().note, planned().buffers) == ("", 2)
     assert max(len(kept) for kept in planned(peer_copies=2).to) == 2
     assert planned(peer_copies=0) == planned(peer_every=0) == Copies()

@@ -135,7 +135,7 @@ def test_waiting_goes_on_while_it_is_worth_it() -> None:
     told = story(waiting_usd_per_h=4.5)
     refused(told, "spot")
     assert asked(told) == {}
-    found = deadline.waiting(told.state, FIXED, 2, told.now_s)
+    found = deadline.waiting(told.state, FIXED, 2, now_s=told.now_s)
     less = 4.5 - (6.0 - 2 * 1.0 * (1 + 0.05 * 185 / 3600))
     assert found.look_s - told.now_s == pytest.approx(
         3600 * (2 * 3.0 * 190 / 3600 / less - 0.25), rel=1e-3
@@ -366,9 +366,9 @@ def test_on_demand_stays_until_the_lead_is_two_changes_wide() -> None:
     told = measured(300, 5.0)
     on_time = 300 / 500 * (10 * 3600 - 185) + 185
     for lead_s, kept in ((-60, 0), (-1000, 0)):
-        found = deadline.needed(told.state, FIXED, 4, on_time + lead_s)
+        found = deadline.needed(told.state, FIXED, 4, now_s=on_time + lead_s)
         assert found is not None and not found.behind and found.ahead == (lead_s < -370), kept
-    late = deadline.needed(told.state, FIXED, 4, on_time + 60)
+    late = deadline.needed(told.state, FIXED, 4, now_s=on_time + 60)
     assert late is not None and late.behind and "1 min behind" in late.why
 
 

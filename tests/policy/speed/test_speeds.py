@@ -226,10 +226,16 @@ def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None
     assert story.state.plan is not None
     uneven = replace(story.state.plan, samples=(9, 3))
     state = replace(story.state, plan=uneven, plans={**story.state.plans, plan.generation: uneven})
-    found = infeasible(state, plan.generation, "out of memory", 1 << 30, story.now_s)
+    found = infeasible(
+        state, plan.generation, "out of memory", measured_bytes=1 << 30, at_s=story.now_s
+    )
     assert found.uneven_failed and not found.infeasible
     again = infeasible(
-        replace(found, failure=None), plan.generation, "out of memory", 1 << 30, story.now_s
+        replace(found, failure=None),
+        plan.generation,
+        "out of memory",
+        measured_bytes=1 << 30,
+        at_s=story.now_s,
     )
     assert plan.layout in again.infeasible
 

@@ -173,8 +173,8 @@ def test_machines_that_start_are_not_held_twice_against_the_budget() -> None:
         Story(budget_usd=1.0).state, instances={"spot": InstancesSeen("spot", starting=2)}
     )
     at_s = state.billed_at_s
-    assert limits.affordable(state, SPOT, 2.0, at_s) == limits.affordable(
-        replace(state, instances={}), SPOT, 2.0, at_s
+    assert limits.affordable(state, SPOT, 2.0, now_s=at_s) == limits.affordable(
+        replace(state, instances={}), SPOT, 2.0, now_s=at_s
     )
 
 

@@ -347,6 +347,6 @@ def undisturbed(program: Path) -> Undisturbed:
     )
     n_samples = len(loaded.dataset())  # type: ignore[arg-type]
     digests = [
-        digest_text(digest(sample_ids(n_samples, BATCH, SEED, step))) for step in range(STEPS)
+        digest_text(digest(sample_ids(n_samples, BATCH, SEED, step=step))) for step in range(STEPS)
     ]
     return Undisturbed(losses, digests, TOLERANCE)

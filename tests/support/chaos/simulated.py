@@ -424,7 +424,7 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
             Journal(path, epoch) if path is not None else _Kept(epoch, backend, lines, times)
         )
         try:
-            state = drive(backend, journal, replace(start, epoch=epoch), before)
+            state = drive(backend, journal, replace(start, epoch=epoch), state=before)
             if state.phase == "succeeded" or not any(
                 text in state.outcome_reason for text in REFUSALS.values()
             ):

@@ -214,9 +214,13 @@ def checkpoint(folder: Path) -> Target:
     """A whole one, of which one file is another; the seeds are its files, each behind its name."""
     storage = open_storage(str(folder))
     checkpoint_writer.write_shard(
-        storage, 5, 1, 0, [(Box("w", (0, 0), (8, 4), "float32"), torch.arange(32.0).reshape(8, 4))]
+        storage,
+        5,
+        1,
+        rank=0,
+        items=[(Box("w", (0, 0), (8, 4), "float32"), torch.arange(32.0).reshape(8, 4))],
     )
-    uri = checkpoint_writer.commit(storage, 5, 1, 1, 1, {"run": "r"})
+    uri = checkpoint_writer.commit(storage, 5, 1, world_size=1, epoch=1, meta={"run": "r"})
     files = sorted(path for path in Path(uri).iterdir())
     good = {path.name: path.read_bytes() for path in files}
 

@@ -42,7 +42,7 @@ def best(
     **job: Any,
 ) -> Offer:
     profile = model.profile() if isinstance(model, Decoder) else model
-    return find_offers(profile, replace(JOB, global_batch=batch, **job), groups, aim).best[0]
+    return find_offers(profile, replace(JOB, global_batch=batch, **job), groups, aim=aim).best[0]
 
 
 def cost_on(
@@ -55,4 +55,4 @@ def cost_on(
 ) -> Cost:
     """Of `m` microbatches of `rows` samples on each data-parallel rank."""
     step = Step(m, m * rows, m * rows * layout.dp, per_node, "bfloat16")
-    return step_cost(site_of(JOB, chip, per_node), ModelCost.of(model.profile()), layout, step)
+    return step_cost(site_of(JOB, chip, per_node), ModelCost.of(model.profile()), layout, step=step)

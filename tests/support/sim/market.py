@@ -58,7 +58,7 @@ def play(
     job = JOB | changes
     names = [pool.name for pool in pools]
     known = [fault for fault in faults if not fault.pool or fault.pool in names]
-    backend, journal = SimBackend(pools, Job.from_plain(job), known, delays), MemoryJournal()
+    backend, journal = SimBackend(pools, Job.from_plain(job), known, delays=delays), MemoryJournal()
     return Run(
         drive(backend, journal, DriverStarted("market", 1, job, pools, MODEL)), backend, journal
     )

@@ -50,7 +50,12 @@ def pass_through(
     pool.quiesced(len(layouts), len(plans[-1].ranks))
     pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last checkpoint")
     checkpoint_writer.commit(
-        open_storage(str(run)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {}
+        open_storage(str(run)),
+        job["steps"],
+        len(layouts),
+        world_size=len(plans[-1].ranks),
+        epoch=1,
+        meta={},
     )
     return pool.events(StepDone)
 

@@ -44,10 +44,10 @@ def save(storage: Storage, step: int) -> str:
             storage,
             step,
             1,
-            rank,
-            [(b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype))) for b in mine],
+            rank=rank,
+            items=[(b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype))) for b in mine],
         )
-    return commit(storage, step, 1, 2, 1, {})
+    return commit(storage, step, 1, world_size=2, epoch=1, meta={})
 
 
 def load(uri: str) -> int:
@@ -127,9 +127,9 @@ def scenario(points: Points, folder: Path) -> None:
             (b, torch.full(b.sizes, 30, dtype=getattr(torch, b.dtype)))
             for b in owned_boxes(MODEL, *CUT, rank)
         ]
-        write_shard(storage, 30, 1, rank, items)
+        write_shard(storage, 30, 1, rank=rank, items=items)
     points.phase = "commit"
-    commit(storage, 30, 1, 2, 1, {})
+    commit(storage, 30, 1, world_size=2, epoch=1, meta={})
     points.phase = "retention"
     checkpoint_index.remove_copy(storage, storage.uri_of("checkpoints/step-00000010.g0001"), 1)
     checkpoint_index.clean(storage, 1, 30)

@@ -146,7 +146,7 @@ class NcclLike(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, host: Host) -> None:
         super().__init__(rank, size)
         self.store, self.me, self.n = store, rank, size
-        self.host = gloo_of(PrefixStore("host", store), rank, size, timeout, host)
+        self.host = gloo_of(PrefixStore("host", store), rank, size, timeout=timeout, host=host)
         self.kernels = dist.ProcessGroupGloo(
             PrefixStore("kernels", store), rank, size, timeout=timedelta(days=1)
         )

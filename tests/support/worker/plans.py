@@ -30,7 +30,7 @@ def plan(
     )
     ranks = tuple(workers[: layout.world_size])
     if more.get("peer_every") and "copies_to" not in more:
-        more["copies_to"] = replica_holders(layout, ranks, {}, more.pop("n_copies", 1))
+        more["copies_to"] = replica_holders(layout, ranks, {}, n=more.pop("n_copies", 1))
     return Plan(generation, layout, ranks, shares(global_batch, layout.dp, m), layers, m, **more)
 
 

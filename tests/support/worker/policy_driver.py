@@ -82,7 +82,7 @@ class Driver:
     def commit_copy(self, parts: CheckpointParts) -> None:
         plan = parts.plan
         uri = checkpoint_writer.commit(
-            self.storage, parts.step, plan.generation, len(plan.ranks), 1, {}
+            self.storage, parts.step, plan.generation, world_size=len(plan.ranks), epoch=1, meta={}
         )
         self.fold(
             CopyStored(

@@ -56,7 +56,7 @@ def save(storage: Storage, cut: Cut, step: int = 1, generation: int = 1, epoch: 
     tensors = state(step)
     for rank in range(cut[0].world_size):
         items = ((box, part(tensors, box)) for box in owned_boxes(MODEL, *cut, rank))
-        n_bytes = write_shard(storage, step, generation, rank, items)
+        n_bytes = write_shard(storage, step, generation, rank=rank, items=items)
         assert n_bytes == storage.size(
             f"checkpoints/step-{step:08d}.g{generation:04d}/__{rank}_0.distcp"
         )
@@ -64,7 +64,7 @@ def save(storage: Storage, cut: Cut, step: int = 1, generation: int = 1, epoch: 
         storage,
         step,
         generation,
-        cut[0].world_size,
-        epoch,
-        {"layers": cut[1], "layout": str(cut[0])},
+        world_size=cut[0].world_size,
+        epoch=epoch,
+        meta={"layers": cut[1], "layout": str(cut[0])},
     )

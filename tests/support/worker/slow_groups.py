@@ -35,7 +35,7 @@ class SlowGroups(Transport):
             with open(self.noted_in, "a") as file:
                 file.write(f"{name}\n")
             time.sleep(self.setup_delay_s)  # sleeps: a slow set-up
-        return super().make(store, name, ranks, me, timeout, host)
+        return super().make(store, name, ranks, me=me, timeout=timeout, host=host)
 
 
 class SlowestGroups(SlowGroups):

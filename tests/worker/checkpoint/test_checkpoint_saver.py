@@ -181,7 +181,7 @@ def test_a_disk_that_runs_full_while_writing(
     on = Rank(tmp_path, four(Layout()), 0)
     on.save(10)
     on.finish(1)
-    uri = checkpoint_writer.commit(on.storage, 10, 1, 1, 1, {})
+    uri = checkpoint_writer.commit(on.storage, 10, 1, world_size=1, epoch=1, meta={})
     real = LocalStorage.create
 
     @contextmanager
@@ -215,7 +215,7 @@ def test_a_quota_is_kept(tmp_path: Path) -> None:
     for n, step in enumerate((10, 20), 1):
         on.save(step)
         assert isinstance(on.finish(n)[-1], ShardStored)
-        checkpoint_writer.commit(on.storage, step, 1, 1, 1, {})
+        checkpoint_writer.commit(on.storage, step, 1, world_size=1, epoch=1, meta={})
     on.save(30)
     failed = on.wait(3)[2]
     assert isinstance(failed, CopyFailed)
@@ -237,7 +237,7 @@ def test_a_replica_writes_the_part_of_a_writer_that_is_gone(tmp_path: Path) -> N
         on.wait(1)
     folder = tmp_path / "checkpoints" / "step-00000010.g0001"
     with pytest.raises(checkpoint_format.Damaged, match=r"rank-0\.json: missing"):
-        checkpoint_writer.commit(ranks[1].storage, 10, 1, 4, 1, {})
+        checkpoint_writer.commit(ranks[1].storage, 10, 1, world_size=4, epoch=1, meta={})
     ranks[2].saving.write_for(plan, 10, 0)  # rank 2 holds what rank 0 owns
     stored = ranks[2].wait(2)[1]
     assert isinstance(stored, ShardStored) and stored.rank == 0 and stored.n_bytes > 0
@@ -246,7 +246,10 @@ def test_a_replica_writes_the_part_of_a_writer_that_is_gone(tmp_path: Path) -> N
     ranks[0].wait(1)
     assert (folder / "__0_0.distcp").read_bytes() == before
     assert (
-        checkpoint_index.verify(checkpoint_writer.commit(ranks[1].storage, 10, 1, 4, 1, {})) == []
+        checkpoint_index.verify(
+            checkpoint_writer.commit(ranks[1].storage, 10, 1, world_size=4, epoch=1, meta={})
+        )
+        == []
     )
 
 
@@ -260,7 +263,7 @@ def test_a_partner_writes_from_its_peer_copy(tmp_path: Path) -> None:
     on.save(10)
     on.wait(2)
     checkpoint = checkpoint_index.open_checkpoint(
-        checkpoint_writer.commit(on.storage, 10, 1, 2, 1, {})
+        checkpoint_writer.commit(on.storage, 10, 1, world_size=2, epoch=1, meta={})
     )
     for box in owned_boxes(MODEL, plan.layout, plan.layers, 0):
         assert bool((checkpoint.read(box) == 7).all())
@@ -390,7 +393,10 @@ def test_what_replicas_have_read_from_storage_counts_once() -> None:
     for rank in range(2):
         order = EnterOrder(plan, rank, Rendezvous(plan.ranks, ("", 0)))
         check_digest(
-            place, order, Taken(stored_digest=stored if rank == 0 else None), tensors_of(plan, rank)
+            place,
+            order,
+            Taken(stored_digest=stored if rank == 0 else None),
+            after=tensors_of(plan, rank),
         )
     gather = Gather(lambda parts: None, lambda node: 1)
     assert [event for part in told for event in gather.add(ME, part)] == [

@@ -75,9 +75,9 @@ def save(run: Storage, profile: ModelProfile, step: int, layout: Layout) -> str:
             (b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype)))
             for b in owned_boxes(profile, layout, (), rank)
         ]
-        checkpoint_writer.write_shard(run, step, 1, rank, items)
+        checkpoint_writer.write_shard(run, step, 1, rank=rank, items=items)
     meta = {"layout": {"dp_shard": layout.dp_shard}, "saved_at_s": 5.0}
-    return checkpoint_writer.commit(run, step, 1, layout.world_size, 1, meta)
+    return checkpoint_writer.commit(run, step, 1, world_size=layout.world_size, epoch=1, meta=meta)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_weights_go_out_and_come_in_again(
     assert (done["step"], done["moments"], done["weights"]) == (4, 0, len(weights_of(model)))
     assert checkpoint_index.verify(done["uri"]) == []
     out = checkpoint_verbs.export(
-        run_of(tmp_path), None, open_storage(tmp_path / "out"), file_bytes
+        run_of(tmp_path), None, open_storage(tmp_path / "out"), file_bytes=file_bytes
     )
     found: dict[str, torch.Tensor] = {}
     for name in out["files"]:
@@ -392,7 +392,7 @@ def test_listed(program: Program, tmp_path: Path) -> None:
     run = run_of(tmp_path)
     save(run, trace(program), 10, Layout(dp_shard=2))
     checkpoint_writer.write_shard(
-        run, 20, 2, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
+        run, 20, 2, rank=0, items=[(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
     )
     new, old = listed(run)
     assert (new.step, new.generation, new.committed, new.layout) == (
@@ -426,7 +426,7 @@ def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> 
     assert remove(run, 10, force=True) == [uris[0]]
     assert run.list() == []
     checkpoint_writer.write_shard(
-        run, 30, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
+        run, 30, 1, rank=0, items=[(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
     )
     assert len(remove(run, 30)) == 1  # what was never committed may always go
 

@@ -94,10 +94,14 @@ def test_empty_boxes_and_ranks_without_boxes(storage: Storage) -> None:
     whole = Box("w", (0, 0), (2, 3), "float32")
     value = torch.arange(6.0).reshape(2, 3)
     write_shard(
-        storage, 1, 1, 0, [(whole, value), (Box("w", (2, 0), (0, 3), "float32"), torch.empty(0, 3))]
+        storage,
+        1,
+        1,
+        rank=0,
+        items=[(whole, value), (Box("w", (2, 0), (0, 3), "float32"), torch.empty(0, 3))],
     )
-    assert write_shard(storage, 1, 1, 1, []) == 0
-    checkpoint = open_checkpoint(commit(storage, 1, 1, 2, 1, {}))
+    assert write_shard(storage, 1, 1, rank=1, items=[]) == 0
+    checkpoint = open_checkpoint(commit(storage, 1, 1, world_size=2, epoch=1, meta={}))
     assert torch.equal(checkpoint.read(whole), value)
     assert checkpoint.read(Box("w", (2, 0), (0, 3), "float32")).shape == (0, 3)
     assert checkpoint.verify() == []
@@ -106,19 +110,25 @@ def test_empty_boxes_and_ranks_without_boxes(storage: Storage) -> None:
 def test_views_are_written_without_the_tensor_that_they_look_into(storage: Storage) -> None:
     big = torch.arange(1_000_000.0).reshape(1000, 1000)
     row, column = big[10:11], big[:, 7:8]
-    n_bytes = write_shard(storage, 1, 1, 0, [(Box("a", (0, 0), (1, 1000), "float32"), row)])
+    n_bytes = write_shard(
+        storage, 1, 1, rank=0, items=[(Box("a", (0, 0), (1, 1000), "float32"), row)]
+    )
     n_bytes += write_shard(
-        storage, 1, 1, 1, [(Box("b", (0, 0), (1000, 1), "float32"), torch.nn.Parameter(column))]
+        storage,
+        1,
+        1,
+        rank=1,
+        items=[(Box("b", (0, 0), (1000, 1), "float32"), torch.nn.Parameter(column))],
     )
     assert n_bytes < 20_000
-    checkpoint = open_checkpoint(commit(storage, 1, 1, 2, 1, {}))
+    checkpoint = open_checkpoint(commit(storage, 1, 1, world_size=2, epoch=1, meta={}))
     assert torch.equal(checkpoint.read(Box("b", (0, 0), (1000, 1), "float32")), column)
 
 
 def test_a_tensor_that_is_not_its_box_is_refused(storage: Storage) -> None:
     for tensor in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
         with pytest.raises(InternalError, match=r"w: box \(2,\) float32 holds"):
-            write_shard(storage, 1, 1, 0, [(Box("w", (0,), (2,), "float32"), tensor)])
+            write_shard(storage, 1, 1, rank=0, items=[(Box("w", (0,), (2,), "float32"), tensor)])
     assert storage.list() == []
 
 
@@ -183,12 +193,12 @@ def test_find_is_newest_first(storage: Storage) -> None:
 
 
 def test_commit_needs_every_rank(storage: Storage) -> None:
-    write_shard(storage, 1, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))])
+    write_shard(storage, 1, 1, rank=0, items=[(Box("w", (0,), (2,), "float32"), torch.zeros(2))])
     with pytest.raises(Damaged, match=r"rank-1\.json: missing"):
-        commit(storage, 1, 1, 2, 1, {})
+        commit(storage, 1, 1, world_size=2, epoch=1, meta={})
     storage.path("checkpoints/step-00000001.g0001/__0_0.distcp").write_bytes(b"short")
     with pytest.raises(Damaged, match=r"__0_0\.distcp: \d+ bytes were written, 5 are there"):
-        commit(storage, 1, 1, 1, 1, {})
+        commit(storage, 1, 1, world_size=1, epoch=1, meta={})
     assert find(storage) == []
 
 
@@ -206,16 +216,20 @@ def test_commit_refuses_gaps_and_overlaps(storage: Storage, second: Box) -> None
     first = Box("w", (0, 0), (2, 2), "float32")
     for rank, box in enumerate((first, second)):
         write_shard(
-            storage, 1, 1, rank, [(box, torch.zeros(box.sizes, dtype=getattr(torch, box.dtype)))]
+            storage,
+            1,
+            1,
+            rank=rank,
+            items=[(box, torch.zeros(box.sizes, dtype=getattr(torch, box.dtype)))],
         )
     with pytest.raises(Damaged, match="the boxes of w hold"):
-        commit(storage, 1, 1, 2, 1, {})
+        commit(storage, 1, 1, world_size=2, epoch=1, meta={})
 
 
 def test_the_marker_is_written_last(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that dies at any write of a commit leaves no checkpoint, and the next one can still
     commit."""
-    write_shard(storage, 1, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.ones(2))])
+    write_shard(storage, 1, 1, rank=0, items=[(Box("w", (0,), (2,), "float32"), torch.ones(2))])
     real, n_puts = LocalStorage.put, 0
     while not find(storage):
         left = n_puts
@@ -230,10 +244,10 @@ def test_the_marker_is_written_last(storage: Storage, monkeypatch: pytest.Monkey
         monkeypatch.setattr(LocalStorage, "put", dying)
         if n_puts < 2:
             with pytest.raises(OSError, match="killed"):
-                commit(storage, 1, 1, 1, 1, {})
+                commit(storage, 1, 1, world_size=1, epoch=1, meta={})
             assert find(storage) == []
         else:
-            commit(storage, 1, 1, 1, 1, {})
+            commit(storage, 1, 1, world_size=1, epoch=1, meta={})
         n_puts += 1
     assert n_puts == 3 and find_valid(storage)[1] == []
 
@@ -241,8 +255,11 @@ def test_the_marker_is_written_last(storage: Storage, monkeypatch: pytest.Monkey
 def test_equal_boxes_of_replicas_are_allowed(storage: Storage) -> None:
     box = Box("w", (0,), (2,), "float32")
     for rank in range(2):
-        write_shard(storage, 1, 1, rank, [(box, torch.ones(2))])
-    assert torch.equal(open_checkpoint(commit(storage, 1, 1, 2, 1, {})).read(box), torch.ones(2))
+        write_shard(storage, 1, 1, rank=rank, items=[(box, torch.ones(2))])
+    assert torch.equal(
+        open_checkpoint(commit(storage, 1, 1, world_size=2, epoch=1, meta={})).read(box),
+        torch.ones(2),
+    )
 
 
 def test_an_older_driver_is_fenced_off(storage: Storage) -> None:
@@ -260,18 +277,18 @@ def test_committing_and_writing_again_changes_nothing(storage: Storage) -> None:
     assert save(storage, CUTS[1]) == uri
     assert {key: storage.get(key) for key in storage.list()} == before
     with pytest.raises(Damaged, match="does not describe the files"):
-        commit(storage, 1, 1, 3, 1, {})
+        commit(storage, 1, 1, world_size=3, epoch=1, meta={})
 
 
 def test_racing_committers_leave_one_whole_checkpoint(storage: Storage) -> None:
     for rank in range(2):
         box = Box("w", (rank,), (1,), "float32")
-        write_shard(storage, 1, 1, rank, [(box, torch.full((1,), float(rank)))])
+        write_shard(storage, 1, 1, rank=rank, items=[(box, torch.full((1,), float(rank)))])
     start, uris = threading.Barrier(8), []
 
     def race(i: int) -> None:
         start.wait()
-        uris.append(commit(storage, 1, 1, 2, 1, {"committer": i}))
+        uris.append(commit(storage, 1, 1, world_size=2, epoch=1, meta={"committer": i}))
 
     racers = [threading.Thread(target=race, args=(i,)) for i in range(8)]
     for racer in racers:
@@ -290,7 +307,10 @@ def test_who_finds_no_marker_and_comes_second_leaves_the_one_that_came_meanwhile
     monkeypatch.setattr(
         checkpoint_writer, "read_marker", lambda *where: (looks.pop() if looks else real)(*where)
     )
-    assert commit(storage, 1, 1, CUTS[1][0].world_size, 1, {"who": "the second"}) == uri
+    assert (
+        commit(storage, 1, 1, world_size=CUTS[1][0].world_size, epoch=1, meta={"who": "the second"})
+        == uri
+    )
     assert "who" not in open_checkpoint(uri).meta
 
 
@@ -402,9 +422,13 @@ def write_large(storage: Storage) -> tuple[str, Tensor]:
     for rank in range(2):
         rows = value[1500 * rank : 1500 * (rank + 1)]
         write_shard(
-            storage, 1, 1, rank, [(Box("w", (1500 * rank, 0), (1500, 1000), "float32"), rows)]
+            storage,
+            1,
+            1,
+            rank=rank,
+            items=[(Box("w", (1500 * rank, 0), (1500, 1000), "float32"), rows)],
         )
-    return commit(storage, 1, 1, 2, 1, {}), value
+    return commit(storage, 1, 1, world_size=2, epoch=1, meta={}), value
 
 
 def test_large_blobs_are_read_straight_into_their_place(

@@ -39,7 +39,7 @@ def killed_everywhere(tmp_path: Path, every: int) -> list[tuple[str, int]]:
     before = open_storage(tmp_path / "before")
     for step in (10, 20):
         save(before, step)
-    write_shard(before, 15, 1, 0, [])  # an interrupted save, to be cleaned up
+    write_shard(before, 15, 1, rank=0, items=[])  # an interrupted save, to be cleaned up
     command = [
         sys.executable,
         str(TESTS / "support" / "worker" / "kill_everywhere.py"),
@@ -275,12 +275,14 @@ def test_credentials_that_expire(s3: Storage, proxy: object, phase: str) -> None
                 s3,
                 20,
                 1,
-                rank,
-                [(b, torch.full(b.sizes, 20, dtype=getattr(torch, b.dtype))) for b in mine],
+                rank=rank,
+                items=[(b, torch.full(b.sizes, 20, dtype=getattr(torch, b.dtype))) for b in mine],
             )
     proxy.faults.append(expired(times=10_000))  # type: ignore[attr-defined]
     with pytest.raises(ElasticError, match="ExpiredToken"):
-        save(s3, 20) if phase == "write_shard" else commit(s3, 20, 1, 2, 1, {})
+        save(s3, 20) if phase == "write_shard" else commit(
+            s3, 20, 1, world_size=2, epoch=1, meta={}
+        )
     proxy.faults.clear()  # type: ignore[attr-defined]
     assert load_newest(s3) == (10, [])
     save(s3, 20)

@@ -63,9 +63,9 @@ def test_before_its_successor_has_committed_it_commits_nothing(replaced: Storage
     with pytest.raises(
         Fenced, match="the driver of epoch 1 may not commit it; epoch 2 has taken over this run"
     ):
-        commit(replaced, 2, 1, 1, 1, {})
+        commit(replaced, 2, 1, world_size=1, epoch=1, meta={})
     assert [found.step for found in find(replaced)] == [1]
-    commit(replaced, 2, 1, 1, 2, {})
+    commit(replaced, 2, 1, world_size=1, epoch=2, meta={})
     assert [(found.step, found.epoch) for found in find(replaced)] == [(2, 2), (1, 1)]
 
 
@@ -82,7 +82,7 @@ def test_nor_where_it_is_replaced_while_it_looks_through_the_files(
 
     monkeypatch.setattr(replaced, "put", taken_over)
     with pytest.raises(Fenced, match="epoch 2"):
-        commit(replaced, 2, 1, 1, 1, {})
+        commit(replaced, 2, 1, world_size=1, epoch=1, meta={})
     assert [found.step for found in find(replaced)] == [1]
 
 
@@ -101,5 +101,5 @@ def test_a_file_that_only_has_the_name_of_a_newer_driver_keeps_nobody_from_commi
 ) -> None:
     replaced.put(TAKEN.key, b"{}")
     replaced.put("lease/99999999-00000000.json", SIGN)
-    commit(replaced, 2, 1, 1, 1, {})
+    commit(replaced, 2, 1, world_size=1, epoch=1, meta={})
     assert [found.step for found in find(replaced)] == [2, 1]

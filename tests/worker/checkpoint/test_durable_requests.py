@@ -18,10 +18,14 @@ N_RANKS = 6
 def test_sizes_are_asked_once_for_all_files(s3: S3Storage, proxy: FaultyProxy) -> None:
     for rank in range(N_RANKS):
         checkpoint_writer.write_shard(
-            s3, 5, 1, rank, [(Box("model.w", (2 * rank, 0), (2, 3), "float32"), torch.ones(2, 3))]
+            s3,
+            5,
+            1,
+            rank=rank,
+            items=[(Box("model.w", (2 * rank, 0), (2, 3), "float32"), torch.ones(2, 3))],
         )
     proxy.clear()
-    uri = checkpoint_writer.commit(s3, 5, 1, N_RANKS, 1, {})
+    uri = checkpoint_writer.commit(s3, 5, 1, world_size=N_RANKS, epoch=1, meta={})
     assert proxy.count("^HEAD") == 0 and proxy.count(r"^GET .*rank-\d+\.json") == N_RANKS
     assert proxy.count("list-type=2") <= 5, "twice for the fence, once for the sizes"
     proxy.clear()

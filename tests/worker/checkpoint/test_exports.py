@@ -59,7 +59,10 @@ def test_from_pretrained_loads_what_was_exported(name: str, tmp_path: Path) -> N
     program = load_program(PROGRAMS / name)
     model = stored(program, tmp_path)
     done = export_for(
-        open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "out")), program
+        open_storage(str(tmp_path / "run")),
+        None,
+        open_storage(str(tmp_path / "out")),
+        program=program,
     )
     assert set(done["files"]) == {"model.safetensors", "config.json"}
     with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as file:
@@ -79,7 +82,10 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
 
     program = causal_lm(tmp_path / "made", base.dataset, base.optimizer)
     done = export_for(
-        open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "out")), program
+        open_storage(str(tmp_path / "run")),
+        None,
+        open_storage(str(tmp_path / "out")),
+        program=program,
     )
     assert {"tokenizer.json", "generation_config.json", "config.json"} < set(done["files"])
     assert not (tmp_path / "out" / "notes.txt").exists()
@@ -91,7 +97,7 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
             open_storage(str(tmp_path / "run")),
             None,
             open_storage(str(tmp_path / "b")),
-            program,
+            program=program,
             merged=True,
         )
 
@@ -159,7 +165,7 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
     assert max(abs(e.train_loss - loss) for e, loss in zip(steps, alone, strict=True)) < 1e-4
     assert alone[-1] < alone[0] - 0.1
     storage = open_storage(str(run))
-    checkpoint_writer.commit(storage, job["steps"], len(layouts), 4, 1, {})
+    checkpoint_writer.commit(storage, job["steps"], len(layouts), world_size=4, epoch=1, meta={})
     uri = checkpoint_index.find(storage)[0].uri
     kept = [
         fqn for fqn in checkpoint_index.open_checkpoint(uri).tensors if fqn.startswith("model.")
@@ -170,10 +176,12 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
         wanted = load_model(program, uri)(ids).logits
         before = transformers_model(tmp_path / "made")(ids).logits
         assert (wanted - before).abs().max() > 0.05
-        export_for(storage, None, open_storage(str(tmp_path / "merged")), program, merged=True)
+        export_for(
+            storage, None, open_storage(str(tmp_path / "merged")), program=program, merged=True
+        )
         merged = transformers_model(tmp_path / "merged").eval()
         torch.testing.assert_close(merged(ids).logits, wanted, atol=1e-5, rtol=1e-5)
-        done = export_for(storage, None, open_storage(str(tmp_path / "adapter")), program)
+        done = export_for(storage, None, open_storage(str(tmp_path / "adapter")), program=program)
         assert done["files"] == ["adapter_model.safetensors", "adapter_config.json"] and done[
             "tensors"
         ] == len(kept)

@@ -24,8 +24,8 @@ def store(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
     items = [
         (Box(name, (0,) * t.ndim, tuple(t.shape), "float32"), t) for name, t in tensors.items()
     ]
-    write_shard(storage, 7, 1, 0, items)
-    return commit(storage, 7, 1, 1, 1, {})
+    write_shard(storage, 7, 1, rank=0, items=items)
+    return commit(storage, 7, 1, world_size=1, epoch=1, meta={})
 
 
 @pytest.fixture

@@ -113,7 +113,9 @@ def test_extra_state_of_a_program_travels(pool: Pool, tmp_path: Path) -> None:
         third = recover(pool, second, Layout(dp_shard=2), survivors, survivors)
         pool.quiesced(3, 2)
         pool.wait(lambda: sum(e.step == 12 for e in pool.events(ShardStored)) == 2, "the last copy")
-        uri = checkpoint_writer.commit(open_storage(str(tmp_path)), 12, third.generation, 2, 1, {})
+        uri = checkpoint_writer.commit(
+            open_storage(str(tmp_path)), 12, third.generation, world_size=2, epoch=1, meta={}
+        )
         checkpoint = checkpoint_index.open_checkpoint(uri)
         shape, dtype = checkpoint.tensors["extra.counted"]
         state = decode("counted", checkpoint.read(Box("extra.counted", (0,), shape, dtype)))
@@ -134,7 +136,9 @@ def test_from_a_durable_copy_in_new_processes(pool: Pool, tmp_path: Path) -> Non
     pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a checkpoint")
     pool.order(workers[0], Quiesce(1, save=False))
     pool.quiesced(1, 4)
-    uri = checkpoint_writer.commit(open_storage(str(tmp_path)), 4, 1, 4, 1, {})
+    uri = checkpoint_writer.commit(
+        open_storage(str(tmp_path)), 4, 1, world_size=4, epoch=1, meta={}
+    )
     pool.open(job, tmp_path)  # forgets all that was held
     pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=Resume("durable", 4, uri=uri)))
     assert pool.entered(2).step == 4

@@ -71,7 +71,7 @@ def test_sequence_that_cannot_be_cut_is_refused() -> None:
 
 def test_loss_that_is_no_sum_over_positions_is_refused() -> None:
     model = TINY.model()
-    check_loss(TINY, model, batch_of(TINY), 2)
+    check_loss(TINY, model, batch_of(TINY), cp=2)
 
     def shifted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(
@@ -81,12 +81,12 @@ def test_loss_that_is_no_sum_over_positions_is_refused() -> None:
     with pytest.raises(
         ProgramError, match=r"Program\.loss of one sample is .* targets are shifted in the dataset"
     ):
-        check_loss(replace(TINY, loss=shifted), model, batch_of(TINY), 2)
+        check_loss(replace(TINY, loss=shifted), model, batch_of(TINY), cp=2)
     with pytest.raises(
         ProgramError,
         match=r"must return a tensor with the sequence \(16\) as its dim 1, not \[1, 64\]",
     ):
-        check_loss(TINY, nn.Sequential(model, Pooled()), batch_of(TINY), 2)
+        check_loss(TINY, nn.Sequential(model, Pooled()), batch_of(TINY), cp=2)
 
 
 class Pooled(nn.Module):
@@ -98,7 +98,7 @@ def test_sequence_parallelism_of_a_part_that_is_odd_is_refused() -> None:
     layout = Layout(tp=2)
     program = replace(TINY, tp=tp_plan(sequence=True))
     sequence = Sequence(
-        program, layout, coordinates(layout, 0), Groups(1, layout, torch.device("cpu"))
+        program, layout, coordinates(layout, 0), groups=Groups(1, layout, torch.device("cpu"))
     )
     batch = batch_of(TINY)
     assert sequence.cut(batch) is batch

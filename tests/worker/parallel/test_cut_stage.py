@@ -56,11 +56,11 @@ def test_stages_one_after_the_other_are_the_whole_model(layers: tuple[int, ...])
     for stage in range(len(layers)):
         part = Small()
         part.load_state_dict(model.state_dict())
-        out = cut_stage(part, program, profile(), layers, stage)(out)
+        out = cut_stage(part, program, profile(), layers=layers, stage=stage)(out)
     assert torch.equal(out, model(x))
 
 
 def test_a_program_with_stages_of_its_own_keeps_what_has_no_parameters() -> None:
     program: Any = SimpleNamespace(blocks="layers.*", stage=lambda module, index, n: module)
-    part = cut_stage(Small(), program, profile(), (2, 1), 1)
+    part = cut_stage(Small(), program, profile(), layers=(2, 1), stage=1)
     assert isinstance(part.squash, nn.Tanh) and isinstance(part.embed, PassThrough)

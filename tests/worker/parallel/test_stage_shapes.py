@@ -174,7 +174,7 @@ def test_lengths_of_words_are_looked_at_before_they_are_read(line: list[torch.Te
         with pytest.raises(PeerGarbled, match=f"rank 1 announced {length} bytes"):
             wire.receive_metas(1, None, CPU)  # type: ignore[arg-type]
     with pytest.raises(ProgramError, match="too many"):
-        wire.send_metas(METAS[:1] * 60_000, 1, None, CPU)  # type: ignore[arg-type]
+        wire.send_metas(METAS[:1] * 60_000, 1, None, device=CPU)  # type: ignore[arg-type]
     assert not line
 
 

@@ -70,23 +70,23 @@ def test_products_that_are_too_large_lose_rows_and_hopeless_ones_are_left_out() 
 
 def test_attention_is_measured_whole_or_in_part() -> None:
     one = Attention(16, 16, 4, 2, 8)
-    _, flop = attended(one, 2, torch.float32, CPU, LIMITS)
+    _, flop = attended(one, 2, torch.float32, device=CPU, limits=LIMITS)
     assert flop == 3 * 2 * (4 * 16 * 16 * 4 * 8) / 2
     call, part = attended(
-        replace(one, queries=1 << 14, keys=1 << 14), 2, torch.float32, CPU, LIMITS
+        replace(one, queries=1 << 14, keys=1 << 14), 2, torch.float32, device=CPU, limits=LIMITS
     )
     assert 0 < part <= 3 * LIMITS.flop
     call()
 
 
 def test_bytes_of_ordinary_operations_are_those_that_a_trace_counts() -> None:
-    call, n_bytes = ordinary(32, 64, torch.float32, CPU)
+    call, n_bytes = ordinary(32, 64, torch.float32, device=CPU)
     size = 32 * 64 * 4
     assert 20 * size < n_bytes < 30 * size  # about ten operations, two or three tensors each
     assert (
-        ordinary(64, 64, torch.float32, CPU)[1]
+        ordinary(64, 64, torch.float32, device=CPU)[1]
         == 2 * n_bytes
-        == 2 * 2 * ordinary(32, 64, torch.bfloat16, CPU)[1]
+        == 2 * 2 * ordinary(32, 64, torch.bfloat16, device=CPU)[1]
     )
     call()
 

@@ -159,7 +159,7 @@ def test_a_sample_without_a_number_rolls_back_once_and_is_named(
     pool: FaultyPool, tmp_path: Path, layout: Layout, at: int
 ) -> None:
     """`at`: where sample 77 stands among the twelve of the step after AT ones."""
-    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[at] == 77)
+    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, step=AT)[at] == 77)
     driver = Driver(
         pool, job_of("tiny_nan.py", STEPS) | {"seed": seed}, tmp_path, layout, PEER_EVERY
     )
@@ -169,7 +169,7 @@ def test_a_sample_without_a_number_rolls_back_once_and_is_named(
     assert order.cause == "rollback" and order.resume.step < AT
     d = at // driver.first.samples[0]
     rank = d if layout.pp == 1 else layout.dp_shard + d  # the last stage knows the loss
-    share = sample_ids(512, 12, seed, AT)[sum(driver.first.samples[:d]) :][
+    share = sample_ids(512, 12, seed, step=AT)[sum(driver.first.samples[:d]) :][
         : driver.first.samples[d]
     ]
     named = (
@@ -190,7 +190,7 @@ def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(
 ) -> None:
     """Two ranks never hear of the commit of the step with the bad sample; the third has left that
     step out."""
-    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[5] == 77)
+    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, step=AT)[5] == 77)
     job = job_of("tiny_nan.py", STEPS) | {
         "seed": seed,
         "guards": Guards(not_finite=NotFinite(do="skip")).model_dump(),
@@ -215,7 +215,7 @@ def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(
 def test_a_step_that_was_rolled_back_for_may_be_skipped_the_second_time(
     pool: FaultyPool, tmp_path: Path
 ) -> None:
-    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[7] == 77)
+    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, step=AT)[7] == 77)
     job = job_of("tiny_nan.py", STEPS) | {
         "seed": seed,
         "guards": Guards(not_finite=NotFinite(again="skip")).model_dump(),

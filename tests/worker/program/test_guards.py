@@ -97,19 +97,19 @@ def test_deviations_are_those_of_the_median() -> None:
 def test_a_spike_trips_upwards_only_and_not_before_there_are_enough_steps() -> None:
     given = rules(loss_spike={"z": 8, "after": 8, "window": 16})
     memory = filled(given, LEVEL)
-    found = judge(given, memory, commit(6.0), {})
+    found = judge(given, memory, commit(6.0), blocks={})
     assert found and found[0] == "loss_spike"
     assert found[1].startswith(
         "train_loss 6 is 42.7 robust deviations above the median 2 of the last 8 steps (at most 8)"
     )
     assert (
-        judge(given, memory, commit(2.2), {}) is None
-        and judge(given, memory, commit(0.1), {}) is None
+        judge(given, memory, commit(2.2), blocks={}) is None
+        and judge(given, memory, commit(0.1), blocks={}) is None
     )
-    assert judge(given, filled(given, LEVEL[:7]), commit(6.0), {}) is None, (
+    assert judge(given, filled(given, LEVEL[:7]), commit(6.0), blocks={}) is None, (
         "seven steps are too few"
     )
-    assert judge(rules(), memory, commit(6.0), {}) is None, "nobody asked"
+    assert judge(rules(), memory, commit(6.0), blocks={}) is None, "nobody asked"
 
 
 def test_a_loss_that_falls_for_long_is_no_spike_and_one_that_is_not_positive_is_not_judged() -> (
@@ -119,9 +119,9 @@ def test_a_loss_that_falls_for_long_is_no_spike_and_one_that_is_not_positive_is_
     memory = GuardMemory(given)
     for step in range(200):
         now = commit(10.0 * 0.97**step + 0.1 * math.sin(step))
-        assert judge(given, memory, now, {}) is None
+        assert judge(given, memory, now, blocks={}) is None
         memory.applied(now)
-    assert judge(given, memory, commit(-3.0), {}) is None
+    assert judge(given, memory, commit(-3.0), blocks={}) is None
     assert len(memory.losses.values) == 16
 
 
@@ -129,28 +129,28 @@ def test_norms_explode_and_vanish_over_all_and_by_block() -> None:
     given = rules(
         grad_norm={"most": 5.0, "least": 1e-3}, block_norm={"most": 3.0, "least": 1e-4, "every": 2}
     )
-    assert judge(given, None, commit(1.0, 4.0), {"block 0": 2.0}) is None
-    assert judge(given, None, commit(1.0, 6.0), {}) == (
+    assert judge(given, None, commit(1.0, 4.0), blocks={"block 0": 2.0}) is None
+    assert judge(given, None, commit(1.0, 6.0), blocks={}) == (
         "grad_norm",
         "gradient norm 6 explodes (at most 5)",
     )
-    assert judge(given, None, commit(1.0, 1e-4), {}) == (
+    assert judge(given, None, commit(1.0, 1e-4), blocks={}) == (
         "grad_norm",
         "gradient norm 0.0001 vanishes (at least 0.001)",
     )
-    found = judge(given, None, commit(1.0), {"block 0": 2.0, "block 1": 1e-5})
+    found = judge(given, None, commit(1.0), blocks={"block 0": 2.0, "block 1": 1e-5})
     assert found == ("block_norm", "gradient norm of block 1 1e-05 vanishes (at least 0.0001)")
     assert (
         commit(1.0, 4.0, 10, (2.0, 3.0)).block_norms == [2.0, 3.0] and commit(1.0).block_norms == []
     )
     spiky = rules(grad_norm={"z": 8, "after": 8})
-    found = judge(spiky, filled(spiky, LEVEL, 1.0), commit(1.0, 50.0), {})
+    found = judge(spiky, filled(spiky, LEVEL, 1.0), commit(1.0, 50.0), blocks={})
     assert found and found[0] == "grad_norm" and "robust deviations" in found[1]
 
 
 def test_numbers_that_are_none_come_first() -> None:
     given = rules(loss_spike={"z": 8, "after": 8})
-    found = judge(given, filled(given, LEVEL), commit(math.nan, math.nan), {})
+    found = judge(given, filled(given, LEVEL), commit(math.nan, math.nan), blocks={})
     assert found == ("not_finite", "train_loss nan, gradient norm nan")
     assert step_done(1, 5, commit(math.nan)).skipped and not step_done(1, 5, commit(1.0)).skipped
 
@@ -177,7 +177,7 @@ def test_numbers_that_are_none_come_first() -> None:
 def test_no_guard_goes_on_for_ever(
     rule: dict[str, Any], before: Any, in_a_row: int, do: str, more: str
 ) -> None:
-    trip = trip_of(("g", "it is bad"), GuardRule(**rule), 9, before, in_a_row)
+    trip = trip_of(("g", "it is bad"), GuardRule(**rule), 9, before=before, in_a_row=in_a_row)
     assert (trip.guard, trip.step, trip.do, trip.reason) == ("g", 9, do, "step 9: it is bad")
     assert trip.more.startswith(more) and bool(trip.more) == bool(more)
 
@@ -309,8 +309,8 @@ def bad_seed() -> int:
     """Sample 77 comes in step NAN_AT, sample 78 in SPIKE_AT."""
     return next(
         seed for seed in range(100_000)
-        if 77 in sample_ids(512, 12, seed, NAN_AT - 1) and 78 in sample_ids(512, 12, seed,
-        SPIKE_AT - 1)
+        if 77 in sample_ids(512, 12, seed, step=NAN_AT - 1) and 78 in sample_ids(512, 12, seed,
+        step=SPIKE_AT - 1)
     )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def test_bad_steps_are_skipped_alike_in_every_layout(pool: Pool, tmp_path: Path)
         pool.entered(number)
     pool.quiesced(3, 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
-    checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
+    checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, world_size=4, epoch=1, meta={})
     done = pool.events(StepDone)
     assert [e.step for e in done] == list(range(1, STEPS + 1))
     assert [e.step for e in done if e.skipped] == [NAN_AT, SPIKE_AT]
@@ -374,7 +374,7 @@ def check_trips(
     assert set(tripped) == {"not_finite", "loss_spike"}
     for guard, step, bad in (("not_finite", NAN_AT, 77), ("loss_spike", SPIKE_AT, 78)):
         event = tripped[guard]
-        ids = sample_ids(512, 12, job["seed"], step - 1)
+        ids = sample_ids(512, 12, job["seed"], step=step - 1)
         samples = plans[event.generation].samples
         d = next(
             d for d in range(len(samples)) if bad in ids[sum(samples[:d]) : sum(samples[: d + 1])]
@@ -464,7 +464,12 @@ def test_guards_and_a_loss_scale_may_be_given_to_a_run_that_goes_on_and_taken_fr
         pool.wait(lambda: pool.events(ShardStored), "the last checkpoint")
         digest = int(pool.events(ShardStored)[-1].digest)
         uri = checkpoint_writer.commit(
-            open_storage(str(tmp_path)), 2 * number, number, 1, 1, {"digest": digest}
+            open_storage(str(tmp_path)),
+            2 * number,
+            number,
+            world_size=1,
+            epoch=1,
+            meta={"digest": digest},
         )
         resume = Resume("durable", 2 * number, number, uri=uri)
         assert [e.step for e in pool.events(StepDone)] == [2 * number - 1, 2 * number]

@@ -313,7 +313,7 @@ def test_an_optimizer_by_path_and_its_schedule_in_three_layouts(pool: Pool, tmp_
         )
     pool.quiesced(3, 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
-    checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
+    checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, world_size=4, epoch=1, meta={})
     done = pool.events(StepDone)
     assert [e.step for e in done] == list(range(1, STEPS + 1))
     alone = train(by_hand(), job, STEPS)

@@ -52,7 +52,7 @@ CHAIN = [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(pp=4), Layout(dp_replica
 def bad_seed() -> int:
     """Sample 77, whose loss is no number, comes in step NAN_AT alone, 78 (a spike) in none."""
     for seed in range(100_000):
-        ids = [sample_ids(512, 12, seed, step) for step in range(STEPS)]
+        ids = [sample_ids(512, 12, seed, step=step) for step in range(STEPS)]
         if 77 in ids[NAN_AT - 1] and not any(78 in one for one in ids):
             return seed
     raise AssertionError("no such seed")
@@ -104,7 +104,12 @@ def test_two_optimizers_through_four_layouts_a_skipped_step_and_a_roll_back(
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
     digest = sum(int(e.digest) for e in pool.events(ShardStored)) % (1 << 64)
     uri = checkpoint_writer.commit(
-        open_storage(str(tmp_path)), STEPS, len(CHAIN), 4, 1, {"digest": digest}
+        open_storage(str(tmp_path)),
+        STEPS,
+        len(CHAIN),
+        world_size=4,
+        epoch=1,
+        meta={"digest": digest},
     )
     last = {e.step: e for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
     done = [last[step] for step in range(1, STEPS + 1)]
@@ -414,7 +419,7 @@ def test_another_split_is_another_run(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("")
 
     def mark(program: Program) -> dict[str, Any]:
-        return fingerprint(tmp_path / "program.py", Job(), trace(program), 9)
+        return fingerprint(tmp_path / "program.py", Job(), trace(program), n_samples=9)
 
     norms, embed = (
         adamw_and("second", lambda n: "norm" in n),

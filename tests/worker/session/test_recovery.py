@@ -224,7 +224,12 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
         digest = sum(part.digest for part in parts.stored.values()) % (1 << 64)
         uris.append(
             checkpoint_writer.commit(
-                storage, parts.step, 1, len(parts.plan.ranks), 1, {"digest": str(digest)}
+                storage,
+                parts.step,
+                1,
+                world_size=len(parts.plan.ranks),
+                epoch=1,
+                meta={"digest": str(digest)},
             )
         )
 
@@ -250,9 +255,9 @@ def test_a_damaged_checkpoint_is_told_by_its_uri(pool: Pool, tmp_path: Path) -> 
     """So that the policy goes back to the one before."""
     storage = open_storage(str(tmp_path))
     checkpoint_writer.write_shard(
-        storage, 4, 1, 0, [(Box("w", (0,), (3,), "float32"), torch.zeros(3))]
+        storage, 4, 1, rank=0, items=[(Box("w", (0,), (3,), "float32"), torch.zeros(3))]
     )
-    uri = checkpoint_writer.commit(storage, 4, 1, 1, 1, {})
+    uri = checkpoint_writer.commit(storage, 4, 1, world_size=1, epoch=1, meta={})
     (Path(uri) / "__0_0.distcp").unlink()
     workers = pool.open(job_of("tiny.py", steps=12), tmp_path)
     pool.enter(plan(1, Layout(dp_shard=2), workers, 12, resume=Resume("durable", 4, uri=uri)))
@@ -266,8 +271,8 @@ def test_a_damaged_checkpoint_is_told_by_its_uri(pool: Pool, tmp_path: Path) -> 
 def test_checkpoint_of_another_model_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     box = Box("model.other.weight", (0,), (3,), "float32")
-    checkpoint_writer.write_shard(storage, 4, 1, 0, [(box, torch.zeros(3))])
-    uri = checkpoint_writer.commit(storage, 4, 1, 1, 1, {})
+    checkpoint_writer.write_shard(storage, 4, 1, rank=0, items=[(box, torch.zeros(3))])
+    uri = checkpoint_writer.commit(storage, 4, 1, world_size=1, epoch=1, meta={})
     workers = pool.open(job_of("tiny.py", steps=12), tmp_path)
     pool.enter(plan(1, Layout(dp_shard=2), workers, 12, resume=Resume("durable", 4, uri=uri)))
     pool.wait(lambda: pool.events(WorkerFailed), "failure")

@@ -60,7 +60,7 @@ def test_one_rank_that_waits_and_one_that_has_more(pool: Pool, tmp_path: Path) -
     assert 0.8 * SLOW_S < steps[0].data_s <= steps[0].step_time_s
     dataset = load_program(job["program"]).dataset()
     for event in steps:
-        ids = sample_ids(len(dataset), job["global_batch"], job["seed"], event.step - 1)
+        ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step=event.step - 1)
         tokens = [
             sum(int((dataset[i]["target"] != -100).sum()) for i in ids[share(entered.samples, dp)])
             for dp in range(2)

@@ -270,12 +270,18 @@ def test_a_layout_that_the_model_cannot_be_cut_into(tmp_path: Path) -> None:
         (Layout(pp=5), "the model has 4 blocks"),
     ):
         with pytest.raises(SpecError, match=says):
-            plan_of(spec(tmp_path), model, text, 1, Resume())
+            plan_of(spec(tmp_path), model, text, generation=1, resume=Resume())
     with pytest.raises(SpecError, match="pp=2, but no pipeline stages are possible here"):
-        plan_of(spec(tmp_path), replace(model, pipeline=False), Layout(pp=2), 1, Resume())
+        plan_of(
+            spec(tmp_path),
+            replace(model, pipeline=False),
+            Layout(pp=2),
+            generation=1,
+            resume=Resume(),
+        )
     with pytest.raises(SpecError, match="cp=2, compile: true does not go with that"):
-        plan_of(spec(tmp_path, compile=True), model, Layout(cp=2), 1, Resume())
-    plan = plan_of(spec(tmp_path), model, Layout(pp=3, dp_shard=2), 1, Resume())
+        plan_of(spec(tmp_path, compile=True), model, Layout(cp=2), generation=1, resume=Resume())
+    plan = plan_of(spec(tmp_path), model, Layout(pp=3, dp_shard=2), generation=1, resume=Resume())
     assert (plan.layers, sum(plan.samples), plan.n_microbatches) == ((2, 1, 1), 12, 6)
 
 

@@ -97,7 +97,7 @@ def test_of_given_parts_it_is_taken_on_a_side_stream_behind_the_takeover(
         place = workplace(pool, CUDA_1)
         place.report = told.append
         behind: Any = object()
-        check_digest(place, order_of(2), Taken(given=(), behind=behind), None)
+        check_digest(place, order_of(2), Taken(given=(), behind=behind), after=None)
     assert [part.before for part in told] == [5]
     assert [(device, event) for device, _, event in cuda.of("stream waits")] == [(1, behind)]
     assert len(cuda.of("stream")) == 1 and len(streams) == 1 and streams[0].device == 1

@@ -33,7 +33,7 @@ def live() -> Tensors:
 
 
 def copies(tensors: Tensors, limit: int = 2) -> HostCopies:
-    return HostCopies(HostMemory(), tensors, frozenset({"buffer"}), limit)
+    return HostCopies(HostMemory(), tensors, frozenset({"buffer"}), limit=limit)
 
 
 class Operations(TorchDispatchMode):

@@ -46,14 +46,15 @@ class Ranks:
     ) -> None:
         n = layout.world_size
         workers = tuple(WorkerId(f"n{i // per_node}", i % per_node) for i in range(n))
-        to = replica_holders(layout, workers, {}, n_copies)
+        to = replica_holders(layout, workers, {}, n=n_copies)
         self.plan = Plan(3, layout, workers, (1,) * layout.dp, (2,), peer_every=2, copies_to=to)
         self.plan = replace(self.plan, **more)
         self.lines, self.step_now = Lines(), 0
         self.live = [self._tensors(rank) for rank in range(n)]
-        self.hosts = [HostCopies(HostMemory(), t, frozenset({RNG}), 3) for t in self.live]
+        self.hosts = [HostCopies(HostMemory(), t, frozenset({RNG}), limit=3) for t in self.live]
         self.copies = [
-            PeerReplicas(PROFILE, self.plan, r, self.hosts[r], self._wire(r)) for r in range(n)
+            PeerReplicas(PROFILE, self.plan, r, host=self.hosts[r], wire=self._wire(r))
+            for r in range(n)
         ]
         self.held: list[list[Held]] = [[] for _ in range(n)]
 

@@ -40,7 +40,9 @@ def receiving(
 def test_every_byte_arrives_at_every_keeper() -> None:
     lines, answers, into = Lines(), {}, {r: torch.zeros(N_BYTES, dtype=torch.uint8) for r in (1, 2)}
     threads = [receiving(lines, r, into[r], answers) for r in into]
-    assert send_boxes(source(), QueueWire(lines, 0), (1, 2), RateLimit(), threading.Event())
+    assert send_boxes(
+        source(), QueueWire(lines, 0), (1, 2), pace=RateLimit(), quit_now=threading.Event()
+    )
     for thread in threads:
         thread.join(120)
     assert answers == {1: "", 2: ""}
@@ -58,7 +60,9 @@ def test_one_altered_byte_is_told_and_the_stream_still_ends() -> None:
 
     lines, answers = Lines(alter=alter), {}
     thread = receiving(lines, 1, torch.zeros(N_BYTES, dtype=torch.uint8), answers)
-    assert send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), threading.Event())
+    assert send_boxes(
+        source(), QueueWire(lines, 0), (1,), pace=RateLimit(), quit_now=threading.Event()
+    )
     thread.join(120)
     assert (
         answers[1]
@@ -80,7 +84,7 @@ def test_a_stream_that_is_given_up_ends_at_both_ends_after_the_same_chunk(after:
         quit_now.set()
     lines, answers = Lines(alter=alter), {}
     thread = receiving(lines, 1, torch.zeros(N_BYTES, dtype=torch.uint8), answers)
-    assert not send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), quit_now)
+    assert not send_boxes(source(), QueueWire(lines, 0), (1,), pace=RateLimit(), quit_now=quit_now)
     thread.join(120)
     assert answers == {1: f"rank 0 gave up after {after} chunks"}
     assert lines.between(0, 1).empty(), "nothing is left to be mistaken for the next copy"
@@ -90,7 +94,9 @@ def test_a_peer_that_is_gone_raises_at_both_ends() -> None:
     lines = Lines()
     lines.broken.set()
     with pytest.raises(Gone):
-        send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), threading.Event())
+        send_boxes(
+            source(), QueueWire(lines, 0), (1,), pace=RateLimit(), quit_now=threading.Event()
+        )
     with pytest.raises(Gone):
         receive_boxes(torch.zeros(8, dtype=torch.uint8), QueueWire(lines, 1), 0)
 

@@ -30,7 +30,7 @@ def one_pass(faults: DeviceFaults) -> tuple[float, float, torch.Tensor, torch.Te
     torch.manual_seed(0)
     model = PROGRAM.model()
     PROGRAM.init(model)
-    spans = BlockTiming([model], PROGRAM, torch.device("cpu"), faults)
+    spans = BlockTiming([model], PROGRAM, torch.device("cpu"), faults=faults)
     assert spans.n_blocks == 4
     spans.next_step()
     began = time.perf_counter()

@@ -132,7 +132,7 @@ def test_a_beat_tells_it_beside_the_collectives() -> None:
 def trained(model: nn.Module, n_microbatches: int = 1) -> DeviceMarks:
     """The marks of a step, with nothing passed yet."""
     Device.n = Device.recorded = 0
-    spans = BlockTiming([model], PROGRAM, torch.device("cuda", 0), DeviceFaults())
+    spans = BlockTiming([model], PROGRAM, torch.device("cuda", 0), faults=DeviceFaults())
     spans.timing = False
     for i in range(n_microbatches):
         model(torch.arange(32).reshape(2, 16) + i).sum().backward()
@@ -156,7 +156,7 @@ def test_each_block_has_marks_before_and_behind_it_there_and_back() -> None:
     assert kinds(trained(tiny())) == ["others", "own"] * 8 + ["others"]
     with torch.no_grad():
         marks = BlockTiming(
-            [model := tiny()], PROGRAM, torch.device("cuda", 0), DeviceFaults()
+            [model := tiny()], PROGRAM, torch.device("cuda", 0), faults=DeviceFaults()
         ).marks
         model(torch.arange(32).reshape(2, 16))
     assert kinds(marks) == ["others", "own"] * 4
@@ -165,7 +165,7 @@ def test_each_block_has_marks_before_and_behind_it_there_and_back() -> None:
 @pytest.mark.usefixtures("marks")
 def test_marks_change_no_number() -> None:
     plain, marked = tiny(), tiny()
-    BlockTiming([marked], PROGRAM, torch.device("cuda", 0), DeviceFaults()).timing = False
+    BlockTiming([marked], PROGRAM, torch.device("cuda", 0), faults=DeviceFaults()).timing = False
     tokens = torch.arange(32).reshape(2, 16)
     for model in (plain, marked):
         model(tokens).square().sum().backward()
@@ -220,7 +220,7 @@ def test_gathers_are_before_others_and_sums_behind_own(monkeypatch: pytest.Monke
         model = tiny()
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
         options = ModelOptions(compute=torch.bfloat16, reduce=torch.float32)
-        parallelize(model, PROGRAM, profile_of(PROGRAM, Job()), mesh, options)
+        parallelize(model, PROGRAM, profile_of(PROGRAM, Job()), mesh=mesh, options=options)
         trained(model)
     finally:
         dist.destroy_process_group()

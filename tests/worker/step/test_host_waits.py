@@ -69,8 +69,8 @@ def stepper_on(
         program,
         Job.from_plain(given),
         Plan(1, layout, workers, (BATCH,), layers, n_microbatches),
-        state,
-        groups,
+        state=state,
+        groups=groups,
     )
     stepper.memory = program.extra_state.get(MEMORY)
     stepper.loss_scale.begin(256)
@@ -90,7 +90,7 @@ def waits(stepper: Stepper) -> list[list[str]]:
         [*there, *(x for model in state.models for x in (*model.parameters(), *model.buffers()))]
     )
     for step in range(STEPS):
-        batches = [collate(dataset, sample_ids(512, BATCH, 7, step))]
+        batches = [collate(dataset, sample_ids(512, BATCH, 7, step=step))]
         with reads:
             stepper.run(batches, CommitFields())
         found.append(reads.take())
@@ -334,7 +334,7 @@ def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "made", 0)
     model = TINY.model()
-    spans = BlockTiming([model], TINY, torch.device("cuda"), DeviceFaults())
+    spans = BlockTiming([model], TINY, torch.device("cuda"), faults=DeviceFaults())
     spans.marks = DeviceMarks(torch.device("cpu"))  # they have events of their own
     taken = []
     for step in range(64):

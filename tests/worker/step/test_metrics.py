@@ -52,8 +52,8 @@ def evaluated() -> Iterator[Any]:
         )
         state.fill_fresh(7)
         plan = Plan(0, Layout(), (WorkerId("node0", 0),), (5,), (4,), 2)
-        return Stepper(program, JOB, plan, state, groups).evaluate(
-            program.validation(), collate_items, N_SAMPLES, tick
+        return Stepper(program, JOB, plan, state=state, groups=groups).evaluate(
+            program.validation(), collate_items, N_SAMPLES, tick=tick
         )
 
     yield run

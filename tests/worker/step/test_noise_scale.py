@@ -100,7 +100,7 @@ def by_hand(
     run: Reference, program: Any, job: dict[str, Any], step: int, parts: list[int]
 ) -> tuple[float, float]:
     """From one backward pass for each part, on a plain model."""
-    ids, dataset = sample_ids(512, 12, job["seed"], step), program.dataset()
+    ids, dataset = sample_ids(512, 12, job["seed"], step=step), program.dataset()
     grads, at = [], 0
     for n in parts:
         batch = collate(dataset, ids[at : at + n])

@@ -140,7 +140,12 @@ def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -
     pool.quiesced(len(layouts), len(plans[-1].ranks))
     pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last checkpoint")
     checkpoint_writer.commit(
-        open_storage(str(tmp_path)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {}
+        open_storage(str(tmp_path)),
+        job["steps"],
+        len(layouts),
+        world_size=len(plans[-1].ranks),
+        epoch=1,
+        meta={},
     )
     check(job, tmp_path, pool.events(StepDone), 1e-4)
 
@@ -159,7 +164,9 @@ def test_shares_change_without_a_new_generation(pool: Pool, tmp_path: Path) -> N
         pool.order(worker, order)
     pool.quiesced(1, 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
-    checkpoint_writer.commit(open_storage(str(tmp_path)), job["steps"], 1, 4, 1, {})
+    checkpoint_writer.commit(
+        open_storage(str(tmp_path)), job["steps"], 1, world_size=4, epoch=1, meta={}
+    )
     check(job, tmp_path, pool.events(StepDone), 1e-4)
     (told,) = pool.events(SharesSet)
     assert told.samples == (1, 2, 3, 6) and 1 < told.from_step < 14

@@ -48,7 +48,7 @@ ALONE = Plan(1, Layout(), (WorkerId("node0", 0),), (12,), (4,), 1)
 def bad_seed() -> int:
     """Sample 77 comes in step NAN_AT, and not again in an epoch, which has more steps than the
     job."""
-    return next(seed for seed in range(10_000) if 77 in sample_ids(512, 12, seed, NAN_AT - 1))
+    return next(seed for seed in range(10_000) if 77 in sample_ids(512, 12, seed, step=NAN_AT - 1))
 
 
 @pytest.fixture
@@ -73,11 +73,11 @@ def begun() -> Iterator[Any]:
         )
         state.fill_fresh(7)
         dataset: Any = COUNTING.dataset and COUNTING.dataset()
-        stepper = Stepper(COUNTING, Job.from_plain(job), ALONE, state, groups)
+        stepper = Stepper(COUNTING, Job.from_plain(job), ALONE, state=state, groups=groups)
         return (
             state,
             stepper,
-            lambda: [collate(dataset, sample_ids(512, 12, job["seed"], state.step))],
+            lambda: [collate(dataset, sample_ids(512, 12, job["seed"], step=state.step))],
         )
 
     yield begin
@@ -239,7 +239,9 @@ def test_all_ranks_leave_out_the_same(pool: Pool, tmp_path: Path) -> None:
     pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(first)))
     pool.quiesced(2, 3)
     pool.wait(lambda: len(pool.events(ShardStored)) == 3, "the last checkpoint")
-    uri = checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 2, 3, 1, {})
+    uri = checkpoint_writer.commit(
+        open_storage(str(tmp_path)), STEPS, 2, world_size=3, epoch=1, meta={}
+    )
     assert [e.step for e in pool.events(StepDone) if e.skipped] == [NAN_AT]
     checkpoint = checkpoint_index.open_checkpoint(uri)
     assert int(checkpoint.read(box_of(checkpoint, "model.head.calls"))) == STEPS - 1

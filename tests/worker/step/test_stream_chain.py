@@ -34,7 +34,7 @@ class InOrder:
         ids = [
             i
             for step in range(STEPS)
-            for i in sample_ids(N_POSITIONS, job["global_batch"], job["seed"], step)
+            for i in sample_ids(N_POSITIONS, job["global_batch"], job["seed"], step=step)
         ]
         self.items, self.place = items, {sample: place for place, sample in enumerate(ids)}
 

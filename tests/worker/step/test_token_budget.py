@@ -98,7 +98,7 @@ def test_all_ranks_have_equally_many_micro_batches_and_numbers_of_steps_differ()
         assert len({len(rank) for rank in cut}) == 1
         counts.add(len(cut[0]))
         ids = [sample for dp in range(3) for sample in shares.ids_of(step, dp)]
-        assert sorted(ids) == sorted(sample_ids(512, 12, 7, step)) == sorted(shares.ids(step))
+        assert sorted(ids) == sorted(sample_ids(512, 12, 7, step=step)) == sorted(shares.ids(step))
         assert sum(shares.sizes(step)) == 12 and 0 <= shares.pad_share(step) < 0.5
     assert len(counts) > 1
 

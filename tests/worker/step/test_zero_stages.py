@@ -59,7 +59,7 @@ def collectives(layout: Layout) -> Counter[str]:
             job=Job.from_plain(job),
         )
         state.fill_zeros()
-        stepper = Stepper(program, Job.from_plain(job), step, state, groups)
+        stepper = Stepper(program, Job.from_plain(job), step, state=state, groups=groups)
         dataset = program.dataset()
         with _Collectives() as mode:
             stepper.forward_backward(

@@ -68,6 +68,7 @@ def ask(
     url: str,
     headers: Mapping[str, str] | None = None,
     method: str = "GET",
+    *,
     wait_s: float | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> MetadataAnswer:

@@ -157,7 +157,7 @@ def test_that_a_pool_hears_nothing_is_said_once(caplog: pytest.LogCaptureFixture
     ticker._news.put(PriceSeen("spot", 2.0))
     cloud_feed = CloudFeed(pools, quiet, ticker)
     with caplog.at_level(logging.WARNING):
-        heard = cloud_feed.news(nodes, {"spot-1": "x"}, {"x": 50.0, "y": 60.0}, 10.0)
+        heard = cloud_feed.news(nodes, {"spot-1": "x"}, {"x": 50.0, "y": 60.0}, now_s=10.0)
     assert heard == [Notice("spot-1", 50.0, RAY), PriceSeen("spot", 2.0)]
     assert quiet.kept == {"spot-1": "x"}
     assert [
