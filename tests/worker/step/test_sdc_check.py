@@ -148,7 +148,7 @@ class Scripted(SdcCheck):
             device=torch.device(device),
         )
         workers = [WorkerId(str(i), 0) for i in range(layout.world_size)]
-        super().__init__(stepper, plan(3, layout, workers, 8), DeviceFaults(), 0)
+        super().__init__(stepper, plan(3, layout, workers, 8), DeviceFaults(), good_step=0)
         self.answers, self.asked = answers, list[int]()
 
     def _ask(self, step: int, batches: Any, step_s: float) -> list[SdcRow]:
@@ -341,7 +341,7 @@ def one_bit_flips() -> None:
             _, tensor = tensors[next(name for name in sorted(tensors) if name.startswith("model."))]
             with torch.no_grad():
                 tensor.view(torch.int32).view(-1)[0] ^= 1 << 20
-        return ask(self, step, batches, wait_s=step_s)
+        return ask(self, step, batches, step_s)
 
     sdc_check.SdcCheck._ask = flips  # type: ignore[method-assign]
 
@@ -374,7 +374,7 @@ def wrong_from_the_second_on() -> None:
     def wrong(self: SdcCheck, step: int, batches: Any, step_s: float) -> list[SdcRow]:
         if self.plan.generation > 1:
             self.faults.inject_fault("corrupt")
-        return ask(self, step, batches, wait_s=step_s)
+        return ask(self, step, batches, step_s)
 
     sdc_check.SdcCheck._ask = wrong  # type: ignore[method-assign]
 
