@@ -119,16 +119,16 @@ def watch() -> None:
         )
         failed(self, broken, error)
 
-    def make(*given: Any) -> Any:
+    def make(*given: Any, **named: Any) -> Any:
         if not found:
-            return made(*given)
+            return made(*given, **named)
         generation.TrainState = made  # type: ignore[misc]
         gc.enable()
         found["alive"] = sum(one() is not None for one in left)
         note = FOLDER / f"left-{os.getpid()}"
         note.with_suffix(".new").write_text(json.dumps(found))
         note.with_suffix(".new").rename(note)
-        return made(*given)
+        return made(*given, **named)
 
     Session._failed = fail  # type: ignore[method-assign]
     generation.TrainState = make  # type: ignore[assignment,misc]
