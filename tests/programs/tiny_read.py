@@ -38,7 +38,7 @@ def half(folder: Path, index: int) -> dict[str, Any]:
     return {"half": torch.tensor(index / 2, dtype=torch.bfloat16)}
 
 
-def nothing(*arguments: Any) -> None:
+def nothing(*arguments: Any, **named: Any) -> None:
     """Is never called."""
 
 

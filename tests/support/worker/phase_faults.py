@@ -105,12 +105,12 @@ def follow_generations() -> None:
     """In a worker's process, before any work of it."""
     plain = Groups._form
 
-    def join(groups: Groups, *args: Any) -> None:
+    def join(groups: Groups, *args: Any, **named: Any) -> None:
         _running.append(groups)
         with _within("meet"):
             if NcclLike.before is not None:
                 NcclLike.before(groups)
-            plain(groups, *args)
+            plain(groups, *args, **named)
 
     Groups._form = join  # type: ignore[method-assign]
 

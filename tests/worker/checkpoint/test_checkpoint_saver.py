@@ -113,9 +113,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing a shard waits for the event."""
     go, real = threading.Event(), checkpoint_writer.write_shard
 
-    def waits(*arguments: Any) -> int:
+    def waits(*arguments: Any, **named: Any) -> int:
         assert go.wait(120)
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(checkpoint_saver.checkpoint_writer, "write_shard", waits)
     yield go

@@ -31,10 +31,10 @@ def read_slowly() -> None:
         waited_for.set()
         return take(self, step)
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **named: Any) -> Any:
         waited_for.wait()
         time.sleep(SLOW_S)  # sleeps: a slow read is what is measured
-        return loader.collated_at_once(*arguments)  # type: ignore[attr-defined]
+        return loader.collated_at_once(*arguments, **named)  # type: ignore[attr-defined]
 
     loader.collated_at_once, loader.batch_of = loader.batch_of, slow  # type: ignore[attr-defined]
     loader.taken_at_once, loader.Loader.take = take, taken  # type: ignore[attr-defined,method-assign]

@@ -54,11 +54,11 @@ class Gate:
     ) -> None:
         self.open, whole = threading.Event(), host._copy
 
-        def late(*arguments: Any) -> None:
+        def late(*arguments: Any, **named: Any) -> None:
             assert self.open.wait(120)
             if error is not None:
                 raise error
-            whole(*arguments)
+            whole(*arguments, **named)
 
         monkeypatch.setattr(host, "_copy", late)
 

@@ -139,8 +139,8 @@ def broken_off(stepper: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any
     commits: list[Any] = []
     real = stepper._commit
 
-    def broken(*args: Any) -> Any:
-        commits.append(real(*args))
+    def broken(*args: Any, **named: Any) -> Any:
+        commits.append(real(*args, **named))
         raise ConnectionAbortedError("a peer is gone")
 
     monkeypatch.setattr(stepper, "_commit", broken)
