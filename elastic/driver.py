@@ -285,8 +285,7 @@ class _Wait:
             )
             text = (
                 f"run '{state.run}': ended at step {state.step} without a recorded reason, last "
-                "checkpoint at step "
-                f"{state.saved_step}"
+                f"checkpoint at step {state.saved_step}"
             )
             raise unwritten(trouble, f"{text}; run it again when its storage takes writes")
         return bool(done)

@@ -209,8 +209,7 @@ def test_no_parameter_is_a_tuple_of_unlike_things() -> None:
     none_of(
         (
             f"{label(path)}:{found} takes unlike things in one tuple: give each a parameter, or "
-            "all a "
-            "class"
+            "all a class"
         )
         for path in SOURCES
         for found in packed(nodes_of(path))
@@ -427,8 +426,7 @@ def test_nothing_is_unpickled() -> None:
     none_of(
         (
             f"{label(path)}: {', '.join(sorted(found))}; elastic/worker/process_groups/wire.py "
-            "sends "
-            "without pickle"
+            "sends without pickle"
         )
         for path, found in odd.items()
         if found

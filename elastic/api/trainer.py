@@ -177,8 +177,7 @@ def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[
     if not inspect.isfunction(program):
         raise SpecError(
             f"ElasticTrainer({type(program).__name__}): give a Program, the folder of a job, or a "
-            "train function that enters "
-            "elastic.loop"
+            "train function that enters elastic.loop"
         )
     file = Path(program.__code__.co_filename)
     if not file.is_file():
@@ -210,8 +209,7 @@ def _refuse_in_an_import() -> None:
         if name.startswith(IMPORTED) and frame.f_code.co_name == "<module>":
             raise SpecError(
                 f"{frame.f_code.co_filename}:{frame.f_lineno}: workers import this file for its "
-                "`program`; put ElasticTrainer "
-                "below `if __name__ == '__main__':`"
+                "`program`; put ElasticTrainer below `if __name__ == '__main__':`"
             )
         frame = frame.f_back
 

@@ -151,16 +151,14 @@ def _tests(ran: Mapping[str, Any]) -> list[str]:
         "## The tests of this repository",
         "",
         f"The last whole run (`make test-all`): {ran['at']}, commit {ran['commit']}, "
-        f"{minutes:.0f} minutes on "
-        f"{ran['cpus']} cores.",
+        f"{minutes:.0f} minutes on {ran['cpus']} cores.",
         "",
         "| tier | seconds | passed | failed | skipped |",
         "|---|---|---|---|---|",
         *(
             (
                 f"| {t['tier']} | {t['seconds']:.0f} | {t['passed']} | {t['failed']} | "
-                f"{t['skipped']} "
-                "|"
+                f"{t['skipped']} |"
             )
             for t in ran["tiers"]
         ),
@@ -178,11 +176,9 @@ def _place(name: str, report: CertifyReport) -> list[str]:
         f"## {COLUMNS[place['kind']]}: [{name}](certified/{name})",
         "",
         f"{place['at']}, {place.get('on', HERE)}: {place['ranks']} ranks{gpus}, {place['cpus']} "
-        "CPU cores (load "
-        f"{place['load_1min']} at the end), torch {place['torch']}, Ray {place['ray']}, Python "
-        f"{place['python']}. {counts}, in "
-        f"{report.seconds:.0f} s of the {report.budget_s / 60:g} minutes "
-        f"given{', interrupted' if report.interrupted else ''}.",
+        f"CPU cores (load {place['load_1min']} at the end), torch {place['torch']}, Ray "
+        f"{place['ray']}, Python {place['python']}. {counts}, in {report.seconds:.0f} s of the "
+        f"{report.budget_s / 60:g} minutes given{', interrupted' if report.interrupted else ''}.",
         "",
         "| check | verdict | where | numbers | held against |",
         "|---|---|---|---|---|",

@@ -102,10 +102,9 @@ def batch_changed(run: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> s
         return ""
     return (
         f"run '{run}' was started with global_batch={old}, the job says {new}: the place in the "
-        "data is counted in batches, so "
-        "that cannot change within a run; change it back, or begin a new run with this one's "
-        "state (elastic checkpoint import "
-        "URI --into NAME --job JOB), where lr_scaling holds from its start"
+        "data is counted in batches, so that cannot change within a run; change it back, or "
+        "begin a new run with this one's state (elastic checkpoint import URI --into NAME --job "
+        "JOB), where lr_scaling holds from its start"
     )
 
 

@@ -462,8 +462,7 @@ def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
     if smallest.world_size > n_workers:
         raise SpecError(
             f"{job.name}: layout '{smallest}' needs {smallest.world_size} workers; the pools give "
-            f"at most {n_workers} "
-            f"({listed})"
+            f"at most {n_workers} ({listed})"
         )
     if job.min_workers > n_workers:
         raise SpecError(
@@ -503,9 +502,8 @@ def unlimited(job: Job, pools: Sequence[Pool]) -> str:
     usd_per_h = sum(pool.max_nodes * pool.usd_per_node_h for pool in paid)
     return (
         "keys 'budget_usd' and 'max_nodes' are missing, and nodes are paid for: up to "
-        f"${usd_per_h:,.2f} an hour ({listed}) "
-        "until the run ends; give budget_usd (dollars in all) or max_nodes (nodes at a time), or "
-        "say --no-budget"
+        f"${usd_per_h:,.2f} an hour ({listed}) until the run ends; give budget_usd (dollars in "
+        "all) or max_nodes (nodes at a time), or say --no-budget"
     )
 
 

@@ -101,8 +101,7 @@ def filled(item: Any, n: int, length: int) -> dict[str, Any]:
     if not set(along) & {*SAYS_WHAT_COUNTS}:
         raise ProgramError(
             f"a sample has {', '.join(sorted(along))}: none of {', '.join(SAYS_WHAT_COUNTS)} says "
-            "what is filling; add one "
-            "(attention_mask: ones)"
+            "what is filling; add one (attention_mask: ones)"
         )
     return {
         key: _longer(key, value, length) if key in along else value for key, value in item.items()

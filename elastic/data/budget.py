@@ -55,8 +55,7 @@ class TokenBudget:
             if self.filled(length) > self.tokens:
                 raise ProgramError(
                     f"sample {sample} has {length} tokens (filled up: {self.filled(length)}), "
-                    f"{KEY} is {self.tokens}; cut it "
-                    "shorter in the dataset, or raise the budget"
+                    f"{KEY} is {self.tokens}; cut it shorter in the dataset, or raise the budget"
                 )
         ranks = [
             self._fitted([(lengths[i], ids[i]) for i in dealt])
@@ -143,8 +142,7 @@ def check_lengths(job: Job, dataset: Any, what: str) -> None:
     if not callable(getattr(dataset, "length", None)):
         raise SpecError(
             f"{what}: {KEY} needs the length of a sample before it is read; give "
-            f"{type(dataset).__name__} a method "
-            "length(sample id) -> tokens"
+            f"{type(dataset).__name__} a method length(sample id) -> tokens"
         )
     longest = getattr(dataset, "longest", None)
     if longest is not None and longest()[0] > tokens:

@@ -190,9 +190,8 @@ class Lease:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(holder.since_s))
         return (
             f"run '{self.run}' is driven by process {holder.pid} on {holder.host} since {since} "
-            "(its last sign of life is "
-            f"{max(0.0, time.time() - holder.at_s):.0f} s old); stop it first, or choose another "
-            "--run-name"
+            f"(its last sign of life is {max(0.0, time.time() - holder.at_s):.0f} s old); stop it "
+            "first, or choose another --run-name"
         )
 
     def _next(self, released: bool = False) -> Sign:

@@ -47,8 +47,7 @@ AGAIN_S = 2.0  # between tries
 CLOSE_MOST_S = 15.0
 GO_ON = (
     "its checkpoints are whole: `elastic run` with this --run-name and --from-checkpoint sets the "
-    "journal aside, keeps what "
-    "stands before the damage, and resumes from the newest checkpoint"
+    "journal aside, keeps what stands before the damage, and resumes from the newest checkpoint"
 )
 
 

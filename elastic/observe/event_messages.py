@@ -171,8 +171,7 @@ def _entered(event: types.PlanEntered, view: NamedThings) -> str:
     moved = f", {size(event.bytes_moved)} moved" if event.bytes_moved else ""
     return (
         f"generation {event.generation} started at step {event.step}: {plan.layout} on "
-        f"{n_of(len(plan.ranks), 'worker')}, "
-        f"source: {SOURCES[plan.resume.source]}{moved}"
+        f"{n_of(len(plan.ranks), 'worker')}, source: {SOURCES[plan.resume.source]}{moved}"
     )
 
 

@@ -155,9 +155,8 @@ def progress_line(view: View) -> str:
     speed = view.tokens_per_s()
     return (
         f"{view.at_s - view.started_at_s:8.1f} s  step {view.step}/{view.steps}  train_loss "
-        f"{point.train_loss:.4f}  "
-        f"{speed or 0:,.0f} {view.unit}/s  {view.plan.layout if view.plan else '-'}  ETA "
-        f"{duration(view.eta_s())}"
+        f"{point.train_loss:.4f}  {speed or 0:,.0f} {view.unit}/s  "
+        f"{view.plan.layout if view.plan else '-'}  ETA {duration(view.eta_s())}"
     )
 
 

@@ -64,6 +64,5 @@ def _check_sequence(model: ModelProfile, layout: Layout) -> None:
     if layout.tp > 1 and sample.sequence_parallel and sample.sequence // layout.cp % layout.tp:
         raise InfeasiblePlan(
             f"tp={layout.tp} with sequence parallelism needs a multiple of {layout.tp} positions "
-            "on a rank, not "
-            f"{sample.sequence // layout.cp}"
+            f"on a rank, not {sample.sequence // layout.cp}"
         )

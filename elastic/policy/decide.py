@@ -203,9 +203,8 @@ def _breaking_off(state: State, now_s: float) -> Decision | None:
     copy = f"newest peer replica: step {state.peer.step}" if state.peer else "no peer replica"
     text = (
         f"generation {state.generation} is aborted after step {state.step}: {failure.reason}; "
-        f"{len(survivors)} of "
-        f"{len(state.members)} workers are still reachable; {copy}, checkpoint: step "
-        f"{state.saved_step}"
+        f"{len(survivors)} of {len(state.members)} workers are still reachable; {copy}, "
+        f"checkpoint: step {state.saved_step}"
     )
     return Decision((Abort(state.generation, failure.kill),), text, now_s + _quiesced_most_s(state))
 

@@ -134,8 +134,7 @@ def transfer_message(move: Move | None) -> str:
     )
     return (
         f"moves {_mb(move.n_bytes)} between workers and {_mb(move.own_bytes)} in place in about "
-        f"{move.seconds:.1f} s "
-        f"({way}, {_mb(move.peak_bytes)} beyond the new one)"
+        f"{move.seconds:.1f} s ({way}, {_mb(move.peak_bytes)} beyond the new one)"
     )
 
 

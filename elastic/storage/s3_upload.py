@@ -231,7 +231,6 @@ class Upload(io.RawIOBase):
             ):
                 raise StorageFailed(
                     f"s3://{self._calls.bucket}/{self._key}: its upload was removed while it ran; "
-                    "keep lifecycle rules for "
-                    "unfinished uploads at a day or more"
+                    "keep lifecycle rules for unfinished uploads at a day or more"
                 ) from error
             raise

@@ -144,10 +144,9 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     """Though the dataset hangs, and the parent is killed."""
     (tmp_path / "hang").touch()
     code = (
-        "import sys; from elastic.data.loader_processes import *\n"
-        "from elastic.types import Job\n"
-        "reader = Reader(Recipe(Job(folder='.', program=sys.argv[1])))\n"
-        "print(reader.pid, flush=True); reader.load([Microbatch([1])])"
+        "import sys; from elastic.data.loader_processes import *\nfrom elastic.types import "
+        "Job\nreader = Reader(Recipe(Job(folder='.', program=sys.argv[1])))\nprint(reader.pid, "
+        "flush=True); reader.load([Microbatch([1])])"
     )
     environment = {**os.environ, "ELASTIC_TEST_READ": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

@@ -268,9 +268,7 @@ def test_sizes_that_do_not_fit_are_refused(fields: dict[str, int]) -> None:
 def test_tables_do_not_land_on_meta() -> None:
     """The first forward of a process may come while the meta device is the default."""
     code = (
-        "import torch; from elastic.models.llama import rotate\n"
-        "x = torch.zeros(1, 1, 4, 8)\n"
-        "with torch.device('meta'): rotate(x, 10.0)\n"
-        "assert not rotate(x, 10.0).is_meta"
+        "import torch; from elastic.models.llama import rotate\nx = torch.zeros(1, 1, 4, 8)\nwith "
+        "torch.device('meta'): rotate(x, 10.0)\nassert not rotate(x, 10.0).is_meta"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -146,9 +146,8 @@ def _check_deadline(query: Query, found: Offers, machines: Sequence[MachineGroup
         pools = " + ".join(_pool_words(each) for each in machines)
         raise InfeasiblePlan(
             f"{plan_tables.count(aim.tokens)} tokens within {plan_tables.hours(aim.deadline_h)}: "
-            f"{pools} need "
-            f"{plan_tables.hours(fastest)}; take "
-            "more nodes (with --gpus KIND alone, --within says how many), fewer tokens or more time"
+            f"{pools} need {plan_tables.hours(fastest)}; take more nodes (with --gpus KIND alone, "
+            "--within says how many), fewer tokens or more time"
         )
 
 

@@ -115,8 +115,7 @@ def _impossible(query: Query, rows: Sequence[dict[str, Any]]) -> str:
     ]
     return (
         f"{plan_tables.count(query.aim.tokens)} tokens within "
-        f"{plan_tables.hours(query.aim.deadline_h)} exclude each other at "
-        "a step of "
+        f"{plan_tables.hours(query.aim.deadline_h)} exclude each other at a step of "
         f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens "
         "or a larger --batch"
     )

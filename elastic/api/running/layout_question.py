@@ -202,8 +202,7 @@ def _said(verdict: Verdict) -> Iterator[str]:
         seconds = sum(verdict.equal.values())
         yield (
             f"{', '.join(verdict.equal)}: loss and gradients of a small copy match those of one "
-            f"process ({seconds:.1f} s, "
-            f"cached)"
+            f"process ({seconds:.1f} s, cached)"
         )
     if verdict.skipped:
         yield f"the layouts' values were not compared before the start: {verdict.skipped}"

@@ -51,9 +51,8 @@ FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and no
 RAY_TRAIN = re.compile(r"\bray\.train\b|from\s+ray\s+import\s+.*\btrain\b")
 RESTARTED = (
     "{file} does not enter elastic.loop: this is RESTART, not live. Ray Train starts it on the "
-    "nodes that are there, and "
-    "starts it anew at each change of capacity; what it resumes from is its own checkpoint, as "
-    "under torchrun"
+    "nodes that are there, and starts it anew at each change of capacity; what it resumes from is "
+    "its own checkpoint, as under torchrun"
 )
 
 
@@ -66,8 +65,7 @@ def run_restarting(
         if key not in KEYS and key in JobSpec.__pydantic_fields__:
             raise SpecError(
                 f"{where}: key '{key}' has no meaning for {file.name}, which does not enter "
-                "elastic.loop; "
-                f"keys are {', '.join(KEYS)}"
+                f"elastic.loop; keys are {', '.join(KEYS)}"
             )
     return _ScriptRun(
         file, tuple(args), job_of(dict(data) | FILLED, file, where), options=options

@@ -331,9 +331,7 @@ class _Run:
         if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
             raise SpecError(
                 f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more "
-                "of them lets it continue; "
-                f"another "
-                "--run-name, or none, starts over"
+                "of them lets it continue; another --run-name, or none, starts over"
             )
         return lines, stored, state
 

@@ -70,8 +70,7 @@ def warn_of_storage_clock(storage: Storage, sign: Sign) -> None:
     if max(ahead_s, behind_s) > CLOCK_S:
         log.warning(
             "this machine's clock is %.0f s %s that of %s: set it right (NTP); bill and deadline "
-            "continue by this machine's "
-            "clock",
+            "continue by this machine's clock",
             max(ahead_s, behind_s),
             "ahead of" if ahead_s > 0 else "behind",
             storage.uri,
@@ -85,8 +84,7 @@ def warn_of_clock(before: Sequence[Line], now_s: float) -> None:
     if behind_s > CLOCK_S:
         log.warning(
             "this machine's clock is %.0f s behind the newest line of the run's journal (%s): set "
-            "it right (NTP); bill and "
-            "deadline continue by this clock",
+            "it right (NTP); bill and deadline continue by this clock",
             behind_s,
             time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(before[-1].at_s)),
         )
@@ -216,8 +214,7 @@ def check_same(
     if changed and not allow_changed:
         raise SpecError(
             f"run '{start.run}' was started with other values: {changed}; change them back, start "
-            "another run with "
-            "--run-name, or continue with --allow-changed"
+            "another run with --run-name, or continue with --allow-changed"
         )
 
 
@@ -228,8 +225,7 @@ def check_not_failed(run: str, fatal: str) -> None:
     if fatal:
         raise ProgramError(
             f"run '{run}' has failed by its program, which is the same: {fatal}; after a change "
-            "continue with "
-            "--allow-changed, or once more as it is without --supervise"
+            "continue with --allow-changed, or once more as it is without --supervise"
         )
 
 
@@ -251,8 +247,7 @@ def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:
         if was.get(fqn) != now.get(fqn):
             raise SpecError(
                 f"run '{run}' was started with another model: {fqn} was {_shape(was.get(fqn))}, "
-                f"it is {_shape(now.get(fqn))}; "
-                "start another run with --run-name"
+                f"it is {_shape(now.get(fqn))}; start another run with --run-name"
             )
 
 

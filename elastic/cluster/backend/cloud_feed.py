@@ -17,8 +17,7 @@ log = logging.getLogger(__name__)
 
 DEAF = (
     "nodes of pool {} are told nothing of their end (no metadata service, no pod, no "
-    "$ELASTIC_NOTICE_FILE there): "
-    "a reclaim is noticed when it happens"
+    "$ELASTIC_NOTICE_FILE there): a reclaim is noticed when it happens"
 )
 
 

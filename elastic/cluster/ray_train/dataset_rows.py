@@ -69,8 +69,7 @@ def _check(split: str, dataset: Any) -> None:
         if text.startswith(NO_NUMBERS):
             raise SpecError(
                 f"datasets['{split}']: column '{name}' holds {text}; a sample is made of numbers "
-                "and tensors of one shape: "
-                "map it (tokenize, say) or drop it before"
+                "and tensors of one shape: map it (tokenize, say) or drop it before"
             )
 
 
@@ -85,8 +84,7 @@ def _batches(dataset: Any, split: str, storage: Storage) -> Iterator[Mapping[str
         if free is not None and n_bytes > FREE_SHARE * free:
             raise SpecError(
                 f"datasets['{split}']: {n_bytes / 1e9:.1f} GB so far and no end, {storage.uri} "
-                f"had {free / 1e9:.1f} GB free; a "
-                "run keeps its rows, so that samples have ids: limit it (dataset.limit(n)), or "
-                "give a larger storage_path"
+                f"had {free / 1e9:.1f} GB free; a run keeps its rows, so that samples have ids: "
+                "limit it (dataset.limit(n)), or give a larger storage_path"
             )
         yield batch

@@ -202,9 +202,8 @@ class ScriptState:
         group.ending = "notice"
         text = (
             f"node {node_id} goes in {max(0.0, deadline_s - at_s):.0f} s: every rank that has a "
-            "handler for SIGTERM gets it, "
-            "then Ray Train starts the script on the nodes that stay; one without a handler runs "
-            "until the node goes"
+            "handler for SIGTERM gets it, then Ray Train starts the script on the nodes that "
+            "stay; one without a handler runs until the node goes"
         )
         self.orders.append(
             ScriptOrder(group.name, "end", max(1.0, deadline_s - at_s - 1.0), listeners=True)
@@ -426,10 +425,9 @@ class ScriptState:
         self.end(
             "failed",
             f"the script did not start its process group on {group.world} ranks within "
-            f"{self.needs.start_s:.0f} s: it must "
-            "call torch.distributed.init_process_group() with the environment that torchrun sets "
-            "(RANK, MASTER_ADDR ...); "
-            "a slow start needs a larger max_silence_s in job.yaml",
+            f"{self.needs.start_s:.0f} s: it must call torch.distributed.init_process_group() "
+            "with the environment that torchrun sets (RANK, MASTER_ADDR ...); a slow start needs "
+            "a larger max_silence_s in job.yaml",
         )
 
     def _grow(self, group: ScriptStart) -> None:

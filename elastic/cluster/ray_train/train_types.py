@@ -102,8 +102,7 @@ def _workers(scaling: Any) -> tuple[int, int]:
     if low < 1:
         raise SpecError(
             f"ScalingConfig(num_workers={given}): 0 is Ray Train's local mode; for one process "
-            "without Ray run "
-            "python -m elastic.worker JOB, else give at least 1"
+            "without Ray run python -m elastic.worker JOB, else give at least 1"
         )
     return int(low), int(high)
 
@@ -145,9 +144,8 @@ def _check_resources(given: Mapping[str, float], gpu: bool) -> None:
             one = "one GPU" if gpu else "one process (use_gpu=False)"
             raise SpecError(
                 f"ScalingConfig(resources_per_worker={{'{name}': {value}}}): nodes are taken "
-                f"whole, a worker is {one} of "
-                "them and reserves nothing else; leave it out, or describe the nodes in "
-                "job['pools']"
+                f"whole, a worker is {one} of them and reserves nothing else; leave it out, or "
+                "describe the nodes in job['pools']"
             )
 
 

@@ -155,8 +155,7 @@ class BlockCache:
         if len(data) != wanted:
             raise SpecError(
                 f"{file.storage.uri_of(file.key)}: it is shorter than the {file.n_bytes} bytes "
-                "that it had when the run began; "
-                "data must not change under a run"
+                "that it had when the run began; data must not change under a run"
             )
         return data
 

@@ -85,8 +85,7 @@ class Files:
         if len(data) != wanted:
             raise SpecError(
                 f"{self.uri(n)}: it is shorter than the {self.sizes[n]} bytes that it had when "
-                "the run began; data must not "
-                "change under a run"
+                "the run began; data must not change under a run"
             )
         return data
 

@@ -358,8 +358,7 @@ def scored(data: Data, rows: Sequence[Sequence[str]]) -> list[str]:
     if choices:
         lines.append(
             f"choice of a layout: {data['best_choice_within_5pct']:.0%} of {choices} within 5% of "
-            "the best measured one, "
-            f"median regret {data['regret_median']:.1%}"
+            f"the best measured one, median regret {data['regret_median']:.1%}"
         )
     return lines
 

@@ -152,8 +152,7 @@ class PlacementSite:
             )
             raise InfeasiblePlan(
                 f"{what} of {size * inner} workers each within one zone do not fit: workers in "
-                f"zones are {has} "
-                "(across_zones: true would let them cross)"
+                f"zones are {has} (across_zones: true would let them cross)"
             )
         return found[: layout.dp_replicate]
 

@@ -96,9 +96,8 @@ def adjust(state: State, now_s: float) -> Decision | None:
     share = cost_s / (plan.peer_every * state.step_time_s)
     why = (
         f"peer replicas every {new} steps instead of {plan.peer_every}: a copy costs "
-        f"{cost_s * 1000:.3g} ms and takes "
-        f"{state.copy_flight_s:.3g} s to cross, a step {state.step_time_s:.3g} s ({share:.1%} "
-        "spent on copies)"
+        f"{cost_s * 1000:.3g} ms and takes {state.copy_flight_s:.3g} s to cross, a step "
+        f"{state.step_time_s:.3g} s ({share:.1%} spent on copies)"
     )
     return Decision((SetCadence(plan.generation, new, plan.durable_every),), why)
 

@@ -105,17 +105,15 @@ def newest(state: State) -> Resume:
     if state.damaged:
         raise StateLost(
             f"no checkpoint can be read: {'; '.join(state.damaged.values())}; mend one, or remove "
-            "them all to start over "
-            "(elastic checkpoint rm)"
+            "them all to start over (elastic checkpoint rm)"
         )
     lost_s = state.best_step * state.step_time_s
     if lost_s <= REDO_S or not state.best_step:
         return Resume("fresh")
     raise StateLost(
         f"no copy of the training state is left: step {state.best_step} was reached ({lost_s:.0f} "
-        "s of steps), no checkpoint "
-        "was ever stored, and the living workers hold no complete copy; set checkpoint_every and "
-        "start again"
+        "s of steps), no checkpoint was ever stored, and the living workers hold no complete "
+        "copy; set checkpoint_every and start again"
     )
 
 

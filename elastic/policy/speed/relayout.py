@@ -187,12 +187,9 @@ def _entered(
     without = f" without node {out[0]}" if out else ""
     why = (
         f"{slow_ones(state, plan, now_s)}; the busiest rank has {gain:.0%} less to do on another "
-        f"arrangement{without} "
-        f"({sure:.0%} at least if what is measured is {2 * BAND:.0%} off), which gains "
-        f"{gained_s:.0f} s in the "
-        f"{stay_s(state):.0f} s until the next expected loss or the end, for a pause of "
-        f"{pause_s:.1f} s; {lost_s:.0f} s "
-        f"are lost already"
+        f"arrangement{without} ({sure:.0%} at least if what is measured is {2 * BAND:.0%} off), "
+        f"which gains {gained_s:.0f} s in the {stay_s(state):.0f} s until the next expected loss "
+        f"or the end, for a pause of {pause_s:.1f} s; {lost_s:.0f} s are lost already"
     )
     moved = enter(state, choice, resume, cause="rebalance", why=why)
     # else it idles, until something changes
@@ -262,11 +259,9 @@ def _replaced(state: State, node: Node | None, now_s: float) -> Decision | None:
     )
     why = (
         f"{speeds.speed_message(state, node.node_id, slower, now_s=now_s)}: {how}; it is left for "
-        "another node of pool "
-        f"{node.pool}, which is "
-        f"expected after {hazard.start_s(state, node.pool):.0f} s and gains {gained_s:.0f} s, for "
-        f"{lost_s:.0f} s of pauses and "
-        f"of its work until then"
+        f"another node of pool {node.pool}, which is expected after "
+        f"{hazard.start_s(state, node.pool):.0f} s and gains {gained_s:.0f} s, for {lost_s:.0f} s "
+        "of pauses and of its work until then"
     )
     moved = enter(state, choice, recovery.live(state), cause="rebalance", why=why)
     return replace(moved, actions=(DrainNode(node.node_id), *moved.actions))

@@ -106,10 +106,9 @@ def shares(state: State, now_s: float) -> Decision | None:
     less_s = gain * compute_s(state, load.busy_s(plan.samples))
     text = (
         f"{_listed(new)} instead of {_listed(plan.samples)} samples a step: "
-        f"{slow_ones(state, plan, now_s)}; the busiest rank "
-        f"has {gain:.0%} less to do ({why}), about {less_s:.3g} s of a step, for "
-        f"{stay_s(state):.0f} s until the next expected "
-        f"loss or the end; nothing stops for it"
+        f"{slow_ones(state, plan, now_s)}; the busiest rank has {gain:.0%} less to do ({why}), "
+        f"about {less_s:.3g} s of a step, for {stay_s(state):.0f} s until the next expected loss "
+        "or the end; nothing stops for it"
     )
     return Decision((SetShares(plan.generation, new, state.step),), text)
 

@@ -310,14 +310,12 @@ def _what_is_odd(uri: str, odd: list[str]) -> str:
     if by_position is not None:
         return (
             f"{uri}: {by_position} names its parameter by a number, as optimizer.state_dict() "
-            "does, and not which one that is; "
-            "save by names (get_optimizer_state_dict), or take the weights only: elastic "
-            "checkpoint import --ignore-extra"
+            "does, and not which one that is; save by names (get_optimizer_state_dict), or take "
+            "the weights only: elastic checkpoint import --ignore-extra"
         )
     return (
         f"{uri}: the program has no tensor for {odd[0]} (and {len(odd) - 1} more); another model? "
-        "elastic checkpoint import "
-        "--ignore-extra leaves them out"
+        "elastic checkpoint import --ignore-extra leaves them out"
     )
 
 

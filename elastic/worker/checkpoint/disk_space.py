@@ -40,8 +40,7 @@ def check_space(
     if free < need:
         raise NoRoom(
             f"{storage.uri}: {free / GB:.2f} GB are free, the copy of step {copy[0]} needs "
-            f"{need / GB:.2f} GB; "
-            "free space there, or lower keep_last"
+            f"{need / GB:.2f} GB; free space there, or lower keep_last"
         )
 
 
@@ -53,6 +52,5 @@ def _check_quota(
     if used + all_bytes > quota_gb * GB:
         raise NoRoom(
             f"storage_quota_gb={quota_gb:g}: {len(others)} copies hold {used / GB:.2f} GB, the "
-            f"copy of step {copy[0]} needs "
-            f"{all_bytes / GB:.2f} GB; raise it, or lower keep_last"
+            f"copy of step {copy[0]} needs {all_bytes / GB:.2f} GB; raise it, or lower keep_last"
         )

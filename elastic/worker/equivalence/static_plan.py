@@ -43,8 +43,7 @@ def _rest_sharded(spec: JobSpec, pins: Mapping[str, Any], world_size: int) -> La
     if layout.world_size != world_size:
         raise SpecError(
             f"{spec.name}: {world_size} ranks were started, layout '{spec.layout}' is for "
-            f"multiples of {least.world_size} "
-            "here, by dp_shard; start as many, or give --layout"
+            f"multiples of {least.world_size} here, by dp_shard; start as many, or give --layout"
         )
     return layout
 
@@ -75,8 +74,7 @@ def plan_of(
         if on and getattr(layout, axis) > 1:
             raise SpecError(
                 f"{spec.name}: layout '{layout}' has {axis}={getattr(layout, axis)}, {key}: "
-                f"{str(on).lower()} does not go "
-                "with that"
+                f"{str(on).lower()} does not go with that"
             )
     if layout.n_stages > max(1, model.n_blocks):
         stages = (

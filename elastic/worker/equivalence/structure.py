@@ -268,9 +268,8 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
         place = f"{mine[0].inside or 'forward'} ({mine[0].where})"
         no_dp = no_cp = no_pp = (
             f"{place} branches on a value of the whole batch, which each rank and microbatch sees "
-            "a part of: compute both and "
-            "choose for each sample with torch.where, or say Program.batch_dependent=True to "
-            "train on all the same"
+            "a part of: compute both and choose for each sample with torch.where, or say "
+            "Program.batch_dependent=True to train on all the same"
         )
     elif chosen and one.names != other.names:
         notes.append(
@@ -314,8 +313,7 @@ def _of_weights(program: Program, one: Followed) -> str:
         at = f" ({where})" if where else ""
         return (
             f"forward writes the weight {name}{at}: what it writes is lost where the weight is "
-            "cut; compute a value from the "
-            "weight and use that"
+            "cut; compute a value from the weight and use that"
         )
     return ""
 
@@ -351,13 +349,11 @@ def _branch(one: Followed, other: Followed) -> str:
         source = one.python_random or other.python_random or PYTHON
         return (
             f"{what} depends on {source}, which draws other numbers on each rank; the ranks would "
-            "wait for each other's "
-            "weights: multiply by a mask that is 0 instead"
+            "wait for each other's weights: multiply by a mask that is 0 instead"
         )
     return (
         f"{what} depends on a value ({first.where}) that ranks see differently; they would wait "
-        "for each other's weights: "
-        "compute both and choose with torch.where"
+        "for each other's weights: compute both and choose with torch.where"
     )
 
 
@@ -389,8 +385,7 @@ class _Pipelines:
         return (
             (
                 f"{names[0]} and {names[1]} are one weight, which two stages would hold; take "
-                "pp=1, "
-                "or two weights"
+                "pp=1, or two weights"
             )
             if names
             else ""
@@ -468,8 +463,7 @@ class _Pipelines:
             at = f" ({op.where})" if op.where else ""
             return (
                 f"{op.inside} reads {min(op.labels)}{at} beside its arguments, which another "
-                "stage has: give it by "
-                f"Program.keywords, {OWN_STAGE}"
+                f"stage has: give it by Program.keywords, {OWN_STAGE}"
             )
         return ""
 
@@ -551,8 +545,7 @@ class _Pipelines:
             done = _done(found.calls[0]) if found.calls else "does not call its blocks"
             return (
                 f"before the blocks `forward` {done}, and every pipeline stage would do so again: "
-                "put it into a module that is "
-                f"registered before the blocks, {OWN_STAGE}"
+                f"put it into a module that is registered before the blocks, {OWN_STAGE}"
             )
         if stage < len(layers) - 1 and found.output is not found.calls[-1].output:
             at = f" ({found.viewed})" if found.viewed else ""
@@ -563,8 +556,7 @@ class _Pipelines:
             )
             return (
                 f"behind the blocks `forward` {done}, and every pipeline stage would do so: put "
-                "it into a module that is "
-                f"registered behind the blocks, {OWN_STAGE}"
+                f"it into a module that is registered behind the blocks, {OWN_STAGE}"
             )
         for name, call in zip(mine, found.calls, strict=True):
             if shape_of((call.args[1:], call.kwargs)) != shape_of(

@@ -47,15 +47,13 @@ from elastic.worker.program.optimizers import by_name
 
 NO_HOST = (
     "elastic.loop was entered outside of `elastic run --script FILE`: start the script with that; "
-    "a program.py has no loop, it "
-    "defines `program = elastic.Program(...)`"
+    "a program.py has no loop, it defines `program = elastic.Program(...)`"
 )
 
 
 PLAIN_START = (
     "{file} enters elastic.loop, which neither python nor torchrun can start: `elastic run "
-    "--script {file} -- ARGS` does, on "
-    "this machine (--local) or on a Ray cluster"
+    "--script {file} -- ARGS` does, on this machine (--local) or on a Ray cluster"
 )
 
 

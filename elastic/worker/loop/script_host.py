@@ -300,8 +300,7 @@ class Script:
             assert self.run is not None
             raise ProgramError(
                 f"{self.source.file}: it left its loop at step {step} of {self.run.steps}; a loop "
-                "ends by itself after the "
-                "last step, and `steps` says how many there are"
+                "ends by itself after the last step, and `steps` says how many there are"
             )
         return word
 

@@ -188,8 +188,7 @@ def check_loss(program: Program, model: torch.nn.Module, batch: Batch, *, cp: in
     if abs(own - whole) > SAME * max(1.0, abs(whole)):
         raise ProgramError(
             f"cp={cp}: Program.loss of one sample is {own:.6g} with the model's own attention, "
-            f"{whole:.6g} with "
-            "elastic.attention; take cp=1"
+            f"{whole:.6g} with elastic.attention; take cp=1"
         )
     check_sum(program, output, batch, cp=cp)
 
@@ -206,7 +205,6 @@ def check_sum(program: Program, output: Any, batch: Batch, *, cp: int) -> None:
     if abs(parts - whole) > PARTS_AGREE * max(1.0, abs(whole)):
         raise ProgramError(
             f"cp={cp}: Program.loss of one sample is {whole:.6g}, the sum over the parts of its "
-            f"sequence is {parts:.6g}; with "
-            "cp it must be a sum over positions; targets are shifted in the dataset (or by "
-            "Program.before_cut), not in the loss"
+            f"sequence is {parts:.6g}; with cp it must be a sum over positions; targets are "
+            "shifted in the dataset (or by Program.before_cut), not in the loss"
         )

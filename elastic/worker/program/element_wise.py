@@ -228,8 +228,7 @@ def _check_first_step(done: _Dry, filled: _Dry, kept: Mapping[str, OptimizerSpec
         if not torch.allclose(parameter, filled.named[fqn], rtol=1e-5, atol=1e-7):
             raise ProgramError(
                 f"{done.name(fqn)}: its state does not begin as constants ({fqn}), as with "
-                "dampening; such an optimizer "
-                "cannot be set up before its first step"
+                "dampening; such an optimizer cannot be set up before its first step"
             )
 
 
@@ -244,9 +243,8 @@ def _check_settings(dry: _Dry, before: list[dict[str, Any]], kept: bool) -> None
             if changed and not kept:
                 raise ProgramError(
                     f"optimizer {shown(name, optimizer)}: a step changes '{changed[0]}' in its "
-                    "param_groups, which is no part "
-                    "of the training state; only optimizers whose state is in `state` can be "
-                    "moved between layouts"
+                    "param_groups, which is no part of the training state; only optimizers whose "
+                    "state is in `state` can be moved between layouts"
                 )
 
 
@@ -257,8 +255,7 @@ def _check_moved(dry: _Dry) -> None:
         if still and any(float(group["lr"]) for group in optimizer.param_groups):
             raise ProgramError(
                 f"optimizer {shown(name, optimizer)}: {DRY_STEPS} steps leave its parameters as "
-                "they are; it must step the "
-                "tensors that are in its param_groups"
+                "they are; it must step the tensors that are in its param_groups"
             )
 
 
@@ -277,8 +274,7 @@ def _check_parts(whole: _Dry, part: _Dry, kept: Mapping[str, OptimizerSpec]) -> 
                 raise ProgramError(
                     (
                         f"{whole.name(fqn)} is not element-wise: a step on a part of {fqn} "
-                        "depends on "
-                        "the rest of it; "
+                        "depends on the rest of it; "
                     )
                     + ONLY
                 )

@@ -178,8 +178,7 @@ def _spike(
         return ""
     return (
         f"{what} {value:.6g} is {z:.1f} robust deviations above the median {math.exp(middle):.6g} "
-        "of the last "
-        f"{len(window.values)} steps (at most {rule.z:g})"
+        f"of the last {len(window.values)} steps (at most {rule.z:g})"
     )
 
 

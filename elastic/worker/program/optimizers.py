@@ -38,8 +38,7 @@ def by_name(made: object, where: str = "Program.optimizer") -> dict[str, Optimiz
         if not isinstance(name, str) or not name or not isinstance(one, Optimizer):
             raise SpecError(
                 f"{where} gives {name!r}: {type(one).__name__}; a dict of optimizers has texts as "
-                "names and a "
-                "torch.optim.Optimizer for each"
+                "names and a torch.optim.Optimizer for each"
             )
     return dict(made)
 
@@ -134,8 +133,7 @@ def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str
                 if fqn in owners:
                     raise SpecError(
                         f"parameter {fqn} is in two optimizers, '{owners[fqn]}' and '{name}'; "
-                        "each trainable parameter must be "
-                        "in exactly one"
+                        "each trainable parameter must be in exactly one"
                     )
                 owners[fqn] = name
     missing = [fqn for fqn in names.values() if fqn not in owners]
@@ -148,8 +146,7 @@ def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str
         )
         raise SpecError(
             f"parameter {missing[0]}{more} is not in {where}; each trainable parameter must be in "
-            "exactly one (requires_grad "
-            "False in the model freezes it)"
+            "exactly one (requires_grad False in the model freezes it)"
         )
     return owners
 

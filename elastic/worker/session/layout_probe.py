@@ -140,8 +140,7 @@ class Probe:
         found = f"{loss:.6g} per token" if math.isfinite(loss) else "no number"
         return (
             f"layout {self.order.plan.layout} computes another function than the one before: "
-            f"after step {step} the loss of the "
-            f"probe sample is {found}, it was {expected:.6g}"
+            f"after step {step} the loss of the probe sample is {found}, it was {expected:.6g}"
         )
 
     def _loss(self) -> float | None:

@@ -247,7 +247,6 @@ def _refuse_a_mean(once: float, twice: float) -> None:
     if once and abs(twice - once) < 1e-3 * abs(once):
         raise ProgramError(
             f"Program.loss returned {once:.4f} for one sample and {twice:.4f} for the same sample "
-            "twice: a mean, it seems; "
-            "it must return the sum over the batch (reduction='sum'), which elastic divides by "
-            "the global count of the step"
+            "twice: a mean, it seems; it must return the sum over the batch (reduction='sum'), "
+            "which elastic divides by the global count of the step"
         )

@@ -300,8 +300,7 @@ class StandaloneRun:
             if changed and not self.wishes.allow_changed:
                 raise SpecError(
                     f"run '{self.name}' was started with other values: {changed}; change them "
-                    "back, give another --run-name, "
-                    "or continue with --allow-changed"
+                    "back, give another --run-name, or continue with --allow-changed"
                 )
             return StartDecision(generation + len(passed), epoch, item.step, item.uri)
         if left:

@@ -336,8 +336,7 @@ class Stepper:
         if all(parameter.grad is None for parameter in self.state.parameters.values()):
             raise ProgramError(
                 "the loss given to run.backward does not depend on run.model: call "
-                "run.model(...), not the model that was "
-                "given to elastic.loop"
+                "run.model(...), not the model that was given to elastic.loop"
             )
 
     # ------------------------------------------------------------------------------------------ one
@@ -571,8 +570,7 @@ class Stepper:
         if commit.samples != expected:
             raise InternalError(
                 f"step {self.state.step + 1}: the ranks trained on other samples "
-                f"({commit.samples}) than the order says "
-                f"({expected})"
+                f"({commit.samples}) than the order says ({expected})"
             )
 
     # ------------------------------------------------------------------------------------------

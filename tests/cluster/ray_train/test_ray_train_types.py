@@ -219,10 +219,9 @@ def test_two_ways_at_once_and_what_is_no_program(tiny: Program, tmp_path: Path) 
 def test_a_trainer_at_the_top_level_of_the_programs_file_is_found(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "import elastic\n"
-        "program = elastic.Program(model=lambda: 1, optimizer=lambda n: 1, dataset=lambda: [1], "
-        "loss=lambda o, b: 1)\n"
-        "elastic.ElasticTrainer(program, job={'steps': 1, 'global_batch': 1}).fit()\n"
+        "import elastic\nprogram = elastic.Program(model=lambda: 1, optimizer=lambda n: 1, "
+        "dataset=lambda: [1], loss=lambda o, b: 1)\nelastic.ElasticTrainer(program, job={'steps': "
+        "1, 'global_batch': 1}).fit()\n"
     )
     with pytest.raises(
         SpecError, match=r"mine.py:3: workers import this file .* __name__ == '__main__'"

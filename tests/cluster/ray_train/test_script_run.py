@@ -421,10 +421,9 @@ def test_the_script_is_itself_and_ends_with_its_supervisor(tmp_path: Path) -> No
         "import sys,time\nprint(__name__, sys.argv[1:], flush=True)\ntime.sleep(600)\n"
     )
     text = (
-        "import os,subprocess,sys,time\n"
-        f"os.environ['{PARENT}']=str(os.getpid())\n"
-        f"c=subprocess.Popen([sys.executable,'-m','elastic.cluster.ray_train.script_child',{str(script)!r},'--a','b'])\n"
-        "print(c.pid, flush=True)\ntime.sleep(600)\n"
+        "import "
+        f"os,subprocess,sys,time\nos.environ['{PARENT}']=str(os.getpid())\nc=subprocess.Popen([sys.executable,'-m','elastic.cluster.ray_train.script_child',{str(script)!r},'--a','b'])\nprint(c.pid, "
+        "flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True

@@ -78,11 +78,9 @@ def test_read_once_by_many_threads_and_processes(far: Remote) -> None:
     assert read_bytes(far) == far.n_bytes
     code = (
         "import sys; from elastic.data.sources import block_cache as c; from elastic.storage "
-        "import LocalStorage\n"
-        f"c.BLOCK_BYTES = {BLOCK}\n"
-        "far = c.Remote(LocalStorage(sys.argv[1]), 'data', int(sys.argv[2]), 1.0)\n"
-        "c.BlockCache._fetched = None\n"
-        "sys.stdout.buffer.write(c.BlockCache().read(far, 0, far.n_bytes))"
+        f"import LocalStorage\nc.BLOCK_BYTES = {BLOCK}\nfar = c.Remote(LocalStorage(sys.argv[1]), "
+        "'data', int(sys.argv[2]), 1.0)\nc.BlockCache._fetched = "
+        "None\nsys.stdout.buffer.write(c.BlockCache().read(far, 0, far.n_bytes))"
     )
     at = [str(far.storage.uri), str(far.n_bytes)]
     done = subprocess.run([sys.executable, "-c", code, *at], capture_output=True, check=False)

@@ -129,8 +129,7 @@ def test_own_entries_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file = tmp_path / "own.yaml"
     file.write_text(
         "instances: {box: {cloud: hall, chip: RTX 4090, gpus: 4, vcpus: 64, host_memory_mib: "
-        "262144}}\n"
-        "prices: {box: {room: {usd_per_h: 2}}}\n"
+        "262144}}\nprices: {box: {room: {usd_per_h: 2}}}\n"
     )
     (row,) = said(
         capsys, "--catalog", str(file), "--gpu", "4090", "--cloud", "hall", "--region", "room"

@@ -273,8 +273,7 @@ def test_what_comes_after_the_loop_runs_and_does_not_fail_the_run(
             GOOD
             + (
                 "from pathlib import "
-                f"Path\nPath({str(done)!r}).write_text(str(run.step_index))\n1 / "
-                "0\n"
+                f"Path\nPath({str(done)!r}).write_text(str(run.step_index))\n1 / 0\n"
             ),
         ),
         [],

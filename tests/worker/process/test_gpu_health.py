@@ -105,8 +105,7 @@ def test_of_a_healthy_gpu_nothing_is_said(nvml: Nvml) -> None:
         (
             {"nvmlDeviceGetTemperature": 86, "nvmlDeviceGetRemappedRows": (0, 2, 0, 1)},
             "85 °C or more; 2 rows of its memory remapped after errors that were not corrected; a "
-            "row could not be remapped: "
-            "the GPU must be replaced",
+            "row could not be remapped: the GPU must be replaced",
         ),
     ],
 )

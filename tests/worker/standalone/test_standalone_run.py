@@ -465,10 +465,9 @@ def test_bad_input_is_one_line_and_code_2(
 @pytest.mark.e2e
 def test_no_ray_is_needed() -> None:
     code = (
-        "import sys; sys.modules['ray'] = None\n"
-        "import elastic.worker.standalone.standalone_run, elastic.worker.__main__\n"
-        "print([m for m in sys.modules if m.startswith(('elastic.policy', 'elastic.planner', "
-        "'elastic.cluster', 'ray.'))])"
+        "import sys; sys.modules['ray'] = None\nimport elastic.worker.standalone.standalone_run, "
+        "elastic.worker.__main__\nprint([m for m in sys.modules if "
+        "m.startswith(('elastic.policy', 'elastic.planner', 'elastic.cluster', 'ray.'))])"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300
