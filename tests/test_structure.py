@@ -26,6 +26,16 @@ ALL = SOURCES + sorted(
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 8
+MAX_POSITIONAL = 3
+MAY_TAKE_MORE_BY_POSITION = {
+    "torch or transformers calls it": {
+        "forward", "__torch_dispatch__", "__torch_function__", "hook", "attend", "_note"
+    },
+    "is given to a thread or a process with its arguments": {"_run", "_round", "_hear"},
+    "is called with a layout and its stages spread, or one like the other two": {
+        "boxes", "owned_boxes", "plan_transfers", "permuted", "lane", "tp_s", "cp_s", "ep_s"
+    },
+}  # fmt: skip
 MAX_ROOM_FILES = 12  # of a folder, __init__.py and __main__.py left out
 FORBIDDEN_WORDS = ("manager", "engine", "helper", "utils", "context", "common")
 PURE = (
@@ -163,6 +173,38 @@ def too_large(path: Path) -> Iterator[str]:
             yield f"{where} is too long"
         if len(parameters(function)) > MAX_PARAMETERS:
             yield f"{where} takes {len(parameters(function))} parameters"
+
+
+def by_position(nodes: Iterable[ast.AST]) -> list[str]:
+    """Functions of which more than MAX_POSITIONAL arguments may be given without their names."""
+    allowed = set().union(*MAY_TAKE_MORE_BY_POSITION.values())
+    return [
+        f"{f.lineno} {f.name}"
+        for f in functions(nodes)
+        if f.name not in allowed and len(parameters(f)) - len(f.args.kwonlyargs) > MAX_POSITIONAL
+    ]
+
+
+def test_the_fourth_parameter_is_given_by_name() -> None:
+    none_of(
+        f"{label(path)}:{found} takes more than {MAX_POSITIONAL} by position: put * before the rest"
+        for path in SOURCES
+        for found in by_position(nodes_of(path))
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def f(a, b, c, d): ...", ["1 f"]),
+        ("def f(a, b, c, *, d, e): ...", []),
+        ("class A:\n    def f(self, a, b, c): ...", []),
+        ("class A:\n    async def f(self, a, /, b, c, d=0): ...", ["2 f"]),
+        ("def forward(a, b, c, d): ...", []),
+    ],
+)
+def test_the_rule_about_positions_sees(text: str, found: list[str]) -> None:
+    assert by_position(nodes_in(text)) == found
 
 
 @pytest.mark.slow

@@ -424,7 +424,7 @@ class _Search:
             parts,
             pace,
             step_s,
-            hetero_shares.busy_s(layout, samples, layers, m, rates),
+            hetero_shares.busy_s(layout, samples, layers, n_microbatches=m, rates=rates),
         )
 
     def parts(self, layout: Layout, step: Step) -> dict[str, float]:

@@ -71,6 +71,6 @@ def step_s(
         plan.layout,
         samples,
         plan.layers,
-        plan.n_microbatches,
-        [1 / (unit_s * one) for one in units],
+        n_microbatches=plan.n_microbatches,
+        rates=[1 / (unit_s * one) for one in units],
     )

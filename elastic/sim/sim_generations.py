@@ -393,7 +393,7 @@ class Generations(SimMachines):
         """What rank 0 has to tell of the ranks' speeds."""
         unit_s = FORWARD * self.delays.work_s / (self.job.global_batch * sum(group.plan.layers))
         row = [unit_s * one for one in group.units]
-        event = group.times.add(group.step, row, (0.0,) * len(row), self._now_s)
+        event = group.times.add(group.step, row, (0.0,) * len(row), now_s=self._now_s)
         if event is not None:
             self._tell(event)
 

@@ -35,7 +35,7 @@ class RankTimes:
     told_steps: int = 0  # that it was made from
 
     def add(
-        self, step: int, unit_s: Sequence[float], data_s: Sequence[float], now_s: float
+        self, step: int, unit_s: Sequence[float], data_s: Sequence[float], *, now_s: float
     ) -> RanksTimed | None:
         """Takes in a step; a report where one is due."""
         self.n_seen += 1

@@ -289,7 +289,7 @@ def _packs(tell: Tell, cpu: bool) -> None:
     )
     for name, together in (("together", True), ("one_by_one", False)):
         took_s = timed(
-            lambda: pack(message, lambda piece: held[piece.fqn], buffer, together),  # noqa: B023
+            lambda: pack(message, lambda piece: held[piece.fqn], buffer, together=together),  # noqa: B023
             device,
         )
         tell(f"pack.{name}_ms", 1e3 * took_s)

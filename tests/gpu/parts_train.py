@@ -201,7 +201,7 @@ def _whole_session(
 
 
 def live(tell: Tell, cpu: bool, seconds: float) -> None:
-    found = lived(*(("tiny", 4) if cpu else ("300m", 50)), cpu, 0.7 * seconds)
+    found = lived(*(("tiny", 4) if cpu else ("300m", 50)), cpu, most_s=0.7 * seconds)
     tell("n", found["n"])
     tell("pause_s", found["pause_s"])
     for key in ("rss_mib", "allocated_mib", "reserved_mib", "used_mib"):

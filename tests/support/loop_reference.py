@@ -37,7 +37,7 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
         step=0, rank=0, optimizers=SimpleNamespace(each=each), model=model, tensors=boxes
     )
     script.begin(
-        SimpleNamespace(layout=SimpleNamespace(world_size=1)), state, Job(steps=steps), extra
+        SimpleNamespace(layout=SimpleNamespace(world_size=1)), state, Job(steps=steps), extra=extra
     )  # type: ignore[arg-type]
     losses = []
     for step in range(steps):

@@ -13,7 +13,7 @@ from elastic.types.rank_timing import RankTimes, times_slower, unlike_stages
 def told(unit_s: Callable[[int], Sequence[float]], n: int, step_s: float = 2.0) -> list[RanksTimed]:
     times = RankTimes(7)
     found = [
-        times.add(step, unit_s(step), [0.0] * len(unit_s(step)), step * step_s)
+        times.add(step, unit_s(step), [0.0] * len(unit_s(step)), now_s=step * step_s)
         for step in range(1, n + 1)
     ]
     return [one for one in found if one is not None]

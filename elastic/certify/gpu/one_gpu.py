@@ -64,7 +64,7 @@ def copies(dry: bool) -> Figures:
 
 def generations(dry: bool) -> Figures:
     """Live generations in one process: what memory and descriptors grow by."""
-    found = lived(*(("tiny", DRY_GENERATIONS) if dry else ("300m", GENERATIONS)), dry)
+    found = lived("tiny", DRY_GENERATIONS, dry) if dry else lived("300m", GENERATIONS, dry)
     return {
         "n": found["n"],
         "pause_s": found["pause_s"],
@@ -151,7 +151,7 @@ def copied(tensors: Tensors, memory: HostMemory, device: torch.device) -> Figure
     }  # fmt: skip
 
 
-def lived(size: str, n: int, dry: bool, most_s: float = 600.0) -> Figures:
+def lived(size: str, n: int, dry: bool, *, most_s: float = 600.0) -> Figures:
     """`n` live generations, or as many as fit: `seen` has what memory and descriptors were after
     each, but the first ones."""
     ends_s, rows = time.monotonic() + most_s, 8

@@ -31,7 +31,7 @@ def measured(
         chosen = _chosen(remote_processes.connect(address), kinds)
         tasks = {kind: _task(node, wanted) for kind, node in chosen.items()}
         end = time.monotonic() + wanted.seconds + WAIT_S
-        return dict(_result(*item, chosen[item[0]], end) for item in tasks.items())
+        return dict(_result(*item, chosen[item[0]], end=end) for item in tasks.items())
     finally:
         # ends the tasks of this driver, and with them their processes
         remote_processes.disconnect()
@@ -62,7 +62,7 @@ def _measure(wanted: MeasureRequest) -> tuple[str, dict[str, Any]]:
     return accelerator_here(), measure(wanted)
 
 
-def _result(kind: str, task: Any, node: RayNode, end: float) -> tuple[str, dict[str, Any]]:
+def _result(kind: str, task: Any, node: RayNode, *, end: float) -> tuple[str, dict[str, Any]]:
     ready, _ = ray.wait([task], timeout=max(0.0, end - time.monotonic()))
     if not ready:
         raise NoCapacity(

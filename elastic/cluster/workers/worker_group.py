@@ -151,10 +151,11 @@ class WorkerGroup:
 
     def _run(self) -> None:
         while (order := self._starting.get()) is not None and not self._closed:
-            self._start(*order)
+            me, placement, incarnation, first = order
+            self._start(me, placement, incarnation, first=first)
 
     def _start(
-        self, me: WorkerId, placement: Placement, incarnation: int, first: WorkerOrder
+        self, me: WorkerId, placement: Placement, incarnation: int, *, first: WorkerOrder
     ) -> None:
         setup = replace(self.setup, me=me, incarnation=incarnation, pool=placement.pool)
         need: dict[str, Any] = (

@@ -200,7 +200,8 @@ class HeteroAssigner:
         def rows(totals: tuple[int, ...]) -> list[int]:
             most = {
                 there: min(
-                    self._most_rows(layout, step, *of) for of in zip(there, totals, strict=True)
+                    self._most_rows(layout, step, room, n_blocks=n)
+                    for room, n in zip(there, totals, strict=True)
                 )
                 for there in kinds
             }
@@ -214,7 +215,7 @@ class HeteroAssigner:
             self.work.n_blocks,
         )
 
-    def _most_rows(self, layout: Layout, step: Step, room: int, n_blocks: int) -> int:
+    def _most_rows(self, layout: Layout, step: Step, room: int, *, n_blocks: int) -> int:
         """Samples at once."""
         key = layout, step.n_microbatches, room, n_blocks
         if key not in self._rows:

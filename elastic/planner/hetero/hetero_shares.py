@@ -70,6 +70,7 @@ def busy_s(
     layout: Layout,
     samples: Sequence[int],
     layers: Sequence[int],
+    *,
     n_microbatches: int,
     rates: Sequence[float],
 ) -> float:

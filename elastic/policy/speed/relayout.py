@@ -20,6 +20,7 @@ Nodes of one's own that were slow from the beginning are what there is; they sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.hetero import hetero_shares
@@ -140,13 +141,23 @@ def _busy_s(state: State, plan: Plan, choice: Choice) -> float:
     rates = [
         1 / known[worker].unit_s if worker in known else rest[worker] for worker in choice.ranks
     ]
-    m, parts = choice.n_microbatches, (choice.layout, choice.samples, choice.layers)
-    busy_s = hetero_shares.busy_s(*parts, m, rates)
+    busy = partial(
+        hetero_shares.busy_s,
+        choice.layout,
+        choice.samples,
+        choice.layers,
+        n_microbatches=choice.n_microbatches,
+    )
+    busy_s = busy(rates=rates)
     if choice.layout == plan.layout or not (choice.model_step_s and plan.model_step_s):
         return busy_s
-    ones = hetero_shares.busy_s(*parts, m, [1.0] * len(rates))
+    ones = busy(rates=[1.0] * len(rates))
     before = hetero_shares.busy_s(
-        plan.layout, plan.samples, plan.layers, plan.n_microbatches, [1.0] * len(plan.ranks)
+        plan.layout,
+        plan.samples,
+        plan.layers,
+        n_microbatches=plan.n_microbatches,
+        rates=[1.0] * len(plan.ranks),
     )
     return busy_s * max(1.0, choice.model_step_s / plan.model_step_s * before / ones)
 

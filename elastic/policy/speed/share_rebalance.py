@@ -70,7 +70,11 @@ def load_of(plan: Plan, units: Mapping[WorkerId, Estimate]) -> Load:
     for d in range(layout.dp):
         group = _members(plan, d)
         rates = [1 / units[worker].unit_s for worker in group]
-        sample_s.append(hetero_shares.busy_s(alone, (1,), plan.layers, plan.n_microbatches, rates))
+        sample_s.append(
+            hetero_shares.busy_s(
+                alone, (1,), plan.layers, n_microbatches=plan.n_microbatches, rates=rates
+            )
+        )
         errors.append(max(units[worker].error for worker in group))
     return Load(tuple(sample_s), tuple(errors))
 

@@ -111,7 +111,9 @@ def export(
         shape, dtype = shapes[name]
         return (checkpoint.read(box) for box in parts_of(TensorSpec(MODEL + name, shape, dtype)))
 
-    files = write_files(to, shapes, parts, FILE_BYTES if file_bytes is None else file_bytes)
+    files = write_files(
+        to, shapes, parts, file_bytes=FILE_BYTES if file_bytes is None else file_bytes
+    )
     return {
         "step": item.step,
         "from": item.uri,

@@ -257,7 +257,7 @@ class Script:
                 self.finished = False
                 self.handoff.answer(AGAIN)
 
-    def begin(self, plan: Plan, state: TrainState, job: Job, extra: ExtraState) -> Program:
+    def begin(self, plan: Plan, state: TrainState, job: Job, *, extra: ExtraState) -> Program:
         """A generation begins: its state goes to the script's own objects. Returns the program that
         they make."""
         run = self._stand(state.step)

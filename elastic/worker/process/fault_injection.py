@@ -72,6 +72,7 @@ class DeviceFaults:
         kind: str,
         factor: float = 1.0,
         unit_s: float = 0.0,
+        *,
         jitter: float = 0.0,
         place: str = "forward",
     ) -> None:

@@ -205,7 +205,9 @@ class _Member:
                     self.among.said(window_s),
                 )
                 rate, took_s[n, name] = (
-                    self._rate(*works[name], start_s, window_s) if self.rank < n else (0.0, 0.0)
+                    self._rate(*works[name], start_s, window_s=window_s)
+                    if self.rank < n
+                    else (0.0, 0.0)
                 )
                 mean = self.among.mean(rate, n)
                 found[n, name] += [mean] if repetition else []
@@ -215,7 +217,7 @@ class _Member:
         ]
 
     def _rate(
-        self, call: Callable[[], object], work: float, start_s: float, window_s: float
+        self, call: Callable[[], object], work: float, start_s: float, *, window_s: float
     ) -> tuple[float, float]:
         """Work per second within a window that all processes have in common, on the clock that they
         have in common, so that none computes while others have not begun or have ended; and seconds

@@ -80,7 +80,9 @@ class Operations:
             place.moved_bytes += _moved(name, given, made)
             place.n_ops += 1
 
-    def attend(self, inside: bool, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> None:
+    def attend(
+        self, inside: bool, query: Tensor, key: Tensor, *, value: Tensor, causal: bool
+    ) -> None:
         """Of one sample: query [1, heads, queries, head_dim], key and value [1, kv_heads, keys,
         head_dim]; values of another size count by the mean of both. Under a mask that is given as a
         tensor, kernels compute all of it: such attention is not causal here and has no window."""

@@ -287,7 +287,7 @@ class _Attention(TorchFunctionMode):
     ) -> Tensor:
         run = self.run
         out, row_sums = _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
-        run.operations.attend(run.place != OUTSIDE, query, key, value, is_causal)
+        run.operations.attend(run.place != OUTSIDE, query, key, value=value, causal=is_causal)
         if run.place != OUTSIDE:
             run.key_values.add(run.place, key)
             run.key_values.add(run.place, value)

@@ -37,6 +37,7 @@ def write_files(
     storage: Storage,
     shapes: Shapes,
     parts: Parts,
+    *,
     file_bytes: int = FILE_BYTES,
     single: str = "model.safetensors",
 ) -> list[str]:

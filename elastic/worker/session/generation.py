@@ -287,7 +287,7 @@ class Generation:
 
         if place.script is not None:
             stepper.script = place.script
-            place.program = place.script.begin(plan, state, job, place.extra)
+            place.program = place.script.begin(plan, state, job, extra=place.extra)
         stepper.memory = place.extra.objects.get(MEMORY)
         last = job.steps
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
@@ -410,7 +410,7 @@ class Generation:
         if heard.shares == self.new_shares:
             self.new_shares = None
         if self.rank == 0 and stepper.spans.timing:  # the same steps on every rank
-            timed = self._times.add(state.step, heard.unit_s, heard.data_s, time.monotonic())
+            timed = self._times.add(state.step, heard.unit_s, heard.data_s, now_s=time.monotonic())
             if timed is not None:
                 self.place.report(timed)
 

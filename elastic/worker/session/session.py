@@ -117,6 +117,7 @@ class Session:
         me: WorkerId,
         job: dict[str, Any],
         run_uri: str,
+        *,
         orphan: Callable[[], None] | None = None,
     ) -> None:
         settle_allocator()
@@ -192,7 +193,7 @@ class Session:
                 if self._place is not None:
                     self._place.saving.write_for(plan, step, rank)
             case InjectFault(fault, factor, unit_s, jitter, place):
-                self._faults.inject_fault(fault, factor, unit_s, jitter, place)
+                self._faults.inject_fault(fault, factor, unit_s, jitter=jitter, place=place)
             case Isolate(for_s, nodes, storage):
                 self._isolate(for_s, nodes, storage)
             case action:

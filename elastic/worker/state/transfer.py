@@ -240,7 +240,7 @@ class _Exchange:
                 flight.buffer = self._staging()
                 self.staged += self.chunk_bytes
                 if flight.stream.sends:
-                    pack(flight.message, self.read, flight.buffer, self.sizes.grouped)
+                    pack(flight.message, self.read, flight.buffer, together=self.sizes.grouped)
         self.peak_staged = max(self.peak_staged, self.staged)
         works = self._start([(f.stream, f.data) for f in round_])
         for flight, work in zip(round_, works, strict=True):
@@ -378,7 +378,7 @@ def _parts(buffer: torch.Tensor, message: Message) -> Iterator[tuple[Transfer, t
         at += padded(piece.n_bytes)
 
 
-def pack(message: Message, read: Region, buffer: torch.Tensor, together: bool = False) -> None:
+def pack(message: Message, read: Region, buffer: torch.Tensor, *, together: bool = False) -> None:
     """The pieces' bytes one after the other, each at a multiple of 8. `together`: as of `copy_all`;
     then what is between the pieces stays as it is, and goes along."""
     pairs = ((part, read(piece)) for piece, part in _parts(buffer, message))

@@ -60,7 +60,9 @@ def rates(there: list[Node], speeds: tuple[float, ...]) -> dict[WorkerId, float]
 
 def busy_s(found: Choice, speeds: dict[WorkerId, float]) -> float:
     at = [speeds[worker] for worker in found.ranks]
-    return hetero_shares.busy_s(found.layout, found.samples, found.layers, found.n_microbatches, at)
+    return hetero_shares.busy_s(
+        found.layout, found.samples, found.layers, n_microbatches=found.n_microbatches, rates=at
+    )
 
 
 def names(found: Choice) -> list[str]:
@@ -134,10 +136,12 @@ def test_shares_and_stages_are_about_the_best_of_all(
     )
     assert sum(found.layers) == task.n_blocks and min(found.layers) >= 1
     assert found.busy_s == pytest.approx(
-        hetero_shares.busy_s(layout, found.samples, found.layers, m, at)
+        hetero_shares.busy_s(layout, found.samples, found.layers, n_microbatches=m, rates=at)
     )
     best = min(
-        hetero_shares.busy_s(layout, tuple(n * m for n in shares), layers, m, at)
+        hetero_shares.busy_s(
+            layout, tuple(n * m for n in shares), layers, n_microbatches=m, rates=at
+        )
         for shares in compositions(task.global_batch // m, layout.dp)
         for layers in compositions(task.n_blocks, layout.pp)
     )
@@ -170,7 +174,11 @@ def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
     by_stage = stages == [{1.0}, {0.5}] or stages == [{0.5}, {1.0}]
     assert by_stage or found.samples[0] != found.samples[1]
     even = hetero_shares.busy_s(
-        found.layout, (24, 24), (4, 4), found.n_microbatches, [1.0, 0.5, 1.0, 0.5]
+        found.layout,
+        (24, 24),
+        (4, 4),
+        n_microbatches=found.n_microbatches,
+        rates=[1.0, 0.5, 1.0, 0.5],
     )
     assert busy_s(found, speeds) < 0.75 * even
 
