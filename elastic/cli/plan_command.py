@@ -50,63 +50,8 @@ class PlanAnswer:
 def add(verbs: Any) -> None:
     made = verb(verbs, "plan", _answered, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    what = made.add_argument_group("what is trained")
-    what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
-    what.add_argument(
-        "--model",
-        metavar="NAME",
-        help="or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...",
-    )
-    what.add_argument(
-        "--batch",
-        metavar="N",
-        type=_batch,
-        help="sequences of an optimizer step (default: as published)",
-    )
-    what.add_argument(
-        "--precision",
-        choices=("bfloat16", "float16", "float32"),
-        help="(default: bfloat16, or the job's)",
-    )
-    what.add_argument(
-        "--check",
-        action="store_true",
-        help="compare first what the job's layouts compute (a small copy)",
-    )
-    what.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="over job.yaml",
-    )
-    where = made.add_argument_group("on what")
-    where.add_argument(
-        "--cluster", metavar="FILE", help="the pools of a cluster file (default: the job's own)"
-    )
-    where.add_argument(
-        "--nodes",
-        metavar="POOL=N",
-        action="append",
-        default=[],
-        help="not all that a pool may have",
-    )
-    where.add_argument(
-        "--gpus", metavar="GPUS", help="or GPUs by kind: H100:64, A100:16@2x8,H100:8@spot"
-    )
-    where.add_argument(
-        "--cloud",
-        metavar="NAME",
-        default="",
-        help="prices and nodes of this cloud: aws, gcp, azure",
-    )
-    where.add_argument(
-        "--layout",
-        metavar="LAYOUT",
-        default="",
-        help="this one: 'dp_shard=8,tp=4', or a part: 'auto,tp=4'",
-    )
+    _add_subject(made)
+    _add_nodes(made)
     why = made.add_argument_group("for what")
     why.add_argument(
         "--purpose",
@@ -144,6 +89,69 @@ def add(verbs: Any) -> None:
         help="instead: predictions against the measurements of a CSV file",
     )
     shown.add_argument("--efficiency", metavar="X", type=_share, default=0.8, help="(default: 0.8)")
+
+
+def _add_subject(made: argparse.ArgumentParser) -> None:
+    what = made.add_argument_group("what is trained")
+    what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
+    what.add_argument(
+        "--model",
+        metavar="NAME",
+        help="or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...",
+    )
+    what.add_argument(
+        "--batch",
+        metavar="N",
+        type=_batch,
+        help="sequences of an optimizer step (default: as published)",
+    )
+    what.add_argument(
+        "--precision",
+        choices=("bfloat16", "float16", "float32"),
+        help="(default: bfloat16, or the job's)",
+    )
+    what.add_argument(
+        "--check",
+        action="store_true",
+        help="compare first what the job's layouts compute (a small copy)",
+    )
+    what.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="over job.yaml",
+    )
+
+
+def _add_nodes(made: argparse.ArgumentParser) -> None:
+    where = made.add_argument_group("on what")
+    where.add_argument(
+        "--cluster", metavar="FILE", help="the pools of a cluster file (default: the job's own)"
+    )
+    where.add_argument(
+        "--nodes",
+        metavar="POOL=N",
+        action="append",
+        default=[],
+        help="not all that a pool may have",
+    )
+    where.add_argument(
+        "--gpus", metavar="GPUS", help="or GPUs by kind: H100:64, A100:16@2x8,H100:8@spot"
+    )
+    where.add_argument(
+        "--cloud",
+        metavar="NAME",
+        default="",
+        help="prices and nodes of this cloud: aws, gcp, azure",
+    )
+    where.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        default="",
+        help="this one: 'dp_shard=8,tp=4', or a part: 'auto,tp=4'",
+    )
 
 
 def _positive(text: str) -> int:

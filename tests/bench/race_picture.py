@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -41,49 +42,54 @@ def save(races: Sequence[Race], title: str, path: Path) -> Path:
     loss.legend(frameon=False, loc="upper right")
     loss.grid(alpha=0.25)
     for axes, race in zip(rows, races):
-        steps = [(at_s - race.launched_s, n) for at_s, n in groups(race)]
-        axes.step(
-            [t for t, _ in steps],
-            [n for _, n in steps],
-            where="post",
-            color=COLORS[race.name],
-            linewidth=1,
-        )
-        axes.fill_between(
-            [t for t, _ in steps],
-            [n for _, n in steps],
-            step="post",
-            color=COLORS[race.name],
-            alpha=0.35,
-        )
-        nodes = [*race.nodes, (race.until_s, race.nodes[-1][1])]
-        axes.step(
-            [t - race.launched_s for t, _ in nodes],
-            [n for _, n in nodes],
-            where="post",
-            color="#888888",
-            linewidth=0.8,
-        )
-        for at_s, what in race.events:
-            axes.axvline(
-                at_s - race.launched_s,
-                color="#c0392b" if what == "kill" else "#888888",
-                linewidth=0.8,
-                linestyle=":",
-            )
-            axes.annotate(
-                what,
-                (at_s - race.launched_s, 1.0),
-                xycoords=("data", "axes fraction"),
-                fontsize=6,
-                va="top",
-            )
-        axes.set_ylabel(f"{TITLES[race.name]}\nworkers", fontsize=7)
-        axes.set_ylim(0, 5)
-        axes.set_yticks([0, 2, 4])
+        draw_workers(axes, race)
     rows[-1].set_xlabel(
         "seconds since the launch (gray line: nodes that stand; filled: workers that train)"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path
+
+
+def draw_workers(axes: Any, race: Race) -> None:
+    """One race's workers and nodes over time, its events marked."""
+    steps = [(at_s - race.launched_s, n) for at_s, n in groups(race)]
+    axes.step(
+        [t for t, _ in steps],
+        [n for _, n in steps],
+        where="post",
+        color=COLORS[race.name],
+        linewidth=1,
+    )
+    axes.fill_between(
+        [t for t, _ in steps],
+        [n for _, n in steps],
+        step="post",
+        color=COLORS[race.name],
+        alpha=0.35,
+    )
+    nodes = [*race.nodes, (race.until_s, race.nodes[-1][1])]
+    axes.step(
+        [t - race.launched_s for t, _ in nodes],
+        [n for _, n in nodes],
+        where="post",
+        color="#888888",
+        linewidth=0.8,
+    )
+    for at_s, what in race.events:
+        axes.axvline(
+            at_s - race.launched_s,
+            color="#c0392b" if what == "kill" else "#888888",
+            linewidth=0.8,
+            linestyle=":",
+        )
+        axes.annotate(
+            what,
+            (at_s - race.launched_s, 1.0),
+            xycoords=("data", "axes fraction"),
+            fontsize=6,
+            va="top",
+        )
+    axes.set_ylabel(f"{TITLES[race.name]}\nworkers", fontsize=7)
+    axes.set_ylim(0, 5)
+    axes.set_yticks([0, 2, 4])

@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from seeded import (
     HERE,
@@ -74,32 +75,12 @@ def main(
 
 
 def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
-    faults, path, column = (
-        read_faults(here),
-        here / "results.json",
-        "before" if asked.before else "now",
-    )
+    faults, path = read_faults(here), here / "results.json"
+    column = "before" if asked.before else "now"
     kept = _read(path)
     for fault in faults:
         seeded_text(fault, (root / fault.file).read_text() if (root / fault.file).exists() else "")
-    wanted = [
-        fault
-        for fault in faults
-        if not asked.only or any(fnmatch(fault.id, one) for one in asked.only)
-    ]
-    wanted = [
-        fault
-        for fault in wanted
-        if not fault.equivalent and not (asked.new and column in kept.get(fault.id, {}))
-    ]
-    if not wanted:
-        raise Refused("no fault is left of those asked for")
-    for fault in [fault for fault in wanted if asked.before]:
-        row = kept.get(fault.id, {}).get("now")
-        # the same test and the same fault
-        if row and "::" in row["test"] and stood(root, asked.before, row["test"]):
-            kept[fault.id]["before"] = row
-            wanted.remove(fault)
+    wanted = _wanted(asked, root, faults, kept=kept)
     path.write_text(as_text(kept))
     caught_by = {key: _known(columns, column) for key, columns in kept.items() if not asked.fresh}
     found: dict[str, Verdict] = {}
@@ -148,6 +129,32 @@ def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
         if some:
             print(f"{name}: {', '.join(some)}", file=sys.stderr)
     return 1 if missed or unproven else 0
+
+
+def _wanted(
+    asked: argparse.Namespace, root: Path, faults: list[Fault], *, kept: dict[str, Any]
+) -> list[Fault]:
+    """The faults to be tried. Raises Refused where none is left."""
+    column = "before" if asked.before else "now"
+    wanted = [
+        fault
+        for fault in faults
+        if not asked.only or any(fnmatch(fault.id, one) for one in asked.only)
+    ]
+    wanted = [
+        fault
+        for fault in wanted
+        if not fault.equivalent and not (asked.new and column in kept.get(fault.id, {}))
+    ]
+    if not wanted:
+        raise Refused("no fault is left of those asked for")
+    for fault in [fault for fault in wanted if asked.before]:
+        row = kept.get(fault.id, {}).get("now")
+        # the same test and the same fault
+        if row and "::" in row["test"] and stood(root, asked.before, row["test"]):
+            kept[fault.id]["before"] = row
+            wanted.remove(fault)
+    return wanted
 
 
 def _lost(columns: dict[str, dict[str, str]], column: str) -> bool:

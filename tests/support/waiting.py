@@ -31,8 +31,8 @@ def until(
             f"not within {within_s:g} s: {what if isinstance(what, str) else what()}"
         )
         took_s = time.monotonic() - looked_s
-        # sleeps: here, for all; a look that is dear is taken seldom
-        time.sleep(max(LOOK_S, took_s / SHARE - took_s))
+        pause_s = max(LOOK_S, took_s / SHARE - took_s)  # a look that is dear is taken seldom
+        time.sleep(pause_s)  # sleeps: here, for all
 
 
 def is_waiting(thread: threading.Thread, where: str = "") -> bool:
