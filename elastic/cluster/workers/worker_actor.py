@@ -90,7 +90,7 @@ class Worker:
         # embedded: the others train on the same cores
         self.stands_back = not setup.outlives and processes.stand_back()
         self.setup, self.epoch = setup, setup.epoch
-        self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri, None)
+        self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri)
         self.lock = threading.Lock()
         self.versions = tuple(versions().items())
         self.prepared = False
