@@ -36,8 +36,9 @@ class Block:
 
 
 def pages() -> list[str]:
-    """README.md and the files of docs/."""
-    return ["README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md"))]
+    """README.md and the files of docs/, but for the one that is made of docstrings."""
+    found = (path.name for path in (ROOT / "docs").glob("*.md") if path.name != "api.md")
+    return ["README.md", *sorted(found)]
 
 
 def text_of(page: str) -> str:
