@@ -33,16 +33,9 @@ from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
 from elastic.worker.equivalence.forward_trace import Batch
-from elastic.worker.equivalence.layout_values import (
-    FAMILIES,
-    SmallCopy,
-    TooLarge,
-    batch_of,
-    check_rows,
-    compare,
-    job_of_copy,
-    shortened,
-)
+from elastic.worker.equivalence.layout_values import FAMILIES, compare
+from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
+from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
 from elastic.worker.equivalence.structure import Structure, structure_of, told
 from elastic.worker.parallel.context_parallel import check_calls, check_possible
 from elastic.worker.program.job_program import with_job

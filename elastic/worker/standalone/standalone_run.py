@@ -51,7 +51,7 @@ from elastic.types import (
 )
 from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.checkpoint import checkpoint_index
-from elastic.worker.equivalence.layout_values import batch_of
+from elastic.worker.equivalence.small_batch import batch_of
 from elastic.worker.equivalence.static_plan import layout_of, plan_of
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.session.session import Session

@@ -14,7 +14,7 @@ from torch import nn
 from elastic.program import Program
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker.equivalence import layout_values
-from elastic.worker.equivalence.layout_values import ROWS
+from elastic.worker.equivalence.small_copy import ROWS
 from elastic.worker.equivalence.structure import _one_weight, structure_of
 from elastic.worker.program.model_profile import trace
 
