@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import sys
 import sysconfig
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -168,8 +169,8 @@ class Tracer:
         if name in self.persistent or self.of_samples(labels):
             self.found.written[name] = self.found.written.get(name, NONE) | labels
 
-    # ------------------------------------------------------------------------------------------ the
-    # pass
+    # ------------------------------------------------------------------------------------------
+    # the pass
 
     def run(self, first: Any, keywords: Mapping[str, Any]) -> Followed:
         """Calls the model in training mode, without gradients. `first`: its positional input.
@@ -505,3 +506,13 @@ def shape_of(value: Any) -> Any:
     return (
         value if isinstance(value, int | float | str | bool | type(None)) else type(value).__name__
     )
+
+
+def told(error: BaseException) -> str:
+    """An error of the user's code in one line, with its place there."""
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(INTERNAL)
+    ]
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{at}"

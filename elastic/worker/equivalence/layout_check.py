@@ -32,11 +32,11 @@ from elastic.errors import ElasticError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
-from elastic.worker.equivalence.forward_trace import Batch
+from elastic.worker.equivalence.forward_trace import Batch, told
 from elastic.worker.equivalence.layout_values import FAMILIES, compare
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
-from elastic.worker.equivalence.structure import Structure, structure_of, told
+from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.parallel.context_parallel import check_calls, check_possible
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
@@ -240,8 +240,8 @@ def _largest_tp(
     return 0, ()
 
 
-# ------------------------------------------------------------------------------------------ what it
-# was found of
+# ------------------------------------------------------------------------------------------------
+# what it was found of
 
 
 _read: set[str] = set()  # files that were opened since `note_reads`

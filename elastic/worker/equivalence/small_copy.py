@@ -115,7 +115,10 @@ class SmallCopy:
         return copy.deepcopy(self.model, memo)
 
 
-def whole_model(program: Program) -> nn.Module:
+def whole_model(program: Program, device: str = "cpu") -> nn.Module:
+    """As the program makes it; weights that it reads from files are drawn too."""
+    if device == "meta":
+        return build_meta(program)
     torch.manual_seed(0)
     model: nn.Module = program.model()
     if program.weights is not None:
