@@ -231,8 +231,8 @@ class _Exchange:
             return self.spare.pop()
         return torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self.device)
 
-    # ------------------------------------------------------------------------------------------ the
-    # wire
+    # ------------------------------------------------------------------------------------------
+    # the wire
 
     def _post(self, round_: list[_Flight]) -> None:
         for flight in round_:

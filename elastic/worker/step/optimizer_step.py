@@ -339,8 +339,8 @@ class Stepper:
                 "run.model(...), not the model that was given to elastic.loop"
             )
 
-    # ------------------------------------------------------------------------------------------ one
-    # step
+    # ------------------------------------------------------------------------------------------
+    # one step
 
     def run(self, batches: Iterable[Batch], words: CommitFields) -> CommitReport:
         """Gradients, commit, update; or no update, where a guard says so (`trip`). Raises Tripped
