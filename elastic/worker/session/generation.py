@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from elastic.data.budget import Microbatch
 from elastic.data.collate import Batch, collate
 from elastic.data.loader import Loader, ReadAhead
-from elastic.data.open_datasets import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
 from elastic.reshard.rank_boxes import RNG, boxes
@@ -50,6 +48,7 @@ from elastic.worker.state.peer_replicas import PeerReplicas, kept_by
 from elastic.worker.state.replica_stream import GroupWire
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import CommitFields, CommitReport
+from elastic.worker.step.evaluation import validate
 from elastic.worker.step.faulty_rank import FaultyRank, Tripped
 from elastic.worker.step.optimizer_step import Stepper
 from elastic.worker.step.sdc_check import SdcCheck
@@ -486,32 +485,16 @@ class Generation:
         if place.validation is None:
             return
         began = time.monotonic()
-        metrics = self._evaluated(stepper, place.validation)
+        metrics = validate(
+            stepper,
+            place.validation,
+            place.job.eval_samples,
+            tick=lambda: place.at_phase("evaluating", state.step),
+        )
         if self.rank == 0:
             place.report(
                 Evaluated(self.number, state.step, metrics, round(time.monotonic() - began, 4))
             )
-
-    def _evaluated(self, stepper: Stepper, validation: Any) -> dict[str, float]:
-        """Of several sets, each by its name, `validation_loss` is the mean of theirs."""
-        n_samples = self.place.job.eval_samples
-
-        def tick() -> None:
-            self.place.at_phase("evaluating", stepper.state.step)
-
-        if not isinstance(validation, Sets):
-            return stepper.evaluate(validation, collate, n_samples, tick=tick)
-        each = {
-            name: stepper.evaluate(one, collate, n_samples, tick=tick)
-            for name, one in validation.items()
-        }
-        mean = sum(metrics["validation_loss"] for metrics in each.values()) / len(each)
-        named = {
-            f"{key}.{name}": value
-            for name, metrics in each.items()
-            for key, value in metrics.items()
-        }
-        return {"validation_loss": mean} | named
 
     # ------------------------------------------------------------------------------------------
     # leave
