@@ -193,7 +193,10 @@ class Tracer:
                 stack.callback(block.register_forward_hook(self._leaves(), with_kwargs=True).remove)
             for name, module in self.model.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
-                    stack.callback(module.register_forward_pre_hook(self._called(name)).remove)
+                    hook = module.register_forward_pre_hook(
+                        lambda *_, name=name: self.found.modules.append(name)
+                    )
+                    stack.callback(hook.remove)
             drawn = stack.enter_context(python_random(0.999 if self.truth is False else 0.0))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eager_flex_attention())
@@ -239,12 +242,6 @@ class Tracer:
                 for tensor in tensors_in(output):
                     self.label(tensor, frozenset({self.blocks[call.block]}))
                 self.ops = []
-
-        return hook
-
-    def _called(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.found.modules.append(name)
 
         return hook
 

@@ -198,7 +198,8 @@ def _compared(
         took = one.seconds
         if one.problem:
             found = replace(found, steady=found.steady and not one.problem.startswith(UNSTEADY))
-            structure = _closed(structure, axis, f"{one.layout}: {one.problem}{MENDS[axis]}")
+            why: dict[str, Any] = {f"no_{axis}": f"{one.layout}: {one.problem}{MENDS[axis]}"}
+            structure = replace(structure, **why)
             continue
         if one.unclear:
             structure = replace(
@@ -210,11 +211,6 @@ def _compared(
             limit, note = _largest_tp(asked, small, batch, limit=closed.tp_limit)
             structure = replace(structure, notes=(*structure.notes, *note))
     return replace(found, structure=structure, equal=equal, tp_limit=limit)
-
-
-def _closed(found: Structure, axis: str, why: str) -> Structure:
-    values: dict[str, Any] = asdict(found) | {f"no_{axis}": why}
-    return Structure(**values)
 
 
 UNSTEADY = "its ranks"  # have lost each other: it may have been the machine

@@ -276,7 +276,10 @@ class Generation:
             if self.rank == 0:
                 self._report_step(heard.commit, state, (step_s, data_s, copy_s))
             if not stop and state.step < last:
-                self._compare(equal, state.step, batches, step_s=step_s)
+                found = equal.after(state.step, batches, step_s)
+                place.good_step = equal.good_step
+                if found is not None and self.rank == 0:  # the driver ends the steps
+                    place.report(found)
             if state.step == last or (job.eval_every and state.step % job.eval_every == 0):
                 self._evaluate(stepper, state)
             if state.step == last:
@@ -389,14 +392,6 @@ class Generation:
         self.place.report(
             step_done(self.number, state.step, commit, times=times, skipped=skipped, shape=shape)
         )
-
-    def _compare(self, equal: SdcCheck, step: int, batches: list[Batch], *, step_s: float) -> None:
-        """Results of ranks that must be equal, where it is time. The steps continue whatever is
-        found: the driver ends them."""
-        found = equal.after(step, batches, step_s)
-        self.place.good_step = equal.good_step
-        if found is not None and self.rank == 0:
-            self.place.report(found)
 
     def _evaluate(self, stepper: Stepper, state: TrainState) -> None:
         place = self.place

@@ -254,15 +254,11 @@ class Session:
             still, self._polled = self._progress == self._polled, self._progress
         if running is None:
             return Beat(messages, 0, *at)
-        doing: tuple[Doing, str] = stall_site(self._at_work()) if still else ("", "")
+        doing: tuple[Doing, str] = ("", "")
+        if still:  # the training thread, else that of a script
+            scripts = [thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD]
+            doing = stall_site([self._thread, *scripts])
         return Beat(messages, running.number, *at, (), running.arrived(), *doing)
-
-    def _at_work(self) -> list[threading.Thread]:
-        """The threads that may be: the training thread, else that of a script."""
-        return [
-            self._thread,
-            *(thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD),
-        ]
 
     def close(self, wait_s: float = 0.0) -> None:
         """Ends the training thread as soon as it is free, and waits so long for it; what waits in a

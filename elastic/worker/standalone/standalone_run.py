@@ -172,7 +172,8 @@ class StandaloneRun:
         meeting: Meeting | None = None
         try:
             session.order(WorkerOrder(Prepare(self._worker().node_id)))
-            self._until(lambda: session.place is not None or self._failure is not None)
+            while session.place is None and self._failure is None:
+                self._hear(None)
             if self._failure is not None:
                 return self._result(began)
             meeting = meet(self.me, TIMEOUT_S)
@@ -335,22 +336,19 @@ class StandaloneRun:
             copies.look(self.wishes.on_copy)
             if self._stop_reason:
                 self.session.order(WorkerOrder(Quiesce(plan.generation)))
-            elif self.leads and self.spec.durable_every == "auto" and not copies.pending:
-                self._ask_copy(plan)
+            elif (
+                self.leads
+                and self.spec.durable_every == "auto"
+                and not copies.pending
+                and time.monotonic() - self._asked_copy_s > AUTO_EVERY_S
+            ):
+                self._asked_copy_s = time.monotonic()
+                self.session.order(WorkerOrder(StoreCopy(plan.generation)))
             if self._left is not None:
                 deadline = deadline or time.monotonic() + SETTLE_MOST_S
                 last = self._left.step
                 if self._failure is not None or copies.settled(last) or time.monotonic() > deadline:
                     return
-
-    def _ask_copy(self, plan: Plan) -> None:
-        if time.monotonic() - self._asked_copy_s > AUTO_EVERY_S:
-            self._asked_copy_s = time.monotonic()
-            self.session.order(WorkerOrder(StoreCopy(plan.generation)))
-
-    def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            self._hear(None)
 
     def _hear(self, copies: StaticCheckpoints | None) -> None:
         self._hold()

@@ -99,7 +99,8 @@ class Stepper(ForwardBackward):
         step = self.state.step
         mine = self.dp * self.plan.layout.cp + self.at.cp
         seed((self.job.seed * 1_000_003 + step) * 65_537 + mine, self.device)
-        local = self.local if self._measures_noise(step + 1) else None
+        measured = self.noise_every > 0 and (step + 1) % self.noise_every == 0
+        local = self.local if measured else None
         if local is not None:
             local.begin()
         self.state.buffers.note()
@@ -135,7 +136,8 @@ class Stepper(ForwardBackward):
         loss and tokens."""
         step, scale = self.state.step + 1, self.loss_scale.value**2
         each = self.state.square_norms(gradients)
-        blocks = (each,) if self._looks_at_blocks(step) else ()
+        guard = self.rules.block_norm
+        blocks = (each,) if guard is not None and step % guard.every == 0 else ()
         self.spans.marks.mark("others")
         (loss_sum,), (tokens,), (square_norm,), *more = read([*sums, each.sum(), *small, *blocks])
         # else gradients that an aborted kernel has left could pass for those of the step
@@ -178,18 +180,12 @@ class Stepper(ForwardBackward):
                 "run.model(...), not the model that was given to elastic.loop"
             )
 
-    def _measures_noise(self, step: int) -> bool:
-        return self.noise_every > 0 and step % self.noise_every == 0
-
     def _noise(self, heard: CommitReport) -> tuple[float, float] | None:
         """Of the step that was just done; None where one micro-batch had all of its samples."""
         sizes = self.shares.sizes(self.state.step - 1)
         if len([size for size in sizes if size]) < 2:
             return None
         return noise(heard.small_square_norm, heard.commit.square_norm, sizes)
-
-    def _looks_at_blocks(self, step: int) -> bool:
-        return self.rules.block_norm is not None and step % self.rules.block_norm.every == 0
 
     def _judged(self, commit: Commit) -> Trip | None:
         """What the guards say of the step that is being done: a function of the commit, the
@@ -300,7 +296,10 @@ class Stepper(ForwardBackward):
         vector = self.groups.commit.all_reduce(self._part(pending, words).pack(slots))
         heard = CommitReport.unpack(vector, slots)
         self._check_samples(heard.commit)
-        self._weigh(heard)
+        each = zip(heard.tokens, self.shares.samples(self.state.step), strict=True)
+        fullest = max(tokens / n_samples for tokens, n_samples in each if n_samples)
+        mean = heard.commit.tokens / self.job.global_batch
+        self.imbalance = fullest / mean if mean else 0.0
         return heard
 
     def _part(self, pending: Pending, words: CommitFields) -> RankPart:
@@ -314,12 +313,6 @@ class Stepper(ForwardBackward):
         group = self.plan.layout.tp * self.plan.layout.cp
         unit_s = self.spans.taken_s() * group / units if units else 0.0
         return RankPart(self.rank, self.dp, sums, words, unit_s, sum(pending.small))
-
-    def _weigh(self, heard: CommitReport) -> None:
-        each = zip(heard.tokens, self.shares.samples(self.state.step), strict=True)
-        fullest = max(tokens / n_samples for tokens, n_samples in each if n_samples)
-        mean = heard.commit.tokens / self.job.global_batch
-        self.imbalance = fullest / mean if mean else 0.0
 
     def _check_samples(self, commit: Commit) -> None:
         expected = digest(self.shares.ids(self.state.step))
