@@ -46,6 +46,7 @@ PURE = (
     "ledger.accounts",
     "ledger.launch_times",
     "ledger.loss_checks",
+    "ledger.transitions",
     "data.order",
 )
 IMPURE = {
