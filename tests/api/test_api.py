@@ -20,7 +20,8 @@ from elastic.api.running.restarted_script import FILLED, _ScriptRun
 from elastic.cli.command_line import main
 from elastic.cluster.nodes.demand import LEAVE_MOST_S
 from elastic.config.fingerprint import fingerprint
-from elastic.config.job import check_budget, drill_entry, job_data, job_of
+from elastic.config.job import drill_entry, job_data, job_of
+from elastic.config.pool_checks import check_budget
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.driver import LINE_EVERY_S, restored
