@@ -10,7 +10,8 @@ from typing import Any
 
 from elastic import catalog
 from elastic.config.clusters import ClusterSpec, Problem, problems_of, read_cluster
-from elastic.config.job import check_fit, job_data, job_of, unlimited
+from elastic.config.job import job_data, job_of
+from elastic.config.pool_checks import check_fit, unlimited
 from elastic.errors import SpecError
 
 

@@ -58,7 +58,7 @@ CLAIMS = (
         "verified-checkpoints",
         ("checkpoint",),
         (
-            "tests/worker/checkpoint/test_checkpoint_writer.py",
+            "tests/worker/checkpoint/test_checkpoint_reader.py",
             "tests/worker/checkpoint/test_durable_faults.py",
         ),
     ),

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastic.ledger.accounts import Account, Transition, account
+from elastic.ledger.accounts import Account, account
 from elastic.ledger.journal import Line
 from elastic.ledger.launch_times import launches, sentence
 from elastic.ledger.run_folder import RunFolder
+from elastic.ledger.transitions import Transition
 from elastic.observe.event_messages import size
 from elastic.observe.loss_plot import save_loss
 from elastic.observe.noise_advice import advice, estimate

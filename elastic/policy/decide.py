@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.layout_search import Choice
-from elastic.policy import forming_groups, transition_cost
+from elastic.policy import forming_groups, stopping, transition_cost
 from elastic.policy.copies import cadence, recovery
-from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal, retention
+from elastic.policy.copies.retention import retention
 from elastic.policy.faults import corruption, retries
 from elastic.policy.plans import choice_of, count, enter, from_where, with_rehearsals
 from elastic.policy.pools import drain, hazard, limits
 from elastic.policy.pools.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.pools.release import back_to_spot
 from elastic.policy.speed import relayout, share_rebalance
-from elastic.policy.state.state import ENDED, State, StopWish
+from elastic.policy.state.state import ENDED, State
 from elastic.types import (
     Abort,
     Cause,
@@ -36,7 +36,6 @@ from elastic.types.replacing import replace
 QUIESCED_MOST_S = 5.0
 # NCCL aborts up to seven communicators of a rank and takes them down, each bounded by 10 s
 QUIESCED_ON_GPUS_MOST_S = 30.0
-LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has made progress last
 ENTER_MOST_S = 600.0  # the last resort: workers report what goes wrong long before
 ATTACH_MOST_S = 30.0
 START_WAIT_S, GROWTH_WAIT_S = 10.0, 2.0  # for nodes that are being prepared, after the last one was
@@ -61,12 +60,12 @@ def decide(state: State, now_s: float) -> Decision:
             tuple(state.repeat), "the driver has restarted: its last actions are repeated"
         )
     for rule in (
-        _ending,
+        stopping.ended,
         _breaking_off,
         corruption.put_aside,
         _waiting_for_survivors,
         _rolling_forward,
-        _stopping,
+        stopping.save_and_stop,
         _entering,
         _starting,
         _running,
@@ -78,100 +77,19 @@ def decide(state: State, now_s: float) -> Decision:
         found = Decision()
     if any(isinstance(action, Stop) for action in found.actions):
         return found
-    wish = _wish(state, now_s)
+    wish = stopping.stop_wish(state, now_s)
     if wish:
         bound_s = wish.at_s + limits.stop_most_s(state)
         return together(
             found, Decision(wake_at_s=None if state.away and not wish.limit else bound_s)
         )
     if state.stop:
-        return _put_off(state, state.stop, found)
+        return stopping.put_off(state, state.stop, found)
     if state.phase == "running" and state.step >= state.steps:
         return found
     found = found if state.away else together(found, retention(state))
     look = Decision(wake_at_s=min(limits.wakes(state, now_s), default=None))
     return together(found, with_rehearsals(state, capacity(state, now_s)), look)
-
-
-# ------------------------------------------------------------------------------------------------
-# ends
-
-
-def _ending(state: State, now_s: float) -> Decision | None:
-    if state.fatal:
-        return _stop("failed", state.fatal)
-    if state.steps and state.saved_step >= state.steps:
-        done = f"all {state.steps} steps finished; the checkpoint of the last step is stored"
-        return Decision((*removal(state).actions, Stop("succeeded", done)), done)
-    why = retries.gave_up(state)
-    return _stop("failed", why) if why else None
-
-
-def _wish(state: State, now_s: float) -> StopWish | None:
-    """The wish to stop, also when the budget or the time has run out since the last event. A
-    person's waits for storage: it would end what nobody can save."""
-    if state.stop and (state.stop.limit or not state.away or state.quiescing):
-        return state.stop
-    return limits.wish(state, now_s)
-
-
-def _put_off(state: State, wish: StopWish, found: Decision) -> Decision:
-    """Nothing new is begun: what breaks meanwhile is mended, since the state is in memory alone."""
-    text = (
-        f"{wish.reason}: {away(state)}; step {state.step} is saved when it answers, last "
-        f"checkpoint at step {state.saved_step}"
-    )
-    return found if found.actions else Decision((), text, found.wake_at_s)
-
-
-def away(state: State) -> str:
-    """That storage is, and why."""
-    return f"storage does not answer ({state.away.what})" if state.away else ""
-
-
-def _stopping(state: State, now_s: float) -> Decision | None:
-    """Save, then stop: the running generation is stopped at a step boundary with a checkpoint."""
-    wish = _wish(state, now_s)
-    if wish is None:
-        return None
-    bound_s = wish.at_s + limits.stop_most_s(state)
-    if state.durable_s:  # how long saving takes is known, and that much was kept for it
-        bound_s = min(bound_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
-    saved = f"step {state.step} reached, last checkpoint at step {state.saved_step}"
-    if state.away and not wish.limit:
-        return Decision((), f"{wish.reason}; {saved}: {away(state)}")
-    if now_s >= bound_s:
-        return _stop(
-            "stopped",
-            f"{wish.reason}; {saved} ({now_s - wish.at_s:.0f} s were not enough to save more)",
-        )
-    if state.phase == "waiting":
-        memory = recovery.from_memory(state)
-        if memory and memory.step > state.saved_step and state.available:
-            if state.away:  # which continues being paid for, but no longer than any save may take
-                return Decision((), f"{wish.reason}; {saved}: {away(state)}", bound_s)
-            return None  # enter once more, to save what only memory holds
-        return _stop("stopped", f"{wish.reason}; {saved}")
-    if state.plan is None or state.target is not None:
-        return Decision(
-            (), f"{wish.reason}: waits for generation {state.generation} to be entered", bound_s
-        )
-    if state.quiescing is None:
-        text = (
-            f"{wish.reason}: generation {state.plan.generation} stops after step {state.step} or "
-            "the next and is saved"
-        )
-        return Decision((Quiesce(state.plan.generation, save=True),), text, bound_s)
-    left = state.quiesced >= state.plan.workers
-    if left and (state.saved_step >= state.step or not state.step):
-        return _stop("stopped", f"{wish.reason}; {saved}")
-    if left and state.copy_failed and state.copy_failed.step == state.step:
-        return _stop("stopped", f"{wish.reason}; {saved}: {state.copy_failed.reason}")
-    return Decision((), f"{wish.reason}: waiting for the checkpoint of step {state.step}", bound_s)
-
-
-def _stop(outcome: str, reason: str) -> Decision:
-    return Decision((Stop(outcome, reason),), reason)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -305,9 +223,9 @@ def _starting(state: State, now_s: float) -> Decision | None:
     try:
         newest = recovery.newest(state)
     except ElasticError as error:
-        return _stop("failed", f"{type(error).__name__}: {error}")
+        return stopping.stop("failed", f"{type(error).__name__}: {error}")
     if state.away and newest.source in ("durable", "fresh"):
-        return Decision((), f"waits to begin from {from_where(newest)}: {away(state)}")
+        return Decision((), f"waits to begin from {from_where(newest)}: {stopping.away(state)}")
     resume = recovery.comparable(state, choice.layout, newest)
     unknown = recovery.unknown_axes(state, choice.layout, resume)
     if unknown:
@@ -356,15 +274,15 @@ def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
     try:
         choice_of(state, potential(state))
     except InfeasiblePlan as never:
-        return _stop("failed", f"InfeasiblePlan: {never}")
+        return stopping.stop("failed", f"InfeasiblePlan: {never}")
     if why := hazard.in_vain(state):
-        return _stop(
+        return stopping.stop(
             "failed",
             f"{why}; step {state.step} reached, last checkpoint at step {state.saved_step}",
         )
     why = "" if _others_coming(state) else limits.nothing_to_buy(state, now_s)
     if why:
-        return _stop(
+        return stopping.stop(
             "stopped",
             f"{why}; {error}; step {state.step} reached, last checkpoint at step "
             f"{state.saved_step}",
@@ -378,7 +296,7 @@ def _running(state: State, now_s: float) -> Decision | None:
     if plan is None:
         return None
     if state.step >= state.steps:
-        return _finishing(state, now_s)
+        return stopping.finishing(state, now_s)
     leaving = [
         node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"
     ]
@@ -406,42 +324,6 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
         more
         if more is not None and more.actions
         else together(more or Decision(), cadence.adjust(state, now_s) or Decision())
-    )
-
-
-def _finishing(state: State, now_s: float) -> Decision:
-    """All steps are done: the copy of the last one is stored, retried where it fails, and without
-    it the run has failed."""
-    bad = state.copy_failed
-    if state.away:
-        return Decision(
-            (),
-            f"all {state.steps} steps are done, last checkpoint at step {state.saved_step}: "
-            f"{away(state)}",
-        )
-    if bad is not None and bad.step >= state.steps:
-        if state.copy_failures >= COPY_TRIES:
-            return _stop(
-                "failed",
-                f"the copy of the last step could not be stored in {COPY_TRIES} tries: "
-                f"{bad.reason}",
-            )
-        again_s = state.copy_failed_at_s + COPY_WAIT_S
-        text = f"the copy of the last step was not stored ({bad.reason})"
-        if now_s < again_s:
-            return Decision((), f"{text}: retried in {COPY_WAIT_S:.0f} s", again_s)
-        if bad.generation == state.generation:
-            return Decision((Abort(state.generation),), f"{text}: retried")
-    bound_s = max(state.last_step_at_s, state.busy_at_s) + LAST_COPY_MOST_S
-    if now_s < bound_s:
-        return Decision(
-            (),
-            f"all {state.steps} steps are done: waiting for the checkpoint of the last one",
-            bound_s,
-        )
-    return Decision(
-        (Abort(state.generation),),
-        f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s",
     )
 
 

@@ -9,7 +9,8 @@ obey that before anything else of them is heard.
 from __future__ import annotations
 
 from elastic.sim.scripted_faults import Fault
-from elastic.sim.sim_generations import Generations, SimGeneration
+from elastic.sim.sim_breaks import SimGeneration
+from elastic.sim.sim_generations import Generations
 from elastic.types import (
     EnterPlan,
     Event,

@@ -1,18 +1,15 @@
-"""Simulated generations: who is where in which step, who holds what, and what the survivors of a
-break report."""
+"""Simulated generations: who is where in which step, and who holds what of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from elastic.sim.functions import Functions
 from elastic.sim.gpu_speeds import FORWARD, Paces, step_s
-from elastic.sim.scripted_faults import Delays, Fault, Moment
-from elastic.sim.sim_nodes import SimMachines
+from elastic.sim.scripted_faults import Delays, Fault
+from elastic.sim.sim_breaks import Breaks, SimGeneration
 from elastic.sim.sim_storage import SimStorage
 from elastic.types import (
-    Abort,
     Copy,
     CopyDamaged,
     CopyFailed,
@@ -31,11 +28,9 @@ from elastic.types import (
     Pool,
     Quiesce,
     Quiesced,
-    RollForward,
     SetCadence,
     SetShares,
     SharesSet,
-    Silent,
     StepDone,
     StoreCopy,
     WorkerFailed,
@@ -43,54 +38,18 @@ from elastic.types import (
     WrongNumbers,
 )  # fmt: skip
 from elastic.types.grid import axes_of, replica_key
-from elastic.types.rank_timing import RankTimes
 
 AHEAD = 2  # steps that ranks have read ahead when other shares are set
 
 
-@dataclass
-class SimGeneration:
-    """One generation as it really is."""
-
-    plan: Plan
-    step: int = 0
-    entered: bool = False
-    ended: bool = False
-    leave_for: Plan | None = None
-    set_up_s: float = 0.0  # of its process groups, in the pause
-    quiesce: bool = False
-    save: bool = False
-    step_s: float = 0.0  # of the step under way
-    # of its ranks, in multiples of the nominal time
-    units: list[float] = field(default_factory=list)
-    # from the step after this one on
-    shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    times: RankTimes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.times = RankTimes(self.plan.generation)
-
-    @property
-    def members(self) -> set[WorkerId]:
-        return set(self.plan.ranks) | {h.worker for h in self.plan.resume.holdings}
-
-
-class Generations(SimMachines):
-    """Runs plans on machines. `violations`: orders that the contract forbids, as found."""
+class Generations(Breaks):
+    """Runs plans on machines."""
 
     def __init__(
         self, pools: tuple[Pool, ...], job: Job, delays: Delays, *, fits: Callable[[Plan], bool]
     ) -> None:
         super().__init__(pools, job, delays)
-        self.fits, self.paces, self.functions = fits, Paces(), Functions(job)
-        self.violations: list[str] = []
-        self._groups: dict[int, SimGeneration] = {}
-        # whose process groups are made ahead; `entered`: they are there
-        self._forming: SimGeneration | None = None
-        self._commits: dict[WorkerId, tuple[float, ...]] = {}
-        self._without_device: set[WorkerId] = set()
-        self._told_broken: set[WorkerId] = set()  # of these, those that the policy knows of
-        self._pending: dict[WorkerId, tuple[int, int]] = {}  # generation, step
+        self.fits, self.paces = fits, Paces()
         self._spoilt: list[tuple[int, int]] = []  # generation, the last step that was right
         self._finds: dict[int, WrongNumbers] = {}  # to be told when its step is done
         self._wrong: set[int] = set()  # generations whose content is, as the policy knows
@@ -102,57 +61,6 @@ class Generations(SimMachines):
         self._damaged: set[str] = set()
         self.sim_storage = SimStorage()
 
-    def _running(self) -> list[SimGeneration]:
-        return [group for group in self._groups.values() if group.entered and not group.ended]
-
-    # ------------------------------------------------------------------------------------------
-    # breaks
-
-    def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
-        """Processes end: what they hold is gone, and their groups break."""
-        super()._kill(workers)
-        for worker in workers:
-            self._commits.pop(worker, None)
-            self._pending.pop(worker, None)
-        for group in self._groups.values():
-            needed = set(group.plan.ranks) if group.entered else group.members
-            if not group.ended and needed & workers:
-                self._break(group, moment)
-
-    def _lose_device(self, worker: WorkerId, moment: Moment) -> None:
-        """Its process lives on: the copies that it keeps in host memory are there, its live state
-        and its gradients are not."""
-        running = [group for group in self._running() if worker in group.plan.ranks]
-        step = max((group.step + 1 for group in running), default=0)
-        generation = max((group.plan.generation for group in running), default=0)
-        self._without_device.add(worker)
-        for group in self._groups.values():
-            if not group.ended and worker in (group.plan.ranks if group.entered else group.members):
-                self._break(group, moment)
-        self._held[worker] = tuple(h for h in self._held.get(worker, ()) if h.kind == "peer")
-        self._commits.pop(worker, None)
-        self._pending.pop(worker, None)
-        self._tell_broken(worker, generation, step)
-
-    def _come_back(self, node_id: str) -> None:
-        """On another machine."""
-        super()._come_back(node_id)
-        self._without_device = {
-            worker for worker in self._without_device if worker.node_id != node_id
-        }
-        self._told_broken = {worker for worker in self._told_broken if worker.node_id != node_id}
-
-    def _tell_broken(self, worker: WorkerId, generation: int, step: int) -> None:
-        """What the process says, if it lives so long; another one on that GPU says so when it is to
-        use it."""
-        error = "CUDA error: uncorrectable ECC error encountered"
-
-        def told() -> None:
-            if self._answers(worker):
-                self._tell(WorkerFailed(worker, generation, "device", error, 0, step))
-
-        self._after(self.delays.detect_s, told)
-
     def _say(self, event: Event) -> None:
         """From here on the policy knows better."""
         match event:
@@ -163,31 +71,6 @@ class Generations(SimMachines):
             case WorkerFailed(kind="device"):
                 self._told_broken.add(event.worker)
         super()._say(event)
-
-    def _break(self, group: SimGeneration, moment: Moment = "inside") -> None:
-        group.ended = True
-        survivors = {
-            w: rank
-            for rank, w in enumerate(group.plan.ranks)
-            if self._answers(w) and w not in self._without_device
-        }
-        self._leave(group, survivors, moment)
-        if survivors:
-            heard = min(survivors, key=lambda worker: self._cut_s([worker]))
-            error = "connection reset by peer"
-            self._tell(
-                WorkerFailed(heard, group.plan.generation, "collective", error),
-                self.delays.detect_s,
-            )
-
-    def _leave(self, group: SimGeneration, survivors: dict[WorkerId, int], moment: Moment) -> None:
-        """What those (worker -> rank) have seen of the step that was under way."""
-        if group.entered and group.step < self.job.steps and moment != "inside":
-            for k, (worker, rank) in enumerate(survivors.items()):
-                if moment == "torn" and k % 2 == 0:
-                    self._advance(group, rank, group.step + 1)
-                else:
-                    self._pending[worker] = (group.plan.generation, group.step + 1)
 
     # ------------------------------------------------------------------------------------------
     # generations
@@ -414,15 +297,6 @@ class Generations(SimMachines):
         group.shares[from_step] = samples
         self._tell(SharesSet(action.generation, samples, from_step))
 
-    def _advance(self, group: SimGeneration, rank: int, step: int) -> None:
-        worker, generation = group.plan.ranks[rank], group.plan.generation
-        kept = tuple(
-            h for h in self._held.get(worker, ()) if h.kind == "peer" or h.generation != generation
-        )
-        self._held[worker] = (Holding(worker, generation, rank, step, "live"), *kept)
-        self._commits[worker] = (float(group.plan.generation), float(step))
-        self._pending.pop(worker, None)
-
     def _step(self, group: SimGeneration) -> None:
         if group.ended:
             return
@@ -572,85 +446,3 @@ class Generations(SimMachines):
             group.plan = replace(
                 group.plan, peer_every=action.peer_every, durable_every=action.durable_every
             )
-
-    def _abort(self, action: Abort) -> None:
-        self._forming = None
-        if action.kill:
-            self._kill(set(action.kill))
-            for worker in action.kill:
-                self._machines[worker.node_id].hung = False
-        members: set[WorkerId] = set()
-        for group in [g for n, g in self._groups.items() if n <= action.generation]:
-            recent = group.plan.generation >= action.generation - 1 or not group.ended
-            members |= group.members if recent else set()
-            group.ended = True
-        for worker in sorted(members):
-            if self._answers(worker):
-                heard_s = self._cut_s([worker]) + self.delays.quiesce_s
-                self._after(heard_s, lambda w=worker: self._answer(w, action.generation))  # type: ignore[misc]
-
-    def _answer(self, worker: WorkerId, generation: int) -> None:
-        if self._answers(worker):
-            self._untold(worker)
-            self._tell(self._report(worker, generation))
-
-    def _report(self, worker: WorkerId, generation: int) -> Quiesced:
-        held = self._held.get(worker, ())
-        step = max((h.step for h in held if h.kind == "live"), default=0)
-        pending_step = self._pending.get(worker, (0, -1))[1]
-        return Quiesced(worker, generation, step, held, self._commits.get(worker, ()), pending_step)
-
-    def _untold(self, worker: WorkerId) -> None:
-        """The report of a step that nobody has given yet: its commit was seen by this worker."""
-        for holding in self._held.get(worker, ()):
-            group = self._groups[holding.generation]
-            if holding.kind == "live" and group.ended and holding.step == group.step + 1:
-                group.step += 1
-                loss = self.functions.step(group.plan, group.step)
-                self._tell(
-                    StepDone(
-                        holding.generation,
-                        group.step,
-                        loss,
-                        1000,
-                        0.0,
-                        0.0,
-                        0.0,
-                        1.0,
-                        f"sample-{group.step}",
-                    )
-                )
-
-    def _roll_forward(self, action: RollForward) -> None:
-        group = self._groups[action.generation]
-        seen = {self._commits[w] for w in group.plan.ranks if w in self._commits and self._lives(w)}
-        if action.commit not in seen or action.commit != (
-            float(action.generation),
-            float(action.step),
-        ):
-            self.violations.append(
-                f"step {action.step} of generation {action.generation}: nobody has seen "
-                f"{action.commit}"
-            )
-
-        def applied(rank: int, worker: WorkerId) -> None:
-            if self._answers(worker) and self._pending.get(worker) == (
-                action.generation,
-                action.step,
-            ):
-                self._advance(group, rank, action.step)
-            self._answer(worker, action.generation)
-
-        for rank, worker in enumerate(group.plan.ranks):
-            heard_s = self._cut_s([worker]) + self.delays.quiesce_s
-            self._after(heard_s, lambda r=rank, w=worker: applied(r, w))  # type: ignore[misc]
-
-    def _unanswered(self, group: SimGeneration, why: str = "") -> None:
-        """Somebody in the group no longer answers: the others wait until he is found silent."""
-        group.ended = True
-        for worker in sorted(group.members):
-            if self._lives(worker) and not self._answers(worker):
-                silent = Silent(
-                    worker, group.plan.generation, "stepping", self.delays.silent_s, why
-                )
-                self._tell(silent, self.delays.silent_s)

@@ -30,13 +30,9 @@ class Rows(torch.utils.data.Dataset):
 model = AutoModelForCausalLM.from_pretrained(MODEL)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 scheduler = get_linear_schedule_with_warmup(optimizer, WARM_UP, STEPS)
-job = {
-    "count": count,
-    "extra_state": {"scheduler": scheduler},
-    "steps": STEPS,
-    "global_batch": BATCH,
-}
-with elastic.loop(model=model, optimizer=optimizer, dataset=Rows(TEXT), **job) as run:
+own = {"count": count, "extra_state": {"scheduler": scheduler}}
+job = {"steps": STEPS, "global_batch": BATCH}
+with elastic.loop(model=model, optimizer=optimizer, dataset=Rows(TEXT), **own, **job) as run:
     for batch in run:
         run.backward(loss_sum(run.model(batch["input_ids"]), batch))
         run.step(clip_grad_norm=1.0)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from support.api.tiny_job import MODEL, START, prepared, steps
 from support.places import PROGRAMS, ROOT
 
 import elastic
@@ -19,10 +18,8 @@ from elastic.api.running import sample_check, start_checks
 from elastic.api.running.restarted_script import FILLED, _ScriptRun
 from elastic.cli.command_line import main
 from elastic.cluster.nodes.demand import LEAVE_MOST_S
-from elastic.config.fingerprint import fingerprint
-from elastic.config.job import check_budget, drill_entry, job_data, job_of
-from elastic.data.order import digest, digest_text, sample_ids
-from elastic.data.streams import N_POSITIONS
+from elastic.config.job import job_data, job_of
+from elastic.config.pool_checks import check_budget
 from elastic.driver import LINE_EVERY_S, restored
 from elastic.errors import JournalDamaged, ProgramError, SpecError
 from elastic.ledger.journal import Journal, Line, built, plain, read
@@ -30,7 +27,6 @@ from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut
 from elastic.ledger.segments import StoredJournal
 from elastic.observe.run_view import view_of
-from elastic.policy.state.event_handlers import digested
 from elastic.policy.state.fold import State, fold
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
@@ -39,54 +35,17 @@ from elastic.types import (
     CopyStored,
     Decision,
     DriverStarted,
-    EnterPlan,
-    Job,
     Layout,
     ModelProfile,
     NodeLost,
     NodePrepared,
-    Plan,
-    PlanEntered,
     Pool,
-    Resume,
-    StepDone,
     Stop,
     TensorSpec,
     WorkerFailed,
     WorkerId,
-    parse_layout,
 )
 from elastic.worker.checkpoint.checkpoint_format import Marker, encode_marker
-
-PROGRAM = """
-import elastic
-program = elastic.Program(model=lambda: None, optimizer=lambda named: None, dataset=lambda: range(100), loss=lambda o, b: 0)
-"""
-MODEL = ModelProfile(1, 4, (TensorSpec("w", (2, 2), "float32"),))
-START = DriverStarted("tiny-1", 1, {"steps": 4, "global_batch": 8, "seed": 3}, (), MODEL)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
-    monkeypatch.chdir(tmp_path)
-    job = tmp_path / "tiny"
-    job.mkdir()
-    (job / "program.py").write_text(PROGRAM)
-    (job / "job.yaml").write_text("steps: 4\nglobal_batch: 8\nseed: 3\n")
-    return job
-
-
-def prepared(folder: Path, **options: object) -> running._Run:
-    return running._Run(running.job_given(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
-
-
-def steps(
-    numbers: list[int], n_samples: int = 100, generation: int = 1
-) -> list[tuple[float, StepDone]]:
-    ids = {k: digest_text(digest(sample_ids(n_samples, 8, 3, step=k - 1))) for k in numbers}
-    return [(float(k), StepDone(generation, k, 1.0, 8, 0.1, digest=ids[k])) for k in numbers]
 
 
 def test_names_and_places(folder: Path) -> None:
@@ -146,47 +105,6 @@ def test_a_program_is_found_by_its_file(folder: Path) -> None:
     nowhere = Program(eval("lambda: None"), program.optimizer, program.dataset, program.loss)
     with pytest.raises(SpecError, match="in a file"):
         elastic.run(nowhere, {"steps": 2, "global_batch": 4})
-
-
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        (
-            {"kill": "spot-3"},
-            "the drill, at_step 5: there is never a node 'spot-3'; nodes here are spot-1 to "
-            "spot-2, od-1; or give",
-        ),
-        ({"notice": ["any", "spot"]}, "there is never a node 'spot'"),
-        ({"hang": "od-1-1"}, "there is never a node 'od-1-1'"),
-        ({"kill": "rank:3"}, "'rank:3', but there are at most 3 workers, rank:0 to rank:2"),
-    ],
-)
-def test_a_drill_names_nodes_that_there_can_be(entry: dict[str, object], said: str) -> None:
-    spot, on_demand = (
-        Pool("spot", "CPU", 1, "spot", max_nodes=2),
-        Pool("od", "CPU", 1, "on-demand", max_nodes=1),
-    )
-    wrong = drill_entry({"at_step": 5, **entry})
-    good = drill_entry(
-        {"at_step": 1, "kill": ["spot-2", "od-1", "any-spot", "partner", "rank:2", "any"]}
-    )
-    with pytest.raises(SpecError, match=said):
-        start_checks.check_drill([good, wrong], (spot, on_demand), embedded=True)
-    start_checks.check_drill([good], (spot, on_demand), embedded=True)
-    if "rank" not in said:
-        start_checks.check_drill([wrong], (spot, on_demand), embedded=False)
-    with pytest.raises(
-        SpecError,
-        match=r"'any-spot', but no pool is of the spot market \(od is on-demand\); take any",
-    ):
-        start_checks.check_drill(
-            [drill_entry({"at_step": 1, "kill": "any-spot"})], (on_demand,), embedded=False
-        )
-    more = [
-        drill_entry({"at_step": 1, "add": "spot"}),
-        drill_entry({"at_step": 2, "kill": "spot-3"}),
-    ]
-    start_checks.check_drill(more, (spot, on_demand), embedded=True)
 
 
 def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
@@ -274,16 +192,6 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
     )
 
 
-def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_they_are_the_last(
-    folder: Path,
-) -> None:
-    one = prepared(folder, run_name="last")
-    n = one.spec.steps
-    before = Line(9.0, 1, ((0.0, START), *steps(list(range(1, n - 1)))))
-    after = Line(20.0, 2, ((20.0, PlanEntered(2, n)),))
-    assert sample_check.exact([before, after], one.spec) is None
-
-
 def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> None:
     (folder / "job.yaml").write_text(
         f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n"
@@ -296,188 +204,6 @@ def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> No
     one._cut = JournalCut("some lines are missing", "", b"", b"")
     again = one._start(2, before, state)
     assert (again.attached, again.cut) == (False, "some lines are missing")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            {"job": {**START.job, "global_batch": 4}},
-            "was started with global_batch=8, the job says 4: .* change it back",
-        ),
-        ({"job": {**START.job, "seed": 4}}, r"started with other values: seed \(3, now 4\)"),
-        (
-            {"model": replace(MODEL, specs=(TensorSpec("w", (2, 3), "float32"),))},
-            r"w was \[2, 2\], it is \[2, 3\]",
-        ),
-        (
-            {"model": replace(MODEL, specs=(*MODEL.specs, TensorSpec("b", (2,), "float32")))},
-            r"b was not there, it is \[2\]",
-        ),
-    ],
-)
-def test_a_run_goes_on_as_it_began(change: dict[str, object], said: str) -> None:
-    before = [Line(0.0, 1, ((0.0, START),))]
-    start_checks.check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}), {})
-    start_checks.check_same([], replace(START, **change), {})
-    with pytest.raises(SpecError, match=said):
-        start_checks.check_same(before, replace(START, **change), {})
-
-
-def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
-    def started(code: str) -> DriverStarted:
-        return replace(START, job={**START.job, "fingerprint": {"program": code, "seed": 3}})
-
-    before = [Line(0.0, 1, ((0.0, started("a")),))]
-    start_checks.check_same(before, started("a"), {})
-    with pytest.raises(
-        SpecError, match=r"other values: the code of its program\.py; .* --allow-changed"
-    ):
-        start_checks.check_same(before, started("b"), {})
-    start_checks.check_same(before, started("b"), {}, allow_changed=True)
-    accepted = [*before, Line(1.0, 2, ((1.0, started("b")),))]
-    start_checks.check_same(accepted, started("b"), {})
-    # without a journal, its newest checkpoint knows
-    with pytest.raises(SpecError, match="program"):
-        start_checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
-
-
-def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder: Path) -> None:
-    def started(*args: str, tokens: str = "/data/x.bin") -> DriverStarted:
-        data = {"train": {"tokens": tokens, "end_token": "<end>", "seq": 8}}
-        job: dict[str, Any] = {**START.job, "args": [*args], "data": data}
-        return replace(
-            START,
-            job=job
-            | {
-                "fingerprint": fingerprint(
-                    folder / "program.py", Job.from_plain(job), MODEL, n_samples=9
-                )
-            },
-        )
-
-    journal = Journal(folder / "journal.jsonl", 1)
-    journal.append(0.0, [(0.0, started("--hf-token", "hf_1", "--lr", "3"))], None)
-    journal.close()
-    before = read(folder / "journal.jsonl")
-    for meta in (
-        {},
-        {"fingerprint": started("--hf-token", "hf_1", "--lr", "3").job["fingerprint"]},
-    ):
-        start_checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
-        start_checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
-    for other in (
-        started("--hf-token", "hf_2", "--lr", "3"),
-        started("--hf-token", "hf_1", "--lr", "4"),
-    ):
-        with pytest.raises(SpecError, match="was started with other values: args"):
-            start_checks.check_same(before, other, {})
-    with pytest.raises(SpecError, match=r"data\.train .*/data/x\.bin.*/data/y\.bin"):
-        start_checks.check_same(
-            before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {}
-        )
-
-
-def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
-    one = prepared(folder)
-    one.program = replace(one.program, dataset=None)  # what the nodes have read need not be here
-
-    def exact(
-        *events: tuple[float, object], told: int = 100, start: DriverStarted = START
-    ) -> bool | None:
-        ready = Line(0.0, 1, ((0.0, start), (0.5, NodePrepared("a", (1,), told))))
-        return sample_check.exact([ready, Line(9.0, 1, tuple(events))], one.spec)  # type: ignore[arg-type]
-
-    assert exact(*steps([1, 2, 3, 4])) is True
-    assert exact(*steps([1, 2, 3]), (3.5, PlanEntered(2, 2)), *steps([3, 4], generation=2)) is True
-    assert exact(*steps([1, 2, 4])) is False
-    assert exact(*steps([1, 2, 3])) is False
-    assert exact(*steps([1, 2, 3]), *steps([4], n_samples=90)) is False
-    imported = replace(START, durable=(Copy(2, "durable", 0, Layout()),))
-    assert exact(*steps([3, 4]), start=imported) is True
-    assert (
-        exact(*steps([1, 2, 3, 4]), told=0) is None
-        and exact(*steps([1, 2, 3, 4]), told=N_POSITIONS) is None
-    )
-
-
-def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder: Path) -> None:
-    """Their copy was there all the same, and the next driver continued from it."""
-    one = prepared(folder)
-    one.program = replace(one.program, dataset=None)
-
-    def exact(before: list[int], after: list[int], n_samples: int = 100) -> bool | None:
-        ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(before)))  # type: ignore[arg-type]
-        again = (
-            (9.0, PlanEntered(2, after[0] - 1)),
-            *steps(after, generation=2, n_samples=n_samples),
-        )
-        return sample_check.exact([ready, Line(9.0, 2, again)], one.spec)  # type: ignore[arg-type]
-
-    assert exact([1, 2], [3, 4]) is True and exact([1, 2], [2, 3, 4]) is True
-    assert exact([1, 2], [4]) is None and exact([], [3, 4]) is None
-    assert exact([1, 2], [4], n_samples=90) is False
-    assert exact([1, 3], [4]) is False, "within a driver all are written down"
-
-
-def test_a_checkpoints_running_digest_tells_of_steps_that_no_line_tells_of(folder: Path) -> None:
-    """Its driver was killed before it wrote them down, or the journal's end is gone."""
-    one = prepared(folder)
-    one.program = replace(one.program, dataset=None)
-
-    def stored(step: int, n_samples: int = 100) -> Copy:
-        state = State()
-        for _, event in steps(list(range(1, step + 1)), n_samples=n_samples):
-            state = replace(state, digests=digested(state.digests, event))
-        return Copy(step, "durable", 1, Layout(), samples=state.digests[step])
-
-    def exact(
-        found: Copy, after: list[int], cut: str = "", before: tuple[int, ...] = (1,)
-    ) -> bool | None:
-        ready = Line(
-            0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(list(before)))
-        )
-        again = replace(START, epoch=2, durable=(found,), cut=cut)
-        entered = ((9.0, again), (9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2))
-        lines = [
-            *([ready] if before else []),
-            Line(9.0, 2, ((8.9, NodePrepared("a", (1,), 100)), *entered)),
-        ]
-        return sample_check.exact(lines, one.spec)
-
-    assert exact(stored(3), [4]) is True and exact(replace(stored(3), samples=""), [4]) is None
-    assert exact(stored(3, n_samples=90), [4]) is False, "they were others"
-    assert exact(stored(2), [4]) is None, "of step 3 it does not tell"
-    for before in ((), (1,), (1, 2)):
-        assert exact(stored(3), [4], cut="its journal was damaged", before=before) is True
-    assert exact(replace(stored(3), samples=""), [4], cut="its journal was damaged") is None
-
-
-def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_write_down(
-    folder: Path,
-) -> None:
-    """The first driver went back to step 0 and did three steps again, of which it wrote down one: 2
-    and 3 of those are known to nobody, though steps of these numbers had been written down
-    before."""
-    one = prepared(folder)
-    one.program = replace(one.program, dataset=None)
-    ready = ((0.0, START), (0.5, NodePrepared("a", (1,), 100)))
-    undone, redone = steps([1, 2, 3]), ((5.0, PlanEntered(2, 0)), *steps([1], generation=2))
-    after = ((9.0, PlanEntered(3, 3)), *steps([4], generation=3))
-    first, second, third = (
-        Decision(
-            (EnterPlan(Plan(k, Layout(), (WorkerId("a", 0),), (8,), (1,), resume=resume)),), "why"
-        )
-        for k, resume in ((1, Resume()), (2, Resume()), (3, Resume("peer", 3, 2)))
-    )
-    lines = [
-        Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second),
-        Line(8.0, 1, redone), Line(8.5, 2, (), third), Line(9.0, 2, after),
-    ]  # fmt: skip
-    assert (
-        sample_check.Unwritten.of(lines).steps == {2, 3}
-        and sample_check.exact(lines, one.spec) is None
-    )
 
 
 def test_the_journal_is_gone_through_once_and_of_a_state_in_it_only_parts_are_read(
@@ -512,24 +238,6 @@ def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
     assert api.holder(run).startswith("process ")
     lease.release()
     assert api.holder(run) == ""
-
-
-def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
-    def check(layout: str, profile: ModelProfile) -> None:
-        spec: Any = SimpleNamespace(least_layouts=lambda: [parse_layout(layout)], script="")
-        start_checks.check_layouts(spec, profile)
-
-    plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)
-    with pytest.raises(
-        SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"
-    ):
-        check("tp=2", plain)
-    with pytest.raises(SpecError, match="pp=4, but Program.blocks matches only 2"):
-        check("pp=4", plain)
-    check("dp_shard=2,pp=2", plain)
-    check("tp=4", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))
-    with pytest.raises(SpecError, match="take a tp that divides it"):
-        check("tp=3", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))
 
 
 PAID = (
@@ -644,28 +352,6 @@ def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
     ):
         started._check_same(before, view_of(before))
     started._check_same(before[:1], view_of(before[:1]))
-
-
-# ------------------------------------------------------------------------------------------------
-# clocks
-
-
-@pytest.mark.parametrize(
-    ("off_s", "told"),
-    [(3600.0, "3600 s behind that of"), (-3600.0, "3600 s ahead of that of"), (2.0, "")],
-)
-def test_a_clock_that_is_not_the_storages_is_told(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    off_s: float,
-    told: str,
-) -> None:
-    """Ahead of the true time it would spend the deadline unseen."""
-    storage = open_storage(str(folder / "runs"))
-    monkeypatch.setattr(storage, "modified_s", lambda key: time.time() + off_s)
-    start_checks.taken(storage, "r").release()
-    assert (told in caplog.text) if told else ("clock" not in caplog.text)
 
 
 def test_a_driver_that_attaches_says_until_when_nodes_may_have_been_paid_for(

@@ -10,8 +10,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from elastic.ledger.accounts import PHASES, Transition
 from elastic.ledger.journal import Line
+from elastic.ledger.transitions import PHASES, Transition
 from elastic.types import (
     DTYPE_BYTES,
     DriverStarted,

@@ -26,8 +26,8 @@ from figures import (
     recovery,
 )
 
-from elastic.ledger.accounts import Transition
 from elastic.ledger.journal import Line
+from elastic.ledger.transitions import Transition
 from elastic.types import (
     Decision,
     DriverStarted,

@@ -110,7 +110,7 @@ def test_each_verb_is_named_at_the_top_of_its_file() -> None:
     for words, handler in verbs.items():
         module = inspect.getmodule(handler)
         assert module is not None and module is not command_line
-        first = (ast.get_docstring(ast.parse(inspect.getsource(module))) or "").partition("\n")[0]
+        first = (ast.get_docstring(ast.parse(inspect.getsource(module))) or "").partition("\n\n")[0]
         assert set(words.split()) <= set(
             first.replace("`", " ").replace(",", " ").replace(":", " ").replace(".", " ").split()
         )

@@ -18,16 +18,9 @@ from pydantic import BaseModel
 from elastic.catalog.bounded_yaml import VALUES_MOST, yaml_of
 from elastic.config.data_section import SourceSpec
 from elastic.config.drill import DrillSpec
-from elastic.config.job import (
-    JobSpec,
-    PoolSpec,
-    check_budget,
-    check_fit,
-    drill_entry,
-    job_of,
-    load_job,
-)
+from elastic.config.job import JobSpec, PoolSpec, drill_entry, job_of, load_job
 from elastic.config.optimization import OWNERS
+from elastic.config.pool_checks import check_budget, check_fit
 from elastic.errors import SpecError
 
 HOSTILE: list[Any] = [

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.config.job import JobSpec, check_fit, drill_entry, embedded_pools, load_drill, load_job
+from elastic.config.job import JobSpec, drill_entry, embedded_pools, load_drill, load_job
+from elastic.config.pool_checks import check_fit
 from elastic.errors import SpecError
 from elastic.planner.layout_search import layout_for
 from elastic.types import Layout, Pool

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from elastic.api.running.start_checks import check_layouts
-from elastic.config.job import check_fit, job_of
+from elastic.config.job import job_of
+from elastic.config.pool_checks import check_fit
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner.layout_search import layout_for, plan_layout
 from elastic.types import Layout, ModelProfile, Node, Pool, parse_layout

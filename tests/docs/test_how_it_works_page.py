@@ -28,13 +28,15 @@ def layers() -> list[str]:
     return [line.replace("(", "").replace(")", "") for line in contracts[0]["layers"]]
 
 
-def first_line(path: Path) -> str:
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+def first_thought(path: Path) -> str:
+    """The first paragraph of a file's docstring, on one line."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def rooms(folder: Path, depth: int = 0) -> Iterator[str]:
     """The room and those inside of it, a line each."""
-    yield f"{'  ' * depth + folder.name:<{WIDTH}} {first_line(folder / '__init__.py')}"
+    yield f"{'  ' * depth + folder.name:<{WIDTH}} {first_thought(folder / '__init__.py')}"
     for inside in sorted(path.parent for path in folder.glob("*/__init__.py")):
         yield from rooms(inside, depth + 1)
 
@@ -74,7 +76,7 @@ def test_the_map_says_of_each_room_what_the_room_says() -> None:
     for name in " | ".join(layers()).split(" | "):
         file = ELASTIC / f"{name}.py"
         expected += (
-            [f"{file.name:<{WIDTH}} {first_line(file)}"] if file.exists() else rooms(ELASTIC / name)
+            [f"{file.name:<{WIDTH}} {first_thought(file)}"] if file.exists() else rooms(ELASTIC / name)
         )
     assert block(PAGE, "text", 2).splitlines() == expected
 

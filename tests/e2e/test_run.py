@@ -149,7 +149,7 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
 
 
 # what is masked where: tests/config/test_masking.py; that such a run is resumed:
-# tests/api/test_api.py
+# tests/api/running/test_start_checks.py
 @pytest.mark.whole
 def test_a_secret_argument_of_a_script_is_in_no_file_and_the_run_is_resumed(shell: Shell) -> None:
     secret = "zq7-planted"

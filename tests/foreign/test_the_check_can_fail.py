@@ -46,10 +46,7 @@ NOT_SUMMED = (
 )
 
 
-LARGE = (
-    "from elastic.worker.equivalence import layout_values; layout_values.WHOLE_MOST_PARAMETERS = "
-    "1000"
-)
+LARGE = "from elastic.worker.equivalence import small_copy; small_copy.WHOLE_MOST_PARAMETERS = 1000"
 
 
 def found_with(

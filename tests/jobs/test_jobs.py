@@ -8,7 +8,8 @@ import torch
 from support.places import ROOT
 
 from elastic.api.running.start_checks import check_layouts
-from elastic.config.job import check_fit, load_job
+from elastic.config.job import load_job
+from elastic.config.pool_checks import check_fit
 from elastic.planner.layout_search import plan_layout
 from elastic.program import load_program
 from elastic.reshard.rank_boxes import boxes, reread_boxes

@@ -8,7 +8,8 @@ import torch
 from support.places import ROOT
 from support.reference import build, collate, count_tokens, evaluate, train
 
-from elastic.config.job import JobSpec, check_fit, load_job
+from elastic.config.job import JobSpec, load_job
+from elastic.config.pool_checks import check_fit
 from elastic.program import Program, load_program
 from elastic.types import parse_layout
 

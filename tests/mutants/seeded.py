@@ -48,6 +48,10 @@ FOLDERS = {
         "tests/config/test_layout_options.py",
         "tests/cli/test_command_line.py",
     ),
+    "elastic/config/pool_checks.py": (
+        "tests/config/test_job.py",
+        "tests/config/test_layout_options.py",
+    ),
     "elastic/driver.py": ("tests/test_driver.py", "tests/sim"),
 }
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.api.running.start_checks import check_layouts
-from elastic.config.job import check_fit, job_of
+from elastic.config.job import job_of
+from elastic.config.pool_checks import check_fit
 from elastic.errors import InfeasiblePlan
 from elastic.models.attention import SequenceShard
 from elastic.planner.cost import catalog_hardware, collectives, compute, memory, step_cost

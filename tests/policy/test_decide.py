@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.policy.story import SPOT, Story, orders, plan_of
+from support.policy.story import SPOT, Story, durable, orders, plan_of, stopped
 
 from elastic.policy.decide import QUIESCED_MOST_S, decide
 from elastic.policy.state.fold import fold
 from elastic.types import (
     Abort,
     Copy,
-    CopyStored,
     Decided,
     Decision,
     DigestChecked,
@@ -36,30 +35,14 @@ from elastic.types import (
     RequestNodes,
     Silent,
     StepDone,
-    Stop,
-    StopAsked,
     StoreCopy,
     WorkerFailed,
     WorkerId,
 )
 
 
-def stopped(story: Story) -> Stop:
-    (stop,) = [stop for decision in story.decisions for stop in orders(decision, Stop)]
-    assert isinstance(stop, Stop)
-    assert stop.reason
-    return stop
-
-
 def prepared(decision: Decision) -> list[str]:
     return [order.node_id for order in orders(decision, Prepare)]
-
-
-def durable(story: Story, step: int) -> CopyStored:
-    plan = story.state.plan or story.state.plans[story.state.generation]
-    return CopyStored(
-        Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri=f"u{step}"), 0.1
-    )
 
 
 # ------------------------------------------------------------------------------------------ start
@@ -109,11 +92,6 @@ def test_a_run_that_was_saved_goes_on_from_storage() -> None:
         40,
         "u40",
     )
-
-
-def test_a_run_that_is_done_ends_at_once() -> None:
-    story = Story(durable=(Copy(100, "durable", 3, Layout(), (4,), uri="u"),))
-    assert stopped(story).outcome == "succeeded"
 
 
 def test_growth_moves_live_and_takes_all_new_nodes_at_once() -> None:
@@ -340,13 +318,6 @@ def test_workers_of_a_node_that_fail_together_are_one_failure() -> None:
 # ------------------------------------------------------------------------------------------ errors
 
 
-def test_an_error_of_the_program_ends_the_run_at_once() -> None:
-    story = Story()
-    plan = story.running("a", "b", steps=2)
-    story.tick(WorkerFailed(WorkerId("b", 0), plan.generation, "program", "KeyError: 'targets'"))
-    assert stopped(story).outcome == "failed" and "KeyError" in stopped(story).reason
-
-
 def test_a_collective_error_without_a_loss_is_tried_again_five_times_with_growing_waits() -> None:
     story = Story()
     story.running("a", "b", steps=2)
@@ -434,14 +405,6 @@ def test_no_layout_left_ends_the_run_with_the_reasons() -> None:
     )
 
 
-def test_a_job_that_no_pool_can_serve_fails_at_once_with_the_numbers() -> None:
-    story = Story(layout="dp_shard=8")
-    assert (
-        stopped(story).outcome == "failed"
-        and "needs 8 workers, there are 4" in stopped(story).reason
-    )
-
-
 def test_content_that_differs_rolls_back_to_a_copy_that_is_trusted() -> None:
     story = Story(durable_every=5)
     story.running("a", "b", steps=6)
@@ -484,30 +447,6 @@ def test_the_pace_of_moves_is_learned() -> None:
     assert second.move.seconds - 0.02 > 4 * (first.move.seconds - 0.02)
 
 
-# ------------------------------------------------------------------------------------------ ends
-
-
-def test_the_run_succeeds_when_the_copy_of_the_last_step_is_stored() -> None:
-    story = Story(steps=4)
-    story.running("a", "b", steps=4)
-    assert story.state.phase == "running" and not orders(story.decisions[-1], Stop)
-    story.tick(durable(story, 3))
-    assert story.state.phase == "running"
-    story.tick(durable(story, 4))
-    assert stopped(story).outcome == "succeeded"
-
-
-def test_what_comes_after_the_last_step_may_take_its_time_while_it_gets_on() -> None:
-    story = Story(steps=4)
-    plan = story.running("a", "b", steps=4)
-    for _ in range(10):
-        assert not story.tick(
-            Progress(plan.ranks[0], plan.generation, "evaluating"), after_s=60
-        ).actions
-    assert not story.tick(after_s=119).actions
-    assert orders(story.tick(after_s=2), Abort)
-
-
 def test_a_node_that_tokenises_for_an_hour_is_not_put_aside() -> None:
     story = Story()
     story.tick(NodeReady(Node("a", "spot", 1)))
@@ -519,68 +458,6 @@ def test_a_node_that_tokenises_for_an_hour_is_not_put_aside() -> None:
     assert (
         orders(decision, Quarantine)[0].reason == "its preparation has made no progress for 600 s"
     )
-
-
-def test_a_stop_saves_first() -> None:
-    story = Story()
-    plan = story.running("a", "b", steps=4)
-    assert orders(story.tick(StopAsked("enough")), Quiesce) == [Quiesce(plan.generation, save=True)]
-    story.tick(StepDone(plan.generation, 5, 1.0, 10, 0.1))
-    story.tick(
-        Quiesced(WorkerId("a", 0), plan.generation, 5),
-        Quiesced(WorkerId("b", 0), plan.generation, 5),
-    )
-    assert not orders(story.decisions[-1], Stop)
-    story.tick(durable(story, 5))
-    assert (
-        stopped(story).outcome == "stopped" and "last checkpoint at step 5" in stopped(story).reason
-    )
-
-
-def test_a_stop_does_not_wait_for_ever() -> None:
-    story = Story()
-    story.running("a", "b", steps=4)
-    decision = story.tick(StopAsked("enough"))
-    assert decision.wake_at_s == pytest.approx(story.now_s + 60)
-    story.tick(after_s=60)
-    assert stopped(story).outcome == "stopped"
-
-
-def test_a_stop_that_has_to_wait_for_something_is_looked_at_again_by_its_bound() -> None:
-    story = Story(min_workers=2, peer_every=1)
-    plan = story.running("a", "b", steps=4)
-    story.tick(NodeLost("b"))
-    story.tick(StopAsked("enough"))
-    decision = story.quiesced(plan, {"a": [(0, 4, "peer"), (1, 4, "peer")]})
-    # memory is newer than storage, yet too few are left
-    assert decision.wake_at_s is not None and not decision.actions
-    story.tick(after_s=decision.wake_at_s - story.now_s)
-    assert stopped(story).outcome == "stopped"
-
-
-def test_a_stop_while_nothing_runs_is_immediate() -> None:
-    story = Story()
-    story.tick(StopAsked("enough"))
-    assert stopped(story).outcome == "stopped"
-
-
-def test_the_budget_stops_the_run_with_the_dollars() -> None:
-    story = Story(budget_usd=2.0)
-    plan = story.running("a", "b", steps=4)
-    story.tick(after_s=3000)
-    wake_at_s = story.decisions[-1].wake_at_s
-    assert wake_at_s is not None and 3595 < wake_at_s < 3605
-    decision = story.tick(after_s=wake_at_s - story.now_s)
-    assert (
-        orders(decision, Quiesce) == [Quiesce(plan.generation, save=True)]
-        and "$2.00" in decision.reason
-    )
-    story.tick(
-        Quiesced(WorkerId("a", 0), plan.generation, 4),
-        Quiesced(WorkerId("b", 0), plan.generation, 4),
-        durable(story, 4),
-    )
-    assert stopped(story).outcome == "stopped" and "$2.00" in stopped(story).reason
 
 
 # ------------------------------------------------------------------------------------------ the

@@ -14,7 +14,8 @@ from elastic.api.running.entry import loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
 from elastic.api.running.made_up_data import made_up_data
 from elastic.config.clusters import load_cluster
-from elastic.config.job import JobSpec, job_data, unlimited
+from elastic.config.job import JobSpec, job_data
+from elastic.config.pool_checks import unlimited
 from elastic.errors import SpecError
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.published import known_decoders

@@ -29,7 +29,8 @@ from elastic.api.running.start_checks import (
     taken,
     warn_of_clock,
 )
-from elastic.config.job import JobSpec, check_budget, check_fit, job_of
+from elastic.config.job import JobSpec, job_of
+from elastic.config.pool_checks import check_budget, check_fit
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder

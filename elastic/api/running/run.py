@@ -28,16 +28,8 @@ from elastic.api.running.start_checks import (
 )
 from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.fingerprint import fingerprint
-from elastic.config.job import (
-    JobSpec,
-    check_budget,
-    check_fit,
-    embedded_pools,
-    job_of,
-    load_drill,
-    load_job,
-    pool_of,
-)
+from elastic.config.job import JobSpec, embedded_pools, job_of, load_drill, load_job, pool_of
+from elastic.config.pool_checks import check_budget, check_fit
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored

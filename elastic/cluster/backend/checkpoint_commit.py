@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,11 @@ from elastic.errors import ElasticError
 from elastic.storage import Storage
 from elastic.types import Copy, CopyFailed, CopyRemoved, CopyStored, Event, Plan, WorkerId
 from elastic.types.grid import coordinates, rank_of
+from elastic.types.orders import WorkerOrder, WriteShard
 
 if TYPE_CHECKING:
     from elastic.cluster.backend.aggregate import CheckpointParts
+    from elastic.cluster.workers.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -238,3 +240,23 @@ def holders_of(parts: CheckpointParts, rank: int) -> list[WorkerId]:
     ]
     keepers = plan.copies_to[rank] if plan.copies_to else ()
     return [plan.ranks[other] for other in dict.fromkeys((*replicas, *keepers))]
+
+
+def write_late_parts(
+    late: Iterable[tuple[CheckpointParts, int]], worker_group: WorkerGroup
+) -> None:
+    """Parts of a checkpoint that are long overdue are written by others that hold the same
+    boxes."""
+    for parts, rank in late:
+        holders = [
+            worker for worker in holders_of(parts, rank) if worker_group.actor(worker) is not None
+        ]
+        if holders:
+            other = holders[(parts.asked[rank] - 1) % len(holders)]
+            log.info(
+                "step %d: %s is asked to write the part of rank %d, which is late",
+                parts.step,
+                other,
+                rank,
+            )
+            worker_group.order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))

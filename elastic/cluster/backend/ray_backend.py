@@ -13,23 +13,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
-
-import ray
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 from elastic.cluster.backend import drills
 from elastic.cluster.backend.attach import Attached
-from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter, Commit, holders_of
+from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter, Commit, write_late_parts
 from elastic.cluster.backend.cloud_feed import CloudFeed
 from elastic.cluster.backend.drill_runner import DrillRunner
+from elastic.cluster.backend.driver_hold import DriverHold, connect
 from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.backend.rendezvous_stores import RendezvousStores
 from elastic.cluster.local.local_cluster import LAST_WORDS, LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
 from elastic.cluster.nodes.demand import DemandReport, left_paid
 from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.notices.notice_watchers import drain_in_ray
-from elastic.cluster.ray import _ray_private
 from elastic.cluster.workers.admission_links import Entrance
 from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.cluster.workers.output import last_words
@@ -42,10 +41,9 @@ from elastic.cluster.workers.worker_group import (
     PollAnswer,
     WorkerGroup,
 )
-from elastic.errors import LostContact, SpecError
+from elastic.errors import SpecError
 from elastic.ledger.lease import Lease
 from elastic.policy.state.event_handlers import digested
-from elastic.reshard.transfers import participants
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
@@ -82,12 +80,8 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
-from elastic.types.orders import Rendezvous, WorkerOrder, WriteShard
 
 log = logging.getLogger(__name__)
-
-# orders of more workers, which grow with their number, go over the object store: once to each node
-SENT_EACH_MOST = 64
 
 
 @dataclass
@@ -101,24 +95,18 @@ class RayBackend:
 
     run: RayRun
     cluster: LocalCluster | None = None
-    lease: Lease | None = None
+    lease: InitVar[Lease | None] = None
     commit: Commit | None = None
     show: Callable[[str], None] | None = None
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     provider: NodeProvider = field(init=False)
     _early: list[Event] = field(init=False, default_factory=list)
-    _stores: dict[int, Any] = field(init=False, default_factory=dict)
-    # of groups that are made ahead
-    _formed: tuple[Plan, Rendezvous] | None = field(init=False, default=None)
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
-    _stuck: set[int] = field(init=False, default_factory=set)
     _pacing: Pacing = field(init=False, default_factory=Pacing)
-    # another driver has the run, or is to attach to it
-    _let_go: bool = field(init=False, default=False)
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
     _closed: bool = field(init=False, default=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lease: Lease | None) -> None:
         from elastic.cluster.backend.aggregate import Gather
 
         threading.Thread(
@@ -126,7 +114,7 @@ class RayBackend:
         ).start()
         run, job = self.run, Job.from_plain(self.run.job)
         self._anchor_s = time.time() - time.monotonic()
-        self._connected = self._connect()
+        connected = connect(run, self.cluster)
         self.storage = open_storage(run.uri)
         self.inbox = drills.Inbox(self.storage)
         outlives = self.cluster is None
@@ -136,6 +124,7 @@ class RayBackend:
             job.orphan_lease_s, outlives, run.logs,
         )  # fmt: skip
         self.worker_group = WorkerGroup(setup, run.namespace, local=self.cluster is not None)
+        self.hold = DriverHold(run, self.cluster, lease, self.worker_group, connected)
         # embedded nodes are on this host
         folder = self.storage if outlives and not self.storage.remote else None
         self.entrance = Entrance(self.worker_group, folder=folder, attached=run.attach)
@@ -145,10 +134,14 @@ class RayBackend:
         )
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.liveness = Liveness(POLL_S, job.max_silence_s, patience_s(job))
+        self.stores = RendezvousStores(self.worker_group, self.gather, self.liveness)
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
+        demand = DemandReport(run.namespace, run.epoch, run.pools, job.orphan_lease_s)
         self.provider = (
-            EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
+            EmbeddedNodes(self.cluster, run.pools)
+            if self.cluster
+            else provider_for(demand, run.attach, run.spared)
         )
         schedule = drills.Schedule(job.drill, self.storage.hasty(drills.MARK_MOST_S))
         self.drilling = DrillRunner(
@@ -179,7 +172,7 @@ class RayBackend:
         if self.drilling.die:
             os.kill(os.getpid(), signal.SIGKILL)
         while not self._closed:
-            self._hold()
+            self.hold.check(self.survey.head_lost)
             for worker in self.worker_group.open_polls():
                 self.liveness.called(worker)
             events = self._round(until_s)
@@ -197,17 +190,17 @@ class RayBackend:
     @property
     def certain(self) -> bool:
         """No other driver can have the run."""
-        return self.lease is None or self.lease.certain
+        return self.hold.certain
 
     @property
     def trouble(self) -> Exception | None:
         """Why it is not certain."""
-        return self.lease.trouble if self.lease is not None else None
+        return self.hold.lease.trouble if self.hold.lease is not None else None
 
     @property
     def unheard_s(self) -> float:
         """For how long storage has taken no sign of life."""
-        return self.lease.unheard_s if self.lease is not None else 0.0
+        return self.hold.lease.unheard_s if self.hold.lease is not None else 0.0
 
     def close(self) -> None:
         """Takes everything down after a Stop, and the embedded cluster always. Else it only lets
@@ -215,9 +208,9 @@ class RayBackend:
         if self._closed:
             return
         self._closed = True
-        replaced = bool(self._successor())
-        self._let_go = self._let_go or replaced
-        ends = self._stopped and not self._let_go
+        replaced = bool(self.hold.successor())
+        self.hold.let_go = self.hold.let_go or replaced
+        ends = self._stopped and not self.hold.let_go
         left = left_paid(
             self.nodes.values(), self.run.pools, self.worker_group.setup.orphan_lease_s
         )
@@ -229,18 +222,13 @@ class RayBackend:
         self.entrance.close()
         self.copies.close()
         self.worker_group.close(
-            end=self.cluster is None and ends, wait=not self.survey.head_lost, own=not self._let_go
+            end=self.cluster is None and ends,
+            wait=not self.survey.head_lost,
+            own=not self.hold.let_go,
         )
         self.provider.close(end=ends)
-        self._stores.clear()
-        if self._connected and self.cluster is not None:
-            self.cluster.disconnect()
-        elif self._connected:
-            ray.shutdown()
-        if self.cluster is not None:
-            self.cluster.close()
-        if self.lease is not None and not self._let_go:
-            self.lease.release()
+        self.stores.clear()
+        self.hold.close()
 
     # ------------------------------------------------------------------------------------------
     # orders
@@ -300,48 +288,16 @@ class RayBackend:
                 )
 
     def _enter(self, action: EnterPlan) -> None:
-        plan = action.plan
-        self._plan = plan
-        self.gather.expect(plan)
-        formed, self._formed = self._formed, None
-        there = (
-            formed is not None and _same_groups(formed[0], plan) and not self.gather.awaits_groups
-        )
-        rendezvous = formed[1] if formed is not None and there else self._meeting(plan)
-        self.gather.expect_groups(0, 0, 0)
-        for worker in self._met(action, rendezvous):
-            self._early.append(WorkerFailed(worker, plan.generation, "process", "it is not there"))
+        self._plan = action.plan
+        self.gather.expect(action.plan)
+        self._early += self.stores.enter(action)
 
     def _form(self, action: FormGroups) -> None:
-        plan, rendezvous = action.plan, self._meeting(action.plan)
-        self._formed = plan, rendezvous
-        self.gather.expect_groups(
-            plan.generation, rendezvous.store[1], len(rendezvous.participants)
-        )
-        for worker in self._met(action, rendezvous):
-            self._formed = None
-            self._early.append(GroupsFormed(plan.generation, 0.0, f"{worker} is not there"))
+        self._early += self.stores.form(action)
 
     def _drop_groups(self, action: DropGroups) -> None:
-        if self._formed is not None:
-            self._formed = None
-            self._stores.pop(action.generation, None)
+        self.stores.drop_formed(action)
         self.worker_group.order_all(action)
-
-    def _meeting(self, plan: Plan) -> Rendezvous:
-        from elastic.worker.session.workplace import host_rendezvous
-
-        timeout_s = self.liveness.timeout_s(plan.predicted_step_time_s)
-        rendezvous, self._stores[plan.generation] = host_rendezvous(
-            plan, ray.util.get_node_ip_address(), timeout_s
-        )
-        return rendezvous
-
-    def _met(self, action: EnterPlan | FormGroups, rendezvous: Rendezvous) -> list[WorkerId]:
-        """Gives it to all participants; returns those that are not there."""
-        everyone, order = rendezvous.participants, WorkerOrder(action, rendezvous)
-        sent: Any = ray.put(order) if len(everyone) > SENT_EACH_MOST else order
-        return [worker for worker in everyone if not self.worker_group.order(worker, sent)]
 
     def _pass_on(self, action: Action) -> None:
         self.worker_group.order_all(action)
@@ -353,8 +309,7 @@ class RayBackend:
         """First the processes that do not answer (their sockets close and free the others), then
         the store, then the rest."""
         self._end(action.kill)
-        self._drop_stores(action.generation + (self._formed is not None))
-        self._formed = None
+        self.stores.abort(action.generation)
         self.worker_group.order_all(action)
 
     def _stop(self, action: Stop) -> None:
@@ -390,20 +345,17 @@ class RayBackend:
             ):
                 continue  # written down already; or its node was lost in this very round
             for event in self.gather.add(answer.worker, message, time.monotonic()):
-                event = self._passed(event)
+                try:
+                    event = self.entrance.passed(event, self.nodes)
+                except SpecError:
+                    # nothing was trained: no next driver has any use for these workers and nodes
+                    self._stopped = True
+                    raise
                 if neighbors := self.entrance.doubts(event, time.monotonic()):
                     self._suspect(neighbors)
                     continue
                 events += [event, *self._follow(event)]
         return events
-
-    def _passed(self, event: Event) -> Event:
-        try:
-            return self.entrance.passed(event, self.nodes)
-        except SpecError:
-            # nothing was trained: no next driver has any use for these workers and nodes
-            self._stopped = True
-            raise
 
     def _follow(self, event: Event) -> list[Event]:
         """What the backend itself does about a worker's message."""
@@ -415,9 +367,9 @@ class RayBackend:
             )
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):
-            self._drop_stores(event.generation - 1)
+            self.stores.drop(event.generation - 1)
         if isinstance(event, GroupsFormed) and event.error:
-            self._formed = None
+            self.stores.not_formed()
         if (
             isinstance(event, WorkerFailed)
             and event.kind == "collective"
@@ -436,7 +388,7 @@ class RayBackend:
     def _broke(self, broken: BrokenWorker) -> list[Event]:
         worker = broken.worker
         if broken.kind == "replaced":
-            self._replaced(broken.error)
+            self.hold.replaced(broken.error)
         if broken.kind == "infrastructure":
             return [
                 WorkerFailed(
@@ -513,12 +465,12 @@ class RayBackend:
             events += self._drilled(self.drilling.carry_out(entry, self._plan, now_s))
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
-        events += self._stuck_generation()
+        events += self.liveness.stalled(self._plan) if self._plan is not None else []
         again, refused = self.entrance.settled(self.nodes, time.monotonic())
         for order in again:
             self._prepare(order)
         events += refused
-        self._write_late_parts()
+        write_late_parts(self.gather.late(time.monotonic()), self.worker_group)
         self.drilling.pass_deadlines(now_s)
         ray_ids = {
             node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))
@@ -535,116 +487,8 @@ class RayBackend:
                 self.cloud_feed.notices.also(event)
         return events
 
-    def _write_late_parts(self) -> None:
-        """Parts of a checkpoint that are long overdue are written by others that hold the same
-        boxes."""
-        for parts, rank in self.gather.late(time.monotonic()):
-            holders = [
-                worker
-                for worker in holders_of(parts, rank)
-                if self.worker_group.actor(worker) is not None
-            ]
-            if holders:
-                other = holders[(parts.asked[rank] - 1) % len(holders)]
-                log.info(
-                    "step %d: %s is asked to write the part of rank %d, which is late",
-                    parts.step,
-                    other,
-                    rank,
-                )
-                self.worker_group.order(
-                    other, WorkerOrder(WriteShard(parts.plan, parts.step, rank))
-                )
-
-    def _stuck_generation(self) -> list[Event]:
-        """All workers answer and none makes progress: the ones that the others wait for are named.
-        Where nobody can tell: aborted, so that the one that does not obey is found."""
-        plan = self._plan
-        if plan is None or plan.generation in self._stuck:
-            return []
-        found = self.liveness.absent_ranks(plan)
-        if found:
-            return [*found]
-        still_s = self.liveness.stuck_s(plan.generation)
-        if not still_s:
-            return []
-        self._stuck.add(plan.generation)
-        text = (
-            f"no worker of generation {plan.generation} has made progress for {still_s:.0f} s "
-            "although all answer"
-        )
-        return [WorkerFailed(plan.ranks[0], plan.generation, "collective", text)]
-
     # ------------------------------------------------------------------------------------------ the
     # rest
-
-    def _connect(self) -> bool:
-        """True = ray.init was ours."""
-        if ray.is_initialized():
-            return False
-        if self.cluster is not None:
-            self.cluster.connect(self.run.namespace)
-        else:
-            ray.init(
-                self.run.address,
-                namespace=self.run.namespace,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        _ray_private.mute_errors()
-        return True
-
-    def _hold(self) -> None:
-        """This driver still holds the run, and its cluster stands."""
-        self._own()
-        if self.cluster is not None and self.cluster.ended:
-            self._lost("the process that keeps it was killed")
-        if self.survey.head_lost:
-            self._lost(self.survey.head_lost)
-
-    def _lost(self, why: str) -> NoReturn:
-        """The workers of a cluster that others keep are left alone: they may outlive its head."""
-        self._let_go = self.cluster is None
-        which = (
-            "embedded Ray cluster"
-            if self.cluster is not None
-            else f"Ray cluster at {self.run.address}"
-        )
-        raise LostContact(
-            f"run '{self.run.name}': the {which} is lost: {why}; run it again with this "
-            "--run-name to resume"
-        )
-
-    def _own(self) -> None:
-        if self.lease is not None and self.lease.lost:
-            self._replaced(self._successor())
-
-    def _successor(self) -> str:
-        """Whether another driver has the run, and who says so; '' = nobody does. Where storage
-        cannot tell, the workers are asked: a driver that takes over attaches to them first. The
-        embedded cluster's are this driver's alone."""
-        if self.lease is not None and self.lease.lost:
-            return f"its lease (epoch {self.lease.epoch}) was taken over"
-        return (
-            self.worker_group.replaced()
-            if self.cluster is None and not self.certain and not self._let_go
-            else ""
-        )
-
-    def _replaced(self, why: str) -> None:
-        self._let_go = True
-        if self.lease is not None:
-            self.lease.give_up()
-        raise LostContact(
-            f"run '{self.run.name}': this driver ends, another one drives the run: {why}"
-        )
-
-    def _acquisition(self) -> NodeProvider:
-        run = self.run
-        order = DemandReport(
-            run.namespace, run.epoch, run.pools, self.worker_group.setup.orphan_lease_s
-        )
-        return provider_for(order, run.attach, run.spared)
 
     def _pool(self, name: str) -> Pool:
         return next(pool for pool in self.run.pools if pool.name == name)
@@ -661,25 +505,12 @@ class RayBackend:
 
     def _end(self, workers: Sequence[WorkerId]) -> None:
         """Kills the processes and forgets them; no event comes of it."""
-        if workers and (why := self._successor()):  # no epoch holds a signal back
-            self._replaced(why)
+        if workers and (why := self.hold.successor()):  # no epoch holds a signal back
+            self.hold.replaced(why)
         self.worker_group.end(workers)
         for worker in workers:
             self.liveness.forget(worker)
             self.gather.forget(worker.node_id)
-
-    def _drop_stores(self, generation: int) -> None:
-        for number in [number for number in self._stores if number <= generation]:
-            del self._stores[number]
-
-
-def _same_groups(one: Plan, other: Plan) -> bool:
-    """Are the process groups of one plan those of the other?"""
-    first, second = (
-        (plan.generation, plan.layout, participants(plan.ranks, plan.resume))
-        for plan in (one, other)
-    )
-    return first == second
 
 
 _ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {

@@ -9,7 +9,7 @@ from heapq import nsmallest
 from typing import Protocol
 
 from elastic.cluster.workers.absent_ranks import Arrived, RankSite, absent_ranks
-from elastic.types import Job, Plan, Silent, WorkerId
+from elastic.types import Event, Job, Plan, Silent, WorkerFailed, WorkerId
 from elastic.worker.process.doing import PATIENT, Doing
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
@@ -92,6 +92,7 @@ class Liveness:
     _slow_step_s: dict[int, float] = field(default_factory=dict)
     # that others waited for, in that generation
     _named: set[tuple[int, WorkerId]] = field(default_factory=set)
+    _aborted: set[int] = field(default_factory=set)  # generations that were stuck
     _workers: dict[WorkerId, _Seen] = field(default_factory=dict)
     _looked_at_s: float | None = None
     _late_s: float = 0.0  # the machine's lateness
@@ -193,6 +194,24 @@ class Liveness:
     def _tell(self, seen: _Seen) -> bool:
         first, seen.told = not seen.told, True
         return first
+
+    def stalled(self, plan: Plan) -> list[Event]:
+        """All workers answer and none makes progress: the ones that the others wait for are named.
+        Where nobody can tell: aborted, so that the one that does not obey is found; once."""
+        if plan.generation in self._aborted:
+            return []
+        found = self.absent_ranks(plan)
+        if found:
+            return [*found]
+        still_s = self.stuck_s(plan.generation)
+        if not still_s:
+            return []
+        self._aborted.add(plan.generation)
+        text = (
+            f"no worker of generation {plan.generation} has made progress for {still_s:.0f} s "
+            "although all answer"
+        )
+        return [WorkerFailed(plan.ranks[0], plan.generation, "collective", text)]
 
     def stuck_s(self, generation: int) -> float:
         """How long no worker of a stepping or evaluating generation got on although all answer, if

@@ -39,7 +39,7 @@ class AdapterExport:
         names = {
             peft_name(fqn.removeprefix(MODEL)): fqn
             for fqn in sorted(self.checkpoint.tensors)
-            if fqn.startswith(MODEL) and _is_adapter(fqn)
+            if fqn.startswith(MODEL) and (f".{DOWN}." in fqn or f".{UP}." in fqn)
         }
         self.n_tensors = len(names)
         shapes = {name: self.checkpoint.tensors[fqn] for name, fqn in names.items()}
@@ -93,7 +93,3 @@ class AdapterExport:
     def _whole(self, fqn: str) -> Tensor:
         shape, dtype = self.checkpoint.tensors[fqn]
         return self.checkpoint.read(Box(fqn, (0,) * len(shape), shape, dtype))
-
-
-def _is_adapter(fqn: str) -> bool:
-    return f".{DOWN}." in fqn or f".{UP}." in fqn

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -138,6 +138,37 @@ class Saving:
         where this worker does not hold them."""
         of = CheckpointPart(plan, step, rank)
         self._pool.submit(self._guarded, of, lambda: self._write_other(of))
+
+    def commit_alone(self, epoch: int, wait_s: float) -> str | None:
+        """Without a driver: waits for this rank's part of the last checkpoint; the lowest rank
+        commits the whole under the last driver's epoch. Returns the copy's uri where it was
+        committed. Raises Fenced when a newer driver has committed."""
+        if self.writing is None or self.of is None:
+            return None
+        deadline = time.monotonic() + wait_s
+        self.writing.result(wait_s)
+        plan, step, rank = self.of.plan, self.of.step, self.of.rank
+        meta = {
+            "layout": asdict(plan.layout),
+            "layers": list(plan.layers),
+            "samples": list(plan.samples),
+            "orphan": True,
+        }
+        while rank == 0:
+            try:
+                return checkpoint_writer.commit(
+                    self.place.storage,
+                    step,
+                    plan.generation,
+                    world_size=len(plan.ranks),
+                    epoch=epoch,
+                    meta=meta,
+                )
+            except StateLost:  # the parts of other ranks are still being written
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        return None
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)

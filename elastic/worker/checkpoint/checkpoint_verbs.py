@@ -59,7 +59,7 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[ListedCheckp
             f.n_bytes,
             _layout(f.meta),
             f.world_size,
-            _number(f.meta.get("saved_at_s")),
+            float(at_s) if isinstance(at_s := f.meta.get("saved_at_s"), int | float) else None,
         )
         for f in checkpoint_index.find(run, problems)
     ]
@@ -441,10 +441,6 @@ def _layout(meta: dict[str, Any]) -> str:
         if isinstance(found, dict)
         else ""
     )
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def open_target(uri: str) -> Storage:

@@ -3,10 +3,8 @@ learned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elastic.errors import StateLost
 from elastic.program import Program
@@ -23,7 +21,7 @@ def load_model(program: Program, uri: str) -> nn.Module:
     model: nn.Module = program.model()
     n_read = 0
     with torch.no_grad():
-        for name, tensor in _tensors(model):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fqn = f"model.{name}"
             if fqn in checkpoint.tensors:
                 shape, dtype = checkpoint.tensors[fqn]
@@ -55,8 +53,3 @@ def sample_text(program: Program, uri: str) -> str | None:
         return None
     with torch.no_grad():
         return program.sample(load_model(program, uri))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

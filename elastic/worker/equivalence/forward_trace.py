@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import sys
 import sysconfig
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -168,8 +169,8 @@ class Tracer:
         if name in self.persistent or self.of_samples(labels):
             self.found.written[name] = self.found.written.get(name, NONE) | labels
 
-    # ------------------------------------------------------------------------------------------ the
-    # pass
+    # ------------------------------------------------------------------------------------------
+    # the pass
 
     def run(self, first: Any, keywords: Mapping[str, Any]) -> Followed:
         """Calls the model in training mode, without gradients. `first`: its positional input.
@@ -192,7 +193,10 @@ class Tracer:
                 stack.callback(block.register_forward_hook(self._leaves(), with_kwargs=True).remove)
             for name, module in self.model.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
-                    stack.callback(module.register_forward_pre_hook(self._called(name)).remove)
+                    hook = module.register_forward_pre_hook(
+                        lambda *_, name=name: self.found.modules.append(name)
+                    )
+                    stack.callback(hook.remove)
             drawn = stack.enter_context(python_random(0.999 if self.truth is False else 0.0))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eager_flex_attention())
@@ -238,12 +242,6 @@ class Tracer:
                 for tensor in tensors_in(output):
                     self.label(tensor, frozenset({self.blocks[call.block]}))
                 self.ops = []
-
-        return hook
-
-    def _called(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.found.modules.append(name)
 
         return hook
 
@@ -505,3 +503,13 @@ def shape_of(value: Any) -> Any:
     return (
         value if isinstance(value, int | float | str | bool | type(None)) else type(value).__name__
     )
+
+
+def told(error: BaseException) -> str:
+    """An error of the user's code in one line, with its place there."""
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(INTERNAL)
+    ]
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{at}"

@@ -12,7 +12,7 @@ from elastic.data.streams import with_stream
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import Job, ModelProfile
-from elastic.worker.equivalence.layout_values import batch_of
+from elastic.worker.equivalence.small_batch import batch_of
 from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.profile.sample_profile import traced_sample
 from elastic.worker.program.job_program import with_job

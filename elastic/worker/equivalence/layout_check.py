@@ -32,18 +32,11 @@ from elastic.errors import ElasticError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
-from elastic.worker.equivalence.forward_trace import Batch
-from elastic.worker.equivalence.layout_values import (
-    FAMILIES,
-    SmallCopy,
-    TooLarge,
-    batch_of,
-    check_rows,
-    compare,
-    job_of_copy,
-    shortened,
-)
-from elastic.worker.equivalence.structure import Structure, structure_of, told
+from elastic.worker.equivalence.forward_trace import Batch, told
+from elastic.worker.equivalence.layout_values import FAMILIES, compare
+from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
+from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
+from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.parallel.context_parallel import check_calls, check_possible
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
@@ -205,7 +198,8 @@ def _compared(
         took = one.seconds
         if one.problem:
             found = replace(found, steady=found.steady and not one.problem.startswith(UNSTEADY))
-            structure = _closed(structure, axis, f"{one.layout}: {one.problem}{MENDS[axis]}")
+            why: dict[str, Any] = {f"no_{axis}": f"{one.layout}: {one.problem}{MENDS[axis]}"}
+            structure = replace(structure, **why)
             continue
         if one.unclear:
             structure = replace(
@@ -217,11 +211,6 @@ def _compared(
             limit, note = _largest_tp(asked, small, batch, limit=closed.tp_limit)
             structure = replace(structure, notes=(*structure.notes, *note))
     return replace(found, structure=structure, equal=equal, tp_limit=limit)
-
-
-def _closed(found: Structure, axis: str, why: str) -> Structure:
-    values: dict[str, Any] = asdict(found) | {f"no_{axis}": why}
-    return Structure(**values)
 
 
 UNSTEADY = "its ranks"  # have lost each other: it may have been the machine
@@ -247,8 +236,8 @@ def _largest_tp(
     return 0, ()
 
 
-# ------------------------------------------------------------------------------------------ what it
-# was found of
+# ------------------------------------------------------------------------------------------------
+# what it was found of
 
 
 _read: set[str] = set()  # files that were opened since `note_reads`

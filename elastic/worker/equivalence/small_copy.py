@@ -1,19 +1,168 @@
-"""What stands for a large model and a large dataset: a few blocks of each kind with weights drawn
-at random, samples from all over, the first positions of sequences."""
+"""What stands for a large model: a few blocks of each kind, with weights drawn at random.
+
+It has the program's own modules (zeros that a fresh model begins with would hide much), and all of
+its blocks where it is not large.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from elastic.worker.equivalence.forward_trace import Batch
+from elastic.program import Program
+from elastic.types import Job, ModelProfile
+from elastic.worker.equivalence.forward_trace import Batch, python_random
+from elastic.worker.equivalence.no_randomness import Still, quiet
+from elastic.worker.equivalence.reference_pass import Pass, one_pass
+from elastic.worker.process.free_memory import free_host_bytes
+from elastic.worker.program.model_profile import block_names, build_meta, trace
 
-TRIED = 16  # samples that are looked at for unequal ones
+ROWS = 4  # samples of the batch
+WHOLE_MOST_PARAMETERS = 30_000_000  # of a model that is copied with all of its blocks
+BLOCKS = (3, 2)  # of a copy of a larger one: the first number where so many are not too large
+MOST_PARAMETERS = 400_000_000  # of a copy: beyond it nothing is compared
+# of memory for each: a model with its gradients, and what two ranks have of it and gather
+BYTES = 40
 PERTURBED = 0.05  # standard deviation of what is added to each weight, of its own or of 1
+NOT_OF_A_LAYOUT = (
+    "optimizer", "precision", "reduce_dtype", "compile", "float8", "guards", "noise_scale",
+    "microbatch_tokens", "clip_grad_norm", "layout",
+)  # fmt: skip
+
+
+class TooLarge(Exception):
+    """The program cannot be compared on this machine."""
+
+
+class SmallCopy:
+    """A small copy of a program: `program` builds it anew with equal weights, `model` is one."""
+
+    def __init__(self, program: Program, profile: ModelProfile) -> None:
+        self.n_blocks = profile.n_blocks
+        whole = profile.n_params <= WHOLE_MOST_PARAMETERS
+        self.model = whole_model(program) if whole else self._cut(program)
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters()):
+            converted(self.model, torch.float32)
+        perturb(self.model)
+        quiet(self.model)
+        self.flop = 6.0 * n_multiplied(self.model)  # of a position's passes
+        self._passes: list[tuple[Batch, Pass]] = []
+        # with sequences of full length, where others are compared with short ones
+        self.long_batch: Batch | None = None
+        self.program = replace(
+            program,
+            model=self._build,
+            init=None,
+            weights=None,
+            buffers=None,
+            lr_factor=None,
+            extra_state={},
+            adapter=None,
+            # no step is made
+            optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.0),
+        )
+        self.profile = trace(self.program)
+
+    def _cut(self, program: Program) -> nn.Module:
+        most = min(MOST_PARAMETERS, free_host_bytes() // BYTES)
+        for n in BLOCKS:
+            model = build_meta(program)
+            self.n_blocks = shorten(model, block_names(model, program.blocks), n)
+            if (n_params := sum(p.numel() for p in model.parameters())) <= most:
+                break
+        else:
+            left = f"{n_params / 1e6:.0f} M parameters are left of it with {self.n_blocks} blocks"
+            raise TooLarge(f"{left}, {most / 1e6:.0f} M can be compared")
+        kept = set(model.state_dict())
+        plain = [name for name, _ in model.named_buffers() if name not in kept]
+        model.to_empty(device="cpu")
+        if plain and not (program.buffers is not None and program.buffers(model)):
+            raise TooLarge(f"the values of its buffer {plain[0]} are known to the whole model only")
+        fill(model)
+        return model
+
+    def one_process(self, batch: Batch, cp: int) -> Pass:
+        """What one process makes of a batch. With cp = 1 it is kept, for the next layout."""
+        for known, found in self._passes:
+            if known is batch and cp == 1:
+                return found
+        with Still(), python_random(0.999):
+            found = self.alone(batch, cp)
+        self._passes += [(batch, found)] if cp == 1 else []
+        return found
+
+    def alone(self, batch: Batch, cp: int, *, dtype: torch.dtype = torch.float32) -> Pass:
+        """The pass of one process, in other numbers where they are asked for."""
+        model = converted(copy.deepcopy(self.model), dtype)
+        model.train(not self.program.batch_dependent)
+        return one_pass(self.program, model, batch, cp=cp)
+
+    def _build(self) -> nn.Module:
+        if torch.get_default_device().type != "meta":
+            return copy.deepcopy(self.model)
+        memo: dict[int, Any] = {}
+        for p in self.model.parameters():
+            memo[id(p)] = nn.Parameter(
+                torch.empty_like(p, device="meta"), requires_grad=p.requires_grad
+            )
+        for b in self.model.buffers():
+            memo[id(b)] = torch.empty_like(b, device="meta")
+        return copy.deepcopy(self.model, memo)
+
+
+def whole_model(program: Program, device: str = "cpu") -> nn.Module:
+    """As the program makes it; weights that it reads from files are drawn too."""
+    if device == "meta":
+        return build_meta(program)
+    torch.manual_seed(0)
+    model: nn.Module = program.model()
+    if program.weights is not None:
+        fill(model)
+    elif program.init is not None:
+        program.init(model)
+    return model
+
+
+def job_of_copy(job: Job) -> Job:
+    """The job in plain float32, without what is no mathematics of a layout."""
+    plain = {key: getattr(Job, key) for key in NOT_OF_A_LAYOUT}
+    return replace(job, **plain, global_batch=ROWS, n_samples=ROWS, steps=1, seed=0)
+
+
+def n_multiplied(model: nn.Module) -> int:
+    """Parameters that are multiplied with at each position, at least 1: all but tables that are
+    only looked up in."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    others = {
+        id(p)
+        for m in model.modules()
+        if not isinstance(m, nn.Embedding)
+        for p in m.parameters(recurse=False)
+    }
+    return max(1, sum(p.numel() for p in model.parameters() if id(p) not in tables - others))
+
+
+def shorten(model: nn.Module, blocks: list[str], n: int) -> int:
+    """Leaves about n blocks of a model, some of each kind, where they stand in one list. Returns
+    how many there are now."""
+    parents = {name.rpartition(".")[0] for name in blocks}
+    if len(parents) != 1 or len(blocks) <= n:
+        return len(blocks)
+    held = model.get_submodule(parents.pop())
+    if not isinstance(held, nn.ModuleList | nn.Sequential) or len(held) != len(blocks):
+        return len(blocks)
+    kept = kept_blocks(list(held), n)
+    if len(kept) > BLOCKS[0] + 2:
+        raise TooLarge(f"its blocks are of {len(kept)} kinds")
+    for i in reversed(range(len(held))):
+        if i not in kept:
+            del held[i]
+    return len(kept)
 
 
 def kept_blocks(blocks: Sequence[nn.Module], n: int) -> list[int]:
@@ -60,42 +209,6 @@ def _settings(block: nn.Module) -> dict[Any, Any]:
         for key, value in vars(module).items()
         if key != "training" and isinstance(value, bool | int | float | str | None)
     }
-
-
-def spread_samples(dataset: Any, n: int) -> list[dict[str, Any]]:
-    """Samples from all over a dataset of at least `n`, unequal ones where they are found."""
-    from elastic.data.batches import item_of
-
-    unequal: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
-    for index in dict.fromkeys((*_spread(len(dataset), n), *_spread(len(dataset), TRIED))):
-        item = dict(item_of(dataset, index, None))
-        (others if any(_same(item, one) for one in unequal) else unequal).append(item)
-        if len(unequal) == n:
-            break
-    return (unequal + others)[:n]
-
-
-def _spread(size: int, n: int) -> list[int]:
-    """Of each part of the dataset one, each at another place of it: what repeats with a period is
-    seen too."""
-    step = size / n
-    return sorted({min(size - 1, int(i * step) + (i if step > n else 0)) for i in range(n)})
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        np.array_equal(np.asarray(one[k]), np.asarray(other[k])) for k in one
-    )
-
-
-def positions(batch: Batch) -> int:
-    return max((x.shape[1] for x in batch.values() if x.ndim == 2), default=0)
-
-
-def first_positions(batch: Batch, most: int) -> Batch:
-    n = positions(batch)
-    return {key: x[:, :most] if x.ndim > 1 and x.shape[1] == n else x for key, x in batch.items()}
 
 
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -190,8 +190,8 @@ class Script:
         threading.Thread(target=self._work, name="script", daemon=True).start()
         return self._stand(0).program
 
-    # ------------------------------------------------------------------------------------------ the
-    # script's thread
+    # ------------------------------------------------------------------------------------------
+    # the script's thread
 
     def entered(self, run: Run) -> None:
         if self._inside:
@@ -236,8 +236,8 @@ class Script:
             self.source.print_traceback(error)
         return ProgramError(self.source.told(error))
 
-    # ------------------------------------------------------------------------------------------ the
-    # training thread
+    # ------------------------------------------------------------------------------------------
+    # the training thread
 
     def _stand(self, step: int) -> Run:
         """Waits until the script stands before its next batch, from wherever it is; `step`: steps

@@ -129,7 +129,9 @@ class DeviceNotes:
     def _sentence(self) -> str:
         now = self._counters()
         self._first = {**now, **(self._first or {})}
-        parts = [*self._clocks(), *self._heat()]
+        parts = self._clocks()
+        celsius = self._ask("nvmlDeviceGetTemperature", 0) or 0
+        parts += [f"{5 * (celsius // 5)} °C or more"] if celsius >= HOT_C else []
         grown = {name: n - self._first[name] for name, n in now.items() if n > self._first[name]}
         parts += [f"{_rounded(n)} {name} since this worker began" for name, n in grown.items()]
         xids = [f"Xid {xid}" + (f" ({LOST[xid]})" if xid in LOST else "") for xid in self._xids]
@@ -143,10 +145,6 @@ class DeviceNotes:
         return (
             [f"clocks lowered by {' and '.join(why)}"] if bits & sum(LOWERED) & ~POWER_CAP else []
         )
-
-    def _heat(self) -> list[str]:
-        celsius = self._ask("nvmlDeviceGetTemperature", 0) or 0
-        return [f"{5 * (celsius // 5)} °C or more"] if celsius >= HOT_C else []
 
     def _rows(self) -> list[str]:
         found = self._ask("nvmlDeviceGetRemappedRows")

@@ -126,7 +126,9 @@ def rows_of(
     """Raises ProgramError for tensors that the other stage would not take."""
     known = [meta for meta in metas if meta is not None]
     strange = {
-        f"{meta.dtype} of {len(meta.shape)} dimensions" for meta in known if not _can_go(meta)
+        f"{meta.dtype} of {len(meta.shape)} dimensions"
+        for meta in known
+        if meta.dtype not in DTYPES.values() or len(meta.shape) > DIMS_MOST
     }
     n_bytes = sum(meta.n_bytes for meta in known)
     if strange or n_bytes > STAGE_MOST:
@@ -137,10 +139,6 @@ def rows_of(
         meta and (tuple(meta.shape), tuple(meta.stride), names[meta.dtype], meta.requires_grad)
         for meta in metas
     ]
-
-
-def _can_go(meta: TensorMeta) -> bool:
-    return meta.dtype in DTYPES.values() and len(meta.shape) <= DIMS_MOST
 
 
 def _announced(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:

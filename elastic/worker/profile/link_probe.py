@@ -107,7 +107,7 @@ def _answer(visitor: socket.socket) -> None:
 
 def measure(door: Door) -> Link:
     """Sends PAYLOAD_BYTES through the door. Never raises for what the network does."""
-    payload = _payload()
+    payload = bytes(range(251)) * (PAYLOAD_BYTES // 251) + bytes(PAYLOAD_BYTES % 251)
     try:
         with socket.create_connection((door.host, door.port), CONNECT_S) as visitor:
             visitor.settimeout(MOST_S)
@@ -126,10 +126,6 @@ def measure(door: Door) -> Link:
     if (n_bytes, crc) != (len(payload), zlib.crc32(payload)):
         return Link(door.name, problem=f"what it sends to {door.name} arrives altered")
     return Link(door.name, len(payload) / max(took_s, 1e-6))
-
-
-def _payload() -> bytes:
-    return bytes(range(251)) * (PAYLOAD_BYTES // 251) + bytes(PAYLOAD_BYTES % 251)
 
 
 def _read(connection: socket.socket, n_bytes: int) -> bytes:

@@ -88,8 +88,8 @@ class _Member:
         self.among.together()
         return alone | {"crowded": crowded, "collectives": collectives} | _chip(self.device)
 
-    # ------------------------------------------------------------------------------------------ one
-    # process
+    # ------------------------------------------------------------------------------------------
+    # one process
 
     def _alone(self) -> dict[str, Any]:
         from elastic.worker.profile import measured_ops as ops

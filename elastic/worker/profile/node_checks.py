@@ -264,8 +264,8 @@ def answer(mark: Mark) -> None:
     raise NodeRejected(apart(mark.uri, what))
 
 
-# ------------------------------------------------------------------------------------------ a
-# matmul
+# ------------------------------------------------------------------------------------------------
+# a matmul
 
 
 def multiply(device: torch.device, matmul: Callable[..., torch.Tensor] = torch.matmul) -> float:

@@ -190,7 +190,7 @@ def _specs(
     first_name: dict[int, str] = {}
     seen_block = False
     for fqn, tensor, buffer in _named_tensors(model):
-        block = _block_of(fqn, blocks)
+        block = next((i for i, name in enumerate(blocks) if fqn.startswith(name + ".")), None)
         seen_block = seen_block or block is not None
         if block is None:
             block = len(blocks) if seen_block else -1
@@ -230,10 +230,3 @@ def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor, bool]]
     for fqn, buffer in model.named_buffers():
         if fqn in kept:
             yield fqn, buffer, True
-
-
-def _block_of(fqn: str, blocks: list[str]) -> int | None:
-    for i, name in enumerate(blocks):
-        if fqn.startswith(name + "."):
-            return i
-    return None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,8 @@ import torch.distributed as dist
 from elastic.data.budget import Microbatch
 from elastic.data.collate import Batch, collate
 from elastic.data.loader import Loader, ReadAhead
-from elastic.data.open_datasets import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
-from elastic.reshard.rank_boxes import RNG, boxes
 from elastic.types import (
     Evaluated,
     GuardTripped,
@@ -42,21 +39,19 @@ from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import count_of
 from elastic.worker.program.commit import Commit, step_done
 from elastic.worker.program.guards import MEMORY, Trip
+from elastic.worker.session.boundary_copies import BoundaryCopies, reserve_buffers
 from elastic.worker.session.layout_probe import Probe
 from elastic.worker.session.takeover import Taken, Takeover, check_digest
 from elastic.worker.session.workplace import EnterOrder, Workplace
-from elastic.worker.state.host_copy import BufferLease, Flat, HostCopies, HostCopy
-from elastic.worker.state.peer_replicas import PeerReplicas, kept_by
-from elastic.worker.state.replica_stream import GroupWire
+from elastic.worker.state.host_copy import BufferLease, HostCopy
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import CommitFields, CommitReport
+from elastic.worker.step.evaluation import validate
 from elastic.worker.step.faulty_rank import FaultyRank, Tripped
 from elastic.worker.step.optimizer_step import Stepper
 from elastic.worker.step.sdc_check import SdcCheck
 
 log = logging.getLogger(__name__)
-
-TAGS = 30_000
 
 
 def groups_of(place: Workplace, plan: Plan) -> Groups:
@@ -90,14 +85,12 @@ class Generation:
         self.stepper: Stepper | None = None  # once it runs
         self._built: Stepper | None = None
         self._probe: Probe | None = None
-        self.host: HostCopies | None = None
-        self.copies: PeerReplicas | None = None
+        self.copies: BoundaryCopies | None = None
         # steps between peer and checkpoints, to be told in a commit
         self.new_cadence: tuple[int, int] | None = None
         # samples per data-parallel rank, to be told in a commit
         self.new_shares: tuple[int, ...] | None = None
         self._times = RankTimes(order.plan.generation)
-        self._waited_s = 0.0
         self.loader: Loader | None = None
         self.phases_s: dict[str, float] = {}
         # a CUDA error after which this process can read nothing on its GPU
@@ -132,7 +125,8 @@ class Generation:
                 "CUDA error: the device of this worker failed in an earlier generation"
             )
         place.at_phase("waiting", 0)
-        self._reserve()
+        if self.rank is not None:
+            reserve_buffers(place, self.plan, self.rank)
         self.groups.join(order.rendezvous, order.me)
         settle_random(self.groups.mesh)
         self._lap("groups")
@@ -162,16 +156,6 @@ class Generation:
         self._lap("transfer")
         self._tell_probe(self._probe_entry())
         self._start(taken)
-
-    def _reserve(self) -> None:
-        """Host buffers for the first copies, where allocating them takes long: while the groups and
-        the state are made."""
-        place, plan = self.place, self.plan
-        if self.rank is None or not place.host_memory.pinned:
-            return
-        own = boxes(place.profile, plan.layout, plan.layers, self.rank)
-        needed = (own, *kept_by(place.profile, plan, self.rank).values())
-        place.background(place.host_memory.reserve, [Flat(theirs).n_bytes for theirs in needed])
 
     def _probe_entry(self) -> Probed | None:
         """Does this layout compute what the one before did? Every participant is here, with all
@@ -218,32 +202,13 @@ class Generation:
                 place.report(
                     replace(entered, peak_bytes=taken.peak_bytes, left_at_s=place.left_at_s)
                 )
-            host = self._prepare_copies(state)
-            if self.copies is not None and self.copies.on and state.step < place.job.steps:
-                self.copies.start(state.step)
-            elif self.copies is not None and not self.copies.on:
-                place.keep([h for h in place.held if h.generation == plan.generation])
-            after = host.take(state.step) if plan.resume.source != "fresh" else None
+            self.copies = BoundaryCopies(place, plan, state, groups=self.groups)
+            self.copies.begin()
+            after = self.copies.take() if plan.resume.source != "fresh" else None
         if plan.resume.source != "fresh":
             check = place.check(self._check, taken, after, leases)
             if state is None:
                 check.result()  # this worker may be gone soon
-
-    def _prepare_copies(self, state: TrainState) -> HostCopies:
-        place, plan, group = self.place, self.plan, self.groups.copies
-        volatile = frozenset(
-            {RNG, *(f"model.{spec.fqn}" for spec in place.profile.specs if spec.buffer)}
-        )
-        # besides those of peer replicas one that a digest or the durable writer reads, and one that
-        # it keeps for replicas
-        limit = plan.copy_buffers + (2 if plan.layout.dp_replicate > 1 else 1)
-        self.host = HostCopies(place.host_memory, state.tensors, volatile, limit=limit)
-        state.before_change = self._before_change
-        wire = None if group is None else lambda n: GroupWire(group, n % TAGS)
-        self.copies = PeerReplicas(place.profile, plan, state.rank, host=self.host, wire=wire)
-        if group is not None:
-            self.groups.connect(group, {*self.copies.to, *self.copies.kept})
-        return self.host
 
     def _check(self, taken: Taken, after: HostCopy | None, leases: list[BufferLease]) -> None:
         """The digest check, behind the steps; it holds on to the buffers that it reads."""
@@ -255,14 +220,6 @@ class Generation:
             for reader in (*leases, *((after,) if after is not None else ())):
                 reader.release()
 
-    def _before_change(self) -> None:
-        """Before the optimizer: the host copy under way must have read the tensors."""
-        self.place.faults.check("optimizer")
-        if self.host is not None and self.copies is not None:
-            waited_s = self.host.settle()
-            self._waited_s += waited_s
-            self.copies.stalled(waited_s)
-
     # ------------------------------------------------------------------------------------------ run
 
     def run(self) -> None:
@@ -270,8 +227,9 @@ class Generation:
         settled."""
         place, plan, state, job = self.place, self.plan, self.state, self.place.job
         assert state is not None
-        stepper = self.stepper = self._built
-        assert stepper is not None
+        stepper, copies = self._built, self.copies
+        assert stepper is not None and copies is not None
+        self.stepper = stepper
         if stepper.loss_scale.on:
             with doing("batch"):
                 first = collate([place.dataset[0]])
@@ -280,26 +238,12 @@ class Generation:
 
         stepper.read_by(place.dataset)
 
-        def parts_of_step(step: int) -> Sequence[Microbatch]:
-            if isinstance(place.dataset, Stream):
-                return stepper.shares.cut_of(place.dataset.positions(step), step)[stepper.dp]
-            return stepper.shares.cut(step)[stepper.dp]
-
         if place.script is not None:
             stepper.script = place.script
             place.program = place.script.begin(plan, state, job, extra=place.extra)
         stepper.memory = place.extra.objects.get(MEMORY)
         last = job.steps
-        dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
-        finish = run_on(place.device, pinned) if place.device.type == "cuda" else dict
-        loader = self.loader = Loader(
-            dataset,
-            parts_of_step,
-            state.step,
-            ahead=ReadAhead.of(job),
-            readers=place.readers,
-            finish=finish,
-        )
+        loader = self.loader = self._loader_of(stepper)
         stepper.coming = lambda: loader.ready(state.step + 1)
         stop, entered_step = False, state.step
         equal = SdcCheck(stepper, plan, place.faults, good_step=min(place.good_step, state.step))
@@ -312,10 +256,10 @@ class Generation:
             place.at_phase("compiling" if compiles else "stepping", state.step)
             began, cpu_s = time.monotonic(), self._cpu_s()
             with doing("batch"):
-                batches, data_s = self.loader.take(state.step)
+                batches, data_s = loader.take(state.step)
             if isinstance(place.dataset, Stream):
                 place.dataset.taken(state.step)
-            busy, self._waited_s = self.copies is not None and self.copies.stepping(), 0.0
+            copies.before_step()
             heard = self._guarded(stepper, batches, data_s)
             self._stepped(heard.commit)
             self._hear(heard, stepper, state)
@@ -323,26 +267,46 @@ class Generation:
                 place.report(NoiseSeen(self.number, state.step, *stepper.noise))
             place.left_at_s = time.time()
             stop, cpu_s = heard.stop, self._cpu_s() - cpu_s
-            copy_s = self._waited_s + self._copies_after(heard, state)
+            copy_s = copies.after_step(heard)
             step_s = time.monotonic() - began
             # others wait for the last one
             data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))
-            if self.copies is not None and state.step > entered_step + 1:
-                self.copies.timed(step_s - data_s - copy_s, cpu_s, busy)
+            if state.step > entered_step + 1:
+                copies.timed(step_s - data_s - copy_s, cpu_s)
             if self.rank == 0:
                 self._report_step(heard.commit, state, (step_s, data_s, copy_s))
             if not stop and state.step < last:
-                self._compare(equal, state.step, batches, step_s=step_s)
+                found = equal.after(state.step, batches, step_s)
+                place.good_step = equal.good_step
+                if found is not None and self.rank == 0:  # the driver ends the steps
+                    place.report(found)
             if state.step == last or (job.eval_every and state.step % job.eval_every == 0):
                 self._evaluate(stepper, state)
             if state.step == last:
                 self._finish(state)
-            # last of all: once it is stored the run is done
-            if state.step == last and self.host is not None:
-                place.saving.save(plan, state, self.host.take(last), must=True)
+                # last of all: once it is stored the run is done
+                place.saving.save(plan, state, copies.take(), must=True)
         if stop and state.step < last and self._probe is not None:
             self._tell_probe(self._probe.at_boundary(state.step))
-        self._settle()
+        copies.drop()
+
+    def _loader_of(self, stepper: Stepper) -> Loader:
+        """Of this rank's micro-batches from the next step on."""
+        place, data, shares = self.place, self.place.dataset, stepper.shares
+
+        def parts_of_step(step: int) -> Sequence[Microbatch]:
+            if isinstance(data, Stream):
+                return shares.cut_of(data.positions(step), step)[stepper.dp]
+            return shares.cut(step)[stepper.dp]
+
+        return Loader(
+            data.reader() if isinstance(data, Stream) else data,
+            parts_of_step,
+            stepper.state.step,
+            ahead=ReadAhead.of(place.job),
+            readers=place.readers,
+            finish=run_on(place.device, pinned) if place.device.type == "cuda" else dict,
+        )
 
     def _cpu_s(self) -> float:
         """Of this process so far, where its cores are what computes."""
@@ -393,9 +357,9 @@ class Generation:
         cadence, shares = (self.new_cadence, self.new_shares) if self.rank == 0 else (None, None)
         if self.copies is None:
             return CommitFields(stop, save, cadence=cadence, shares=shares)
-        copies = self.copies
+        replicas = self.copies.replicas
         return CommitFields(
-            stop, save, copies.stored, copies.failed, copies.free, cadence, shares=shares
+            stop, save, replicas.stored, replicas.failed, replicas.free, cadence, shares=shares
         )
 
     def _hear(self, heard: CommitReport, stepper: Stepper, state: TrainState) -> None:
@@ -409,6 +373,8 @@ class Generation:
                 self.place.report(SharesSet(self.number, heard.shares, from_step))
         if heard.shares == self.new_shares:
             self.new_shares = None
+        if heard.cadence is not None and heard.cadence == self.new_cadence:
+            self.new_cadence = None
         if self.rank == 0 and stepper.spans.timing:  # the same steps on every rank
             timed = self._times.add(state.step, heard.unit_s, heard.data_s, now_s=time.monotonic())
             if timed is not None:
@@ -427,98 +393,24 @@ class Generation:
             step_done(self.number, state.step, commit, times=times, skipped=skipped, shape=shape)
         )
 
-    def _compare(self, equal: SdcCheck, step: int, batches: list[Batch], *, step_s: float) -> None:
-        """Results of ranks that must be equal, where it is time. The steps continue whatever is
-        found: the driver ends them."""
-        found = equal.after(step, batches, step_s)
-        self.place.good_step = equal.good_step
-        if found is not None and self.rank == 0:
-            self.place.report(found)
-
-    def _copies_after(self, heard: CommitReport, state: TrainState) -> float:
-        """Peer and checkpoints that are due at this boundary. Returns the seconds that the step
-        waited for them."""
-        began = time.monotonic()
-        place, copies = self.place, self.copies
-        last = state.step == place.job.steps
-        assert copies is not None
-        stored = copies.heard(heard.n_copies_stored, heard.n_copies_failed)
-        if stored is not None:
-            place.keep([*copies.acknowledged])
-            if self.rank == 0:
-                place.report(stored)
-        if heard.cadence is not None:
-            self._change_cadence(*heard.cadence)
-        plan = self.plan
-        if copies.due(state.step, heard.n_copies_free) and not last and not heard.stop:
-            if plan.copy_buffers < 2:  # the one that is acknowledged makes room for the next
-                place.keep(
-                    [
-                        held
-                        for held in place.held
-                        if held.kind == "live" or held.generation != plan.generation
-                    ]
-                )
-            place.faults.check("host_copy")
-            copies.start(state.step)
-        if not last and (
-            heard.save or (plan.durable_every and state.step % plan.durable_every == 0)
-        ):
-            place.saving.save(
-                plan,
-                state,
-                self.host.take(state.step) if self.host is not None else None,
-                must=heard.save,
-            )
-            place.at_phase("stepping", state.step)  # it is written behind the steps
-        return time.monotonic() - began
-
-    def _change_cadence(self, peer_every: int, durable_every: int) -> None:
-        """All ranks have heard it in the same commit."""
-        assert self.copies is not None and self.state is not None
-        if self.new_cadence == (peer_every, durable_every):
-            self.new_cadence = None
-        self.plan = replace(self.plan, peer_every=peer_every, durable_every=durable_every)
-        self.copies.set_every(self.state.step, peer_every)
-
     def _evaluate(self, stepper: Stepper, state: TrainState) -> None:
         place = self.place
         if place.validation is None:
             return
         began = time.monotonic()
-        metrics = self._evaluated(stepper, place.validation)
+        metrics = validate(
+            stepper,
+            place.validation,
+            place.job.eval_samples,
+            tick=lambda: place.at_phase("evaluating", state.step),
+        )
         if self.rank == 0:
             place.report(
                 Evaluated(self.number, state.step, metrics, round(time.monotonic() - began, 4))
             )
 
-    def _evaluated(self, stepper: Stepper, validation: Any) -> dict[str, float]:
-        """Of several sets, each by its name, `validation_loss` is the mean of theirs."""
-        n_samples = self.place.job.eval_samples
-
-        def tick() -> None:
-            self.place.at_phase("evaluating", stepper.state.step)
-
-        if not isinstance(validation, Sets):
-            return stepper.evaluate(validation, collate, n_samples, tick=tick)
-        each = {
-            name: stepper.evaluate(one, collate, n_samples, tick=tick)
-            for name, one in validation.items()
-        }
-        mean = sum(metrics["validation_loss"] for metrics in each.values()) / len(each)
-        named = {
-            f"{key}.{name}": value
-            for name, metrics in each.items()
-            for key, value in metrics.items()
-        }
-        return {"validation_loss": mean} | named
-
     # ------------------------------------------------------------------------------------------
     # leave
-
-    def _settle(self) -> None:
-        if self.copies is not None:
-            self.copies.drop()
 
     def take_along(self) -> None:
         """Puts the live state into the workplace, if it is that of a whole step. Of a lost device
@@ -603,8 +495,7 @@ class Generation:
             self._close()
 
     def _close(self) -> None:
-        if self.host is not None and self.copies is not None:
-            self.host.close()
+        if self.copies is not None:
             self.copies.close()
         if self.loader is not None:
             self.loader.close()

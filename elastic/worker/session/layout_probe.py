@@ -25,7 +25,6 @@ from elastic.data.budget import Microbatch, budget_of
 from elastic.data.collate import Batch, collate
 from elastic.data.streams import Stream
 from elastic.errors import ElasticError
-from elastic.program import Program
 from elastic.types import Probed, agree, tolerance
 from elastic.worker.process.doing import doing
 from elastic.worker.program.loop_program import LoopProgram
@@ -63,7 +62,8 @@ class Probe:
         self.place, self.order, self.groups, self.stepper = place, order, groups, stepper
         self.possible = (
             place.probe_repeats
-            and _has_loss(place.program)
+            # a script may not have said what its loss is
+            and (not isinstance(place.program, LoopProgram) or place.program.evaluation is not None)
             and not isinstance(place.dataset, Stream)
         )
 
@@ -82,7 +82,12 @@ class Probe:
         found, told = self._together(bad, loss)
         if found:
             assert expected is not None
-            raise LayoutDiffers(self._sentence(step, told, expected), step)
+            got = f"{told:.6g} per token" if math.isfinite(told) else "no number"
+            raise LayoutDiffers(
+                f"layout {self.order.plan.layout} computes another function than the one before: "
+                f"after step {step} the loss of the probe sample is {got}, it was {expected:.6g}",
+                step,
+            )
         if loss is None:
             return None
         self._remember(step, loss)
@@ -136,13 +141,6 @@ class Probe:
         self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said[0]), float(said[1])
 
-    def _sentence(self, step: int, loss: float, expected: float) -> str:
-        found = f"{loss:.6g} per token" if math.isfinite(loss) else "no number"
-        return (
-            f"layout {self.order.plan.layout} computes another function than the one before: "
-            f"after step {step} the loss of the probe sample is {found}, it was {expected:.6g}"
-        )
-
     def _loss(self) -> float | None:
         return (
             None if self.stepper is None else loss_of_one(self.stepper, self._batch(self.stepper))
@@ -155,11 +153,6 @@ class Probe:
         part = budget.of_one(0, 1) if budget is not None else Microbatch((0,))
         with drawing(place.job.seed), doing("batch"):
             return collate([item_of(place.dataset, 0, part.length)])
-
-
-def _has_loss(program: Program) -> bool:
-    """A script may not have said what its loss is."""
-    return not isinstance(program, LoopProgram) or program.evaluation is not None
 
 
 def loss_of_one(stepper: Stepper, batch: Batch) -> float:

@@ -14,30 +14,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from elastic.config.fingerprint import fingerprint
-from elastic.data.loader_processes import readers_of
-from elastic.data.open_datasets import dataset_of, validation_of
-from elastic.data.progress import heard_by
-from elastic.data.streams import with_stream
-from elastic.errors import InternalError, StateLost
-from elastic.program import load_program
-from elastic.storage import open_storage
+from elastic.errors import InternalError
 from elastic.types import (
     Abort,
-    Admission,
     CopyDamaged,
     DropGroups,
     EnterPlan,
     Event,
     FormGroups,
     Job,
-    NodePrepared,
-    NodeRefused,
     Prepare,
     Progress,
     Quiesce,
@@ -52,23 +42,15 @@ from elastic.types import (
 )
 from elastic.types.admission import Entry
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder, WriteShard
-from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import Damaged
-from elastic.worker.loop.script_host import Script, ScriptSource
-from elastic.worker.parallel.compiled import settle_compiler
-from elastic.worker.parallel.float8 import check_float8
-from elastic.worker.process.allocator import rounds_pinned, settle_allocator, settle_cuda_allocator
+from elastic.worker.process.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import Doing
 from elastic.worker.process.fault_injection import DeviceFaults
-from elastic.worker.process.gpu_health import DeviceNotes
-from elastic.worker.profile.node_checks import Checks, NodeRejected
-from elastic.worker.profile.sample_profile import sample_profile
-from elastic.worker.program.job_program import with_job
 from elastic.worker.session.generation import Generation, groups_of
 from elastic.worker.session.groups_ahead import GroupsAhead
 from elastic.worker.session.layout_probe import LayoutDiffers
-from elastic.worker.session.rehearsal import rehearse, rehearse_plan
+from elastic.worker.session.preparation import Preparation, default_device
 from elastic.worker.session.stall_site import stall_site
 from elastic.worker.session.worker_errors import (
     device_lost,
@@ -79,7 +61,6 @@ from elastic.worker.session.worker_errors import (
 )
 from elastic.worker.session.workplace import EnterOrder, Workplace, live_step
 from elastic.worker.step.faulty_rank import Tripped
-from elastic.worker.step.loss_scale import profile_of
 
 log = logging.getLogger(__name__)
 
@@ -122,13 +103,12 @@ class Session:
     ) -> None:
         settle_allocator()
         settle_cuda_allocator()
-        self.me, self.job, self.run_uri, self.orphan = me, Job.from_plain(job), run_uri, orphan
+        self.me, self.orphan = me, orphan
         self._lock = threading.Condition()
         self._outbox: list[tuple[int, Event]] = []
         self._sequence = 0
         self._orders: list[EnterOrder] = []
         self._prepare_asked: tuple[tuple[Rehearsal, ...], Entry | None] | None = None
-        self._admission: Admission | None = None
         self._closed = False
         self._phase, self._step, self._progress = "idle", 0, 0
         self._polled = -1  # its progress at the last poll
@@ -146,10 +126,11 @@ class Session:
         self._aborted = 0  # generations up to this one are aborted
         # generations up to this one stop (save) at their next boundary
         self._stop_at, self._save_at = 0, 0
-        self._place: Workplace | None = None
-        self._notes: DeviceNotes | None = None
         self._faults, self._cut = DeviceFaults(), CutOff()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="behind-the-steps")
+        self._preparation = Preparation(
+            me, Job.from_plain(job), run_uri, self._put, self._at_phase, self._pool.submit
+        )
         self._thread = threading.Thread(target=self._work, name="training", daemon=True)
         self._thread.start()
 
@@ -190,8 +171,8 @@ class Session:
                     self._forward = (generation, step, commit)
                     self._lock.notify_all()
             case WriteShard(plan, step, rank):
-                if self._place is not None:
-                    self._place.saving.write_for(plan, step, rank)
+                if self.place is not None:
+                    self.place.saving.write_for(plan, step, rank)
             case InjectFault(fault, factor, unit_s, jitter, place):
                 self._faults.inject_fault(fault, factor, unit_s, jitter=jitter, place=place)
             case Isolate(for_s, nodes, storage):
@@ -213,7 +194,7 @@ class Session:
         """Make the groups of a generation that may be entered, while this one trains on ->
         GroupsMade."""
         with self._lock:
-            place, before = self._place, self._ahead
+            place, before = self.place, self._ahead
             newest = max([self._aborted, *(o.plan.generation for o in self._orders)])
             newest = max(newest, self._generation.number if self._generation is not None else 0)
             if place is None or self._closed or order.plan.generation <= newest:
@@ -235,7 +216,7 @@ class Session:
 
     def _isolate(self, for_s: float, nodes: bool, storage: bool) -> None:
         self._cut.begin(for_s, nodes, storage)
-        place, running = self._place, self._generation
+        place, running = self.place, self._generation
         if storage and place is not None and not isinstance(place.storage, CutStorage):
             place.storage = CutStorage(place.storage, self._cut)  # type: ignore[assignment]
         if nodes and running is not None:
@@ -273,15 +254,11 @@ class Session:
             still, self._polled = self._progress == self._polled, self._progress
         if running is None:
             return Beat(messages, 0, *at)
-        doing: tuple[Doing, str] = stall_site(self._at_work()) if still else ("", "")
+        doing: tuple[Doing, str] = ("", "")
+        if still:  # the training thread, else that of a script
+            scripts = [thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD]
+            doing = stall_site([self._thread, *scripts])
         return Beat(messages, running.number, *at, (), running.arrived(), *doing)
-
-    def _at_work(self) -> list[threading.Thread]:
-        """The threads that may be: the training thread, else that of a script."""
-        return [
-            self._thread,
-            *(thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD),
-        ]
 
     def close(self, wait_s: float = 0.0) -> None:
         """Ends the training thread as soon as it is free, and waits so long for it; what waits in a
@@ -297,50 +274,21 @@ class Session:
             ahead.drop()
         self._thread.join(wait_s)
         self._pool.shutdown(wait=False)
-        if self._notes is not None:
-            self._notes.close()
-        if self._place is not None:
-            self._place.saving.close()
-            if self._place.readers is not None:
-                self._place.readers.close()
+        self._preparation.close()
 
     @property
     def place(self) -> Workplace | None:
         """The open program, data and storage; None until a Prepare has succeeded."""
-        return self._place
+        return self._preparation.place
+
+    @property
+    def job(self) -> Job:
+        """With the number of its samples once the program is open."""
+        return self._preparation.job
 
     def store_alone(self, epoch: int, wait_s: float) -> str | None:
-        """Without a driver: waits for this rank's part of the last checkpoint; the lowest rank
-        commits the whole under the last driver's epoch. Returns the copy's uri where it was
-        committed. Raises Fenced when a newer driver has committed."""
-        place = self._place
-        if place is None or place.saving.writing is None or place.saving.of is None:
-            return None
-        deadline = time.monotonic() + wait_s
-        place.saving.writing.result(wait_s)
-        part = place.saving.of
-        plan, step = part.plan, part.step
-        meta = {
-            "layout": asdict(plan.layout),
-            "layers": list(plan.layers),
-            "samples": list(plan.samples),
-            "orphan": True,
-        }
-        while part.rank == 0:
-            try:
-                return checkpoint_writer.commit(
-                    place.storage,
-                    step,
-                    plan.generation,
-                    world_size=len(plan.ranks),
-                    epoch=epoch,
-                    meta=meta,
-                )
-            except StateLost:  # the parts of other ranks are still being written
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-        return None
+        """See Saving.commit_alone."""
+        return None if self.place is None else self.place.saving.commit_alone(epoch, wait_s)
 
     # ------------------------------------------------------------------------------------------
     # training thread
@@ -416,121 +364,12 @@ class Session:
             self._put(self._quiesced(number))
 
     def _prepare(self, rehearsals: tuple[Rehearsal, ...] = (), entry: Entry | None = None) -> None:
-        self._at_phase("preparing", 0)
-        checks = None
-        if entry is not None and self._place is None:
-            checks = Checks(
-                entry,
-                self._device(),
-                self.me.local_rank == 0,
-                lambda: self._at_phase("preparing", 0),
-            )
-        try:
-            place = self._place = self._place or self._settled(checks)
-            for i, rehearsal in enumerate(rehearsals):
-                if i == 1:
-                    self._put(self._prepared())
-                if not self._orders:  # a real plan that is here is better than any rehearsal
-                    self._at_phase("preparing", 0)
-                    self._rehearse(place, rehearsal)
-        except NodeRejected as refused:
-            self._put(self._refused(refused))
-            return
-        except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
-            print_error(error)
-            refusal = checks.refusal() if checks is not None and self._place is None else None
-            failed = WorkerFailed(
-                self.me, 0, kind_of(error), text_of(error), do="retry" if is_assert(error) else ""
-            )
-            self._put(failed if refusal is None else self._refused(refusal))
-            return
-        if len(rehearsals) < 2:
-            self._put(self._prepared())
-
-    def _refused(self, why: NodeRejected) -> NodeRefused:
-        return NodeRefused(
-            self.me.node_id, str(why), may_pass=why.may_pass, neighbors=why.neighbors
-        )
-
-    def _settled(self, checks: Checks | None) -> Workplace:
-        """A workplace, opened while the node is looked at. Raises Refused, and what the program
-        raises."""
-        if checks is not None:
-            checks.begin(self._pool.submit)
-        with heard_by(lambda: self._at_phase("preparing", 0)):
-            place = self._open()
-        if checks is not None and self.job.fingerprint:
-            mine = fingerprint(
-                self.job.program, self.job, place.profile, n_samples=self.job.n_samples
-            )
-            checks.program(self.job.fingerprint, mine)
-        self._notes = self._notes or DeviceNotes(self.me, place.device, self._put)
-        rehearse(place)
-        if self.me.local_rank == 0:
-            place.sample = sample_profile(place.program, self.job, place.dataset[0])
-        if checks is not None:
-            self._admission = checks.end()
-        gc.collect()
-        gc.freeze()  # what stays for good need not be looked at again: see Workplace.keep
-        return place
-
-    def _prepared(self) -> NodePrepared:
-        sample = self._place.sample if self._place is not None else None
-        rounded = self._place is not None and self._place.host_memory.pinned and rounds_pinned()
-        return NodePrepared(
-            self.me.node_id, (os.getpid(),), self.job.n_samples, sample, self._admission, rounded
-        )
-
-    def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
-        """Its numbers are garbage, so what the program says of them is no reason to stop: the first
-        step will be slower."""
-        try:
-            rehearse_plan(place, rehearsal)
-        except Exception as error:
-            if device_lost(error):
-                raise
-            log.warning("rehearsal of %s was aborted: %s", rehearsal.layout, text_of(error))
-
-    def _open(self) -> Workplace:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        device = self._device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
-        if self.job.compile:
-            settle_compiler(device)
-        if self.job.float8:
-            check_float8(device)
-        script = Script(ScriptSource.of(self.job), device) if self.job.script else None
-        program = with_job(
-            load_program(self.job.program) if script is None else script.start(), self.job
-        )
-        dataset: Any = dataset_of(program, self.job)
-        program = with_stream(program, dataset, self.job)
-        profile = profile_of(program, self.job)
-        self.job = replace(self.job, n_samples=len(dataset))
-        validation = validation_of(program, self.job)
-        storage = open_storage(self.run_uri)
-        behind = self._pool.submit
-        return Workplace(
-            self.me,
-            program,
-            profile,
-            self.job,
-            dataset,
-            validation,
-            storage,
-            device,
-            self._put,
-            self._at_phase,
-            behind,
-            script=script,
-            readers=readers_of(self.job),
+        self._preparation.run(
+            rehearsals,
+            entry,
+            lambda: bool(self._orders),
+            device=self.device or default_device(),
             faults=self._faults,
-        )
-
-    def _device(self) -> torch.device:
-        return self.device or (
-            torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         )
 
     def _words(self, number: int) -> tuple[bool, bool]:
@@ -542,11 +381,11 @@ class Session:
 
     def _live(self, order: EnterOrder) -> None:
         number = order.plan.generation
-        if self._place is None:
+        if self.place is None:
             self._prepare()
-        if self._place is None:
+        if self.place is None:
             return
-        place = self._place
+        place = self.place
         self._forget_broken()
         with self._lock:
             ahead, self._ahead = self._ahead, None
@@ -638,7 +477,7 @@ class Session:
         )
 
     def _quiesced(self, number: int) -> Quiesced:
-        held = self._place.held if self._place is not None else []
+        held = self.place.held if self.place is not None else []
         step = live_step(held, number)
         pending_step = self._broken.pending_step if self._broken is not None else -1
         return Quiesced(

@@ -23,7 +23,7 @@ from elastic.worker.session.workplace import EnterOrder, Workplace
 from elastic.worker.state.content_digest import digest, digest_of
 from elastic.worker.state.host_copy import Flat, Tensors
 from elastic.worker.state.train_state import Held, TrainState, region
-from elastic.worker.state.transfer import TransferStats, carry_out
+from elastic.worker.state.transfer import carry_out
 
 # boxes that follow from how the job is run, not from its model
 OF_THE_JOB = (EXTRA + MEMORY, EXTRA + STATE, LOSS_SCALE)
@@ -147,10 +147,13 @@ class Takeover:
             else 0
         )
         peak_bytes = max(self._before_bytes - new_bytes, old_bytes + moved.staging_bytes)
-        n_bytes, peak_bytes = self._told(moved, peak_bytes)
+        # bytes received by all, and the largest peak; nobody is past this before all are there
+        mine = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)
+        received, peaks = self.groups.control.gather(mine).unbind(1)
         return Taken(
-            given, tuple(self._found.values()), n_bytes, peak_bytes, behind=boundary(place.device)
-        )
+            given, tuple(self._found.values()), int(received.sum()), int(peaks.max()),
+            behind=boundary(place.device),
+        )  # fmt: skip
 
     def _agree_on_step(self) -> int:
         """The boundary at which the old generation stopped: all its ranks must have stopped at the
@@ -166,13 +169,6 @@ class Takeover:
                 f"the ranks of generation {generation} stopped at steps {oldest} to {newest}"
             )
         return newest
-
-    def _told(self, moved: TransferStats, peak_bytes: int) -> tuple[int, int]:
-        """Bytes received by all, and the largest peak, the same for everyone; nobody is past this
-        before all are there."""
-        mine = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)
-        received, peaks = self.groups.control.gather(mine).unbind(1)
-        return int(received.sum()), int(peaks.max())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from elastic.types import (
 )
 from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.checkpoint import checkpoint_index
-from elastic.worker.equivalence.layout_values import batch_of
+from elastic.worker.equivalence.small_batch import batch_of
 from elastic.worker.equivalence.static_plan import layout_of, plan_of
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.session.session import Session
@@ -172,7 +172,8 @@ class StandaloneRun:
         meeting: Meeting | None = None
         try:
             session.order(WorkerOrder(Prepare(self._worker().node_id)))
-            self._until(lambda: session.place is not None or self._failure is not None)
+            while session.place is None and self._failure is None:
+                self._hear(None)
             if self._failure is not None:
                 return self._result(began)
             meeting = meet(self.me, TIMEOUT_S)
@@ -201,8 +202,8 @@ class StandaloneRun:
             )
         return torch.device("cuda", index)
 
-    # ------------------------------------------------------------------------------------------ the
-    # run
+    # ------------------------------------------------------------------------------------------
+    # the run
 
     def _train(self, meeting: Meeting, job: Job) -> None:
         """Generations, until one has begun to step: a checkpoint that turns out damaged is passed
@@ -335,22 +336,19 @@ class StandaloneRun:
             copies.look(self.wishes.on_copy)
             if self._stop_reason:
                 self.session.order(WorkerOrder(Quiesce(plan.generation)))
-            elif self.leads and self.spec.durable_every == "auto" and not copies.pending:
-                self._ask_copy(plan)
+            elif (
+                self.leads
+                and self.spec.durable_every == "auto"
+                and not copies.pending
+                and time.monotonic() - self._asked_copy_s > AUTO_EVERY_S
+            ):
+                self._asked_copy_s = time.monotonic()
+                self.session.order(WorkerOrder(StoreCopy(plan.generation)))
             if self._left is not None:
                 deadline = deadline or time.monotonic() + SETTLE_MOST_S
                 last = self._left.step
                 if self._failure is not None or copies.settled(last) or time.monotonic() > deadline:
                     return
-
-    def _ask_copy(self, plan: Plan) -> None:
-        if time.monotonic() - self._asked_copy_s > AUTO_EVERY_S:
-            self._asked_copy_s = time.monotonic()
-            self.session.order(WorkerOrder(StoreCopy(plan.generation)))
-
-    def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            self._hear(None)
 
     def _hear(self, copies: StaticCheckpoints | None) -> None:
         self._hold()
@@ -389,8 +387,8 @@ class StandaloneRun:
             else None
         )
 
-    # ------------------------------------------------------------------------------------------ the
-    # end
+    # ------------------------------------------------------------------------------------------
+    # the end
 
     def _damage(self, meeting: Meeting, plan: Plan) -> str:
         """Whether some rank could not read the checkpoint: its reason, told to all."""

@@ -275,13 +275,10 @@ class HostCopies:
     @property
     def available(self) -> bool:
         """Is a buffer free for another copy?"""
-        return len(self._in_use()) < self.limit
-
-    def _in_use(self) -> list[weakref.ref[BufferLease]]:
         self._leases = [
             ref for ref in self._leases if (lease := ref()) is not None and lease.in_use
         ]
-        return self._leases
+        return len(self._leases) < self.limit
 
     @doing("copying")
     def take(self, step: int) -> HostCopy | None:

@@ -158,8 +158,8 @@ class PeerReplicas:
                 max(step, newest + every) if newest >= 0 else step + every,
             )
 
-    # ------------------------------------------------------------------------------------------ a
-    # copy
+    # ------------------------------------------------------------------------------------------
+    # a copy
 
     @doing("copying")
     def start(self, step: int) -> None:
@@ -244,8 +244,8 @@ class PeerReplicas:
         self._wall.add(step_s, busy)
         self._cpu.add(cpu_s, busy)
 
-    # ------------------------------------------------------------------------------------------ how
-    # it ends
+    # ------------------------------------------------------------------------------------------
+    # how it ends
 
     def heard(self, n_stored: int, n_failed: int) -> CopyStored | None:
         """After a commit: the copy in flight counts when all ranks have stored their parts, and is

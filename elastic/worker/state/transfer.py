@@ -154,7 +154,12 @@ class _Exchange:
         n = dist.get_world_size(self.group)
         self.most_staged, self.chunk_bytes = staging_bytes(n, sizes), chunk_bytes(n, sizes)
         self.streams = _streams(transfers, me, n, limit=self.chunk_bytes, sizes=sizes)
-        self.own = _own(transfers, me, sizes.own_bytes)
+        self.own = (
+            part
+            for transfer in transfers
+            if transfer.source == me == transfer.destination
+            for part in split(transfer, sizes.own_bytes)
+        )
         self.own_bytes = self.staged = self.peak_staged = 0
         self.spare = _spare if self.device.type == "cpu" and not sizes.grouped else []
         if sizes.grouped:
@@ -217,7 +222,7 @@ class _Exchange:
         if len(message) == 1:
             there = (self.read if stream.sends else self.write)(message[0])
             if there.device == self.device and there.is_contiguous():
-                region = _as_bytes(there)
+                region = there.reshape(-1).view(torch.uint8)  # its bytes, where they lie
         return _Flight(stream, message, message_bytes(message), region)
 
     def _fits(self, round_: list[_Flight]) -> bool:
@@ -226,18 +231,18 @@ class _Exchange:
             <= self.most_staged
         )
 
-    def _staging(self) -> torch.Tensor:
-        if self.spare and self.spare[-1].numel() >= self.chunk_bytes:
-            return self.spare.pop()
-        return torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self.device)
-
-    # ------------------------------------------------------------------------------------------ the
-    # wire
+    # ------------------------------------------------------------------------------------------
+    # the wire
 
     def _post(self, round_: list[_Flight]) -> None:
         for flight in round_:
             if flight.region is None:
-                flight.buffer = self._staging()
+                if self.spare and self.spare[-1].numel() >= self.chunk_bytes:
+                    flight.buffer = self.spare.pop()
+                else:
+                    flight.buffer = torch.empty(
+                        self.chunk_bytes, dtype=torch.uint8, device=self.device
+                    )
                 self.staged += self.chunk_bytes
                 if flight.stream.sends:
                     pack(flight.message, self.read, flight.buffer, together=self.sizes.grouped)
@@ -347,12 +352,6 @@ def _streams(
     ]
 
 
-def _own(transfers: Sequence[Transfer], me: int, limit: int) -> Iterator[Transfer]:
-    for transfer in transfers:
-        if transfer.source == me == transfer.destination:
-            yield from split(transfer, limit)
-
-
 def _altered(stream: _Stream, k: int) -> StateLost:
     message = stream.messages[k]
     names = message[0].fqn + (
@@ -363,11 +362,6 @@ def _altered(stream: _Stream, k: int) -> StateLost:
         f"{message_bytes(message)} bytes) "
         "arrived altered: its 64-bit sum differs from the sender's"
     )
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, sharing its memory."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _parts(buffer: torch.Tensor, message: Message) -> Iterator[tuple[Transfer, torch.Tensor]]:

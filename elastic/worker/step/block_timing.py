@@ -160,7 +160,8 @@ class _Back:
         `end`."""
         for i, one in enumerate(args):
             if isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point():
-                return (*args[:i], _late(one, self), *args[i + 1 :])
+                late = _Late.apply(one, self)  # type: ignore[no-untyped-call]
+                return (*args[:i], late, *args[i + 1 :])
         return args
 
     def before(self, output: Any) -> None:
@@ -177,11 +178,6 @@ class _Back:
         self.faults.wait(
             self.faults.slow.missing_s(time.perf_counter() - self.began, self.rows, 1 - FORWARD)
         )
-
-
-def _late(x: torch.Tensor, back: _Back) -> torch.Tensor:
-    late: torch.Tensor = _Late.apply(x, back)  # type: ignore[no-untyped-call]
-    return late
 
 
 class _Late(torch.autograd.Function):

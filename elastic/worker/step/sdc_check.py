@@ -31,7 +31,8 @@ from elastic.worker.process_groups.wire import broadcast_tensors
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.state.content_digest import digest
 from elastic.worker.step.evaluation import evaluating
-from elastic.worker.step.optimizer_step import Batch, Stepper
+from elastic.worker.step.forward_backward import Batch
+from elastic.worker.step.optimizer_step import Stepper
 
 log = logging.getLogger(__name__)
 
@@ -230,8 +231,8 @@ class SdcCheck:
             )
         return self.repeats
 
-    # ------------------------------------------------------------------------------------------ one
-    # rank's answers
+    # ------------------------------------------------------------------------------------------
+    # one rank's answers
 
     def _ask(self, step: int, batches: Sequence[Batch], step_s: float) -> list[SdcRow]:
         began = time.monotonic()

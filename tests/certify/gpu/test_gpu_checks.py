@@ -48,7 +48,7 @@ def test_without_a_gpu_none_is_tried_and_the_reason_says_so() -> None:
 def test_each_is_tried_on_the_first_gpu_and_held_against_its_bounds(
     good: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(place: Place, module: tuple[str, ...], *bounds: Any) -> dict[str, Any]:
+    def run(place: Place, module: tuple[str, ...], *bounds: Any, **named: Any) -> dict[str, Any]:
         assert (place.ranks, place.gpus, place.environments()[0]["CUDA_VISIBLE_DEVICES"]) == (
             1,
             ("3",),

@@ -11,7 +11,7 @@ from unittest.mock import ANY
 import pytest
 from support.cluster.stage import Stage, plan, wait_gone
 
-from elastic.cluster.backend import ray_backend
+from elastic.cluster.backend import rendezvous_stores
 from elastic.cluster.nodes import providers
 from elastic.cluster.workers.liveness import GAP_MOST_S
 from elastic.types import (
@@ -66,7 +66,9 @@ def test_from_request_to_step_to_quiesce(
         f"generation 1 after step 0: rank {rank} of 2" in file.read_text()
         for rank, file in enumerate(files)
     )
-    monkeypatch.setattr(ray_backend, "SENT_EACH_MOST", 0)  # the order as it goes to many workers
+    monkeypatch.setattr(
+        rendezvous_stores, "SENT_EACH_MOST", 0
+    )  # the order as it goes to many workers
     on.backend.execute(EnterPlan(plan(2, workers[:1])))
     assert on.wait(PlanEntered).generation == 2
     on.backend.execute(ReleaseNode(b))

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from elastic.cluster.backend.driver_hold import DriverHold
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.nodes import autoscaler, autoscaler_agent
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
@@ -322,23 +323,16 @@ def test_a_driver_that_ends_without_its_run_says_what_stays_paid(
     stopped: bool, replaced: bool, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither where it gives everything back nor where another driver has it."""
-    held: Any = MagicMock(
-        spec=RayBackend,
-        _closed=False,
-        _let_go=False,
-        _stopped=stopped,
-        cluster=None,
-        _connected=False,
-    )
-    held.lease = SimpleNamespace(lost=replaced, release=lambda: None)
-    held._successor = lambda: "its lease was taken over" if replaced else ""
+    held: Any = MagicMock(spec=RayBackend, _closed=False, _stopped=stopped, cluster=None)
     held.nodes = {
         name: Node(name, pool)
         for name, pool in (("s-2", "spot"), ("s-1", "spot"), ("own-1", "own"))
     }
     held.run = SimpleNamespace(pools=(replace(SPOT, usd_per_node_h=6.0), Pool("own")))
     held.worker_group = MagicMock(setup=SimpleNamespace(orphan_lease_s=900.0))
-    for part in ("survey", "cloud_feed", "inbox", "entrance", "copies", "provider", "_stores"):
+    lease: Any = SimpleNamespace(lost=replaced, certain=True, epoch=1, release=lambda: None)
+    held.hold = DriverHold(held.run, None, lease, held.worker_group, False)
+    for part in ("survey", "cloud_feed", "inbox", "entrance", "copies", "provider", "stores"):
         setattr(held, part, MagicMock())
     RayBackend.close(held)
     held.provider.close.assert_called_once_with(end=stopped)

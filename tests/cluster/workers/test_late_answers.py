@@ -12,6 +12,7 @@ import ray
 
 from elastic.cluster.backend.aggregate import Gather
 from elastic.cluster.backend.ray_backend import RayBackend
+from elastic.cluster.backend.rendezvous_stores import RendezvousStores
 from elastic.cluster.workers.absent_ranks import Arrived
 from elastic.cluster.workers.admission_links import Entrance
 from elastic.cluster.workers.liveness import Liveness, patience_s
@@ -56,16 +57,14 @@ def test_gloo_gives_up_behind_all_that_ranks_may_wait(
     """A worker that joins and compiles for minutes does not break the commit that the others stand
     in."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    backend: Any = object.__new__(RayBackend)
-    backend.liveness, backend._stores = (
-        Liveness(0.5, job.get("max_silence_s"), patience_s(Job.from_plain(job))),
-        {},
-    )
+    liveness = Liveness(0.5, job.get("max_silence_s"), patience_s(Job.from_plain(job)))
+    nobody: Any = None
+    stores = RendezvousStores(nobody, nobody, liveness)
     worker = WorkerId("n1", 0)
     plan = Plan(3, Layout(), (worker,), (4,), (4,), predicted_step_time_s=step_s)
-    order = backend._meeting(plan)
-    backend.liveness.stepped(3, step_s)
-    assert order.timeout_s == least_s > backend.liveness.missing_bound_s(3, False)
+    order = stores.host(plan)
+    liveness.stepped(3, step_s)
+    assert order.timeout_s == least_s > liveness.missing_bound_s(3, False)
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -28,13 +28,14 @@ class Quiet(RayBackend):
         quiet: Any = SimpleNamespace
         self.drilling = quiet(die=False, at_step=lambda *_: [])
         self.survey, self.copies = (
-            quiet(suspects=False),
+            quiet(suspects=False, head_lost=""),
             quiet(committing=False, news=list, digests={}),
         )
         self.liveness = quiet(called=print, answered=lambda *_: None, stepped=lambda *_: None)
         self.gather, self.show = quiet(add=lambda worker, message, at_s: [message]), None
         self.entrance = quiet(passed=lambda event, nodes: event, doubts=lambda *_: ())
         self.run, self.nodes = quiet(plans=()), {}
+        self.hold: Any = quiet(check=lambda head_lost: None)
         self.before: Any = quiet(is_known=lambda message: False)
         self.worker_group: Any = quiet(open_polls=list, collect=self.collect)
 
@@ -52,7 +53,6 @@ class Quiet(RayBackend):
         done = StepDone(3, self.n_steps, 1.0, 1, STEP_S)
         return [PollAnswer(PLAN.ranks[0], Beat((), 3, "stepping", self.n_steps, 0, 1), (done,))]
 
-    def _hold(self) -> None: ...
     def _arrivals(self) -> list[Event]: return []  # fmt: skip
 
     def _losses(self) -> list[Event]: return []  # fmt: skip

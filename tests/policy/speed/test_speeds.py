@@ -261,7 +261,9 @@ def test_the_same_question_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> 
     story.tick(timed(plan, 30, {"a": 1.0, "b": 1.0}, 8))
     asked = []
     searched = plans.plan_layout
-    monkeypatch.setattr(plans, "plan_layout", lambda *parts: asked.append(1) or searched(*parts))
+    monkeypatch.setattr(
+        plans, "plan_layout", lambda *parts, **more: asked.append(1) or searched(*parts, **more)
+    )
     first = plans.choice_of(story.state, story.state.available)
     story.steps(2)
     assert plans.choice_of(story.state, story.state.available) == first and len(asked) <= 1

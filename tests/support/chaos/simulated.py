@@ -75,7 +75,7 @@ class Outliving(SimBackend):
             pools,
             Job.from_plain(job),
             [fault for fault in faults if fault.kind not in ("driver", "freeze")],
-            delays,
+            delays=delays,
         )
         self.rest = [fault for fault in faults if fault.kind not in ("driver", "freeze")]
         self.script.sort(key=lambda fault: fault.at_s)

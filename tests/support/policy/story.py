@@ -9,6 +9,7 @@ from elastic.policy.state.fold import State, fold
 from elastic.types import (
     Action,
     Copy,
+    CopyStored,
     Decided,
     Decision,
     DriverStarted,
@@ -25,6 +26,7 @@ from elastic.types import (
     Pool,
     Quiesced,
     StepDone,
+    Stop,
     TensorSpec,
     WorkerId,
 )
@@ -129,3 +131,19 @@ def plan_of(decision: Decision) -> Plan:
     (order,) = orders(decision, EnterPlan)
     assert isinstance(order, EnterPlan)
     return order.plan
+
+
+def stopped(story: Story) -> Stop:
+    """The one Stop that was ordered."""
+    (stop,) = [stop for decision in story.decisions for stop in orders(decision, Stop)]
+    assert isinstance(stop, Stop)
+    assert stop.reason
+    return stop
+
+
+def durable(story: Story, step: int) -> CopyStored:
+    """The checkpoint of a step of its newest generation is stored."""
+    plan = story.state.plan or story.state.plans[story.state.generation]
+    return CopyStored(
+        Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri=f"u{step}"), 0.1
+    )

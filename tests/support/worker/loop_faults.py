@@ -21,8 +21,8 @@ def arm_loop(session: Session, fault: Fault) -> None:
     traps: list[Trap] = []
 
     def first_call(model: LoopModel, *args: Any, **kwargs: Any) -> Any:
-        assert session._place is not None and session._place.script is not None
-        if session._place.script.offered == fault.step and not traps:
+        assert session.place is not None and session.place.script is not None
+        if session.place.script.offered == fault.step and not traps:
             traps.append(Trap(fault))
             traps[0].__enter__()
         return call(model, *args, **kwargs)

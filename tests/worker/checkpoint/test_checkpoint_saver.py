@@ -16,6 +16,7 @@ import torch
 from support.worker.plans import plan as plan_of
 
 from elastic.cluster.backend.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
+from elastic.errors import StateLost
 from elastic.reshard.rank_boxes import boxes, owned_boxes, state_specs
 from elastic.storage import LocalStorage, open_storage
 from elastic.types import (
@@ -120,6 +121,22 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(checkpoint_saver.checkpoint_writer, "write_shard", waits)
     yield go
     go.set()
+
+
+def test_without_a_driver_the_lowest_rank_commits_once_all_have_written(tmp_path: Path) -> None:
+    """It waits for the others; they commit nothing."""
+    plan = plan_of(1, Layout(dp_shard=2), [WorkerId(name, 0) for name in "ab"], 8)
+    ranks = [Rank(tmp_path, plan, rank) for rank in range(2)]
+    assert ranks[0].saving.commit_alone(3, 60) is None, "nothing was saved"
+    ranks[0].save(5)
+    ranks[0].finish(1)
+    with pytest.raises(StateLost, match=r"rank-1\.json: missing"):
+        ranks[0].saving.commit_alone(3, 0.0)
+    ranks[1].save(5)
+    assert ranks[1].saving.commit_alone(3, 60) is None
+    uri = ranks[0].saving.commit_alone(3, 60)
+    (found,) = checkpoint_index.find(ranks[0].storage)
+    assert (found.uri, found.step, found.epoch) == (uri, 5, 3) and found.meta["orphan"]
 
 
 def test_a_copy_that_comes_too_early_is_left_out(tmp_path: Path, slow: threading.Event) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 from elastic.program import Program
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker.equivalence import layout_values
-from elastic.worker.equivalence.layout_values import ROWS
-from elastic.worker.equivalence.structure import _one_weight, structure_of
+from elastic.worker.equivalence.blocks_in_stages import one_weight
+from elastic.worker.equivalence.small_copy import ROWS
+from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.program.model_profile import trace
 
 TP = Layout(tp=2)
@@ -165,4 +166,4 @@ def test_a_tied_head_is_kept_in_every_layout() -> None:
         TensorSpec("embed", (4,), "float32", block=-1),
         TensorSpec("head", (4,), "float32", block=2, tied_to="embed"),
     )
-    assert _one_weight(ModelProfile(2, 0, specs)) is None
+    assert one_weight(ModelProfile(2, 0, specs)) is None

@@ -11,16 +11,9 @@ from support.places import PROGRAMS
 from torch import nn
 
 from elastic.program import Program, load_program
-from elastic.worker.equivalence import layout_values
-from elastic.worker.equivalence.layout_values import (
-    SmallCopy,
-    TooLarge,
-    check_rows,
-    longest,
-    n_multiplied,
-    shortened,
-)
-from elastic.worker.equivalence.small_copy import positions
+from elastic.worker.equivalence import small_batch, small_copy
+from elastic.worker.equivalence.small_batch import check_rows, longest, positions, shortened
+from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, n_multiplied
 from elastic.worker.program.model_profile import trace
 
 TINY = load_program(PROGRAMS / "tiny.py")
@@ -33,8 +26,8 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Program]:
     """tiny.py as a large model, of which so many parameters may be compared."""
 
     def made(most: int) -> Program:
-        monkeypatch.setattr(layout_values, "WHOLE_MOST_PARAMETERS", 1000)
-        monkeypatch.setattr(layout_values, "MOST_PARAMETERS", most)
+        monkeypatch.setattr(small_copy, "WHOLE_MOST_PARAMETERS", 1000)
+        monkeypatch.setattr(small_copy, "MOST_PARAMETERS", most)
         return TINY
 
     return made
@@ -66,10 +59,10 @@ def test_memory_bounds_it_too(
 ) -> None:
     program = large(10**6)
     monkeypatch.setattr(
-        layout_values, "free_host_bytes", lambda: layout_values.BYTES * (ENDS + 2 * BLOCK)
+        small_copy, "free_host_bytes", lambda: small_copy.BYTES * (ENDS + 2 * BLOCK)
     )
     assert SmallCopy(program, trace(TINY)).profile.n_blocks == 2
-    monkeypatch.setattr(layout_values, "free_host_bytes", lambda: layout_values.BYTES * ENDS)
+    monkeypatch.setattr(small_copy, "free_host_bytes", lambda: small_copy.BYTES * ENDS)
     with pytest.raises(TooLarge):
         SmallCopy(program, trace(TINY))
 
@@ -92,20 +85,18 @@ def test_passes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         (300, 64, (1, 256)),
         (130, 32, (1, 128)),
     ):
-        monkeypatch.setattr(layout_values, "MOST_FLOP", small.flop * allowed)
+        monkeypatch.setattr(small_batch, "MOST_FLOP", small.flop * allowed)
         assert positions(shortened(small, batch)) == short
         assert longest(small, batch) == long
-    monkeypatch.setattr(layout_values, "MOST_FLOP", small.flop * 16)
+    monkeypatch.setattr(small_batch, "MOST_FLOP", small.flop * 16)
     with pytest.raises(TooLarge, match="FLOP for 4 samples"):
         check_rows(small, batch)
 
 
 def test_one_process_is_asked_once_for_all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     small, batch, calls = SmallCopy(TINY, trace(TINY)), batch_of(4, 16), []
-    alone = layout_values._alone
-    monkeypatch.setattr(
-        layout_values, "_alone", lambda *given: calls.append(given[2]) or alone(*given)
-    )
+    alone = small.alone
+    monkeypatch.setattr(small, "alone", lambda batch, cp: calls.append(cp) or alone(batch, cp))
     assert small.one_process(batch, 1) is small.one_process(batch, 1)
     assert small.one_process(batch, 2).loss == pytest.approx(small.one_process(batch, 1).loss)
     assert calls == [1, 2]

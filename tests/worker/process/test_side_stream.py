@@ -14,7 +14,7 @@ from support.worker.made_up_cuda import current, make_up
 from elastic.types import Box, Event, Job, Layout, PinningFailed, WorkerId
 from elastic.types.orders import Rendezvous
 from elastic.worker.process.side_stream import SideStream, run_on
-from elastic.worker.session import generation as generations
+from elastic.worker.session import boundary_copies
 from elastic.worker.session.generation import Generation
 from elastic.worker.session.takeover import _to_host
 from elastic.worker.session.workplace import Workplace
@@ -289,7 +289,7 @@ def test_a_generation_reserves_its_buffers_before_it_meets_the_others(
 ) -> None:
     """Of its own boxes, and of those that it keeps for others."""
     memory, seen = Pinned(), []
-    for module in (generations, peer_copies):
+    for module in (boundary_copies, peer_copies):
         monkeypatch.setattr(
             module,
             "boxes",

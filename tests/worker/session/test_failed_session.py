@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from elastic.cluster.backend.ray_backend import RayBackend
-from elastic.types import NodeRefused, WorkerFailed, WorkerId
+from elastic.types import Job, NodeRefused, WorkerFailed, WorkerId
+from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.profile.node_checks import NodeRejected
+from elastic.worker.session.preparation import Preparation
 from elastic.worker.session.session import Session
 
 ME = WorkerId("a", 1)
@@ -31,16 +33,18 @@ class Generation:
 
 def session() -> tuple[Session, list[Any]]:
     made, said = Session.__new__(Session), list[Any]()
-    made.me, made._aborted, made._place, made._phase, made._progress, made._told_s = (
-        ME,
-        0,
-        None,
-        "",
-        0,
-        0.0,
-    )
+    made.me, made._aborted, made._phase, made._progress, made._told_s = ME, 0, "", 0, 0.0
     made._put = said.append  # type: ignore[method-assign]
     return made, said
+
+
+def preparation() -> tuple[Preparation, list[Any]]:
+    said = list[Any]()
+    return Preparation(ME, Job(), "", said.append, lambda *_: None, print), said  # type: ignore[arg-type]
+
+
+def prepare(made: Preparation) -> None:
+    made.run((), None, lambda: False, device=torch.device("cpu"), faults=DeviceFaults())
 
 
 @pytest.mark.parametrize(
@@ -68,37 +72,37 @@ def test_a_cuda_error_while_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None
         ("unspecified launch failure", "device", ""),
         ("device-side assert triggered", "program", "retry"),
     ):
-        made, events = session()
+        made, events = preparation()
 
-        def settled(checks: object, said: str = said) -> None:
+        def settled(*_: object, said: str = said) -> None:
             raise torch.AcceleratorError(f"CUDA error: {said}")
 
         monkeypatch.setattr(made, "_settled", settled)
-        made._prepare()
+        prepare(made)
         (event,) = events
         assert (event.generation, event.kind, event.do) == (0, kind, do)
 
 
 def test_a_refusal_says_whether_it_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, events = session()
+    made, events = preparation()
 
-    def settled(checks: object) -> None:
+    def settled(*_: object) -> None:
         raise NodeRejected("too little memory", may_pass=True)
 
     monkeypatch.setattr(made, "_settled", settled)
-    made._prepare()
+    prepare(made)
     assert events == [NodeRefused("a", "too little memory", "", True)]
 
 
 def test_a_rehearsal_does_not_hide_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = session()
+    made, _ = preparation()
     rehearsal: Any = SimpleNamespace(layout="dp_shard=2")
     for said, raises in (("unspecified launch failure", True), ("out of memory", False)):
 
         def fails(place: object, rehearsal: object, said: str = said) -> None:
             raise torch.AcceleratorError(f"CUDA error: {said}")
 
-        monkeypatch.setattr("elastic.worker.session.session.rehearse_plan", fails)
+        monkeypatch.setattr("elastic.worker.session.preparation.rehearse_plan", fails)
         if raises:
             with pytest.raises(torch.AcceleratorError):
                 made._rehearse(None, rehearsal)  # type: ignore[arg-type]

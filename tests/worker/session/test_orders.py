@@ -67,6 +67,7 @@ def session() -> Any:
     """Without its thread."""
     found: Any = Session.__new__(Session)
     found._lock, found.me = threading.Condition(), RANKS[1]
+    found._preparation = SimpleNamespace(place=None)
     found._orders, found._aborted, found._stop_at, found._save_at = [], 0, 0, 0
     return found
 
@@ -101,7 +102,7 @@ def test_a_generation_that_is_superseded_stops_and_a_copy_is_asked_for_once(sess
 def test_each_action_goes_where_it_belongs(session: Any) -> None:
     """A worker knows itself among the participants; what the driver orders comes to the session as
     it was decided."""
-    session._place, session._faults, session._cut = None, DeviceFaults(), CutOff()
+    session._faults, session._cut = DeviceFaults(), CutOff()
     session._ahead, session._generation, session._forward, session._prepare_asked = (
         None,
         None,
@@ -140,7 +141,7 @@ def test_each_action_goes_where_it_belongs(session: Any) -> None:
         session.order(WorkerOrder(action))
     assert changed == [SetShares(3, (1, 7), 5), SetCadence(3, 4, 8)], "of the generation that runs"
     written: list[Any] = []
-    session._place = SimpleNamespace(
+    session._preparation.place = SimpleNamespace(
         saving=SimpleNamespace(write_for=lambda *part: written.append(part))
     )
     session.order(WorkerOrder(WriteShard(order(3).plan, 6, 0)))

@@ -112,7 +112,7 @@ def test_boxes_that_are_still_compared_do_not_leave_the_device(
     tensor = torch.ones(1000)
     reading, go_on, seen = threading.Event(), threading.Event(), []
 
-    def check(*_: Any) -> None:
+    def check(*_: Any, **__: Any) -> None:
         reading.set()
         assert go_on.wait(60)
         seen.append(tensor.untyped_storage().nbytes())

@@ -359,7 +359,7 @@ def test_rank_0_takes_in_the_steps_that_were_timed() -> None:
         loader=object(),
         new_shares=None,
         rank=0,
-        _times=SimpleNamespace(add=lambda step, *rest: taken.append(step)),
+        _times=SimpleNamespace(add=lambda step, *rest, **named: taken.append(step)),
     )
     for step, timing in enumerate((True, False, True)):
         stepper: Any = SimpleNamespace(spans=SimpleNamespace(timing=timing))

@@ -22,6 +22,8 @@ from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
 from elastic.worker.session.generation import Generation
 from elastic.worker.state.train_state import TrainState
+from elastic.worker.step import evaluation
+from elastic.worker.step.evaluation import validate
 from elastic.worker.step.optimizer_step import Stepper
 
 TINY = load_program(PROGRAMS / "tiny.py")
@@ -52,16 +54,11 @@ def evaluated() -> Iterator[Any]:
         )
         state.fill_fresh(7)
         plan = Plan(0, Layout(), (WorkerId("node0", 0),), (5,), (4,), 2)
-        return Stepper(program, JOB, plan, state=state, groups=groups).evaluate(
-            program.validation(), collate_items, N_SAMPLES, tick=tick
-        )
+        stepper = Stepper(program, JOB, plan, state=state, groups=groups)
+        return validate(stepper, program.validation(), N_SAMPLES, tick=tick)
 
     yield run
     groups.close()
-
-
-def collate_items(items: list[Any]) -> Any:
-    return collate(items, range(len(items)))
 
 
 def test_metrics_are_per_token_and_own_sums_per_their_count(evaluated: Any) -> None:
@@ -86,17 +83,28 @@ def test_it_says_before_each_batch_that_it_gets_on(evaluated: Any) -> None:
     assert len(ticks) == 3, "13 samples by 5"
 
 
-def test_the_worker_says_that_it_evaluates() -> None:
-    phases: list[tuple[str, int]] = []
-    place = SimpleNamespace(job=Job(eval_samples=0), at_phase=lambda *told: phases.append(told))
+def test_the_worker_says_that_it_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases, reported = list[tuple[str, int]](), list[Any]()
+    place = SimpleNamespace(
+        job=Job(eval_samples=0),
+        validation=Sets(a=1, b=3),
+        at_phase=lambda *told: phases.append(told),
+        report=reported.append,
+    )
 
-    def evaluate(validation: Any, collate: Any, n_samples: int, tick: Any) -> dict[str, float]:
+    def validate_set(passes: Any, dataset: Any, n_samples: int, tick: Any) -> dict[str, float]:
         tick()
-        return {"validation_loss": float(validation)}
+        return {"validation_loss": float(dataset)}
 
-    stepper: Any = SimpleNamespace(state=SimpleNamespace(step=7), evaluate=evaluate)
-    generation: Any = SimpleNamespace(place=place)
-    assert Generation._evaluated(generation, stepper, Sets(a=1, b=3))["validation_loss"] == 2.0
+    monkeypatch.setattr(evaluation, "validate_set", validate_set)
+    generation: Any = SimpleNamespace(place=place, number=3, rank=0)
+    Generation._evaluate(generation, None, SimpleNamespace(step=7))  # type: ignore[arg-type]
+    (said,) = reported
+    assert said.metrics == {
+        "validation_loss": 2.0,
+        "validation_loss.a": 1.0,
+        "validation_loss.b": 3.0,
+    }
     assert phases == [("evaluating", 7)] * 2
 
 

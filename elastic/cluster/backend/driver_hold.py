@@ -1,0 +1,105 @@
+"""The driver's hold on its run and on the cluster: how it connects, how it learns that one of them
+is lost, and how it lets go."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NoReturn
+
+import ray
+
+from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.local.local_cluster import LocalCluster
+from elastic.cluster.ray import _ray_private
+from elastic.cluster.workers.worker_group import WorkerGroup
+from elastic.errors import LostContact
+from elastic.ledger.lease import Lease
+
+
+def connect(run: RayRun, cluster: LocalCluster | None) -> bool:
+    """True = ray.init was ours."""
+    if ray.is_initialized():
+        return False
+    if cluster is not None:
+        cluster.connect(run.namespace)
+    else:
+        ray.init(
+            run.address, namespace=run.namespace, log_to_driver=False, logging_level=logging.ERROR
+        )
+    _ray_private.mute_errors()
+    return True
+
+
+@dataclass
+class DriverHold:
+    """`cluster`: the embedded one, ended by `close`. `lease`: released by `close`. `connected`:
+    what `connect` said. `let_go`: another driver has the run, or is to attach to it."""
+
+    run: RayRun
+    cluster: LocalCluster | None
+    lease: Lease | None
+    worker_group: WorkerGroup
+    connected: bool
+    let_go: bool = False
+
+    @property
+    def certain(self) -> bool:
+        """No other driver can have the run."""
+        return self.lease is None or self.lease.certain
+
+    def check(self, head_lost: str) -> None:
+        """This driver still holds the run, and its cluster stands. Raises LostContact.
+        `head_lost`: why the head is taken for lost."""
+        if self.lease is not None and self.lease.lost:
+            self.replaced(self.successor())
+        if self.cluster is not None and self.cluster.ended:
+            self._lost("the process that keeps it was killed")
+        if head_lost:
+            self._lost(head_lost)
+
+    def _lost(self, why: str) -> NoReturn:
+        """The workers of a cluster that others keep are left alone: they may outlive its head."""
+        self.let_go = self.cluster is None
+        which = (
+            "embedded Ray cluster"
+            if self.cluster is not None
+            else f"Ray cluster at {self.run.address}"
+        )
+        raise LostContact(
+            f"run '{self.run.name}': the {which} is lost: {why}; run it again with this "
+            "--run-name to resume"
+        )
+
+    def successor(self) -> str:
+        """Whether another driver has the run, and who says so; '' = nobody does. Where storage
+        cannot tell, the workers are asked: a driver that takes over attaches to them first. The
+        embedded cluster's are this driver's alone."""
+        if self.lease is not None and self.lease.lost:
+            return f"its lease (epoch {self.lease.epoch}) was taken over"
+        return (
+            self.worker_group.replaced()
+            if self.cluster is None and not self.certain and not self.let_go
+            else ""
+        )
+
+    def replaced(self, why: str) -> NoReturn:
+        """Another driver has the run. Raises LostContact."""
+        self.let_go = True
+        if self.lease is not None:
+            self.lease.give_up()
+        raise LostContact(
+            f"run '{self.run.name}': this driver ends, another one drives the run: {why}"
+        )
+
+    def close(self) -> None:
+        """Disconnects, ends the embedded cluster, and releases the lease where the run is still
+        this driver's."""
+        if self.connected and self.cluster is not None:
+            self.cluster.disconnect()
+        elif self.connected:
+            ray.shutdown()
+        if self.cluster is not None:
+            self.cluster.close()
+        if self.lease is not None and not self.let_go:
+            self.lease.release()

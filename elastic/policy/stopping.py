@@ -1,0 +1,125 @@
+"""How a run ends: all steps done, stopped with its last step saved, or failed; each says why."""
+
+from __future__ import annotations
+
+from elastic.policy.copies import recovery
+from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal
+from elastic.policy.faults import retries
+from elastic.policy.pools import limits
+from elastic.policy.state.state import State, StopWish
+from elastic.types import Abort, Decision, Quiesce, Stop
+
+LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has made progress last
+
+
+def ended(state: State, now_s: float) -> Decision | None:
+    if state.fatal:
+        return stop("failed", state.fatal)
+    if state.steps and state.saved_step >= state.steps:
+        done = f"all {state.steps} steps finished; the checkpoint of the last step is stored"
+        return Decision((*removal(state).actions, Stop("succeeded", done)), done)
+    why = retries.gave_up(state)
+    return stop("failed", why) if why else None
+
+
+def stop_wish(state: State, now_s: float) -> StopWish | None:
+    """The wish to stop, also when the budget or the time has run out since the last event. A
+    person's waits for storage: it would end what nobody can save."""
+    if state.stop and (state.stop.limit or not state.away or state.quiescing):
+        return state.stop
+    return limits.wish(state, now_s)
+
+
+def put_off(state: State, wish: StopWish, found: Decision) -> Decision:
+    """Nothing new is begun: what breaks meanwhile is mended, since the state is in memory alone."""
+    text = (
+        f"{wish.reason}: {away(state)}; step {state.step} is saved when it answers, last "
+        f"checkpoint at step {state.saved_step}"
+    )
+    return found if found.actions else Decision((), text, found.wake_at_s)
+
+
+def away(state: State) -> str:
+    """That storage is, and why."""
+    return f"storage does not answer ({state.away.what})" if state.away else ""
+
+
+def save_and_stop(state: State, now_s: float) -> Decision | None:
+    """Save, then stop: the running generation is stopped at a step boundary with a checkpoint."""
+    wish = stop_wish(state, now_s)
+    if wish is None:
+        return None
+    bound_s = wish.at_s + limits.stop_most_s(state)
+    if state.durable_s:  # how long saving takes is known, and that much was kept for it
+        bound_s = min(bound_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
+    saved = f"step {state.step} reached, last checkpoint at step {state.saved_step}"
+    if state.away and not wish.limit:
+        return Decision((), f"{wish.reason}; {saved}: {away(state)}")
+    if now_s >= bound_s:
+        return stop(
+            "stopped",
+            f"{wish.reason}; {saved} ({now_s - wish.at_s:.0f} s were not enough to save more)",
+        )
+    if state.phase == "waiting":
+        memory = recovery.from_memory(state)
+        if memory and memory.step > state.saved_step and state.available:
+            if state.away:  # which continues being paid for, but no longer than any save may take
+                return Decision((), f"{wish.reason}; {saved}: {away(state)}", bound_s)
+            return None  # enter once more, to save what only memory holds
+        return stop("stopped", f"{wish.reason}; {saved}")
+    if state.plan is None or state.target is not None:
+        return Decision(
+            (), f"{wish.reason}: waits for generation {state.generation} to be entered", bound_s
+        )
+    if state.quiescing is None:
+        text = (
+            f"{wish.reason}: generation {state.plan.generation} stops after step {state.step} or "
+            "the next and is saved"
+        )
+        return Decision((Quiesce(state.plan.generation, save=True),), text, bound_s)
+    left = state.quiesced >= state.plan.workers
+    if left and (state.saved_step >= state.step or not state.step):
+        return stop("stopped", f"{wish.reason}; {saved}")
+    if left and state.copy_failed and state.copy_failed.step == state.step:
+        return stop("stopped", f"{wish.reason}; {saved}: {state.copy_failed.reason}")
+    return Decision((), f"{wish.reason}: waiting for the checkpoint of step {state.step}", bound_s)
+
+
+def stop(outcome: str, reason: str) -> Decision:
+    return Decision((Stop(outcome, reason),), reason)  # type: ignore[arg-type]
+
+
+def finishing(state: State, now_s: float) -> Decision:
+    """All steps are done: the copy of the last one is stored, retried where it fails, and without
+    it the run has failed."""
+    bad = state.copy_failed
+    if state.away:
+        return Decision(
+            (),
+            f"all {state.steps} steps are done, last checkpoint at step {state.saved_step}: "
+            f"{away(state)}",
+        )
+    if bad is not None and bad.step >= state.steps:
+        if state.copy_failures >= COPY_TRIES:
+            return stop(
+                "failed",
+                f"the copy of the last step could not be stored in {COPY_TRIES} tries: "
+                f"{bad.reason}",
+            )
+        again_s = state.copy_failed_at_s + COPY_WAIT_S
+        text = f"the copy of the last step was not stored ({bad.reason})"
+        if now_s < again_s:
+            return Decision((), f"{text}: retried in {COPY_WAIT_S:.0f} s", again_s)
+        if bad.generation == state.generation:
+            return Decision((Abort(state.generation),), f"{text}: retried")
+    bound_s = max(state.last_step_at_s, state.busy_at_s) + LAST_COPY_MOST_S
+    if now_s < bound_s:
+        return Decision(
+            (),
+            f"all {state.steps} steps are done: waiting for the checkpoint of the last one",
+            bound_s,
+        )
+    return Decision(
+        (Abort(state.generation),),
+        f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s",
+    )

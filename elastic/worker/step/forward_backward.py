@@ -1,0 +1,259 @@
+"""Forward and backward of one rank: its samples cut into micro-batches, through stages of a
+pipeline, on parts of sequences, or in the loop of a user's script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from elastic.data.budget import TokenBudget
+from elastic.data.budget import budget_of as token_budget
+from elastic.program import Program
+from elastic.reshard.rank_boxes import LOSS_SCALE
+from elastic.types import Job, Plan
+from elastic.types.grid import coordinates, stages_at
+from elastic.worker.parallel.context_parallel import Sequence
+from elastic.worker.parallel.model_options import begin_microbatch
+from elastic.worker.parallel.pipeline import Pipeline
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.process.readback import Incoming, Number, read
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.calls import (
+    call_model,
+    count_of,
+    count_there,
+    cut_rows,
+    first_rows,
+    inputs_of,
+    keywords_of,
+    loss_of,
+    rows_in,
+)
+from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.batch_shares import BatchShares
+from elastic.worker.step.block_timing import BlockTiming
+from elastic.worker.step.loss_scale import LossScale
+from elastic.worker.step.sums import Sums
+
+Batch = dict[str, torch.Tensor]
+Loss = Callable[[Any, range], torch.Tensor]  # of a model's output and the numbers of its rows
+
+
+class BatchScript(Protocol):
+    """A user's loop that computes the gradients of a step (loop.script_host)."""
+
+    clip_grad_norm: float | None
+
+    def compute(self, batch: Batch, step: int, epoch: int) -> tuple[Number, Number]: ...
+
+
+def _n_rows(batch: Batch) -> int:
+    return int(next(iter(batch.values())).shape[0])
+
+
+class ForwardBackward:
+    """The passes of one generation on one rank: loss and gradients of its part of the samples."""
+
+    def __init__(
+        self, program: Program, job: Job, plan: Plan, *, state: TrainState, groups: Groups,
+        faults: DeviceFaults | None = None,
+    ) -> None:  # fmt: skip
+        self.program, self.job, self.plan = program, job, plan
+        self.state, self.groups = state, groups
+        self.rank = state.rank
+        self.at = coordinates(plan.layout, self.rank)
+        self.dp = self.at.dp(plan.layout)
+        self.device = groups.device
+        # and the rows and microbatches that it was made for
+        self._pipeline: tuple[tuple[int, int], Pipeline] | None = None
+        self._staged: list[nn.Module] | None = None
+        self.spans = BlockTiming(
+            state.models, program, self.device, faults=faults or DeviceFaults()
+        )
+        self._incoming = Incoming(self.device)
+        # batches of the step behind the one under way, if they are read
+        self.coming: Callable[[], list[Batch]] = list
+        last_stage = self.at.pp == plan.layout.pp - 1
+        # for the loss of its part of the sequences of its samples
+        self.speaks = last_stage and self.at.tp == 0
+        self.counts = self.speaks and self.at.cp == 0  # its samples and their tokens
+        self.sequence = Sequence(program, plan.layout, self.at, groups=groups)
+        self.shares = BatchShares(job, plan)
+        self.has_blocks = not plan.layers or any(
+            plan.layers[stage] for stage in stages_at(plan.layout, self.at.pp)
+        )
+        cut = plan.layout.tp > 1 and "sequence_colwise_loss" in program.tp.values()
+        self.cut_loss: Callable[[], AbstractContextManager[None]] = (
+            loss_parallel if cut else nullcontext
+        )
+        self.metrics: Sums | None = None  # while evaluating
+        box = state.tensors.get(LOSS_SCALE)
+        self.loss_scale = LossScale(box[1] if box is not None else None)
+        self.script: BatchScript | None = None  # whose loop computes the gradients
+
+    def read_by(self, dataset: Any) -> None:
+        """What the steps are cut by, where the job gives micro-batches a budget of tokens."""
+        self.shares = BatchShares(self.job, self.plan, self.budget_of(dataset))
+
+    def budget_of(self, dataset: Any) -> TokenBudget | None:
+        return token_budget(self.job, dataset, self.sequence.multiple)
+
+    def forward_backward(
+        self,
+        batches: Iterable[Batch],
+        train: bool,
+        valid: Iterable[int] | None = None,
+        *,
+        n_microbatches: int = 0,
+    ) -> tuple[float, int]:
+        """Loss sum and token count of this rank's samples; `valid`: only so many rows of each batch
+        count (the rest is filling). A single batch is cut into the plan's micro-batches (or
+        `n_microbatches`); several are micro-batches themselves."""
+        (loss_sum,), (tokens,) = read(
+            self.computed(batches, train, valid, n_microbatches=n_microbatches)
+        )
+        return loss_sum, int(tokens)
+
+    def computed(
+        self,
+        batches: Iterable[Batch],
+        train: bool,
+        valid: Iterable[int] | None = None,
+        *,
+        n_microbatches: int = 0,
+    ) -> tuple[Number, Number]:
+        """The same as scalar tensors, where they are still on the device; tokens are counted before
+        a batch is copied there."""
+        given = list(batches)
+        counting = list(valid) if valid is not None else [_n_rows(batch) for batch in given]
+        if isinstance(self.program, LoopProgram):
+            return self._by_script(
+                self._here(given, train)[0], train, None if valid is None else counting[0]
+            )
+        tokens = 0
+        for batch, n in zip(given, counting, strict=True):
+            tokens += count_of(self.program, {k: v[:n] for k, v in batch.items()}) if n else 0
+        batches = self._here(given, train)
+        scale = self.loss_scale.value if train else 1.0
+        parts = [
+            (batch, self._loss_on(batch, n, scale))
+            for batch, n in zip(map(self.sequence.cut, batches), counting, strict=True)
+        ]
+        with self.sequence.running(blocks_here=self.has_blocks), self.cut_loss():
+            loss_sum = self._passes(parts, train, n_microbatches or self.n_microbatches)
+        return loss_sum if scale == 1.0 else loss_sum / scale, tokens
+
+    def _here(self, batches: Iterable[Batch], train: bool) -> list[Batch]:
+        """On the device; those of the next training step, if they were read already, are sent there
+        meanwhile."""
+        here = [self._incoming.take(batch) for batch in batches]
+        if train:
+            self._incoming.send(self.coming())
+        return here
+
+    def _loss_on(self, batch: Batch, valid: int, scale: float) -> Loss:
+        """The loss of these rows of the batch, of those that count: the first `valid`."""
+
+        def loss(output: Any, rows: range) -> torch.Tensor:
+            if rows.stop > valid:
+                rows = range(rows.start, max(rows.start, valid))
+                output = first_rows(output, len(rows))
+            chosen = rows_in(batch, rows)
+            if self.metrics is not None and self.program.metrics is not None and len(rows):
+                # on every tp rank: of logits that are cut it has collectives
+                found = self.program.metrics(output, chosen)
+                self.metrics.add(found, "Program.metrics", self.speaks)
+            value = loss_of(self.program, output, chosen)
+            return value if scale == 1.0 else value * scale
+
+        return loss
+
+    def _passes(
+        self, parts: Iterable[tuple[Batch, Loss]], train: bool, n_microbatches: int
+    ) -> torch.Tensor:
+        """Forward (and backward) of every microbatch: the loss sum, a float64 scalar on the device;
+        0 where another stage has it."""
+        whole, *others = parts
+        pipeline = self.pipeline_of(_n_rows(whole[0]), n_microbatches)
+        if pipeline is not None:
+            batch, loss = whole
+            inputs, keywords = inputs_of(self.program, batch), keywords_of(self.program, batch)
+            return pipeline.run(inputs, keywords, _n_rows(batch), loss=loss, train=train).double()
+        n = 1 if others else n_microbatches
+        pieces = [
+            (batch, loss, rows)
+            for batch, loss in (whole, *others)
+            for rows in cut_rows(_n_rows(batch), n)
+        ]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, (batch, loss, rows) in enumerate(pieces, 1):
+            if train and len(pieces) > 1:
+                begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == len(pieces))
+            value = loss(call_model(self.program, self.state.model, rows_in(batch, rows)), rows)
+            if train:
+                value.backward()
+            total.add_(value.detach())
+        return total
+
+    @property
+    def n_microbatches(self) -> int:
+        """Of this rank in the step that comes next or is under way."""
+        return self.shares.microbatches(self.state.step)[self.dp]
+
+    def pipeline_of(self, n_rows: int, n_microbatches: int) -> Pipeline | None:
+        """For that many rows of a batch: stages know the shape of a microbatch. None = the layout
+        has no stages."""
+        if self.groups.pp is None:
+            return None
+        cut = n_rows, n_microbatches
+        if self._pipeline is None or self._pipeline[0] != cut:
+            self._pipeline = (
+                cut,
+                Pipeline(
+                    self._stages(),
+                    self.groups.pp,
+                    self.plan.layout,
+                    n=n_microbatches,
+                    device=self.device,
+                ),
+            )
+        return self._pipeline[1]
+
+    def _stages(self) -> list[nn.Module]:
+        """What this rank's stages are called as; made once, since a program may change the module
+        that it is given."""
+        if self._staged is None:
+            self._staged, layout = self.state.models, self.plan.layout
+            if self.program.stage is not None:
+                numbers = stages_at(layout, self.at.pp)
+                each = zip(numbers, self.state.models, strict=True)
+                self._staged = [self.program.stage(model, i, layout.n_stages) for i, model in each]
+        return self._staged
+
+    def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[Number, Number]:
+        """The same where a script computes the loss; in a rehearsal nobody does."""
+        if train:
+            epoch = self.state.step * self.job.global_batch // self.job.n_samples
+            return (
+                self.script.compute(batch, self.state.step, epoch)
+                if self.script is not None
+                else (0.0, 0)
+            )
+        evaluation = self.program.evaluation  # type: ignore[attr-defined]
+        kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
+        # on every rank: its collectives need all of them
+        value = evaluation(self.state.model, kept)
+        if valid == 0:
+            return 0.0, 0
+        own = (
+            value.detach()
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+            else float(value)
+        )
+        return own, count_there(self.program, kept)

@@ -1,0 +1,177 @@
+"""What a run is refused for before it starts: its drill, its layout, and what it began with."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.api.tiny_job import MODEL, START
+
+from elastic.api.running import start_checks
+from elastic.config.fingerprint import fingerprint
+from elastic.config.job import drill_entry
+from elastic.errors import SpecError
+from elastic.ledger.journal import Journal, Line, read
+from elastic.storage import open_storage
+from elastic.types import DriverStarted, Job, ModelProfile, Pool, TensorSpec, parse_layout
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (
+            {"kill": "spot-3"},
+            "the drill, at_step 5: there is never a node 'spot-3'; nodes here are spot-1 to "
+            "spot-2, od-1; or give",
+        ),
+        ({"notice": ["any", "spot"]}, "there is never a node 'spot'"),
+        ({"hang": "od-1-1"}, "there is never a node 'od-1-1'"),
+        ({"kill": "rank:3"}, "'rank:3', but there are at most 3 workers, rank:0 to rank:2"),
+    ],
+)
+def test_a_drill_names_nodes_that_there_can_be(entry: dict[str, object], said: str) -> None:
+    spot, on_demand = (
+        Pool("spot", "CPU", 1, "spot", max_nodes=2),
+        Pool("od", "CPU", 1, "on-demand", max_nodes=1),
+    )
+    wrong = drill_entry({"at_step": 5, **entry})
+    good = drill_entry(
+        {"at_step": 1, "kill": ["spot-2", "od-1", "any-spot", "partner", "rank:2", "any"]}
+    )
+    with pytest.raises(SpecError, match=said):
+        start_checks.check_drill([good, wrong], (spot, on_demand), embedded=True)
+    start_checks.check_drill([good], (spot, on_demand), embedded=True)
+    if "rank" not in said:
+        start_checks.check_drill([wrong], (spot, on_demand), embedded=False)
+    with pytest.raises(
+        SpecError,
+        match=r"'any-spot', but no pool is of the spot market \(od is on-demand\); take any",
+    ):
+        start_checks.check_drill(
+            [drill_entry({"at_step": 1, "kill": "any-spot"})], (on_demand,), embedded=False
+        )
+    more = [
+        drill_entry({"at_step": 1, "add": "spot"}),
+        drill_entry({"at_step": 2, "kill": "spot-3"}),
+    ]
+    start_checks.check_drill(more, (spot, on_demand), embedded=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"job": {**START.job, "global_batch": 4}},
+            "was started with global_batch=8, the job says 4: .* change it back",
+        ),
+        ({"job": {**START.job, "seed": 4}}, r"started with other values: seed \(3, now 4\)"),
+        (
+            {"model": replace(MODEL, specs=(TensorSpec("w", (2, 3), "float32"),))},
+            r"w was \[2, 2\], it is \[2, 3\]",
+        ),
+        (
+            {"model": replace(MODEL, specs=(*MODEL.specs, TensorSpec("b", (2,), "float32")))},
+            r"b was not there, it is \[2\]",
+        ),
+    ],
+)
+def test_a_run_goes_on_as_it_began(change: dict[str, object], said: str) -> None:
+    before = [Line(0.0, 1, ((0.0, START),))]
+    start_checks.check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}), {})
+    start_checks.check_same([], replace(START, **change), {})
+    with pytest.raises(SpecError, match=said):
+        start_checks.check_same(before, replace(START, **change), {})
+
+
+def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
+    def started(code: str) -> DriverStarted:
+        return replace(START, job={**START.job, "fingerprint": {"program": code, "seed": 3}})
+
+    before = [Line(0.0, 1, ((0.0, started("a")),))]
+    start_checks.check_same(before, started("a"), {})
+    with pytest.raises(
+        SpecError, match=r"other values: the code of its program\.py; .* --allow-changed"
+    ):
+        start_checks.check_same(before, started("b"), {})
+    start_checks.check_same(before, started("b"), {}, allow_changed=True)
+    accepted = [*before, Line(1.0, 2, ((1.0, started("b")),))]
+    start_checks.check_same(accepted, started("b"), {})
+    # without a journal, its newest checkpoint knows
+    with pytest.raises(SpecError, match="program"):
+        start_checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
+
+
+def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder: Path) -> None:
+    def started(*args: str, tokens: str = "/data/x.bin") -> DriverStarted:
+        data = {"train": {"tokens": tokens, "end_token": "<end>", "seq": 8}}
+        job: dict[str, Any] = {**START.job, "args": [*args], "data": data}
+        return replace(
+            START,
+            job=job
+            | {
+                "fingerprint": fingerprint(
+                    folder / "program.py", Job.from_plain(job), MODEL, n_samples=9
+                )
+            },
+        )
+
+    journal = Journal(folder / "journal.jsonl", 1)
+    journal.append(0.0, [(0.0, started("--hf-token", "hf_1", "--lr", "3"))], None)
+    journal.close()
+    before = read(folder / "journal.jsonl")
+    for meta in (
+        {},
+        {"fingerprint": started("--hf-token", "hf_1", "--lr", "3").job["fingerprint"]},
+    ):
+        start_checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
+        start_checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
+    for other in (
+        started("--hf-token", "hf_2", "--lr", "3"),
+        started("--hf-token", "hf_1", "--lr", "4"),
+    ):
+        with pytest.raises(SpecError, match="was started with other values: args"):
+            start_checks.check_same(before, other, {})
+    with pytest.raises(SpecError, match=r"data\.train .*/data/x\.bin.*/data/y\.bin"):
+        start_checks.check_same(
+            before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {}
+        )
+
+
+def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
+    def check(layout: str, profile: ModelProfile) -> None:
+        spec: Any = SimpleNamespace(least_layouts=lambda: [parse_layout(layout)], script="")
+        start_checks.check_layouts(spec, profile)
+
+    plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)
+    with pytest.raises(
+        SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"
+    ):
+        check("tp=2", plain)
+    with pytest.raises(SpecError, match="pp=4, but Program.blocks matches only 2"):
+        check("pp=4", plain)
+    check("dp_shard=2,pp=2", plain)
+    check("tp=4", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))
+    with pytest.raises(SpecError, match="take a tp that divides it"):
+        check("tp=3", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))
+
+
+@pytest.mark.parametrize(
+    ("off_s", "told"),
+    [(3600.0, "3600 s behind that of"), (-3600.0, "3600 s ahead of that of"), (2.0, "")],
+)
+def test_a_clock_that_is_not_the_storages_is_told(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    off_s: float,
+    told: str,
+) -> None:
+    """Ahead of the true time it would spend the deadline unseen."""
+    storage = open_storage(str(folder / "runs"))
+    monkeypatch.setattr(storage, "modified_s", lambda key: time.time() + off_s)
+    start_checks.taken(storage, "r").release()
+    assert (told in caplog.text) if told else ("clock" not in caplog.text)
