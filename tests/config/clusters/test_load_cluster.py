@@ -139,6 +139,8 @@ def test_google_cloud_spot_in_both_spellings(tmp_path: Path) -> None:
         "A100",
     )
     assert (steady.market_type, steady.usd_per_node_h) == ("on-demand", 3.67339)
+    sources = load_cluster(written(tmp_path, GCP)).prices_of
+    assert set(sources.values()) == {"table of 2024-11-07"}  # of these prices, not of the newest
 
 
 def test_hosts_of_ones_own(tmp_path: Path) -> None:
