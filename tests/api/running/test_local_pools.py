@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.places import ROOT
 
+from elastic.api import ElasticTrainer
 from elastic.api.running import run
 from elastic.api.running.local_pools import here
 from elastic.cli.command_line import main
@@ -123,3 +124,15 @@ def test_a_cluster_file_of_gpus_is_tried_on_this_machine(
     out = capsys.readouterr().out
     assert "CPU processes play them (spot 2 x 2), at the pools' prices" in out
     assert "succeeded" in out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_gpus")
+def test_a_trainer_that_asks_for_gpus_is_refused_at_once(tmp_path: Path) -> None:
+    train = pytest.importorskip("ray.train")
+    program = (ROOT / "jobs" / "quickstart" / "program.py").read_text()
+    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "job.yaml").write_text("steps: 1\nglobal_batch: 8\n")
+    scaling = train.ScalingConfig(num_workers=2, use_gpu=True)
+    with pytest.raises(SpecError, match="nodes of 1 GPU, but this machine has no GPUs, .*use_gpu"):
+        ElasticTrainer(tmp_path, scaling_config=scaling).fit()
