@@ -99,7 +99,7 @@ def _about_groups(manifest: Mapping[str, Any], place: Place) -> list[Problem]:
 def _without_a_most(workers: Sequence[ClusterNodeType]) -> list[Problem]:
     what, right = (
         f"it is missing: Kubernetes takes {2**31 - 1} for it",
-        "the most pods that you pay",
+        "give the most that you pay for",
     )
     return [
         Problem((*worker.place, "maxReplicas"), what, right)
