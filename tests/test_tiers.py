@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from support.durations import Durations, by_folder, by_record, is_there, merged, read, slower, write
 from support.places import TESTS
+from support.scene_tools import missing_tools
 from support.scheduling import expected_s, group_of
+from tiers import Ran, closing
 
 INI = (
     "[pytest]\naddopts = -ra\npythonpath = tests\nmarkers =\n    slow: s\n    e2e: e\n    whole: "
@@ -36,6 +38,10 @@ def test_long(): time.sleep(0.6)
 @pytest.mark.parametrize("n", range(50))
 def test_many(n): pass
 """
+NOWHERE = """
+import pytest
+pytest.skip("no such machine: sshd (openssh-server)", allow_module_level=True)
+"""
 LATER = """
 import pytest
 @pytest.mark.e2e
@@ -51,7 +57,13 @@ def test_last(): pass
 def project(tmp_path: Path) -> Path:
     tests = tmp_path / "tests"
     (tests / "support").mkdir(parents=True)
-    for name in ("tiers.py", "support/durations.py", "support/places.py", "support/scheduling.py"):
+    for name in (
+        "tiers.py",
+        "support/durations.py",
+        "support/places.py",
+        "support/scheduling.py",
+        "support/scene_tools.py",
+    ):
         shutil.copy(TESTS / name, tests / name)
     (tmp_path / "pytest.ini").write_text(INI)
     for name, text in (("conftest.py", CONFTEST), ("test_unit.py", UNIT), ("test_later.py", LATER)):
@@ -88,6 +100,36 @@ def test_each_tier_runs_and_all_is_added_up(project: Path) -> None:
     assert len(kept["tests/test_unit.py::test_long"]) == 2 and "tests/test_unit.py::*" in kept
     code, out = ran(project, "e2e")
     assert code == 0 and out[-1].startswith("1 passed, 1 skipped in ")
+
+
+@pytest.mark.e2e
+def test_the_last_line_says_what_was_skipped_and_why(project: Path) -> None:
+    (project / "tests/test_nowhere.py").write_text(NOWHERE)
+    code, out = ran(project, "e2e")
+    assert code == 0
+    assert out[-1].endswith(
+        "; skipped: 1 of test_later: nothing to see; "
+        "1 of test_nowhere: no such machine: sshd (openssh-server)"
+    )
+
+
+def test_reasons_of_skipped_tests_are_counted() -> None:
+    one = Ran("e2e", 1.0, 0, passed=3, skipped=3, why={"test_a: no sshd": 2, "test_b: no GPU": 1})
+    two = Ran("whole", 2.0, 0, passed=1, skipped=1, why={"test_a: no sshd": 1})
+    assert closing([one, two]) == (
+        "4 passed, 4 skipped in 3.00s; skipped: 3 of test_a: no sshd; 1 of test_b: no GPU"
+    )
+    assert closing([Ran("unit", 1.0, 0, passed=1)]) == "1 passed in 1.00s"
+
+
+def test_a_tool_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"ssh", "ip", "make"}
+    monkeypatch.setattr("shutil.which", lambda tool, path="": tool if tool in there else None)
+    assert missing_tools() == (
+        "not on this machine: sshd, rsync (apt-get install openssh-server rsync)"
+    )
+    there |= {"sshd", "rsync"}
+    assert missing_tools() == ""
 
 
 @pytest.mark.e2e

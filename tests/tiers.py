@@ -5,7 +5,8 @@ unit   what needs no Ray and no process but the warm pool of gloo workers
 e2e    what starts processes, clusters and runs: with lint and unit all that CI runs
 whole  full products of cases, namespaces, `ray up`, pages of Ray Train, certify
 
-A tier that fails does not keep the next one from running. The exit code is 0 where all passed.
+A tier that fails does not keep the next one from running. The last line says what was skipped and
+why. The exit code is 0 where all passed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from support.scene_tools import missing_tools
 
 ROOT = Path(__file__).resolve().parents[1]
 SELECTED = {
@@ -35,7 +39,7 @@ WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for
 
 @dataclass(frozen=True)
 class Ran:
-    """What a tier did. `seconds`: wall."""
+    """What a tier did. `seconds`: wall; `why`: reason -> tests that were skipped for it."""
 
     tier: str
     seconds: float
@@ -43,6 +47,7 @@ class Ran:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    why: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = (
@@ -83,7 +88,8 @@ def tests(tier: str, options: Sequence[str]) -> Ran:
         ]
         code = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT).returncode
         counts = counted(report) if report.is_file() else (0, 0, 0)
-    return Ran(tier, time.monotonic() - began, code, *counts)
+        why = reasons(report) if report.is_file() else {}
+    return Ran(tier, time.monotonic() - began, code, *counts, why=why)
 
 
 def counted(report: Path) -> tuple[int, int, int]:
@@ -95,13 +101,30 @@ def counted(report: Path) -> tuple[int, int, int]:
     return n - failures - errors - skipped, failures + errors, skipped
 
 
+def reasons(report: Path) -> dict[str, int]:
+    """Why tests were skipped: `file: reason` -> how many; of a file that was skipped whole, one."""
+    found: Counter[str] = Counter()
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        for skipped in case.iter("skipped"):
+            said = skipped.get("message", "")
+            if said == "collection skipped":
+                told = (skipped.text or "").strip()  # as a tuple: "('file', line, 'Skipped: why')"
+                said = told.rpartition("Skipped: ")[2][:-2]
+            place = case.get("classname") or case.get("name", "")
+            found[f"{place.rpartition('.')[2]}: {' '.join(said.split())}"] += 1
+    return dict(found)
+
+
 def closing(ran: Sequence[Ran]) -> str:
-    """As pytest closes."""
+    """As pytest closes; behind it what was skipped, since a scene that is never played proves
+    nothing."""
     sums = {
         word: sum(getattr(one, word) for one in ran) for word in ("failed", "passed", "skipped")
     }
     said = ", ".join(f"{n} {word}" for word, n in sums.items() if n) or "no tests ran"
-    return f"{said} in {sum(one.seconds for one in ran):.2f}s"
+    why = sum((Counter(one.why) for one in ran), Counter[str]())
+    skips = "; ".join(f"{n} of {text}" for text, n in sorted(why.items()))
+    return f"{said} in {sum(one.seconds for one in ran):.2f}s{skips and f'; skipped: {skips}'}"
 
 
 def record(ran: Sequence[Ran]) -> None:
@@ -132,6 +155,8 @@ def main() -> int:
     more = [*(["--record-durations"] if given.record else []), *options]
     # each process that a test starts would compile all of elastic again
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if "whole" in given.tiers and (gone := missing_tools()):
+        print(f"scenes will be skipped: {gone}", flush=True)
     ran = []
     for tier in given.tiers:
         print(f"== {tier}", flush=True)

@@ -152,12 +152,14 @@ def _head(spec: ClusterSpec) -> dict[str, Any] | None:
 
 def _pool(spec: ClusterSpec, n: int) -> dict[str, Any]:
     pool = spec.pools[n]
+    price_from = spec.prices_of.get(pool.name, "")
+    known = price_from != "not known"
     return {
         "name": pool.name, "instance_type": pool.instance_type, "market_type": pool.market_type,
         "min_nodes": pool.min_nodes, "max_nodes": pool.max_nodes,
         "gpus_per_node": pool.gpus_per_node, "accelerator_type": pool.accelerator_type,
-        "usd_per_node_h": pool.usd_per_node_h, "usd_per_gpu_h": round(pool.usd_per_gpu_h, 6),
-        "price_from":
-        spec.prices_of.get(pool.name, ""), "region": pool.region, "zone": pool.zone,
+        "usd_per_node_h": pool.usd_per_node_h if known else None,
+        "usd_per_gpu_h": round(pool.usd_per_gpu_h, 6) if known else None,
+        "price_from": price_from, "region": pool.region, "zone": pool.zone,
         "notice_s": pool.notice_s, "ends_at_s": pool.ends_at_s,
     }  # fmt: skip

@@ -101,11 +101,7 @@ class ElasticTrainer:
                 raise SpecError(f"RunConfig(name='{name}'): letters, digits, '.', '_' and '-' only")
             run = open_storage(f"{find_runs.storage_uri(data.get('storage'))}/{name}")
             options = Options(
-                run_name=name,
-                local=address is None,
-                address=address,
-                no_budget=self.no_budget,
-                show=self._wanted.show,
+                run_name=name, address=address, no_budget=self.no_budget, show=self._wanted.show
             )
             if self._train is not None:
                 result = run_file(self._file, sys.argv[1:], data, where=WHERE, options=options)

@@ -162,7 +162,18 @@ def _tests(ran: Mapping[str, Any]) -> list[str]:
             )
             for t in ran["tiers"]
         ),
+        *_skipped(ran),
     ]
+
+
+def _skipped(ran: Mapping[str, Any]) -> list[str]:
+    """What was never played, and why."""
+    rows = [
+        f"- {tier['tier']}, {n} of {text}"
+        for tier in ran["tiers"]
+        for text, n in tier["why"].items()
+    ]
+    return ["", "Skipped:", "", *rows] if rows else []
 
 
 def _place(name: str, report: CertifyReport) -> list[str]:

@@ -13,11 +13,11 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.text import Text
 
-from elastic.api.planning import model_source, plan_nodes, scoring, sizing
+from elastic.api.planning import aim_limits, model_source, plan_nodes, scoring, sizing
 from elastic.api.planning import query as answers
 from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import MachineGroup
-from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of
+from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.cli.parser import show, verb
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables
@@ -64,6 +64,7 @@ def add(verbs: Any) -> None:
     why.add_argument(
         "--within", metavar="TIME", help="3w, 10d, 36h; without counts of GPUs: how many it takes"
     )
+    why.add_argument("--budget", metavar="USD", help="dollars in all: 500, 200k, 1.5M")
     shown = made.add_argument_group("what is shown")
     shown.add_argument("--top", metavar="N", type=_positive, default=5, help="offers (default: 5)")
     shown.add_argument(
@@ -193,7 +194,8 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
     tokens = tokens_of(given.tokens) if given.tokens else 0.0
     within_h = hours_of(given.within) if given.within else 0.0
     subject = _subject(given)
-    query = answers.Query(subject, _aim(given, subject, tokens, within_h=within_h))
+    aim = _aim(given, subject, tokens, within_h=within_h)
+    query = answers.Query(subject, aim)
     if given.what_if:
         choices = [
             (text, _machines(gpus_of(text, "--what-if"), given.cloud)) for text in given.what_if
@@ -204,7 +206,8 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
         one = _one(asked, given.cloud) if asked else _of_files(given, subject)[0]
         data = answers.scaling(query, one, given.efficiency, n_most=asked[0].n_gpus if asked else 0)
         return PlanAnswer(data, plan_tables.scaling(data))
-    if query.aim.deadline_h and (not _has_nodes(given, asked)):
+    if aim.deadline_h and not _has_nodes(given, asked):
+        _check_shown(given, "--within without counts of GPUs")
         kinds = [plan_nodes.of_asked(each, given.cloud) for each in asked or gpus_of(KINDS)]
         data = sizing.capacity(query, kinds)
         return PlanAnswer(data, plan_tables.capacity(data))
@@ -225,7 +228,7 @@ def _scored(given: argparse.Namespace) -> PlanAnswer:
 def _plan(
     given: argparse.Namespace, query: answers.Query, found: tuple[MachineGroup, ...]
 ) -> PlanAnswer:
-    data = answers.plan(query, found)
+    data = aim_limits.plan(query, found)
     if given.explain and given.explain > len(data["offers"]):
         raise SpecError(
             f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more"
@@ -277,6 +280,9 @@ def _check(given: argparse.Namespace) -> None:
         ("--cluster", given.cluster, "--gpus", given.gpus),
         ("--gpus", given.gpus, "--what-if", given.what_if),
         ("--scaling", given.scaling, "--what-if", given.what_if),
+        ("--cluster", given.cluster, "--what-if", given.what_if),
+        ("--nodes", given.nodes, "--what-if", given.what_if),
+        ("--cloud", given.cloud, "--cluster", given.cluster),
         ("--nodes", given.nodes, "--gpus", given.gpus),
         ("--set", given.overrides, "--model", given.model),
         ("--check", given.check, "--model", given.model),
@@ -284,6 +290,9 @@ def _check(given: argparse.Namespace) -> None:
     for name, one, other_name, other in pairs:
         if one and other:
             raise SpecError(f"plan: {name} and {other_name} are two ways at once; give one of them")
+    for name, one in (("--what-if", given.what_if), ("--scaling", given.scaling)):
+        if one:
+            _check_shown(given, name)
     sized = given.within and given.tokens
     if given.model and not (given.gpus or given.cluster or given.what_if or sized or given.scaling):
         raise SpecError(
@@ -292,8 +301,16 @@ def _check(given: argparse.Namespace) -> None:
         )
     if given.model and given.scaling and not (given.gpus or given.cluster):
         raise SpecError("plan: --scaling needs a kind of GPU: --gpus H100")
-    if given.purpose == "deadline" and not given.within:
-        raise SpecError("--purpose deadline: until when? give --within 3w")
+
+
+def _check_shown(given: argparse.Namespace, question: str) -> None:
+    """Raises SpecError for what is shown of offers on given nodes only."""
+    for name, one in (("--explain", given.explain), ("--png", given.png)):
+        if one:
+            raise SpecError(
+                f"plan: {name} shows an offer on given nodes, {question} compares several; ask for "
+                "one of them by --gpus or --cluster"
+            )
 
 
 def _subject(given: argparse.Namespace) -> Subject:
@@ -310,11 +327,17 @@ def _aim(given: argparse.Namespace, subject: Subject, tokens: float, *, within_h
     """What the command line does not say, the job does."""
     within_h = within_h or (subject.job.deadline_h or 0.0)
     tokens = tokens or subject.tokens
-    default: Purpose = "cheapest" if subject.job.purpose == "cheapest" else "fastest"
-    purpose: Purpose = given.purpose or ("deadline" if within_h else default)
+    own = subject.job.purpose
+    default: Purpose = "fastest" if own == "auto" else own
+    if given.within or own == "auto":
+        default = "deadline" if within_h else default
+    purpose: Purpose = given.purpose or default
+    if purpose == "deadline" and not within_h:
+        raise SpecError("--purpose deadline: until when? give --within 3w")
     if within_h and not tokens:
         raise SpecError(f"--within {given.within}: for how many tokens? give --tokens 300B")
-    return Aim(purpose, tokens, within_h, given.top)
+    budget_usd = usd_of(given.budget) if given.budget else 0.0
+    return Aim(purpose, tokens, within_h, given.top, budget_usd)
 
 
 def _has_nodes(given: argparse.Namespace, asked: Sequence[GpuRequest]) -> bool:

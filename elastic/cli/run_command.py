@@ -47,7 +47,7 @@ def add(verbs: Any) -> None:
     made.add_argument(
         "--local",
         action="store_true",
-        help="use an embedded cluster on this machine even if RAY_ADDRESS is set",
+        help="use this machine even if RAY_ADDRESS is set; where it has no GPUs, CPU processes",
     )
     made.add_argument(
         "--cluster",

@@ -260,6 +260,8 @@ class JobSpec(Strict):
 
     @model_validator(mode="after")
     def _agree(self) -> JobSpec:
+        if self.purpose == "deadline" and self.deadline_h is None:
+            raise ValueError("purpose: deadline: until when? give deadline_h, in hours")
         if self.max_workers is not None and self.max_workers < self.min_workers:
             raise ValueError(
                 f"max_workers={self.max_workers} is less than min_workers={self.min_workers}"

@@ -84,6 +84,7 @@ POOLS = (
 
 def pool(item: Pool, price_from: str) -> tuple[str, ...]:
     """A row of `elastic cluster check`, under POOLS."""
+    known = price_from != "not known"
     kind = "processes" if item.accelerator_type == "CPU" else item.accelerator_type
     return (
         item.name,
@@ -91,8 +92,8 @@ def pool(item: Pool, price_from: str) -> tuple[str, ...]:
         item.market_type,
         f"{item.min_nodes}-{item.max_nodes}",
         f"{item.gpus_per_node} {kind}",
-        f"{item.usd_per_node_h:.2f}",
-        f"{item.usd_per_gpu_h:.3f}",
+        f"{item.usd_per_node_h:.2f}" if known else "-",
+        f"{item.usd_per_gpu_h:.3f}" if known else "-",
         item.zone or item.region or "-",
         price_from,
     )

@@ -157,14 +157,18 @@ def nowhere(work: ModelCost, groups: Sequence[NodeGroup], reasons: Mapping[str, 
     kinds = {
         group.hardware.accelerator_type: group for group in groups if group.hardware.memory_bytes
     }
-    least = [f"{fewest(work, group)} x {kind}" for kind, group in kinds.items()]
-    enough = (
-        f"; its state of {work.state_bytes / GIB:.0f} GiB and activations want about "
-        f"{' or '.join(least)}"
-        if least
-        else ""
-    )
+    least = {kind: fewest(work, group) for kind, group in kinds.items()}
+    more = [f"{n} x {kind}" for kind, n in least.items() if n > n_gpus(groups, kind)]
+    enough, state = "", f"its state of {work.state_bytes / GIB:.0f} GiB"
+    if len(more) < len(least):  # here, or on so many, it is not the state that does not fit
+        enough = f"; {state} alone would fit, what else such a layout holds does not"
+    elif least:
+        enough = f"; {state} and activations want about {' or '.join(more)}"
     return f"no layout fits {there} ({first[0]}: {first[1]}){enough}"
+
+
+def n_gpus(groups: Sequence[NodeGroup], kind: str) -> int:
+    return sum(group.n_gpus for group in groups if group.hardware.accelerator_type == kind)
 
 
 def fewest(work: ModelCost, group: NodeGroup) -> int:

@@ -47,6 +47,7 @@ class Aim:
     tokens: float = 0.0
     deadline_h: float = 0.0
     n_best: int = 5
+    budget_usd: float = 0.0  # for all of it; 0 = not said
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ Axis = Literal["dp", "tp", "cp", "pp"]
 Do = Literal["skip", "rollback", "stop"]
 LrScaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bfloat16", "float16"]
-Purpose = Literal["auto", "fastest", "cheapest"]
+Purpose = Literal["auto", "fastest", "cheapest", "deadline"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe", "interleaved1f1b"]
 

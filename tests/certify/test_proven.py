@@ -222,10 +222,14 @@ def test_the_command_writes_and_checks(
 
 
 def test_the_last_whole_run_of_the_tests_stands_on_the_page() -> None:
-    tiers = [{"tier": "unit", "seconds": 100.4, "passed": 7, "failed": 1, "skipped": 2}]
+    tiers = [{"tier": "unit", "seconds": 100.4, "passed": 7, "failed": 1, "skipped": 2, "why": {}}]
     made = page(
         README, {}, {"at": "2026-01-01 00:00 UTC", "commit": "abc", "cpus": 2, "tiers": tiers}
     )
     assert "(`make test-all`): 2026-01-01 00:00 UTC, commit abc, 2 minutes on 2 cores." in made
-    assert "| unit | 100 | 7 | 1 | 2 |" in made
+    assert "| unit | 100 | 7 | 1 | 2 |" in made and "Skipped:" not in made
+    tiers[0]["why"] = {"test_ray_up: not on this machine: sshd": 2}
+    at = {"at": "2026-01-01 00:00 UTC", "commit": "abc", "cpus": 2, "tiers": tiers}
+    said = page(README, {}, at)
+    assert "Skipped:\n\n- unit, 2 of test_ray_up: not on this machine: sshd" in said
     assert "make test-all" not in page(README, {})

@@ -149,7 +149,7 @@ BOMB = (
         ),
         (
             GOOD + "purpose: best\n",
-            "key 'purpose': input should be 'auto', 'fastest' or 'cheapest' (it is 'best')",
+            "key 'purpose': input should be 'auto', 'fastest', 'cheapest' or 'deadline' (it is 'best')",
         ),
         (
             GOOD + "budget_usd: .inf\n",

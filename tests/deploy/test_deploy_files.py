@@ -23,7 +23,6 @@ from elastic import api
 from elastic.config.clusters import load_cluster
 
 DEPLOY = ROOT / "deploy"
-SHARED = Path(os.environ.get("ELASTIC_SHARED", ROOT.parent / "shared"))
 MANIFESTS = {"RayCluster": "raycluster", "RayJob": "rayjob"}
 POLICIES = sorted((DEPLOY / "iam").glob("*.json"))
 # What Ray's provider for AWS calls on EC2, on a head and from `ray up`, and `elastic prices` and
@@ -233,44 +232,6 @@ def test_a_mistake_in_a_manifest_is_one_line(
     assert any(told in line for line in api.check_cluster(file).lines()), api.check_cluster(
         file
     ).lines()
-
-
-def strict(schema: Any) -> Any:
-    """A CRD's schema as one that knows no other keys."""
-    if isinstance(schema, list):
-        return [strict(entry) for entry in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {
-        key: value if key in ("default", "enum") else strict(value) for key, value in schema.items()
-    }
-    open_ended = (
-        schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-    )
-    if (
-        isinstance(made.get("properties"), dict)
-        and schema.get("type") == "object"
-        and not open_ended
-    ):
-        made["additionalProperties"] = False
-    return made
-
-
-@pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_manifest_follows_kuberays_schema(kind: str) -> None:
-    import jsonschema
-
-    file = SHARED / "kuberay" / f"{MANIFESTS[kind]}s_v1.schema.json"
-    if not file.is_file():
-        pytest.skip(f"{file} is not there")
-    schema = strict(json.loads(file.read_text()))
-    schema["properties"]["metadata"] = {"type": "object"}
-    validator = jsonschema.Draft7Validator(schema)
-    text = (DEPLOY / "kubernetes" / f"{MANIFESTS[kind]}.yaml").read_text()
-    assert [error.message for error in validator.iter_errors(yaml.safe_load(text))] == []
-    misspelt = yaml.safe_load(text.replace("maxReplicas:", "maxReplicaz:", 1))
-    # the unknown key, and the one that is missing now
-    assert len(list(validator.iter_errors(misspelt))) == 2
 
 
 def test_both_manifests_describe_the_same_cluster() -> None:

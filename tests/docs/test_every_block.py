@@ -68,6 +68,15 @@ OTHERS = {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "-from transformers": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
     },
+    "install.md": {
+        "make dist": "deploy/test_wheel.py::test_the_version_is_the_same_wherever_it_stands",
+        "# job/job.yaml": "deploy/test_wheel.py::test_a_job_of_ones_own_runs_and_is_planned",
+        "# job/program.py": "deploy/test_wheel.py::test_a_job_of_ones_own_runs_and_is_planned",
+        "elastic run job ": "deploy/test_wheel.py::test_a_job_of_ones_own_runs_and_is_planned",
+        "file_mounts:": "deploy/test_wheel.py::test_a_cluster_file_of_ones_own_is_checked_and_planned_on",
+        "- LIMIT_S": "deploy/test_wheel.py::test_a_cluster_file_of_ones_own_is_checked_and_planned_on",
+        "elastic cluster check": "deploy/test_wheel.py::test_a_cluster_file_of_ones_own_is_checked_and_planned_on",
+    },
     "layouts.md": {
         "generation 1: cp=8": NOT_RUN + "a line of a plan for GPUs that was cut short",
         "not pp=2,dp_shard=2": "docs/test_layouts_page.py::test_unequal_gpus_get_what_the_table_says",

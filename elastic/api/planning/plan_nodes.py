@@ -42,6 +42,11 @@ class MachineGroup:
     hardware_from: str = "catalog"
     notes: tuple[str, ...] = ()
 
+    @property
+    def cloud(self) -> str:
+        known = catalog.instance_type(self.instance_type)
+        return known.cloud if known else ""
+
     def with_nodes(self, n: int) -> MachineGroup:
         return replace(self, group=replace(self.group, n_nodes=n))
 
@@ -53,7 +58,7 @@ class MachineGroup:
             "market_type": group.market_type, "instance_type": self.instance_type,
             "usd_per_node_h": group.usd_per_node_h,
             "usd_per_gpu_h": round(group.usd_per_node_h / group.gpus_per_node, 6),
-            "price_from": self.price_from, "hardware_from": self.hardware_from,
+            "price_from": self.price_from, "cloud": self.cloud, "hardware_from": self.hardware_from,
             "memory_bytes_per_gpu": gpu.memory_bytes, "peak_flop_per_s": gpu.peak_flop_per_s,
             "network_bytes_per_s_per_gpu": gpu.link_bytes_per_s,
             "lost_per_node_h": group.lost_per_node_h, "notes": list(self.notes),

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import get_args
 
-from elastic.config.strict import HOURS_MOST
+from elastic.config.strict import HOURS_MOST, USD_MOST
 from elastic.errors import SpecError
 from elastic.types import MarketType
 
@@ -51,6 +51,16 @@ def tokens_of(text: str) -> float:
             f"--tokens {text}: it must be a number of tokens, as in 300B, 1.5T or 15e12"
         )
     return number
+
+
+def usd_of(text: str) -> float:
+    """`200k` -> 200000. Raises SpecError."""
+    plain = text.strip().lower().removeprefix("$").replace(",", "").replace("_", "")
+    found = TOKENS.fullmatch(plain)
+    usd = float(found[1]) * TIMES[found[2]] if found else 0.0
+    if not 0 < usd <= USD_MOST:
+        raise SpecError(f"--budget {text}: it must be dollars in all, as in 500, 200k or 1.5M")
+    return usd
 
 
 def hours_of(text: str) -> float:

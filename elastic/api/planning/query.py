@@ -11,7 +11,6 @@ from elastic.api.planning import conflicts
 from elastic.api.planning.model_source import OWN_POOLS, Subject
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.errors import InfeasiblePlan
-from elastic.observe.plans import plan_tables
 from elastic.planner import explain
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offer_search import find_offers
@@ -41,7 +40,18 @@ class Query:
     find: Find = find_offers
 
     def offers(self, machines: Sequence[MachineGroup]) -> Offers:
-        """Raises InfeasiblePlan."""
+        """None that the job's min_workers forbids. Raises InfeasiblePlan."""
+        n_gpus, least = conflicts.n_gpus_of(machines), self.subject.job.min_workers
+        if n_gpus < least:
+            raise InfeasiblePlan(f"elastic run waits: {n_gpus} of {least} workers (min_workers)")
+        found = self._wanted(machines)
+        best = tuple(offer for offer in found.best if offer.layout.world_size >= least)
+        if found.best and not best and is_auto(conflicts.wanted(self.subject, n_gpus)):
+            most = max(offer.layout.world_size for offer in found.best)
+            raise InfeasiblePlan(f"only {most} workers can be used, min_workers is {least}")
+        return replace(found, best=best or found.best)
+
+    def _wanted(self, machines: Sequence[MachineGroup]) -> Offers:
         groups = [each.group for each in conflicts.needed(self.subject, machines)]
         n_gpus, why = conflicts.n_gpus_of(machines), ""
         if self.subject.literal:
@@ -62,7 +72,8 @@ class Query:
     def plain(self) -> dict[str, Any]:
         aim = self.aim
         return {
-            "model": self.subject.plain(), "purpose": aim.purpose, "tokens": aim.tokens,
+            "model": self.subject.plain(), "budget_usd": aim.budget_usd,
+            "purpose": aim.purpose, "tokens": aim.tokens,
             "deadline_h": aim.deadline_h, "prices_at": str(catalog.PRICES_AT),
         }  # fmt: skip
 
@@ -103,7 +114,6 @@ def plan(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
     conflicts.check(query.subject, machines)
     found = query.offers(machines)
     idle = conflicts.idle(query.subject, machines)
-    _check_deadline(query, found, machines)
     n_gpus = conflicts.n_gpus_of(machines)
     return {
         **query.plain(),
@@ -119,6 +129,7 @@ def plan(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
         ],
         "rejected": dict(found.rejected),
         "n_looked_at": found.n_looked_at,
+        "asked_for": _own(query.subject, machines),
         "notes": [*_freer(query, found, machines), *notes_of(query.subject, machines)],
     }
 
@@ -135,24 +146,6 @@ def _freer(query: Query, found: Offers, machines: Sequence[MachineGroup]) -> lis
         f"this layout is asked for; a free choice (--layout auto) would be {best.layout}: "
         f"{less:.0%} less time"
     ]
-
-
-def _check_deadline(query: Query, found: Offers, machines: Sequence[MachineGroup]) -> None:
-    aim = query.aim
-    if not aim.deadline_h or not aim.tokens or not found.best:
-        return
-    fastest = min(offer.hours for offer in found.best)
-    if fastest > aim.deadline_h:
-        pools = " + ".join(_pool_words(each) for each in machines)
-        raise InfeasiblePlan(
-            f"{plan_tables.count(aim.tokens)} tokens within {plan_tables.hours(aim.deadline_h)}: "
-            f"{pools} need {plan_tables.hours(fastest)}; take more nodes (with --gpus KIND alone, "
-            "--within says how many), fewer tokens or more time"
-        )
-
-
-def _pool_words(each: MachineGroup) -> str:
-    return f"{each.group.n_gpus} x {each.group.hardware.accelerator_type}"
 
 
 def notes_of(subject: Subject, machines: Sequence[MachineGroup]) -> list[str]:
@@ -236,18 +229,50 @@ def what_if(
     rows = []
     for name, machines in choices:
         conflicts.check(query.subject, machines, f"--what-if {name}: layout")
-        rows.append(row_of(name, machines, query))
+        rows.append(row_of(name, machines, query) | {"own": _own(query.subject, machines)})
     if all(row["layout"] is None for row in rows):
         raise InfeasiblePlan("; ".join(f"{row['choice']}: {row['why_not']}" for row in rows))
     marks = {"fastest": "step_s", "cheapest": "usd_per_mtoken"}
     fitting = [row for row in rows if row["layout"] is not None]
+    in_time = [row for row in fitting if row["in_time"]] or fitting
     for mark, key in marks.items():
-        best = min((row[key] for row in fitting if row[key]), default=None)
+        best = min((row[key] for row in in_time if row[key]), default=None)
         for row in rows:
-            row[mark] = best is not None and row[key] == best
-    notes = [note for _, machines in choices for note in notes_of(query.subject, machines)]
+            row[mark] = best is not None and row in in_time and row[key] == best
+    notes = [*_unlike(query, choices, rows)]
+    notes += [note for _, machines in choices for note in notes_of(query.subject, machines)]
     pools = [each.plain() for _, machines in choices for each in machines]
     return {**query.plain(), "choices": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
+
+
+def _own(subject: Subject, machines: Sequence[MachineGroup]) -> bool:
+    """Is its layout the one that is asked for, not a free choice?"""
+    return not is_auto(conflicts.wanted(subject, conflicts.n_gpus_of(machines)))
+
+
+def _unlike(
+    query: Query,
+    choices: Sequence[tuple[str, tuple[MachineGroup, ...]]],
+    rows: Sequence[dict[str, Any]],
+) -> list[str]:
+    """What a reader must know where the layouts of some choices are given and those of others are
+    not."""
+    own = [row for row in rows if row["own"] and row["layout"] is not None]
+    free = [row["choice"] for row in rows if not row["own"] and row["layout"] is not None]
+    if not own or not free:
+        return []
+    auto = replace(query, subject=query.subject.with_layout(AUTO))
+    machines_of = dict(choices)
+    said = []
+    for row in own:
+        best = row_of(row["choice"], machines_of[row["choice"]], auto)
+        faster = f"{best['layout']}, {1 - best['step_s'] / row['step_s']:.0%} less time"
+        same = best["layout"] is None or best["step_s"] >= (1 - WORTH_SAYING) * row["step_s"]
+        said.append(f"{row['choice']} ({'no better' if same else faster})")
+    return [
+        f"the job names no layout for {', '.join(free)}: a free choice, as in elastic run; of the "
+        f"others its own is shown, a free choice (--layout auto) would be: {'; '.join(said)}"
+    ]
 
 
 def row_of(name: str, machines: Sequence[MachineGroup], query: Query) -> dict[str, Any]:
@@ -255,14 +280,21 @@ def row_of(name: str, machines: Sequence[MachineGroup], query: Query) -> dict[st
     try:
         offer = query.offers(machines).best[0]
     except InfeasiblePlan as error:
-        return row | dict.fromkeys(KEYS) | {"layout": None, "why_not": str(error)}
-    return row | short(offer)
+        return row | dict.fromkeys((*KEYS, *LIMITS)) | {"layout": None, "why_not": str(error)}
+    aim = query.aim
+    budget = aim.budget_usd or query.subject.job.budget_usd or 0.0
+    limits = (
+        not aim.deadline_h or offer.hours <= aim.deadline_h,
+        not budget or offer.usd <= budget,
+    )
+    return row | short(offer) | dict(zip(LIMITS, limits, strict=True))
 
 
 KEYS = (
     "n_used_gpus", "step_s", "tokens_per_s", "mfu", "memory_bytes", "room_bytes", "usd_per_h",
     "usd_per_mtoken", "efficiency", "goodput", "hours", "usd",
 )  # fmt: skip
+LIMITS = ("in_time", "in_budget")
 
 
 def short(offer: Offer) -> dict[str, Any]:

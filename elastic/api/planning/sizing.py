@@ -18,7 +18,7 @@ MOST_NEAR = 6  # round numbers of nodes that are tried below the one that was fo
 
 def capacity(query: Query, kinds: Sequence[MachineGroup]) -> dict[str, Any]:
     """The fewest nodes of each kind that make it. Raises SpecError where no kind does."""
-    rows = [_kind(query, machines) for machines in kinds]
+    rows = [fewest_nodes(query, machines) for machines in kinds]
     made = [row for row in rows if row["makes_it"]]
     if not made:
         raise SpecError(_impossible(query, rows))
@@ -31,7 +31,7 @@ def capacity(query: Query, kinds: Sequence[MachineGroup]) -> dict[str, Any]:
     return {**query.plain(), "kinds": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
 
 
-def _kind(query: Query, machines: MachineGroup) -> dict[str, Any]:
+def fewest_nodes(query: Query, machines: MachineGroup) -> dict[str, Any]:
     """Doubled until it is fast enough, then bisected; then the numbers just below that: some divide
     better than others."""
     per_node, most = machines.group.gpus_per_node, max(1, MOST_GPUS // machines.group.gpus_per_node)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
+from elastic.api.running.local_pools import here
 from elastic.api.running.start_checks import (
     check_cp,
     check_drill,
@@ -166,7 +167,7 @@ def default_storage() -> str | None:
 
 def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
     """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill`
-    asks for one."""
+    asks for one. Raises SpecError for pools that this machine, where there is no other, has not."""
     drill = load_drill(options.drill) if options.drill is not None else spec.drill
     if address is not None and options.drill is None:
         drill = []
@@ -181,10 +182,15 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
             floor = cluster.on_demand_floor
         if "head_usd_per_h" not in spec.model_fields_set:
             head_usd_per_h = cluster.head_usd_per_h
-    elif address is None and "pools" not in spec.model_fields_set:
+    if address is None:
         from elastic.cluster.local.local_cluster import visible_gpus
 
-        pools = embedded_pools(len(visible_gpus()))
+        n_gpus = len(visible_gpus())
+        if options.cluster is None and "pools" not in spec.model_fields_set:
+            pools = embedded_pools(n_gpus)
+        pools, said = here(spec, pools, n_gpus, local=options.local)
+        if said and options.show:
+            print(said, file=options.stream or sys.stdout)
     known = {
         "drill": drill,
         "pools": pools,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.catalog.bounded_yaml import yaml_of
@@ -14,6 +14,7 @@ from elastic.config.clusters.cluster_file import (
     Problem,
 )
 from elastic.config.clusters.elastic_section import Own, OwnPool
+from elastic.config.clusters.kuberay_schema import problems_of_schema
 from elastic.config.clusters.pools import pools_of
 from elastic.config.strict import USD_MOST, finite
 from elastic.types import MarketType
@@ -81,7 +82,30 @@ def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec,
         sources,
         head_usd_per_h=usd_per_h,
     )
-    return made, problems
+    said = [*_about_groups(manifest, (*place, "workerGroupSpecs")), *_without_a_most(workers)]
+    return made, [*said, *problems]
+
+
+def _about_groups(manifest: Mapping[str, Any], place: Place) -> list[Problem]:
+    """What the schema says against the groups' own keys: a pool would come out wrong, or vanish."""
+    depth = len(place)
+    return [
+        problem
+        for problem in problems_of_schema(manifest)
+        if problem.place[:depth] == place and len(problem.place) <= depth + 2
+    ]
+
+
+def _without_a_most(workers: Sequence[ClusterNodeType]) -> list[Problem]:
+    what, right = (
+        f"it is missing: Kubernetes takes {2**31 - 1} for it",
+        "give the most that you pay for",
+    )
+    return [
+        Problem((*worker.place, "maxReplicas"), what, right)
+        for worker in workers
+        if not worker.max_nodes and "maxReplicas" not in worker.node_config
+    ]
 
 
 def _group(entry: Mapping[str, Any], place: Place) -> ClusterNodeType:

@@ -1,13 +1,19 @@
-"""What a manifest for KubeRay should say, beyond its schema."""
+"""What a manifest for KubeRay should say: what the schema of its CRD asks for, and more."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic.config.clusters.cluster_file import ClusterSpec, Problem
+from elastic.config.clusters.cluster_file import ClusterSpec, Place, Problem
+from elastic.config.clusters.kuberay_schema import problems_of_schema
 
 NOTICE_S = 30  # that a pod has to leave; the shortest of the clouds' notices
+GRACE_S = 30  # Kubernetes' default
+HOOK = re.compile(r"pre_stop\.sh\W*(\d*)")
+HOOK_S = 110  # that deploy/kubernetes/pre_stop.sh waits where nobody says how long
+SLEEP = re.compile(r"\bsleep\W+(\d+)")
 
 
 def cluster_of(spec: ClusterSpec) -> tuple[tuple[str | int, ...], Mapping[str, Any]]:
@@ -47,15 +53,9 @@ def pods(spec: ClusterSpec) -> Iterator[Problem]:
     for node_type in spec.node_types:
         pod = _mapping(_mapping(node_type.node_config.get("template")).get("spec"))
         place = (*node_type.place, "template", "spec")
-        grace = pod.get("terminationGracePeriodSeconds", 30)
-        if not node_type.head and isinstance(grace, int) and grace < NOTICE_S:
-            what = f"a pod that is told to leave has {grace} s"
-            yield Problem(
-                (*place, "terminationGracePeriodSeconds"),
-                what,
-                f"at least {NOTICE_S} s, as the clouds give",
-            )
         containers = pod.get("containers") if isinstance(pod.get("containers"), list) else []
+        if not node_type.head:
+            yield from _grace(pod, [_mapping(container) for container in containers or []], place)
         for n, container in enumerate(containers or []):
             image = str(_mapping(container).get("image", ""))
             if image.endswith(":latest") or ":" not in image.rsplit("/", 1)[-1]:
@@ -68,8 +68,60 @@ def pods(spec: ClusterSpec) -> Iterator[Problem]:
                 )
 
 
+def _grace(
+    pod: Mapping[str, Any], containers: list[Mapping[str, Any]], place: Place
+) -> Iterator[Problem]:
+    """Kubernetes counts the hook's time from the grace period, and kills all at its end."""
+    grace = pod.get("terminationGracePeriodSeconds", GRACE_S)
+    if not isinstance(grace, int):
+        return  # the schema says so
+    there = (*place, "terminationGracePeriodSeconds")
+    hook_s = max(map(_hook_s, containers), default=0)
+    if grace < NOTICE_S:
+        right = f"at least {NOTICE_S} s, as the clouds give"
+        yield Problem(there, f"a pod that is told to leave has {grace} s", right)
+    elif grace <= hook_s:
+        default = "" if "terminationGracePeriodSeconds" in pod else " (Kubernetes' default)"
+        what = (
+            f"a pod is killed after {grace} s{default}, while its preStop hook still gives its "
+            f"workers {hook_s} s"
+        )
+        right = (
+            f"terminationGracePeriodSeconds: {hook_s + 10}, or a hook of at most {grace - 5} s: "
+            f"pre_stop.sh {grace - 5}"
+        )
+        yield Problem(there, what, right)
+
+
+def _hook_s(container: Mapping[str, Any]) -> int:
+    """How long its preStop hook may take; 0 = there is none, or that is not known."""
+    hook = _mapping(_mapping(container.get("lifecycle")).get("preStop"))
+    slept = _mapping(hook.get("sleep")).get("seconds")
+    if isinstance(slept, int):
+        return slept
+    command = _mapping(hook.get("exec")).get("command")
+    text = " ".join(map(str, command)) if isinstance(command, list) else ""
+    if found := HOOK.search(text):
+        return int(found[1] or HOOK_S)
+    return sum(int(seconds) for seconds in SLEEP.findall(text))
+
+
+def schema(spec: ClusterSpec) -> Iterator[Problem]:
+    yield from problems_of_schema(spec.data)
+
+
+def replicas(spec: ClusterSpec) -> Iterator[Problem]:
+    for worker in spec.workers:
+        place = (*worker.place, "maxReplicas")
+        if worker.min_nodes > worker.max_nodes:
+            what = f"{worker.max_nodes}, but minReplicas is {worker.min_nodes}"
+            yield Problem(place, what, f"at least {worker.min_nodes}")
+        elif worker.node_config.get("maxReplicas") == 0:
+            yield Problem(place, "0: the group is no pool", "at least 1, or no such group", True)
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-RULES = (authentication, autoscaler, pods)
+RULES = (schema, authentication, autoscaler, replicas, pods)

@@ -106,7 +106,8 @@ def _price(worker: ClusterNodeType, said: OwnPool) -> tuple[float | None, str]:
         return None, "not known"
     of_elsewhere = f" of {region}" if region != worker.region else ""
     asked = " (of on-demand nodes)" if worker.market_type == "reserved" else ""
-    return price, f"table of {catalog.PRICES_AT}{of_elsewhere}{asked}"
+    at = known.prices[region].at if known is not None else ""
+    return price, f"table of {at or catalog.PRICES_AT}{of_elsewhere}{asked}"
 
 
 def _unknown(provider: str, worker: ClusterNodeType, gpus: int) -> list[Problem]:

@@ -317,7 +317,9 @@ def _orphans(spec: ClusterSpec) -> Iterator[Problem]:
     if spec.provider not in CLOUDS:
         return
     if END_SCRIPT not in " ".join(_command_list(spec.data, "worker_start_ray_commands")):
-        right = f"start deploy/{END_SCRIPT}.sh in worker_start_ray_commands, as cluster_configs/ do"
+        right = (
+            f"start {END_SCRIPT}.sh in worker_start_ray_commands: it is installed beside `elastic`"
+        )
         yield Problem(
             ("worker_start_ray_commands",),
             "workers outlive a head that is gone, and are paid",

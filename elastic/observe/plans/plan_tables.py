@@ -3,12 +3,14 @@ needs. Reads the plain data."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
 from elastic.observe.run_tables import columns
 
+TABLE = re.compile(r"\btable of (\d{4}-\d\d-\d\d)")
 GIB, MIB = 2**30, 2**20
 WIDTH = 100
 Data = Mapping[str, Any]
@@ -81,7 +83,7 @@ def _answer(data: Data, best: Data) -> list[str]:
     aim = {"fastest": "best", "cheapest": "cheapest", "deadline": "cheapest in time"}[
         data["purpose"]
     ]
-    head = f"{aim}: " if data["model"]["layout"].startswith("auto") else "asked for: "
+    head = "asked for: " if data["asked_for"] else f"{aim}: "
     lines = [
         f"{head}{best['layout']}",
         f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}",
@@ -95,6 +97,10 @@ def _answer(data: Data, best: Data) -> list[str]:
         lost = taken if best["goodput"] < 0.999 else ""
         total = f" and {usd(best['usd'])}" if best["usd"] else ""
         lines.append(f"      {count(data['tokens'])} {unit}: {hours(best['hours'])}{total}{lost}")
+    if data["budget_usd"] and best["usd_per_h"] and not data["tokens"]:
+        lines.append(
+            f"      {usd(data['budget_usd'])} buys {bought(data['budget_usd'], best, data)}"
+        )
     copy = (
         f"a checkpoint stops the steps for {seconds(best['copy_stall_s'])} and is written in "
         f"{seconds(best['copy_write_s'])}"
@@ -174,12 +180,23 @@ def _rejected(data: Data) -> list[str]:
 
 def _notes(data: Data) -> list[str]:
     notes = [f"note: {text}" for text in data["notes"]]
-    if any(pool["usd_per_gpu_h"] and "table" in pool["price_from"] for pool in data["pools"]):
-        notes.append(
-            f"note: prices are those of the dated table of {data['prices_at']}; `elastic prices` "
-            "has their sources"
-        )
+    tabled = [pool for pool in data["pools"] if pool["usd_per_gpu_h"] and _day(pool)]
+    days = sorted({_day(pool) for pool in tabled})
+    clouds = sorted({pool["cloud"] for pool in data["pools"] if pool["cloud"]})
+    sources = "`elastic prices` has their sources"
+    if len(days) == 1:
+        notes.append(f"note: prices are those of the dated table of {days[0]}; {sources}")
+    elif days:
+        notes.append(f"note: prices are of different days, {' and '.join(days)}; {sources}")
+    if len(clouds) > 1:
+        notes.append(f"note: nodes of several clouds are compared, {' and '.join(clouds)}")
     return notes
+
+
+def _day(pool: Data) -> str:
+    """Of the table that its price is of; '' = it is of none."""
+    found = TABLE.search(pool["price_from"])
+    return found[1] if found else ""
 
 
 # ------------------------------------------------------------------------------------------ side by
@@ -188,18 +205,36 @@ def _notes(data: Data) -> list[str]:
 
 def what_if(data: Data) -> list[str]:
     rows: list[Sequence[str]] = [("CHOICE", *_short_head(data), "", "LAYOUT")]
+    unlike = len({row["own"] for row in data["choices"] if row["layout"]}) > 1
     for row in data["choices"]:
-        marks = ", ".join(mark for mark in ("fastest", "cheapest") if row.get(mark))
-        rows.append((row["choice"], *_short(row, data), marks, row["layout"] or _why_not(row)))
-    total = [f"{count(data['tokens'])} {data['model']['unit']}:"] if data["tokens"] else []
+        marks = [mark for mark in ("fastest", "cheapest") if row.get(mark)]
+        marks += _over(row, data)
+        whose = ("  (the job's)" if row["own"] else "  (a free choice)") if unlike else ""
+        layout = f"{row['layout']}{whose}" if row["layout"] else _why_not(row)
+        rows.append((row["choice"], *_short(row, data), ", ".join(marks), layout))
     return [
         *subject(data),
-        *total,
+        *_asked(data),
         "",
         *columns(rows, right=range(1, len(rows[0]) - 2)),
         "",
         *_priced(data),
     ]
+
+
+def _asked(data: Data) -> list[str]:
+    """What is to be trained, by when and for how much."""
+    if not data["tokens"]:
+        return []
+    within = f" within {hours(data['deadline_h'])}" if data["deadline_h"] else ""
+    budget = f" for {usd(data['budget_usd'])}" if data["budget_usd"] else ""
+    return [f"{count(data['tokens'])} {data['model']['unit']}{within}{budget}:"]
+
+
+def _over(row: Data, data: Data) -> list[str]:
+    """What it does not keep to."""
+    limits = {"in_time": "not in time", "in_budget": "over the budget"}
+    return [said for key, said in limits.items() if data["tokens"] and row[key] is False]
 
 
 def _short_head(data: Data) -> list[str]:
@@ -248,7 +283,7 @@ def scaling(data: Data) -> list[str]:
             (
                 f"{row['n_gpus']:,}",
                 *_short(row, data),
-                bar(share, 20),
+                ", ".join([bar(share, 20), *_over(row, data)]),
                 row["layout"] or _why_not(row),
             )
         )
@@ -265,6 +300,7 @@ def scaling(data: Data) -> list[str]:
     right = range(len(rows[0]) - 2)
     return [
         *subject(data),
+        *_asked(data),
         "",
         *columns(rows, right=right),
         "",
@@ -285,13 +321,7 @@ def capacity(data: Data) -> list[str]:
                 *(number(row[key]) for key in ("usd", "usd_per_h", "usd_per_mtoken")),
             ]
             cells.append(f"{row['efficiency']:.0%}")
-        mark = (
-            "<- cheapest"
-            if row["cheapest"]
-            else ""
-            if row["makes_it"] or not row["layout"]
-            else "not in time"
-        )
+        mark = ", ".join(["<- cheapest"] * row["cheapest"] + _over(row, data))
         rows.append(
             (
                 row["kind"],
@@ -386,6 +416,13 @@ def size(n_bytes: float) -> str:
 def bar(share: float, width: int) -> str:
     full = min(width, max(0, round(share * width)))
     return "#" * full + "." * (width - full)
+
+
+def bought(budget_usd: float, offer: Data, data: Data) -> str:
+    """What a budget is enough for on an offer."""
+    tokens = budget_usd / offer["usd_per_mtoken"] * 1e6
+    hours_ = budget_usd / offer["usd_per_h"]
+    return f"{count(tokens)} {data['model']['unit']} in {hours(hours_)}"
 
 
 def seconds(value: float) -> str:

@@ -1,6 +1,6 @@
 """How many nodes of each pool are wanted now, spot or on demand, and why.
 
-Two purposes. `fastest`: all that the pools give. `cheapest`: what is owned and reserved, then spot,
+Two ways. `fastest`: all that the pools give. `cheapest`: what is owned and reserved, then spot,
 and on-demand nodes only for the floor, while too few others are there for longer than waiting is
 worth, or while the deadline needs them.
 """
@@ -53,7 +53,7 @@ def cheapest(state: State) -> bool:
     job = state.job
     if job.purpose == "auto":
         return job.deadline_h is not None or job.on_demand_floor != "auto"
-    return job.purpose == "cheapest"
+    return job.purpose in ("cheapest", "deadline")
 
 
 def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemandNeed]:

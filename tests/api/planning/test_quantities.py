@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of
+from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.errors import SpecError
+
+
+def test_dollars() -> None:
+    texts = ("500", "200k", "$1.5M", "1,200")
+    assert [usd_of(text) for text in texts] == [500.0, 200e3, 1.5e6, 1200.0]
+    for text in ("", "0", "-5", "200 k$", "much", "9" * 20):
+        with pytest.raises(SpecError, match="--budget .*: it must be dollars in all"):
+            usd_of(text)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,22 @@ def test_the_command_prints_pools_and_problems(capsys: pytest.CaptureFixture[str
     assert [problem["severity"] for problem in data["problems"]] == ["warning"]
 
 
+def test_a_price_that_nobody_knows_is_no_zero(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "deploy" / "kubernetes" / "raycluster.yaml").read_text()
+    file = tmp_path / "manifest.yaml"
+    file.write_text(text.replace("p5.48xlarge", "own-machine", 1))
+    assert command_line.main(["cluster", "check", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    spot, steady = (line.split() for line in lines if line.startswith("p5-"))
+    assert spot[6:8] == ["-", "-"] and spot[-2:] == ["not", "known"] and steady[6] == "55.04"
+    assert command_line.main(["cluster", "check", str(file), "--json"]) == 0
+    pools = json.loads(capsys.readouterr().out)["pools"]
+    assert [pool["usd_per_node_h"] for pool in pools] == [None, 55.04]
+    assert [pool["usd_per_gpu_h"] for pool in pools] == [None, 6.88]
+
+
 def test_errors_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "cluster_configs" / "aws_g6e_g5_cheap.yaml").read_text()
     file = tmp_path / "wrong.yaml"

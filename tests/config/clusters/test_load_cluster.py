@@ -139,6 +139,8 @@ def test_google_cloud_spot_in_both_spellings(tmp_path: Path) -> None:
         "A100",
     )
     assert (steady.market_type, steady.usd_per_node_h) == ("on-demand", 3.67339)
+    sources = load_cluster(written(tmp_path, GCP)).prices_of
+    assert set(sources.values()) == {"table of 2024-11-07"}  # of these prices, not of the newest
 
 
 def test_hosts_of_ones_own(tmp_path: Path) -> None:
@@ -332,15 +334,12 @@ def test_the_heads_price(tmp_path: Path) -> None:
 def test_a_run_takes_the_pools_of_the_file(tmp_path: Path) -> None:
     job = job_of({"steps": 1, "global_batch": 1}, tmp_path / "program.py")
     file = written(tmp_path, AWS)
-    for options, address in (
-        (Options(cluster=file), "10.0.0.1:6379"),
-        (Options(cluster=file, local=True), None),
-    ):
-        made = adapted(job, options, address)
-        pools = made.pools
-        assert made.on_demand_floor == 1  # as the file says
-        assert [pool.name for pool in pools] == ["spot", "steady", "block"]
-        assert tuple(pool.pool() for pool in pools) == load_cluster(file).pools
+    made = adapted(job, Options(cluster=file), "10.0.0.1:6379")
+    assert tuple(pool.pool() for pool in made.pools) == load_cluster(file).pools
+    here = adapted(job, Options(cluster=file, local=True, show=False), None)
+    for found in (made, here):
+        assert found.on_demand_floor == 1  # as the file says
+        assert [pool.name for pool in found.pools] == ["spot", "steady", "block"]
     own = job_of({"steps": 1, "global_batch": 1, "on_demand_floor": 0}, tmp_path / "program.py")
     # as the job says
     assert adapted(own, Options(cluster=file, local=True), None).on_demand_floor == 0

@@ -313,7 +313,7 @@ WARNINGS = [
     (
         CHEAP,
         ("end_without_head", "nothing"),
-        "workers outlive a head that is gone, and are paid; start deploy/end_without_head.sh",
+        "workers outlive a head that is gone, and are paid; start end_without_head.sh",
     ),
     (
         CHEAP,

@@ -32,10 +32,10 @@ DATA: dict[str, Any] = {
             "pool": "spot", "gpu": "H100-80GB-SXM", "n_gpus": 32, "n_nodes": 4, "gpus_per_node": 8,
             "market_type": "spot", "instance_type": "p5.48xlarge", "usd_per_gpu_h": 2.0,
             "price_from": "table of 2026-01-01", "hardware_from": "catalog",
-            "network_bytes_per_s_per_gpu": 5e10, "lost_per_node_h": 0.05,
+            "network_bytes_per_s_per_gpu": 5e10, "lost_per_node_h": 0.05, "cloud": "aws",
         }
     ],
-    "tokens": 0.0, "purpose": "fastest", "prices_at": "2026-01-01", "offers": [OFFER],
+    "tokens": 0.0, "budget_usd": 0.0, "asked_for": False, "purpose": "fastest", "prices_at": "2026-01-01", "offers": [OFFER],
     "rejected": {"cp": "slower"}, "n_looked_at": 1234,
     "notes": ["mind"],
 }  # fmt: skip
@@ -77,10 +77,8 @@ def test_with_tokens_it_says_how_long_and_how_much() -> None:
 
 def test_the_head_says_what_is_best() -> None:
     assert plan_tables.plan({**DATA, "purpose": "cheapest"})[3] == "cheapest: dp_shard=8,tp=4"
-    assert (
-        plan_tables.plan({**DATA, "model": {**DATA["model"], "layout": "dp_shard=8"}})[3]
-        == "asked for: dp_shard=8,tp=4"
-    )
+    asked = plan_tables.plan({**DATA, "asked_for": True})
+    assert asked[3] == "asked for: dp_shard=8,tp=4"
 
 
 def test_warnings_name_the_offers_that_they_are_of() -> None:

@@ -70,6 +70,7 @@ def on_demand(told: Story, *names: str) -> None:
         ({"purpose": "auto", "deadline_h": 3.0}, True),
         ({"purpose": "auto", "on_demand_floor": 0}, True),
         ({"purpose": "fastest", "deadline_h": 3.0}, False),
+        ({"purpose": "deadline", "deadline_h": 3.0}, True),
         ({"purpose": "cheapest"}, True),
     ],
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 
 from support.cluster.autoscaled import not_allowed
 from support.cluster.metadata_server import MetadataServer, iso
+from support.scene_tools import missing_tools
 from support.waiting import until
 
 GATEWAY, METADATA, PORT = "172.31.255.254", "169.254.169.254", 5000
@@ -31,13 +31,6 @@ REGION, BUCKET = "us-east-1", "elastic-runs"
 USER, HOME = "ubuntu", "/mnt/ubuntu"  # of the image
 SHUT_DOWN = "/mnt/shut-down"  # what `sudo shutdown` leaves on a host
 LOOK_S = 0.5
-TOOLS = {
-    "sshd": "openssh-server",
-    "ssh": "openssh-client",
-    "rsync": "rsync",
-    "ip": "iproute2",
-    "make": "make",
-}
 SETUP = f"""
 set -e
 ip link set lo up
@@ -73,13 +66,7 @@ SetEnv AWS_ENDPOINT_URL={ENDPOINT}
 
 def missing() -> str:
     """Why there can be no such hosts here; '' = there can."""
-    path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
-    gone = [
-        f"{tool} ({package})"
-        for tool, package in TOOLS.items()
-        if shutil.which(tool, path=path) is None
-    ]
-    return f"not on this machine: {', '.join(gone)}" if gone else not_allowed()
+    return missing_tools() or not_allowed()
 
 
 def sh(*words: str) -> str:

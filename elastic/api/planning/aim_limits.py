@@ -1,0 +1,118 @@
+"""What a plan may not exceed: a deadline, a budget, and the workers that the job asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elastic.api.planning import conflicts, query, sizing
+from elastic.api.planning.plan_nodes import MachineGroup
+from elastic.api.planning.query import Query
+from elastic.errors import InfeasiblePlan
+from elastic.observe.plans import plan_tables
+from elastic.types import is_auto
+from elastic.types.nouns import AUTO
+
+MOST_TIMES = 8  # as many nodes, that are tried where these hold no layout
+
+
+def plan(asked: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
+    """The offers within the limits, the best first. Raises SpecError, or InfeasiblePlan with what
+    would do."""
+    try:
+        data = query.plan(asked, machines)
+    except InfeasiblePlan as error:
+        raise InfeasiblePlan(f"{error}{_what_fits(asked, machines)}") from None
+    late = _too_late(asked, machines, data["offers"])
+    if late:
+        raise InfeasiblePlan(late)
+    data["notes"] = [*_of_job(asked, machines, data["offers"][0]), *data["notes"]]
+    return data if not asked.aim.budget_usd else _within_budget(asked, machines, data)
+
+
+def _what_fits(asked: Query, machines: Sequence[MachineGroup]) -> str:
+    """What to ask for instead, tried."""
+    n_gpus = conflicts.n_gpus_of(machines)
+    if n_gpus < asked.subject.job.min_workers:
+        return ""
+    if not is_auto(conflicts.wanted(asked.subject, n_gpus)):
+        free = replace(asked, subject=asked.subject.with_layout(AUTO))
+        row = query.row_of("", machines, free)
+        return f"; a free choice fits: --layout auto, {row['layout']}" if row["layout"] else ""
+    if len(machines) > 1:
+        return ""
+    for n in (machines[0].group.n_nodes * 2**k for k in range(1, MOST_TIMES.bit_length())):
+        more = machines[0].with_nodes(n)
+        row = query.row_of("", [more], asked)
+        if row["layout"] is not None:
+            return f"; {_words(more)} hold it: {row['layout']}"
+    return ""
+
+
+def _too_late(
+    asked: Query, machines: Sequence[MachineGroup], offers: Sequence[Mapping[str, Any]]
+) -> str:
+    """That no offer makes the deadline, and how many of these GPUs would; '' = one does."""
+    aim = asked.aim
+    fastest = min((offer["hours"] for offer in offers), default=0.0)
+    if not aim.deadline_h or not aim.tokens or fastest <= aim.deadline_h:
+        return ""
+    enough = ""
+    if len(machines) == 1:
+        kind = sizing.fewest_nodes(asked, machines[0])
+        if kind["makes_it"]:
+            more = _words(machines[0].with_nodes(kind["n_nodes"]))
+            enough = f"{more} make it in {plan_tables.hours(kind['hours'])}; take them"
+    return (
+        f"{_tokens(asked)} within {plan_tables.hours(aim.deadline_h)}: "
+        f"{' + '.join(map(_words, machines))} need {plan_tables.hours(fastest)}; "
+        f"{enough or 'take more nodes (with --gpus KIND alone, --within says how many)'}, fewer "
+        "tokens or more time"
+    )
+
+
+def _within_budget(
+    asked: Query, machines: Sequence[MachineGroup], data: dict[str, Any]
+) -> dict[str, Any]:
+    """The offers that cost no more; the cheapest ones where none of the fastest does."""
+    aim = asked.aim
+    if not aim.tokens:
+        return data
+    offers = [offer for offer in data["offers"] if offer["usd"] <= aim.budget_usd]
+    if not offers and aim.purpose != "cheapest":
+        cheaper = replace(asked, aim=replace(aim, purpose="cheapest"))
+        return _within_budget(cheaper, machines, {**plan(cheaper, machines), "purpose": "cheapest"})
+    if not offers:
+        least = min(data["offers"], key=lambda offer: offer["usd"])
+        raise InfeasiblePlan(
+            f"{_tokens(asked)} for {plan_tables.usd(aim.budget_usd)}: the cheapest way on "
+            f"{' + '.join(map(_words, machines))} costs {plan_tables.usd(least['usd'])}; that "
+            f"budget buys {plan_tables.bought(aim.budget_usd, least, data)}"
+        )
+    return {**data, "offers": [{**offer, "n": n} for n, offer in enumerate(offers, 1)]}
+
+
+def _of_job(
+    asked: Query, machines: Sequence[MachineGroup], best: Mapping[str, Any]
+) -> Iterator[str]:
+    """What else the job limits, that `elastic run` keeps to."""
+    job, n_gpus = asked.subject.job, conflicts.n_gpus_of(machines)
+    if job.budget_usd and best["usd"] > job.budget_usd and not asked.aim.budget_usd:
+        share = job.budget_usd / best["usd"]
+        yield (
+            f"the job's budget_usd of {plan_tables.usd(job.budget_usd)} ends the run at {share:.0%}"
+        )
+    if job.max_workers and job.max_workers < n_gpus:
+        yield f"max_workers={job.max_workers}: elastic run uses no more of these {n_gpus} GPUs"
+    nodes = sum(each.group.n_nodes for each in machines)
+    if job.max_nodes and job.max_nodes < nodes:
+        yield f"max_nodes={job.max_nodes}: elastic run pays for no more of these {nodes} nodes"
+
+
+def _tokens(asked: Query) -> str:
+    return f"{plan_tables.count(asked.aim.tokens)} {asked.subject.plain()['unit']}"
+
+
+def _words(each: MachineGroup) -> str:
+    return f"{each.group.n_gpus} x {each.group.hardware.accelerator_type}"

@@ -1,0 +1,133 @@
+"""Manifests of KubeRay: what the schema of its CRD refuses, and what would end a pod too early."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.cluster import condense_crd
+from support.places import ROOT
+
+from elastic import api
+from elastic.config.clusters import load_cluster
+from elastic.config.clusters.kuberay_schema import problems_of_schema
+from elastic.errors import SpecError
+
+MANIFESTS = {
+    name: ROOT / "deploy" / "kubernetes" / name for name in ("raycluster.yaml", "rayjob.yaml")
+}
+CLUSTER = MANIFESTS["raycluster.yaml"].read_text()
+GRACE = "terminationGracePeriodSeconds: 120"
+HOOK = "[sh, /home/elastic/deploy/kubernetes/pre_stop.sh]"
+
+
+def errors(folder: Path, text: str) -> list[str]:
+    """What is said of the file, without its name."""
+    file = folder / "manifest.yaml"
+    file.write_text(text)
+    lines = api.check_cluster(file).lines()
+    return [line.removeprefix(f"{file}:") for line in lines if " warning: " not in line]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_manifests_of_this_repository_follow_the_schema(name: str) -> None:
+    manifest = yaml.safe_load(MANIFESTS[name].read_text())
+    assert problems_of_schema(manifest) == []
+    assert api.check_cluster(MANIFESTS[name]).ok
+
+
+REFUSED = [
+    (
+        ("maxReplicas: 8", "maxReplica: 8"),
+        "53: error: spec.workerGroupSpecs.0.maxReplica: KubeRay 1.7.0 knows no key 'maxReplica' here: "
+        "it is refused, or ignored; did you mean maxReplicas",
+    ),
+    (("groupName: p5-spot", "numOfHosts: 1"), "workerGroupSpecs.0.groupName: it is missing, and KubeRay needs it"),
+    (("maxReplicas: 8", "maxReplicas: eight"), "maxReplicas: it is eight; it must be a whole number"),
+    (("maxReplicas: 8", "maxReplicas: true"), "maxReplicas: it is True; it must be a whole number"),
+    (("replicas: 0\n      minReplicas: 0\n      maxReplicas: 8", "minReplicas: 0"), "maxReplicas: it is missing: Kubernetes takes 2147483647"),
+    (("minReplicas: 0", "minReplicas: 9"), "maxReplicas: 8, but minReplicas is 9; at least 9"),
+    (('num-cpus: "0"', "num-cpus: 0"), "num-cpus: it is 0; it must be text (in quotes)"),
+    (("mode: token", "mode: tokens"), "authOptions.mode: it is tokens; one of disabled, token"),
+    (('nvidia.com/gpu: "8"', "nvidia.com/gpu: 8 GPUs"), "nvidia.com/gpu: 8 GPUs is no quantity; a whole"),
+    (("readOnlyRootFilesystem", "readOnlyRootFs"), "did you mean readOnlyRootFilesystem?"),
+    (("ray.io/v1\n", "ray.io/v2\n"), "apiVersion: 'ray.io/v2' is not the API of KubeRay's operator; apiVersion: ray.io/v1"),
+    (("workerGroupSpecs:", "workers:"), "spec.workers: KubeRay 1.7.0 knows no key 'workers' here"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "what"), REFUSED, ids=lambda value: "")
+def test_what_the_schema_refuses_is_told_where_it_stands(
+    tmp_path: Path, change: tuple[str, str], what: str
+) -> None:
+    assert change[0] in CLUSTER
+    found = errors(tmp_path, CLUSTER.replace(*change, 1))
+    assert any(what in line for line in found), found
+
+
+def test_a_key_that_a_group_does_not_have_keeps_its_pool_from_being_planned(tmp_path: Path) -> None:
+    """Else the pool would vanish without a word. In a pod it does not matter to a plan."""
+    file = tmp_path / "manifest.yaml"
+    file.write_text(CLUSTER.replace("maxReplicas: 8", "maxReplica: 8"))
+    with pytest.raises(SpecError, match="knows no key 'maxReplica' here"):
+        load_cluster(file)
+    file.write_text(CLUSTER.replace("runAsNonRoot", "runAsNobody"))
+    assert [pool.name for pool in load_cluster(file).pools] == ["p5-spot", "p5-on-demand"]
+
+
+def test_a_group_without_pods_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "manifest.yaml"
+    file.write_text(CLUSTER.replace("maxReplicas: 8", "maxReplicas: 0"))
+    (told,) = (line for line in api.check_cluster(file).lines() if "no pool" in line)
+    assert "warning: spec.workerGroupSpecs.0.maxReplicas: 0: the group is no pool" in told
+
+
+@pytest.mark.parametrize(
+    ("grace", "hook", "told"),
+    [
+        ("terminationGracePeriodSeconds: 40", HOOK, "killed after 40 s, while its preStop hook still gives its workers 110 s"),
+        ("terminationGracePeriodSeconds: 110", HOOK, "terminationGracePeriodSeconds: 120, or a hook of at most 105 s"),
+        ("terminationGracePeriodSeconds: 111", HOOK, ""),
+        ("hostNetwork: false", HOOK, "killed after 30 s (Kubernetes' default)"),
+        ("hostNetwork: false", HOOK.replace("]", ', "25"]'), ""),
+        ("hostNetwork: false", '[sh, -c, "sh pre_stop.sh 45"]', "gives its workers 45 s"),
+        ("hostNetwork: false", '[sh, -c, "touch /tmp/x; sleep 60"]', "gives its workers 60 s"),
+        ("terminationGracePeriodSeconds: 20", HOOK, "a pod that is told to leave has 20 s; at least 30 s"),
+    ],
+)  # fmt: skip
+def test_a_grace_period_is_longer_than_the_hook(
+    tmp_path: Path, grace: str, hook: str, told: str
+) -> None:
+    found = errors(tmp_path, CLUSTER.replace(GRACE, grace).replace(HOOK, hook))
+    assert all(told in line for line in found) if told else not found
+    assert len(found) == (2 if told else 0)  # of both groups
+
+
+def test_a_hook_of_kubernetes_own_that_sleeps(tmp_path: Path) -> None:
+    found = errors(tmp_path, CLUSTER.replace(f"exec: {{command: {HOOK}}}", "sleep: {seconds: 130}"))
+    assert len(found) == 2 and all("gives its workers 130 s" in line for line in found)
+
+
+def test_a_crd_is_condensed_to_what_is_checked(tmp_path: Path) -> None:
+    """Parts that stand in several places stand once; a key with a default need not be there."""
+    words = {word * 9: {"type": "string"} for word in "abcdef"}
+    names = {"type": "object", "required": ["a" * 9], "properties": words}
+    told = {
+        "type": "object",
+        "description": "long",
+        "required": ["a" * 9, "b" * 9],
+        "properties": {**words, "b" * 9: {"type": "string", "default": "b"}},
+    }
+    parts = {"kind": {"type": "string"}, "one": told, "all": {"type": "array", "items": told}}
+    schema: dict[str, Any] = {"type": "object", "properties": {**parts, "status": told}}
+    crd = {"spec": {"versions": [{"name": "v1", "schema": {"openAPIV3Schema": schema}}]}}
+    for file in condense_crd.FILES.values():
+        (tmp_path / file).write_text(yaml.safe_dump(crd))
+    made = json.loads(condense_crd.condensed(tmp_path, "9.9"))
+    assert made["version"] == "9.9" and made["kinds"]["RayJob"] == made["kinds"]["RayCluster"]
+    (number,) = (number for number, part in made["parts"].items() if part == names)
+    top = made["parts"][made["kinds"]["RayJob"]["$ref"]]["properties"]
+    assert top["one"] == {"$ref": number} and "status" not in top
