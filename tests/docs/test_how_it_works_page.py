@@ -76,7 +76,9 @@ def test_the_map_says_of_each_room_what_the_room_says() -> None:
     for name in " | ".join(layers()).split(" | "):
         file = ELASTIC / f"{name}.py"
         expected += (
-            [f"{file.name:<{WIDTH}} {first_thought(file)}"] if file.exists() else rooms(ELASTIC / name)
+            [f"{file.name:<{WIDTH}} {first_thought(file)}"]
+            if file.exists()
+            else rooms(ELASTIC / name)
         )
     assert block(PAGE, "text", 2).splitlines() == expected
 
