@@ -23,7 +23,14 @@ The loss of a node is an event, never an exception. Every message says what happ
 numbers, and the next step. All of them take one string and are picklable.
 """
 
+import difflib
 import errno
+from collections.abc import Callable, Iterable
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar
+
+Made = TypeVar("Made")
 
 
 class ElasticError(Exception):
@@ -114,3 +121,39 @@ class JournalDamaged(InternalError):
     newest (`--from-checkpoint`)."""
 
     exit_code = 2
+
+
+# ------------------------------------------------------------------------------------------------
+# names that are misspelled
+
+
+def nearest(name: str, names: Iterable[str], called: str) -> str:
+    """How a message about an unknown name ends; `called`: what the names are."""
+    known = list(names)
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean '{found[0]}'?" if found else f"; {called} are {', '.join(known)}"
+
+
+def unknown_keyword(where: str, name: str, names: Iterable[str]) -> str:
+    return f"{where}({name}=...): unknown keyword '{name}'{nearest(name, names, 'keywords')}"
+
+
+def known_keywords(where: str) -> Callable[[type[Made]], type[Made]]:
+    """Decorates what users make by keywords: one that is unknown is a SpecError with the nearest
+    name, not a TypeError without."""
+
+    def decorated(kind: type[Made]) -> type[Made]:
+        make = kind.__init__
+        names = [name for name in signature(make).parameters if name != "self"]
+
+        @wraps(make)
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            for name in given:
+                if name not in names:
+                    raise SpecError(unknown_keyword(where, name, names))
+            make(self, *args, **given)
+
+        kind.__init__ = checked  # type: ignore[method-assign]
+        return kind
+
+    return decorated

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic.errors import SpecError
+from elastic.errors import SpecError, known_keywords
 
 TP_STYLES = (
     "colwise", "rowwise", "colwise_gather", "vocab", "summed", "sequence", "gather", "scatter",
@@ -56,6 +56,7 @@ class Adapter:
     modules: tuple[str, ...]
 
 
+@known_keywords("elastic.Program")
 @dataclass(frozen=True)
 class Program:
     """What to train.

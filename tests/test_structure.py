@@ -56,6 +56,10 @@ UNPICKLERS = {
     for name in ("load", "loads", "Unpickler", "_Unpickler")
 } | {"shelve.open", "torch.serialization.load", "yaml.unsafe_load", "yaml.full_load"}  # fmt: skip
 MAY_UNPICKLE = {  # file -> what it calls, and why that runs no code of a stranger
+    "elastic/cluster/workers/train_function.py": (
+        {"pickle.loads"},
+        "the user's function, among what Ray gives an actor of this driver, behind Ray's token",
+    ),
     "elastic/data/loader_processes.py": (
         {"pickle.loads"},
         "words between a process and the child that it started, over a pipe",

@@ -4,19 +4,18 @@ translates its types."""
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.api.checkpoints import Import, import_into
-from elastic.api.running.entry import run_file
+from elastic.api.running.entry import run_train_function
 from elastic.api.running.run import RUN_NAME, Options, Result, file_of, ray_address, run_job
 from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop
-from elastic.errors import SpecError
+from elastic.errors import SpecError, known_keywords
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
@@ -32,6 +31,7 @@ IMPORTED = "elastic_program_"  # how modules begin that workers make of a progra
 WHERE = "ElasticTrainer(job=...)"
 
 
+@known_keywords("elastic.ElasticTrainer")
 @dataclass(eq=False)
 class ElasticTrainer:
     """Stands where a `TorchTrainer` stood: the same configurations, the same Result, but survivors
@@ -88,12 +88,13 @@ class ElasticTrainer:
         one on this machine.
         """
         from elastic.cluster.ray_train import train_types
+        from elastic.cluster.workers import train_function
 
-        if self._train is not None and _in_a_script_of_ours():
-            # in the driver it ends where the loop is entered, in a worker here: the Result is the
-            # driver's
-            self._train()
-            raise SystemExit(0)
+        if _in_a_script_of_ours():
+            raise SpecError(
+                "ElasticTrainer.fit() starts a run by itself: start this file with python, not "
+                "with elastic run --script"
+            )
         with train_types.connected(ray_address(Options())) as address:
             data = self._job(address is not None)
             name = self._wanted.run_name if self._configs[1] else str(data["name"])
@@ -104,7 +105,10 @@ class ElasticTrainer:
                 run_name=name, address=address, no_budget=self.no_budget, show=self._wanted.show
             )
             if self._train is not None:
-                result = run_file(self._file, sys.argv[1:], data, where=WHERE, options=options)
+                function = train_function.pickled(self._train, self.train_loop_config)
+                result = run_train_function(
+                    function, self._file, data, where=WHERE, options=options
+                )
             else:
                 result = run_job(self._prepared(job_of(data, self._file, WHERE), run), options)
         return self._told(result, run)
@@ -160,9 +164,8 @@ class ElasticTrainer:
         return told
 
 
-def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[[], None] | None:
-    """The train function with its configuration bound; None = a Program or a folder. Raises
-    SpecError."""
+def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[..., None] | None:
+    """The train function; None = a Program or a folder. Raises SpecError."""
     if isinstance(program, Program | str | Path):
         if config is not None:
             raise SpecError(
@@ -178,7 +181,8 @@ def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[
     file = Path(program.__code__.co_filename)
     if not file.is_file():
         raise SpecError(
-            "ElasticTrainer: the train function must stand in a file, so that workers can run it"
+            "ElasticTrainer: the train function must stand in a file, by which the run knows it "
+            "again"
         )
     if not enters_loop(file):
         raise SpecError(
@@ -186,8 +190,7 @@ def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[
             "live; enter it, or give a "
             "Program; as it is it can only be restarted: elastic run --script FILE"
         )
-    takes = inspect.signature(program).parameters
-    return (lambda: program(dict(config or {}))) if takes else program
+    return program
 
 
 def _in_a_script_of_ours() -> bool:

@@ -3,7 +3,6 @@ wrong, what would be right."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -46,7 +45,7 @@ from elastic.config.strict import (
     Strict,
     shown_of,
 )
-from elastic.errors import SpecError
+from elastic.errors import SpecError, nearest, unknown_keyword
 from elastic.types import (
     AUTO,
     Job,
@@ -62,6 +61,12 @@ from elastic.types.typed_job import Auto, Axis, LrScaling, Precision, Purpose, R
 Model = TypeVar("Model", bound=BaseModel)
 TYPE_NAMES = ("int", "str", "float")  # that pydantic puts into the place of an error
 SILENCE_LEAST_S = 0.1
+BY_START = {  # keys of a job that its script cannot give itself, and why
+    "folder": "it is the folder of the script",
+    "program": "the script is the program",
+    "script": "it is this script",
+    "args": "they stand behind -- where the script is started, or in job.yaml",
+}
 LEASE_LEAST_S, LEASE_MOST_S = 1.0, 30 * 86400.0  # workers without a driver must leave some day
 
 
@@ -429,6 +434,20 @@ def job_of(data: Mapping[str, Any], program: Path, where: str = "job") -> JobSpe
     return job
 
 
+def loop_keys(data: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
+    """Keys of a job that a script gives to elastic.loop, under their stored names; their values are
+    checked with those of its job.yaml. `others`: keywords of elastic.loop that are no such key.
+    Raises SpecError."""
+    keys = [key for key in (*JobSpec.__pydantic_fields__, *STORED) if key not in BY_START]
+    for name in data:
+        if name in BY_START:
+            raise SpecError(f"elastic.loop({name}=...): {BY_START[name]}; leave it out")
+        if name not in keys:
+            raise SpecError(unknown_keyword("elastic.loop", name, [*others, *keys]))
+    given = {name: value for name, value in data.items() if value is not None}
+    return stored_keys(given, "elastic.loop(...)")
+
+
 def load_drill(file: str | Path) -> list[DrillSpec]:
     """The entries of a drill file, in order of their step. Raises SpecError."""
     path = Path(file)
@@ -521,8 +540,7 @@ def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
     owner = SourceSpec if owner is DataSpec and len(path) > 2 else owner
     names = [name for name in owner.__pydantic_fields__ if name != "folder"]
     names += [*STORED] if owner is JobSpec else []
-    found = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.5)
-    return f"; did you mean '{found[0]}'?" if found else f"; keys are {', '.join(names)}"
+    return nearest(str(path[-1]), names, "keys")
 
 
 def _kind(data: Any) -> str:

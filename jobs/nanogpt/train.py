@@ -75,6 +75,6 @@ with elastic.loop(model=model, optimizer=optimizer, dataset=windows, count=count
         optimizer.param_groups[0]["lr"] = get_lr(run.step_index)
         x, y = rows[:, :-1], rows[:, 1:]
         run.backward(F.cross_entropy(run.model(x).flatten(0, 1), y.flatten(), reduction="sum"))
-        run.step(clip_grad_norm=grad_clip)
-        if run.rank == 0 and run.step_index % 10 == 0:
+        committed = run.step(clip_grad_norm=grad_clip)
+        if committed and run.rank == 0 and run.step_index % 10 == 0:
             print(f"step {run.step_index}: loss {run.train_loss:.4f}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from elastic.data.order import sample_ids
 from elastic.ledger.journal import read
 from elastic.types import DrillAsked, StepDone
+from elastic.worker.loop.script_host import INSTEAD
 
 PAGE = ROOT / "docs" / "ray-train.md"
 TINY = ROOT / "tests" / "programs" / "tiny.py"
@@ -82,7 +84,7 @@ def alone(steps: int, clip: float | None, seed: int = 0) -> list[float]:
     """The losses of one process that knows nothing of elastic."""
     space: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(seed)
-    exec(scripts()["sums.py"].replace("import ray.train.torch\n", ""), space)
+    exec(re.sub(r"import ray\S*\n", "", scripts()["sums.py"]), space)
     model, data = space["Net"](), space["Sums"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     out = []
@@ -133,6 +135,17 @@ def test_the_diff_of_the_page_is_that_of_its_scripts_and_small() -> None:
     assert PAGE.read_text().rstrip().endswith("```")
 
 
+def test_each_call_of_the_script_has_its_counterpart_on_the_page() -> None:
+    before = scripts()["sums.py"]
+    table = PAGE.read_text().partition("What each call becomes:")[2].partition("```")[0]
+    for call in (
+        "ray.init", "prepare_model", "prepare_data_loader", "DataLoader", "report", "TorchTrainer",
+        "batch_size=8", "checkpoint=", "loss.backward", "optimizer.step", "for epoch in range",
+    ):  # fmt: skip
+        assert call in before and call in table, call
+    assert all(call in table for call in INSTEAD)
+
+
 def test_every_field_of_ray_train_is_on_the_page() -> None:
     train = pytest.importorskip("ray.train")
     from dataclasses import fields
@@ -180,8 +193,9 @@ def test_fit_through_a_kill_then_a_plain_ray_train_job_then_back(folder: Path) -
 
 @pytest.mark.whole
 def test_the_train_function_through_a_kill_a_notice_and_a_growth(folder: Path) -> None:
-    """The page's script as it is, but for a drill, and a pause in each step in which nodes can come
-    and go."""
+    """The page's script as it is, but for a drill, which needs the embedded cluster, and a pause in
+    each step in which nodes can come and go."""
+    change(folder, "sums_elastic.py", "    ray.init()\n", "")
     drill = [
         {"at_step": 20, "notice": "any-spot", "deadline_s": SOON_S},
         {"at_step": 50, "kill": "any-spot"},
@@ -246,12 +260,27 @@ def test_rows_of_a_ray_data_dataset_have_the_losses_of_the_dataset_itself(folder
 
 @pytest.mark.whole
 def test_the_script_before_it_was_changed_is_one_that_ray_train_runs(folder: Path) -> None:
-    change(
-        folder,
-        "sums.py",
-        "    trainer = ",
-        "    import ray\n    ray.init(num_cpus=3, include_dashboard=False)\n    trainer = ",
-    )
-    change(folder, "sums.py", "num_workers=(2, 6)", "num_workers=2")
+    on_small_cluster(folder, "sums.py")
     run(folder, "sums.py")
     assert (folder / "results" / "sums").is_dir()
+
+
+def on_small_cluster(folder: Path, name: str) -> None:
+    change(folder, name, "ray.init()", "ray.init(num_cpus=3, include_dashboard=False)")
+    change(folder, name, "num_workers=(2, 6)", "num_workers=2")
+
+
+@pytest.mark.e2e
+def test_the_train_function_on_a_cluster_of_the_scripts_own(folder: Path) -> None:
+    """`ray.init()` in it, as on the page; no line of the file runs in any other process, or
+    twice."""
+    name = "sums_elastic.py"
+    on_small_cluster(folder, name)
+    change(folder, name, "import elastic\n", "import elastic\nopen('ran', 'a').write('top\\n')\n")
+    change(folder, name, "    ray.init(", "    open('ran', 'a').write('main\\n')\n    ray.init(")
+    change(folder, name, '"epochs": 2', '"epochs": 1')
+    said = run(folder, name)
+    assert "'outcome': 'succeeded'" in said
+    assert (folder / "ran").read_text().split() == ["top", "main"]
+    losses = journal_losses(folder / "results" / "sums" / "journal.jsonl")
+    assert off_by([losses[step] for step in sorted(losses)], alone(171, None)) < TOLERANCE

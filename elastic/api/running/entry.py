@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.running import restarted_script
 from elastic.api.running.run import Options, Result, job_given, run_job
@@ -16,6 +16,11 @@ from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import enters_loop, script_file
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
+
+if TYPE_CHECKING:
+    from elastic.worker.program.loop_program import LoopProgram
+
+NEEDED = ("steps", "global_batch")  # keys that a job cannot do without
 
 
 def run(
@@ -138,14 +143,41 @@ def _loop_job(
 
     with redirect_stdout(stream or sys.stdout):
         program = capture(file, args, _seed(data))
-    data = {**program.settings, **data, "script": str(file), "args": list(args)}
-    for key in ("steps", "global_batch"):
+    return _spec_of(program, file, args, data=data, where=where), program
+
+
+def run_train_function(
+    data: bytes, file: Path, keys: Mapping[str, Any], *, where: str, options: Options
+) -> Result:
+    """A train function as it was pickled, which stands in `file`, to its end. It runs up to its
+    loop in this process. Raises SpecError."""
+    from elastic.cluster.workers import train_function
+    from elastic.worker.loop.script_host import capture
+
+    args = sys.argv[1:]
+    with train_function.as_they_are():
+        program = capture(file, args, _seed(keys), function=lambda: train_function.loaded(data))
+    spec = _spec_of(program, file, args, data=keys, where=where)
+    return run_job(spec, options, program, train_function=data)
+
+
+def _spec_of(
+    program: LoopProgram, file: Path, args: Sequence[str], *, data: Mapping[str, Any], where: str
+) -> JobSpec:
+    """The job of what a script has entered its loop with. Raises SpecError."""
+    own: dict[str, Any] = dict(program.settings)
+    started = {"script": str(file), "args": list(args)}
+    data = {**own, **data, **started}
+    for key in NEEDED:
         if key not in data:
             raise SpecError(
                 f"{file}: '{key}' is missing; give it to elastic.loop({key}=...), or by --set "
                 f"{key}=N, or in a job.yaml"
             )
-    return job_of(data, file, where), program
+    if own:  # what is wrong with these is not the fault of job.yaml
+        alone = {key: data[key] for key in NEEDED} | own | started
+        job_of(alone, file, f"{file}: elastic.loop(...)")
+    return job_of(data, file, where)
 
 
 def _seed(data: Mapping[str, Any]) -> int:

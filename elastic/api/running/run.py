@@ -34,7 +34,7 @@ from elastic.config.pool_checks import check_budget, check_fit
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
-from elastic.errors import SpecError, StateLost, unwritten
+from elastic.errors import SpecError, StateLost, known_keywords, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut, RunFolder
@@ -66,6 +66,7 @@ SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+@known_keywords("elastic.Options")
 @dataclass(frozen=True)
 class Options:
     """How to run. None of it changes what is computed."""
@@ -119,9 +120,12 @@ class Result:
         return float(self.summary["usd"])
 
 
-def run_job(spec: JobSpec, options: Options, program: Program | None = None) -> Result:
-    """Run a checked job to its end; `program`: as it was loaded already. Raises SpecError."""
-    return _Run(spec, options, program).to_the_end()
+def run_job(
+    spec: JobSpec, options: Options, program: Program | None = None, *, train_function: bytes = b""
+) -> Result:
+    """Run a checked job to its end; `program`: as it was loaded already; `train_function`: what
+    workers call instead of the job's script. Raises SpecError."""
+    return _Run(spec, options, program, train_function=train_function).to_the_end()
 
 
 def check_run_name(name: str) -> None:
@@ -273,8 +277,15 @@ def _places(program: Program) -> list[tuple[str, int]]:
 class _Run:
     """One `run()`: what is known about it before the driver starts."""
 
-    def __init__(self, spec: JobSpec, options: Options, program: Program | None = None) -> None:
-        self.options = options
+    def __init__(
+        self,
+        spec: JobSpec,
+        options: Options,
+        program: Program | None = None,
+        *,
+        train_function: bytes = b"",
+    ) -> None:
+        self.options, self.train_function = options, train_function
         self.launched_at_s = time.time()
         self.address = ray_address(options)
         self.spec = spec = adapted(spec, options, self.address)
@@ -439,6 +450,7 @@ class _Run:
             logs=str(self.place.logs_of_workers(self.address is None)),
             spared=self.options.spared,
             digests={**stored, **(before.digests if before else {})},
+            train_function=self.train_function,
         )
         return RayBackend(
             run, cluster, lease, show=self.terminal.say if self.terminal is not None else None

@@ -121,7 +121,7 @@ class RayBackend:
         nobody = WorkerId("", 0)
         setup = WorkerSetup(
             nobody, 0, "", dict(run.job), self.storage.uri, run.epoch, run.session, run.python_path,
-            job.orphan_lease_s, outlives, run.logs,
+            job.orphan_lease_s, outlives, run.logs, run.train_function,
         )  # fmt: skip
         self.worker_group = WorkerGroup(setup, run.namespace, local=self.cluster is not None)
         self.hold = DriverHold(run, self.cluster, lease, self.worker_group, connected)

@@ -41,6 +41,7 @@ class RayRun:
     logs: str | None = None
     spared: bool = False
     digests: Mapping[int, str] = field(default_factory=dict)
+    train_function: bytes = b""
 
     @property
     def meta(self) -> dict[str, Any]:

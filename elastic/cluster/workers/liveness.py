@@ -10,6 +10,7 @@ from typing import Protocol
 
 from elastic.cluster.workers.absent_ranks import Arrived, RankSite, absent_ranks
 from elastic.types import Event, Job, Plan, Silent, WorkerFailed, WorkerId
+from elastic.worker.process.call_log import PartCalls, difference
 from elastic.worker.process.doing import PATIENT, Doing
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
@@ -48,6 +49,8 @@ class BeatLike(Protocol):
     def doing(self) -> Doing: ...
     @property
     def where(self) -> str: ...
+    @property
+    def calls(self) -> tuple[PartCalls, ...]: ...
 
 
 @dataclass
@@ -60,6 +63,7 @@ class _Seen:
     still_s: float = 0.0  # since its progress changed
     quiet_s: float = 0.0  # the same, or since it began a collective
     at: RankSite = RankSite()
+    calls: tuple[PartCalls, ...] = ()
     told: bool = False
 
 
@@ -116,7 +120,7 @@ class Liveness:
             seen.still_s = 0.0
         if moved or beat.phase == "idle" or beat.arrived != seen.at.arrived:
             seen.quiet_s = 0.0
-        seen.at = RankSite(beat.arrived, beat.doing, beat.where)
+        seen.at, seen.calls = RankSite(beat.arrived, beat.doing, beat.where), beat.calls
         seen.generation, seen.phase, seen.progress = beat.generation, beat.phase, beat.progress
         seen.open, seen.waited_s, seen.told = False, 0.0, False
 
@@ -196,10 +200,14 @@ class Liveness:
         return first
 
     def stalled(self, plan: Plan) -> list[Event]:
-        """All workers answer and none makes progress: the ones that the others wait for are named.
-        Where nobody can tell: aborted, so that the one that does not obey is found; once."""
+        """All workers answer and none makes progress: the ones that the others wait for are named,
+        and a script that has them wait, which ends the run. Where nobody can tell: aborted, so that
+        the one that does not obey is found; once."""
         if plan.generation in self._aborted:
             return []
+        if unequal := self.unequal_calls(plan):
+            self._aborted.add(plan.generation)
+            return [WorkerFailed(plan.ranks[0], plan.generation, "program", unequal)]
         found = self.absent_ranks(plan)
         if found:
             return [*found]
@@ -254,6 +262,14 @@ class Liveness:
             Silent(worker, generation, seen[worker].phase, round(quiet_s, 2), found[worker])
             for worker in new
         ]
+
+    def unequal_calls(self, plan: Plan) -> str:
+        """Of ranks that stand still: what the script of one calls and those of others do not; '' =
+        they may still come to it. What was called stays so, so there is nothing to wait for."""
+        seen = [self._workers.get(worker) for worker in plan.ranks]
+        if any(one is None or not one.calls or one.generation != plan.generation for one in seen):
+            return ""
+        return difference({rank: one.calls for rank, one in enumerate(seen) if one is not None})
 
     def missing_bound_s(self, generation: int, patient: bool) -> float:
         """How long all may stall before the ones that they wait for are named: many times what a

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +62,7 @@ class WorkerSetup:
     orphan_lease_s: float = 900.0
     outlives: bool = False
     logs: str | None = None
+    train_function: bytes = b""  # of an ElasticTrainer, instead of the job's script
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Worker:
         self.stands_back = not setup.outlives and processes.stand_back()
         self.setup, self.epoch = setup, setup.epoch
         self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri)
+        if setup.train_function:
+            self.session.train_function = _loader(setup.train_function)
         self.lock = threading.Lock()
         self.versions = tuple(versions().items())
         self.prepared = False
@@ -235,6 +239,14 @@ class Worker:
             log.warning(
                 "no driver for %.0f s: the state was stored as %s", self.setup.orphan_lease_s, uri
             )
+
+
+def _loader(data: bytes) -> Callable[[], Callable[[], None]]:
+    """Each start of the function is another copy of it."""
+    from elastic.cluster.workers import train_function
+
+    train_function.keep_as_they_are()
+    return lambda: train_function.loaded(data)
 
 
 def _imported(path: str) -> Any:

@@ -104,14 +104,10 @@ class HeteroAssigner:
         total = sum(slot.rate for slot in slots) * inner
         parts, seconds = self.parts(layout, step, made, total=total)
         ranks = tuple(worker for slot in slots for worker in slot.workers)
+        # a model without blocks costs as much as one of one block, and has none to be dealt out
+        layers = made.layers if self.work.model.n_blocks else (0,) * len(made.layers)
         return HeteroAssignment(
-            ranks,
-            made.samples,
-            made.layers,
-            parts,
-            sum(parts.values()) / total,
-            seconds,
-            made.busy_s,
+            ranks, made.samples, layers, parts, sum(parts.values()) / total, seconds, made.busy_s
         )
 
     # -------------------------------------------------------------------------------------- time

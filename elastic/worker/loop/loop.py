@@ -18,17 +18,19 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from elastic.config.job import loop_keys
 from elastic.errors import ProgramError, SpecError
 from elastic.models.blocks import blocks_of
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.loop.loss_reduction import is_mean
+from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number, join_default_stream
 from elastic.worker.program.calls import count_of, count_there
 from elastic.worker.program.loop_program import (
@@ -40,6 +42,7 @@ from elastic.worker.program.loop_program import (
     Own,
     Settings,
     given_of,
+    map_style,
     module_factory,
     no_loss,
 )
@@ -70,7 +73,7 @@ class _Here(threading.local):
 here = _Here()  # the script's thread knows by whom it was started
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class loop:
     """What to train, out of a script.
 
@@ -79,12 +82,15 @@ class loop:
     optimizer:   over its parameters, element-wise, without state, or a dict of several by name;
                  parameters that none holds are not trained.
     dataset:     map-style: `len()` and `[sample id]` -> tensors or arrays of equal shape: one, or a
-                 tuple or dict of them.
+                 tuple or dict of them. Of a torch DataLoader its dataset: order and batches are
+                 elastic's.
     blocks:      module-name pattern of the repeated blocks, as in "layers.*"; default: the longest
                  list of equal modules.
     tp, tp_limit, count, validation, extra_state: as in `elastic.Program`; `evaluate`: (model,
                  batch) -> summed loss of a batch of the validation set. Both or none of the two.
-    steps, global_batch, seed: what the job says where neither its job.yaml nor --set does.
+    job:         every other keyword is a key of job.yaml, with the value that it has there (steps,
+                 global_batch, seed, eval_every, pools ...): what the job says where neither its
+                 job.yaml nor --set does.
 
     Entering it gives a `Run`. Raises SpecError where it is wrong, or where no `elastic run
     --script` has started the script.
@@ -100,11 +106,19 @@ class loop:
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     validation: Any = None
     evaluate: Callable[[Any, Any], Any] | None = None
-    steps: int | None = None
-    global_batch: int | None = None
-    seed: int | None = None
+    job: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __init__(self, *, model: nn.Module, optimizer: Own, dataset: Any, **more: Any) -> None:
+        given = {"model": model, "optimizer": optimizer, "dataset": dataset, **more}
+        own = [one for one in fields(self) if one.name != "job"]
+        for one in own:
+            default = one.default_factory() if one.default_factory is not MISSING else one.default
+            object.__setattr__(self, one.name, given.pop(one.name, default))
+        object.__setattr__(self, "job", loop_keys(given, [one.name for one in own]))
+        object.__setattr__(self, "dataset", map_style(self.dataset))
+        self._check()
+
+    def _check(self) -> None:
         if type(self.model).__name__ in (
             "DistributedDataParallel",
             "OptimizedModule",
@@ -164,7 +178,6 @@ class loop:
         dataset, validation = (
             d if given is dict else Numbered(d) for d in (self.dataset, self.validation)
         )
-        settings = {"steps": self.steps, "global_batch": self.global_batch, "seed": self.seed}
         return LoopProgram(
             model=module_factory(self.model),
             optimizer=factory,
@@ -177,7 +190,7 @@ class loop:
             tp_limit=self.tp_limit,
             extra_state={**self.extra_state, GROUPS: Settings(self.optimizer)},
             pipeline=False,
-            settings={key: value for key, value in settings.items() if value is not None},
+            settings=self.job,
             evaluation=self._evaluation(given),
             given=given,
         )
@@ -206,11 +219,14 @@ class OfferedBatch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended."""
+    """How a step ended. Numbers: of one that was committed."""
 
     committed: bool
-    train_loss: float = float("nan")
-    grad_norm: float = float("nan")
+    train_loss: float | None = None
+    grad_norm: float | None = None
+
+
+WITH_A_BATCH = ("step_index", "epoch", "steps", "rank", "world_size")
 
 
 class Run:
@@ -220,28 +236,52 @@ class Run:
                 workers change.
     optimizer:  the script's own (or the dict of them), over this rank's part; `step()` is
                 run.step's.
-    step_index: optimizer steps done before that of the batch in hand; `epoch`: times that the
-                dataset was gone through before; `steps`: all that the job does.
-    committed:  of the last `step()`: was it done? If not, the step is done again: with the next
-                batch.
-    train_loss: of the last committed step, over all ranks, per token (or sample); `grad_norm`
-                likewise, before clipping.
+    step_index: the number of the batch in hand, from 0: how many steps were done before it. It
+                stays until the next batch, also behind `step()`. `epoch`: times that the dataset
+                was gone through before; `steps`: all that the job does.
+    committed:  of the last `step()`, which returns it too: was it done? If not, nothing of it
+                counts, and the step is done again: with the next batch.
+    train_loss: of the last `step()`, over all ranks, per token (or sample); `grad_norm` likewise,
+                before clipping. None where it was not committed.
     rank, world_size: of this process now; they change when the workers do.
+
+    What depends on the batch or on the workers is there with the first batch, and refused before.
     """
+
+    step_index: int
+    epoch: int
+    steps: int
+    rank: int
+    world_size: int
 
     def __init__(self, program: LoopProgram, optimizer: Own) -> None:
         self.program, self.optimizer = program, optimizer
-        self.model = LoopModel(lambda: _on_meta(program))
+        self.calls = CallLog()
+        self.model = LoopModel(lambda: _on_meta(program), self.calls)
         self.handoff = Handoff()
-        self.step_index = self.epoch = self.rank = self.steps = 0
-        self.world_size = 1
         self.committed = False
-        self.train_loss = self.grad_norm = float("nan")
+        self.train_loss: float | None = None
+        self.grad_norm: float | None = None
         self._batch: Mapping[str, torch.Tensor] | None = None
         # of the batch in hand; on the device, where nobody has to wait for it
         self._loss_sum: Number = 0.0
         self._n_backward = 0
         self._looked, self._mean = False, False  # at the first loss: is it a mean?
+        self._lost = False  # step() has said no, and there is no other batch yet
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WITH_A_BATCH:
+            raise ProgramError(
+                f"run.{name} was asked for before the first batch; it is there inside `for batch "
+                "in run`. What one process alone is to do before belongs where the run is started"
+            )
+        raise AttributeError(f"run has no attribute '{name}'")
+
+    @property
+    def lost(self) -> bool:
+        """Is what the script has in hand no result: zeros in the place of the model's outputs, or a
+        step without numbers?"""
+        return self.model.broken or self._lost
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -255,10 +295,12 @@ class Run:
                 "once for each batch"
             )
         offer = self.handoff.say(HandoffMessage("next", error=self.model.take_error()))
+        self._lost = False
         if offer is None:
             raise StopIteration
         self.step_index, self.epoch = offer.step, offer.epoch
         self._batch, self._loss_sum, self._n_backward = offer.batch, 0.0, 0
+        self.calls.begin(2 * offer.step)
         return self.program.given(offer.batch)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -280,14 +322,16 @@ class Run:
                 "scalar tensor"
             )
         self._n_backward += 1
+        self.calls.add("run.backward", sys._getframe(1))
         if not self._looked:
             self._mean = is_mean(loss, count_of(self.program, dict(self._batch)))
         if self.model.attempt(loss.backward):
             self._loss_sum = self._loss_sum + loss.detach().double()
 
-    def step(self, clip_grad_norm: float | None = None) -> None:
+    def step(self, clip_grad_norm: float | None = None) -> bool:
         """Commit and optimizer step, over all ranks; `clip_grad_norm`: instead of the job's.
-        Returns when it is decided."""
+        Returns when it is decided: was the step committed? If not, the next batch is the one from
+        which training continues."""
         if self._batch is None:
             raise ProgramError(
                 "run.step() was called without a batch in hand; call it once for each batch of "
@@ -301,14 +345,15 @@ class Run:
         if not self._looked:
             self._refuse_a_mean(int(tokens))
         self._batch = None
+        self.calls.begin(2 * self.step_index + 1)
         join_default_stream(self._loss_sum)
         word = HandoffMessage(
             "step", self._loss_sum, tokens, clip_grad_norm, self.model.take_error()
         )
         outcome: Outcome = self.handoff.say(word)
-        self.committed = outcome.committed
-        if outcome.committed:
-            self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm
+        self.committed, self._lost = outcome.committed, not outcome.committed
+        self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm
+        return outcome.committed
 
     def _refuse_a_mean(self, count: int) -> None:
         """Looks once, at the first step whose batch can tell. Of a batch given in parts, each may

@@ -9,6 +9,8 @@ continues.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from elastic.errors import ProgramError
+from elastic.worker.process.call_log import CallLog
 from elastic.worker.process_groups.transport import is_collective_error
 
 
@@ -27,14 +30,22 @@ class GenerationAborted(ConnectionAbortedError):
 class LoopModel:
     """Calls and attributes go to the module of the generation that is running."""
 
-    def __init__(self, build_meta: Callable[[], nn.Module]) -> None:
+    def __init__(self, build_meta: Callable[[], nn.Module], calls: CallLog) -> None:
+        """`calls`: where it is noted that the script calls the model."""
         self.__dict__.update(
             _build_meta=build_meta, _module=None, _live=False, _error=None, _outlines={}
         )
+        self.__dict__.update(_calls=calls, _script=threading.get_ident())
 
     def attach(self, module: nn.Module) -> None:
         """A new generation: its module, and no error."""
         self.__dict__.update(_module=module, _live=True, _error=None)
+        module.register_forward_pre_hook(self._count, prepend=True)  # before FSDP's, which wait
+
+    def _count(self, *_: Any) -> None:
+        """The script calls the model, maybe through a method of it (`run.model.generate`)."""
+        if threading.get_ident() == self._script:
+            self._calls.add("run.model", sys._getframe(1))
 
     def leave(self) -> None:
         """The generation is over: no call reaches its groups any more."""
@@ -70,6 +81,8 @@ class LoopModel:
             raise ProgramError(
                 "run.model was called before the first batch; it is there inside `for batch in run`"
             )
+        if self.broken or not self._live:
+            self._count()  # a call that is not made: the script makes it all the same
         outputs: list[Any] = []
         key = repr(_outline((args, kwargs))) + str(self._module.training)
         if self.attempt(lambda: outputs.append(self._module(*args, **kwargs))):

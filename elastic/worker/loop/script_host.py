@@ -25,6 +25,8 @@ from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.types import Job
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
+from elastic.worker.loop.loop_model import GenerationAborted
+from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.commit import Commit
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TrainFunction = Callable[[], Callable[[], None]]  # gives one, anew for each start
 AFTER_MOST_S = 300.0  # what comes after the loop may take this long before the run is called done
 LOOK_S = 1.0
 RAY_TRAIN = re.compile(r"`(\w+)` cannot be used outside of a Ray Train training function")
@@ -58,21 +61,27 @@ DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
 
 @dataclass(frozen=True)
 class ScriptSource:
-    """A script and how it is called."""
+    """A script and how it is called. `function`: gives the train function that stands in it, which
+    is called instead of the whole file."""
 
     file: str
     args: tuple[str, ...] = ()
     seed: int = 0
+    function: TrainFunction | None = None
 
     @classmethod
-    def of(cls, job: Job) -> ScriptSource:
-        return cls(str(job.script), job.args, job.seed)
+    def of(cls, job: Job, function: TrainFunction | None = None) -> ScriptSource:
+        return cls(str(job.script), job.args, job.seed, function)
 
     def run(self) -> None:
         """As `python FILE ARGS` would, under the job's seed. Raises what the script raises."""
         random.seed(self.seed)
         np.random.seed(self.seed % (1 << 32))
         torch.manual_seed(self.seed)
+        if self.function is not None:
+            with self._in_place_of_main(sys.modules["__main__"]):
+                self.function()()
+            return
         module = types.ModuleType("__main__")
         module.__dict__.update(__file__=self.file, __builtins__=__builtins__)
         with self._in_place_of_main(module):
@@ -92,16 +101,19 @@ class ScriptSource:
     def print_traceback(self, error: BaseException) -> None:
         """To standard error, from the script's own first frame on."""
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != self.file:
+        while trace is not None and not self._is_mine(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
+
+    def _is_mine(self, file: str) -> bool:
+        return file == self.file or os.path.realpath(file) == self.file
 
     def told(self, error: BaseException) -> str:
         """In one line: the innermost line of the script, and what was raised."""
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == self.file
+            if self._is_mine(frame.filename)
         ]
         where = f"{self.file}, line {frames[-1].lineno}" if frames else self.file
         what = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
@@ -136,10 +148,12 @@ class _Capture:
         raise _Entered(run.program)
 
 
-def capture(file: Path, args: Sequence[str], seed: int) -> LoopProgram:
+def capture(
+    file: Path, args: Sequence[str], seed: int, *, function: TrainFunction | None = None
+) -> LoopProgram:
     """Runs the script until it enters `elastic.loop`: the program that it has made. Raises
     SpecError where it never does."""
-    source = ScriptSource(str(file), tuple(args), seed)
+    source = ScriptSource(str(file), tuple(args), seed, function)
     here.host = _Capture()
     try:
         source.run()
@@ -169,17 +183,15 @@ class Script:
     and `_work`.
 
     The script stands before its next batch, or works on one, or waits in run.step() until it is
-    decided what became of the step: done here, done elsewhere (the state that is taken over is that
-    of a later step), or to be done again. Where a collective has aborted outside of run.model, or
-    steps are done again that the script is past, it is started from its top; what it must remember
-    is extra state.
+    decided what became of the step: done here, or not. Where a collective has aborted outside of
+    run.model, where the script raises over what it has of a step that is lost, or where steps are
+    done again that it is past, it is started from its top; what it must remember is extra state.
     """
 
     def __init__(self, source: ScriptSource, device: torch.device) -> None:
         self.source, self.device = source, device
         self.handoff = Handoff()
         self.run: Run | None = None  # of the loop that was entered last
-        self.offered = -1  # the step of the batch that the script was given last
         self.clip_grad_norm: float | None = None  # as told in run.step()
         self.finished = False
         self._inside = False
@@ -188,7 +200,7 @@ class Script:
         """Returns when the script stands before its loop. Raises ProgramError where it never comes
         there."""
         threading.Thread(target=self._work, name="script", daemon=True).start()
-        return self._stand(0).program
+        return self._stand().program
 
     # ------------------------------------------------------------------------------------------
     # the script's thread
@@ -227,11 +239,18 @@ class Script:
 
     def _why(self, error: BaseException) -> BaseException:
         """A collective that aborted outside of run.model, and memory that gave out, stay what they
-        are."""
+        are. What the script makes of zeros, or of numbers that are not there, is no error of its
+        own."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
             self._inside and is_collective_error(error)
         ):
             return error.with_traceback(None)
+        if self._inside and self.run is not None and self.run.lost and isinstance(error, Exception):
+            log.warning(
+                "%s; this step was not committed: the script is started again from its top",
+                self.source.told(error),
+            )
+            return GenerationAborted(str(error))
         if not isinstance(error, ElasticError):  # what ours say in one line is all
             self.source.print_traceback(error)
         return ProgramError(self.source.told(error))
@@ -239,16 +258,17 @@ class Script:
     # ------------------------------------------------------------------------------------------
     # the training thread
 
-    def _stand(self, step: int) -> Run:
-        """Waits until the script stands before its next batch, from wherever it is; `step`: steps
-        that are done."""
+    def _stand(self) -> Run:
+        """Waits until the script stands before its next batch, from wherever it is. Where it waits
+        in run.step(), nobody here knows what the step came to: it was not committed, or the state
+        that comes is that of a later one."""
         while True:
             word = self.handoff.hear()
             assert word is not None
             if word.kind == "next" and self.run is not None and not self.finished:
                 return self.run
             if word.kind == "step":
-                self.handoff.answer(Outcome(step > self.offered))
+                self.handoff.answer(Outcome(False))
             elif word.kind == "next":
                 self.handoff.answer(None)  # past its loop: to its end, and from the top
             elif isinstance(word.error, ProgramError | SpecError) and not self.finished:
@@ -260,7 +280,7 @@ class Script:
     def begin(self, plan: Plan, state: TrainState, job: Job, *, extra: ExtraState) -> Program:
         """A generation begins: its state goes to the script's own objects. Returns the program that
         they make."""
-        run = self._stand(state.step)
+        run = self._stand()
         program = with_job(run.program, job)
         extra.objects = dict(program.extra_state)
         rebind(run.optimizer, state.optimizers.each)
@@ -268,14 +288,19 @@ class Script:
         run.model.attach(state.model)
         run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, job.steps
         run.step_index = state.step
+        run.calls.enter(plan.generation)
         return program
+
+    @property
+    def calls(self) -> CallLog:
+        assert self.run is not None
+        return self.run.calls
 
     def compute(
         self, batch: Mapping[str, torch.Tensor], step: int, epoch: int
     ) -> tuple[Number, Number]:
         """One pass through the loop's body up to run.step(): loss sum and tokens of this rank,
         scalar tensors where they are still on the device. Raises what aborted there."""
-        self.offered = step
         self.handoff.answer(OfferedBatch(batch, step, epoch))
         word = self._heard(step)
         self.clip_grad_norm = word.clip_grad_norm

@@ -11,6 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
@@ -27,7 +34,7 @@ class LoopProgram(Program):
     summed loss. `given`: turns a batch, which is a dict inside, into what the script's dataset
     gives."""
 
-    settings: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Callable[[Any, Any], Any] | None = None
     given: Callable[[Mapping[str, torch.Tensor]], Any] = dict
 
@@ -150,6 +157,24 @@ class Settings:
 
 # ------------------------------------------------------------------------------------------------
 # the data
+
+
+def map_style(dataset: Any) -> Any:
+    """The dataset of a DataLoader; whatever else is given stays. Raises SpecError where the loader
+    does what would get lost."""
+    if not isinstance(dataset, DataLoader):
+        return dataset
+    if dataset.collate_fn is not default_collate:
+        raise SpecError(
+            "elastic.loop: the DataLoader has a collate_fn of its own; batches are stacked here: "
+            "do in the dataset's [sample id] what it does"
+        )
+    if not isinstance(dataset.sampler, SequentialSampler | RandomSampler | DistributedSampler):
+        raise SpecError(
+            f"elastic.loop: the DataLoader has a {type(dataset.sampler).__name__}; the order is "
+            "elastic's, each sample of an epoch once: give the dataset alone"
+        )
+    return dataset.dataset
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from elastic.types.grid import axes_of, rank_of
 from elastic.types.rank_timing import RankTimes
 from elastic.worker.parallel.dtensor_random import settle_random
 from elastic.worker.parallel.model_options import needs_fsdp
+from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import DEVICE, doing
 from elastic.worker.process.readback import pinned
 from elastic.worker.process.side_stream import run_on
@@ -474,6 +475,12 @@ class Generation:
         first = rank_of(layout, replace(stepper.at, cp=0, tp=0))
         n, part = stepper.spans.marks.passed()
         return (*self.groups.arrived(), (DEVICE + part, first, n))
+
+    def calls(self) -> tuple[PartCalls, ...]:
+        """What the script has called in this generation. From any thread."""
+        script = self.place.script
+        run = script.run if script is not None else None
+        return run.calls.parts() if run is not None and run.calls.generation == self.number else ()
 
     @property
     def next_step(self) -> int:

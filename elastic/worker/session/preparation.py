@@ -30,7 +30,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.admission import Entry
-from elastic.worker.loop.script_host import Script, ScriptSource
+from elastic.worker.loop.script_host import Script, ScriptSource, TrainFunction
 from elastic.worker.parallel.compiled import settle_compiler
 from elastic.worker.parallel.float8 import check_float8
 from elastic.worker.process.allocator import rounds_pinned
@@ -60,7 +60,7 @@ def default_device() -> torch.device:
 @dataclass
 class Preparation:
     """Of one worker; what it opens once stays open. `job`: with the number of its samples from then
-    on; `place`: None until then."""
+    on; `place`: None until then; `train_function`: what is called instead of the job's script."""
 
     me: WorkerId
     job: Job
@@ -69,6 +69,7 @@ class Preparation:
     at_phase: Callable[[str, int], None]
     background: Callable[..., Future[Any]]
     place: Workplace | None = None
+    train_function: TrainFunction | None = None
     _admission: Admission | None = field(default=None, init=False)
     _notes: DeviceNotes | None = field(default=None, init=False)
 
@@ -163,7 +164,8 @@ class Preparation:
             settle_compiler(device)
         if self.job.float8:
             check_float8(device)
-        script = Script(ScriptSource.of(self.job), device) if self.job.script else None
+        source = ScriptSource.of(self.job, self.train_function)
+        script = Script(source, device) if self.job.script else None
         program = with_job(
             load_program(self.job.program) if script is None else script.start(), self.job
         )

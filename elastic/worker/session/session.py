@@ -44,6 +44,7 @@ from elastic.types.admission import Entry
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder, WriteShard
 from elastic.worker.checkpoint.checkpoint_format import Damaged
 from elastic.worker.process.allocator import settle_allocator, settle_cuda_allocator
+from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import Doing
 from elastic.worker.process.fault_injection import DeviceFaults
@@ -72,7 +73,7 @@ SCRIPT_THREAD = "script"
 class Beat:
     """Answer to a poll. `progress` changes whenever the worker makes progress; `arrived`: see
     Generation.arrived. `doing`, `where`: what a worker is at that has made no progress since the
-    poll before."""
+    poll before; `calls`: what its script has called."""
 
     messages: tuple[tuple[int, Event], ...]
     generation: int
@@ -84,14 +85,17 @@ class Beat:
     arrived: tuple[tuple[str, int, int], ...] = ()
     doing: Doing = ""
     where: str = ""
+    calls: tuple[PartCalls, ...] = ()
 
 
 class Session:
     """See the module. `job`: as plain data; `run_uri` the run's folder in its storage; `orphan` is
     called once when the worker has ended its work after the driver was gone (the shell decides when
-    that is). `device`: to train on, where it is not the only GPU that this process sees."""
+    that is). `device`: to train on, where it is not the only GPU that this process sees.
+    `train_function`: what is called instead of the job's script."""
 
     device: torch.device | None = None
+    train_function: Callable[[], Callable[[], None]] | None = None
 
     def __init__(
         self,
@@ -258,7 +262,8 @@ class Session:
         if still:  # the training thread, else that of a script
             scripts = [thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD]
             doing = stall_site([self._thread, *scripts])
-        return Beat(messages, running.number, *at, (), running.arrived(), *doing)
+        calls = running.calls() if still else ()
+        return Beat(messages, running.number, *at, (), running.arrived(), *doing, calls)
 
     def close(self, wait_s: float = 0.0) -> None:
         """Ends the training thread as soon as it is free, and waits so long for it; what waits in a
@@ -364,6 +369,7 @@ class Session:
             self._put(self._quiesced(number))
 
     def _prepare(self, rehearsals: tuple[Rehearsal, ...] = (), entry: Entry | None = None) -> None:
+        self._preparation.train_function = self.train_function
         self._preparation.run(
             rehearsals,
             entry,

@@ -48,10 +48,11 @@ class Slots:
     dp: int
     n_blocks: int = 0  # in steps in which a guard looks at each block's gradient
     n_small: int = 0  # 1 in steps that measure the gradient noise
+    n_calls: int = 0  # 2 where a script's loop computes the gradients
 
     @classmethod
-    def of(cls, layout: Layout, n_blocks: int = 0, n_small: int = 0) -> Slots:
-        return cls(layout.world_size, layout.dp, n_blocks, n_small)
+    def of(cls, layout: Layout, n_blocks: int = 0, *, n_small: int = 0, n_calls: int = 0) -> Slots:
+        return cls(layout.world_size, layout.dp, n_blocks, n_small, n_calls)
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -60,7 +61,7 @@ class Slots:
             "square_norm": 1, "loss_sum": 1, "tokens": 1, "samples": 2, "overflowed": 1, "stop": 1,
             "save": 1, "copies_stored": 1, "copies_failed": 1, "copies_free": 1, "cadence": 3,
             "block_square_norms": self.n_blocks, "unit_s": self.n_ranks, "data_s": self.n_ranks,
-            "of_dp": self.dp, "small_square_norm": self.n_small,
+            "of_dp": self.dp, "small_square_norm": self.n_small, "calls": self.n_calls,
         }  # fmt: skip
 
 
@@ -75,6 +76,7 @@ class RankPart:
     words: CommitFields = CommitFields()
     unit_s: float = 0.0
     small_square_norm: float = 0.0  # sum of those of its single micro-batches' gradients
+    calls: int = 0  # the mark of what its script has called since the commit before
 
     def pack(self, slots: Slots) -> torch.Tensor:
         """float64 [sum of the slots' widths]. Raises ProgramError where a number does not fit into
@@ -90,6 +92,7 @@ class RankPart:
             slots.n_ranks), "data_s": _alone(words.data_s, self.rank, slots.n_ranks),
             "of_dp": self._of_dp(slots.dp),
             "small_square_norm": [self.small_square_norm] * slots.n_small,
+            "calls": (self.calls, self.calls**2)[: slots.n_calls],
         }  # fmt: skip
         numbers = chain.from_iterable(found[name] for name in slots.widths)
         return torch.tensor(list(numbers), dtype=torch.float64)
@@ -125,6 +128,7 @@ class CommitReport:
     cadence: tuple[int, int] | None = None
     shares: tuple[int, ...] | None = None
     small_square_norm: float = 0.0
+    calls_differ: bool = False  # the scripts of the ranks have not all called the same
 
     @classmethod
     def unpack(cls, vector: torch.Tensor, slots: Slots) -> CommitReport:
@@ -154,7 +158,13 @@ class CommitReport:
             one("save") > 0, int(one("copies_stored")), int(one("copies_failed")),
             int(one("copies_free")), (peer_every, durable_every) if said else None,
             shares if any(shares) else None, sum(parts["small_square_norm"]),
+            calls_differ=_unequal(parts["calls"], slots.n_ranks),
         )  # fmt: skip
+
+
+def _unequal(sums: Sequence[float], n: int) -> bool:
+    """Of `n` whole numbers the sum and that of the squares; () = nobody has said one."""
+    return bool(sums) and n * int(sums[1]) != int(sums[0]) ** 2
 
 
 def _alone(value: float, at: int, n: int) -> list[float]:

@@ -20,6 +20,7 @@ from elastic.types.grid import coordinates, stages_at
 from elastic.worker.parallel.context_parallel import Sequence
 from elastic.worker.parallel.model_options import begin_microbatch
 from elastic.worker.parallel.pipeline import Pipeline
+from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Incoming, Number, read
 from elastic.worker.process_groups.groups import Groups
@@ -49,6 +50,9 @@ class BatchScript(Protocol):
     """A user's loop that computes the gradients of a step (loop.script_host)."""
 
     clip_grad_norm: float | None
+
+    @property
+    def calls(self) -> CallLog: ...
 
     def compute(self, batch: Batch, step: int, epoch: int) -> tuple[Number, Number]: ...
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from elastic.errors import InternalError, ProgramError
 from elastic.program import Program
 from elastic.types import Job, Plan
 from elastic.worker.parallel.parallelize import local
+from elastic.worker.process.call_log import RULE, PartCalls, difference
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Number, read
 from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.wire import gather_words
 from elastic.worker.program.commit import Commit
 from elastic.worker.program.guards import GuardMemory, Trip, judge, trip_of
 from elastic.worker.program.loop_program import LoopProgram
@@ -292,15 +295,37 @@ class Stepper(ForwardBackward):
     def _commit(self, pending: Pending, words: CommitFields) -> CommitReport:
         """The one float64 all-reduce of the generation. Raises InternalError when the samples were
         not those of the step."""
-        slots = Slots.of(self.plan.layout, len(pending.block_square_norms), len(pending.small))
+        n_calls = 0 if self.script is None else 2
+        n_blocks, n_small = len(pending.block_square_norms), len(pending.small)
+        slots = Slots.of(self.plan.layout, n_blocks, n_small=n_small, n_calls=n_calls)
         vector = self.groups.commit.all_reduce(self._part(pending, words).pack(slots))
         heard = CommitReport.unpack(vector, slots)
+        if heard.calls_differ:
+            self._refuse_calls()
         self._check_samples(heard.commit)
         each = zip(heard.tokens, self.shares.samples(self.state.step), strict=True)
         fullest = max(tokens / n_samples for tokens, n_samples in each if n_samples)
         mean = heard.commit.tokens / self.job.global_batch
         self.imbalance = fullest / mean if mean else 0.0
         return heard
+
+    def _refuse_calls(self) -> None:
+        """Raises ProgramError, the same on every rank: gradients to which not all have come with
+        the same calls may be made of what belongs together in no way."""
+        assert self.script is not None
+        self.pending = None
+        self.state.buffers.take_back()
+        said = gather_words(
+            [astuple(part) for part in self.script.calls.parts()], self.groups.commit
+        )
+        ranks = {
+            rank: [PartCalls.of(part) for part in json.loads(words)]
+            for rank, words in enumerate(said)
+        }
+        raise ProgramError(
+            difference(ranks)
+            or f"step {self.state.step + 1}: the ranks have not made the same calls; {RULE}"
+        )
 
     def _part(self, pending: Pending, words: CommitFields) -> RankPart:
         overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)
@@ -312,7 +337,8 @@ class Stepper(ForwardBackward):
         units = self.shares.work(self.state.step, self.dp) * self.spans.n_blocks
         group = self.plan.layout.tp * self.plan.layout.cp
         unit_s = self.spans.taken_s() * group / units if units else 0.0
-        return RankPart(self.rank, self.dp, sums, words, unit_s, sum(pending.small))
+        calls = self.script.calls.take_mark() if self.script is not None else 0
+        return RankPart(self.rank, self.dp, sums, words, unit_s, sum(pending.small), calls)
 
     def _check_samples(self, commit: Commit) -> None:
         expected = digest(self.shares.ids(self.state.step))

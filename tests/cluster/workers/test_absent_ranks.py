@@ -9,6 +9,7 @@ import pytest
 from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
 from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.types import Job, Layout, Plan, Silent, WorkerId
+from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import DEVICE, Doing
 
 RANKS = tuple(WorkerId(f"n{i}", 0) for i in range(4))
@@ -145,6 +146,7 @@ class Beat:
     arrived: tuple[tuple[str, int, int], ...]
     doing: Doing = "others"
     where: str = ""
+    calls: tuple[PartCalls, ...] = ()
 
 
 @dataclass

@@ -28,6 +28,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
+from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import Doing
 
 
@@ -40,6 +41,7 @@ class Beat:
     arrived: Arrived = ()
     doing: Doing = ""
     where: str = ""
+    calls: tuple[PartCalls, ...] = ()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from elastic.cluster.workers.absent_ranks import Arrived
 from elastic.cluster.workers.liveness import Liveness
-from elastic.types import WorkerId
+from elastic.types import Layout, Plan, WorkerFailed, WorkerId
+from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import Doing
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
@@ -20,6 +21,7 @@ class Beat:
     arrived: Arrived = ()
     doing: Doing = ""
     where: str = ""
+    calls: tuple[PartCalls, ...] = ()
 
 
 class Run:
@@ -181,3 +183,24 @@ def test_a_late_answer_is_known_long_before_it_is_silence() -> None:
     run.until(11.25, mute=(B,), moving=False)
     assert run.liveness.late() == [B]
     assert not run.liveness.is_silent(B)
+
+
+def test_a_call_that_one_script_makes_alone_is_named_as_soon_as_all_stand_still() -> None:
+    """Nobody waits for the bound of silence: what was called stays called."""
+    run, plan = Run(), Plan(1, Layout(dp_shard=2), (A, B), (1, 1), (1,))
+    place = ("train.py, line 9",)
+    alone = PartCalls(2, False, 2, "mm", (*place, "train.py, line 14"))
+    other = PartCalls(2, False, 1, "m", place)
+    further = PartCalls(2, True, 1, "m", place)
+    run.liveness.answered(A, Beat(calls=(alone,)))
+    assert not run.liveness.unequal_calls(plan), "of B nothing is known"
+    run.liveness.answered(B, Beat(calls=(other,)))
+    assert not run.liveness.unequal_calls(plan), "B may still come to it"
+    run.liveness.answered(B, Beat(generation=2, calls=(further,)))
+    assert not run.liveness.unequal_calls(plan), "that is another generation"
+    run.liveness.answered(B, Beat(calls=(further,)))
+    (failed,) = run.liveness.stalled(plan)
+    assert isinstance(failed, WorkerFailed) and failed.kind == "program"
+    said = "step 2: rank 0 calls run.model at train.py, line 14, rank 1 does not;"
+    assert failed.error.startswith(said)
+    assert not run.liveness.stalled(plan), "once"

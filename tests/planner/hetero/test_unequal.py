@@ -3,6 +3,7 @@ GPU idles for arithmetic."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -410,3 +411,13 @@ def test_a_pinned_size_of_microbatches_holds_for_unequal_shares_too() -> None:
         limits=LayoutLimits(rates=rates(there, (2.0, 1.0))),
     )
     assert free.samples == (11, 5)
+
+
+def test_of_a_model_without_blocks_no_stage_has_any() -> None:
+    """A small one, as of two linear layers: on unequal workers as on equal ones."""
+    plain, there = replace(MODEL, n_blocks=0), nodes(2, 2)
+    alike = plan_layout(plain, job(), there)
+    speeds = rates(there, (1.0, 0.5))
+    uneven = plan_layout(plain, job(), there, limits=LayoutLimits(rates=speeds))
+    assert len(set(uneven.samples)) > 1, "shares follow the speeds"
+    assert alike.layers == uneven.layers == (0,)

@@ -33,6 +33,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import WorkerOrder
+from elastic.worker.process.call_log import PartCalls
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Beat:
     arrived: tuple[tuple[str, int, int], ...] = ()
     doing: str = ""
     where: str = ""
+    calls: tuple[PartCalls, ...] = ()
 
 
 class FakeSession:

@@ -54,7 +54,7 @@ def signature(name: str, made: Any) -> str:
 def _parameter(p: inspect.Parameter) -> str:
     annotation = "" if p.annotation is p.empty else f": {p.annotation}"
     if p.default is p.empty:
-        return p.name + annotation
+        return ("**" if p.kind is p.VAR_KEYWORD else "") + p.name + annotation
     default = getattr(p.default, "__name__", None) or repr(p.default)
     return f"{p.name}{annotation} = {'...' if '<' in default else default}"
 

@@ -22,7 +22,7 @@ def arm_loop(session: Session, fault: Fault) -> None:
 
     def first_call(model: LoopModel, *args: Any, **kwargs: Any) -> Any:
         assert session.place is not None and session.place.script is not None
-        if session.place.script.offered == fault.step and not traps:
+        if session.place.script.run.step_index == fault.step and not traps:
             traps.append(Trap(fault))
             traps[0].__enter__()
         return call(model, *args, **kwargs)

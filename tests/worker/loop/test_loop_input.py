@@ -27,6 +27,7 @@ from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.loop.loss_reduction import is_mean
 from elastic.worker.loop.script_host import capture
+from elastic.worker.process.call_log import CallLog
 from elastic.worker.program.extra_state import decode
 from elastic.worker.program.model_profile import build_meta, trace
 
@@ -216,6 +217,16 @@ def test_means_of_single_samples_are_parts_of_a_sum(tmp_path: Path) -> None:
     text = body("for row in x:\n    run.backward(run.model(row[None]).square().mean())\nrun.step()")
     text = text.replace(", nn.BatchNorm1d(4)", "")
     assert len(train_script_alone(script(tmp_path, text), [], 0, 3)) == 3
+
+
+@pytest.mark.parametrize("name", ["rank", "world_size", "step_index", "epoch", "steps"])
+def test_what_comes_with_a_batch_is_refused_before_it(tmp_path: Path, name: str) -> None:
+    """Every worker would take itself for rank 0."""
+    text = GOOD.replace(
+        "    for x in run:", f"    if run.{name} == 0:\n        pass\n    for x in run:"
+    )
+    with pytest.raises(ProgramError, match=rf"line 8: run\.{name} was asked for before the first"):
+        train_script_alone(script(tmp_path, text), [], 0, 3)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +447,7 @@ def test_a_call_that_broke_off_gives_zeros_of_the_true_shape() -> None:
         with torch.device("meta"):
             return Breaks(4, 2)
 
-    model = LoopModel(on_meta)
+    model = LoopModel(on_meta, CallLog())
     with pytest.raises(ProgramError, match="before the first batch"):
         model(torch.zeros(3, 4))
     model.attach(Breaks(4, 2))
@@ -453,7 +464,7 @@ def test_a_call_that_broke_off_gives_zeros_of_the_true_shape() -> None:
 
 
 def test_an_error_of_the_users_own_comes_up_in_the_body() -> None:
-    model = LoopModel(lambda: torch.nn.Linear(4, 2))
+    model = LoopModel(lambda: torch.nn.Linear(4, 2), CallLog())
     model.attach(torch.nn.Linear(4, 2))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.zeros(3, 5))

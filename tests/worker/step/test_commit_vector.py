@@ -17,6 +17,7 @@ from elastic.data.order import HASH_BITS
 from elastic.errors import ProgramError
 from elastic.types import Layout
 from elastic.types.grid import coordinates
+from elastic.worker.process.call_log import MARK_MOST
 from elastic.worker.program.commit import Commit
 from elastic.worker.step.commit_vector import (
     SHARE_MOST,
@@ -48,9 +49,9 @@ def words(**one: CommitFields) -> CommitReport:
 
 def heard(parts: list[RankPart], layout: Layout = FOUR) -> CommitReport:
     first = parts[0]
-    slots = Slots.of(
-        layout, len(first.sums.block_square_norms), 1 if first.small_square_norm else 0
-    )
+    n_small, n_calls = (1 if first.small_square_norm else 0), 2 * any(p.calls for p in parts)
+    n_blocks = len(first.sums.block_square_norms)
+    slots = Slots.of(layout, n_blocks, n_small=n_small, n_calls=n_calls)
     return CommitReport.unpack(reduce(torch.add, [part.pack(slots) for part in parts]), slots)
 
 
@@ -255,3 +256,17 @@ def test_all_hear_what_each_has_said(case: tuple[Layout, list[RankPart]]) -> Non
     assert [told.n_copies_stored, told.n_copies_failed, told.n_copies_free] == counts
     assert (told.shares, told.cadence) == (all_words[0].shares, all_words[0].cadence)
     assert told.small_square_norm == summed([part.small_square_norm for part in parts])
+
+
+@pytest.mark.parametrize("n", [2, 3, 8192])
+def test_scripts_that_have_not_all_called_the_same_are_heard_of_exactly(n: int) -> None:
+    """Of one rank among thousands too, whatever the marks are."""
+    layout, sums = Layout(dp_shard=n), Commit(0.0, 0.0, 1.0)
+    slots = Slots.of(layout, n_calls=2)
+    for mark, other in ((MARK_MOST, MARK_MOST), (MARK_MOST, MARK_MOST - 1), (0, 1), (7, 7)):
+        alike = RankPart(0, 0, sums, calls=mark).pack(slots)
+        vector = alike * (n - 1) + RankPart(0, 0, sums, calls=other).pack(slots)
+        assert CommitReport.unpack(vector, slots).calls_differ is (mark != other)
+    assert not CommitReport.unpack(
+        RankPart(0, 0, sums).pack(Slots.of(layout)), Slots.of(layout)
+    ).calls_differ

@@ -175,7 +175,7 @@ def test_the_host_waits_once_in_a_step_of_a_loop() -> None:
         run.step()
         return said[-1].loss_sum, said[-1].tokens
 
-    stepper.script = SimpleNamespace(compute=compute, clip_grad_norm=None)  # type: ignore[assignment]
+    stepper.script = SimpleNamespace(compute=compute, clip_grad_norm=None, calls=run.calls)  # type: ignore[assignment]
     try:
         for seen in waits(stepper):
             assert len(seen) == 1 and seen[0].startswith(".tolist() at readback.py"), seen

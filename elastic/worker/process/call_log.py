@@ -1,0 +1,192 @@
+"""What a script's loop has called on a rank, `run.model` and `run.backward`, in its newest steps.
+
+Such a call has collectives, which meet those of the other ranks: all ranks must make the same calls
+in the same order. Where they do not (`if run.rank == 0: run.model(x)`), some wait for ever, or a
+rank is given what belongs to another call. Here it is told which rank differs, and in which line.
+Pure but for the log itself; the driver's side compares too.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Literal
+
+from elastic.version import PACKAGE
+
+Kind = Literal["run.model", "run.backward"]
+LETTERS: dict[Kind, str] = {"run.model": "m", "run.backward": "b"}
+KINDS = {letter: kind for kind, letter in LETTERS.items()}
+MARK_MOST = (1 << 19) - 1  # the squares of 8,192 of them still add up exactly in float64
+PARTS_KEPT = 4  # two steps
+KEPT_MOST = 1000  # calls of a part that are told apart; the others are counted
+PLACES_MOST = 64  # of which the line is kept
+FRAMES_MOST = 100
+RANKS_SHOWN = 4
+RULE = (
+    "every rank must call run.model and run.backward equally often and in the same order, for an "
+    "evaluation too: take the condition (such as `if run.rank == 0:`) from around the call, or "
+    "evaluate by validation= and evaluate= of elastic.loop"
+)
+
+
+@dataclass(frozen=True)
+class PartCalls:
+    """The calls in one part of the loop's body. `part`: 2 * step index up to run.step(), one more
+    behind it. `whole`: the script is past it. `letters`: one for each of the first calls, `places`
+    their lines."""
+
+    part: int
+    whole: bool
+    n: int
+    letters: str
+    places: tuple[str, ...]
+
+    @classmethod
+    def of(cls, said: Sequence[Any]) -> PartCalls:
+        part, whole, n, letters, places = said
+        return cls(int(part), bool(whole), int(n), str(letters), tuple(map(str, places)))
+
+    def letter(self, i: int) -> str | None:
+        """Of call `i`; '' = there is none, None = that is not known yet."""
+        if i < len(self.letters):
+            return self.letters[i]
+        return "" if self.whole and i >= self.n else None
+
+    def place(self, i: int) -> str:
+        return self.places[i] if i < len(self.places) else "a line that was not kept"
+
+
+@dataclass
+class _Part:
+    number: int
+    n: int = 0
+    letters: str = ""
+    places: list[str] = field(default_factory=list)
+
+
+class CallLog:
+    """Of the generation that is running. Written by the script's thread, read by any."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._parts: list[_Part] = []
+        self._mark = 0
+
+    def enter(self, generation: int) -> None:
+        """Whoever enters it begins anew: ranks come from elsewhere, or have left a step midway."""
+        self._parts, self._mark, self.generation = [], 0, generation
+
+    def begin(self, part: int) -> None:
+        self._parts = [*self._parts[1 - PARTS_KEPT :], _Part(part)]
+
+    def add(self, kind: Kind, frame: FrameType | None) -> None:
+        self._mark = zlib.crc32(LETTERS[kind].encode(), self._mark)
+        if not self._parts:
+            return
+        part = self._parts[-1]
+        part.n += 1
+        if part.n <= PLACES_MOST:
+            part.places.append(_place(frame))
+        if part.n <= KEPT_MOST:
+            part.letters += LETTERS[kind]
+
+    def take_mark(self) -> int:
+        """Of the calls since this was asked last: equal on ranks that have made the same."""
+        mark, self._mark = self._mark & MARK_MOST, 0
+        return mark
+
+    def parts(self) -> tuple[PartCalls, ...]:
+        known = self._parts
+        return tuple(
+            PartCalls(p.number, p is not known[-1], p.n, p.letters, tuple(p.places)) for p in known
+        )
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line that is neither ours nor torch's."""
+    for _ in range(FRAMES_MOST):
+        if frame is None:
+            break
+        file = frame.f_code.co_filename
+        if not file.startswith(f"{PACKAGE}{os.sep}") and "/torch/" not in file:
+            return f"{file}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def difference(ranks: Mapping[int, Iterable[PartCalls]]) -> str:
+    """Which rank has made another call than the others, and where; '' = as far as is known none."""
+    parts: dict[int, dict[int, PartCalls]] = {}
+    for rank, calls in ranks.items():
+        for one in calls:
+            parts.setdefault(one.part, {})[rank] = one
+    for number in sorted(parts):
+        here = parts[number]
+        kinds = {(one.whole, one.n if one.whole else 0, one.letters) for one in here.values()}
+        if len(kinds) > 1 and (i := _first_difference(list(here.values()))) >= 0:
+            return f"{_where(number)}: {_told(here, i)}; {RULE}"
+    return ""
+
+
+def _first_difference(parts: list[PartCalls]) -> int:
+    distinct = list({(p.whole, p.n, p.letters): p for p in parts}.values())
+    for i in range(max(len(part.letters) for part in distinct) + 1):
+        if len({part.letter(i) for part in distinct} - {None}) > 1:
+            return i
+    return -1
+
+
+def _where(number: int) -> str:
+    step = number // 2 + 1
+    return f"behind run.step() of step {step}" if number % 2 else f"step {step}"
+
+
+def _told(here: Mapping[int, PartCalls], i: int) -> str:
+    """The smaller part of the ranks is named; of two equal ones, that which makes the call."""
+    letters = {rank: letter for rank, one in here.items() if (letter := one.letter(i)) is not None}
+    counted = Counter(letters.values())
+    few = min(counted, key=lambda letter: (counted[letter], -len(letter), letter != "m"))
+    many = max((letter for letter in counted if letter != few), key=lambda letter: counted[letter])
+    odd, others = (
+        [r for r, letter in sorted(letters.items()) if letter == which] for which in (few, many)
+    )
+    mine, theirs = here[odd[0]], here[others[0]]
+    more, letter, caller = _extra(mine, theirs, i)
+    place = _first_other_place(*((mine, theirs) if more else (theirs, mine)), letter, i=i)
+    rest = f"the {len(others)} other ranks do" if len(others) > 1 else f"rank {others[0]} does"
+    verb = "call" if len(odd) > 1 else "calls"
+    if more:
+        return f"{_ranks(odd)} {verb} {caller} at {place}, {rest} not"
+    denied = "do" if len(odd) > 1 else "does"
+    return f"{_ranks(odd)} {denied} not call {caller} at {place}, {rest}"
+
+
+def _extra(mine: PartCalls, theirs: PartCalls, i: int) -> tuple[bool, str, Kind]:
+    """Whether it is a call that the first makes and the others do not, and which."""
+    for letter, kind in KINDS.items():
+        a, b = (part.letters[: i + 1].count(letter) for part in (mine, theirs))
+        if a != b:
+            return a > b, letter, kind
+    return True, "m", "run.model"
+
+
+def _first_other_place(caller: PartCalls, other: PartCalls, letter: str, *, i: int) -> str:
+    """Where that call is, which may stand before the first one that is of another kind."""
+    for j in range(min(i + 1, len(caller.letters))):
+        if caller.letters[j] == letter and (j >= other.n or caller.place(j) != other.place(j)):
+            return caller.place(j)
+    return caller.place(i)
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:RANKS_SHOWN]))
+    return f"ranks {shown}" + (
+        f" and {len(ranks) - RANKS_SHOWN} more" if len(ranks) > RANKS_SHOWN else ""
+    )

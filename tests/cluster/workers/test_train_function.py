@@ -1,0 +1,90 @@
+"""A train function on its way to the workers: by value, with what it uses of the user's file."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cluster.workers.train_function import as_they_are, keep_as_they_are, loaded, pickled
+from elastic.errors import SpecError
+from elastic.worker.loop.script_host import capture
+
+TEXT = """
+import ray.train.torch
+from ray.train.torch import prepare_data_loader
+SEEN.append("ran")
+GAIN = 3
+class Net:
+    gain = GAIN
+def train(config):
+    net = ray.train.torch.prepare_model(Net(), parallel_strategy="fsdp")
+    raise ValueError([net.gain, config["lr"], prepare_data_loader("loader")])
+"""
+
+
+def functions(text: str, **more: Any) -> dict[str, Any]:
+    """Of a file that is run as `__main__`: it cannot be imported."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(more)
+    exec(text, module.__dict__)
+    return module.__dict__
+
+
+def test_what_arrives_is_the_function_and_not_the_file() -> None:
+    """With its configuration; what Ray Train would have prepared is given back as it is."""
+    seen: list[str] = []
+    data = pickled(functions(TEXT, SEEN=seen)["train"], {"lr": 0.5})
+    with as_they_are():
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"\[3, 0.5, 'loader'\]"):
+                loaded(data)()
+    assert seen == ["ran"]
+    with pytest.raises(RuntimeError, match="outside of a Ray Train training function"):
+        loaded(data)()
+
+
+def test_in_a_worker_it_stays_so() -> None:
+    text = "import ray.train.torch\ndef train():\n    ray.train.torch.prepare_model(1)\n"
+    data = pickled(functions(text)["train"], None)
+    with as_they_are():  # restores what the test changes
+        keep_as_they_are()
+        gc.collect()
+        loaded(data)()
+
+
+def test_each_start_has_a_configuration_of_its_own() -> None:
+    text = "def train(config):\n    config['n'] += 1\n    raise ValueError(config['n'])\n"
+    data = pickled(functions(text)["train"], {"n": 1})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="2"):
+            loaded(data)()
+
+
+def test_a_function_without_a_configuration() -> None:
+    loaded(pickled(functions("def train():\n    pass\n")["train"], None))()
+
+
+def test_what_cannot_be_sent_is_said_in_one_line() -> None:
+    train = functions("def train():\n    LOCK.acquire()\n", LOCK=threading.Lock())["train"]
+    with pytest.raises(SpecError, match=r"ElasticTrainer\(train\): it holds what cannot be sent"):
+        pickled(train, None)
+
+
+def test_a_file_that_makes_a_trainer_is_no_script_for_elastic_run(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train")
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import elastic\n"
+        "def train():\n    with elastic.loop(model=1, optimizer=2, dataset=3):\n        pass\n"
+        "elastic.ElasticTrainer(train).fit()\n"
+    )
+    with pytest.raises(SpecError) as caught:
+        capture(file, [], 0)
+    assert f"{file}, line 5: ElasticTrainer.fit() starts a run by itself: start this file with" in (
+        str(caught.value)
+    )

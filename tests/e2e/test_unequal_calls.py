@@ -1,0 +1,55 @@
+"""`if run.rank == 0: run.model(x)` in a loop: the rank and the line are named at once, and the run
+ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.e2e.shell import Shell, last_line
+
+from elastic.ledger.journal import read
+from elastic.types import StepDone, WorkerFailed
+
+pytestmark = pytest.mark.e2e
+NAMED_WITHIN_S = 10.0
+SCRIPT = """
+import elastic
+import torch
+
+blocks = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), blocks, torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+x = torch.randn(960, 8)
+rows = list(zip(x, x.sum(1, keepdim=True)))
+job = {"steps": 200, "global_batch": 24, "layout": "dp_shard=2", "checkpoint_every": 0}
+with elastic.loop(model=model, optimizer=optimizer, dataset=rows, **job) as run:
+    for x, y in run:
+        if BEFORE and run.rank == 0 and run.step_index == 9:
+            print(run.model(x).sum())
+        run.backward((run.model(x) - y).square().sum())
+        run.step()
+        if not BEFORE and run.rank == 0 and run.step_index == 9:
+            print(run.model(x).sum())
+"""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the step", "behind it"])
+def test_a_call_of_one_rank_ends_the_run_with_its_line(shell: Shell, before: bool) -> None:
+    """Before the step the ranks hang; behind it they may meet in each other's collectives and come
+    to a commit, which is refused."""
+    file = shell.root / "train.py"
+    file.write_text(SCRIPT.replace("BEFORE", str(before)))
+    code, out, _ = shell.call("run", "--script", "train.py", "--local", "--run-name", "r", "--json")
+    line = file.read_text().splitlines().index("            print(run.model(x).sum())") + 1
+    line += 0 if before else 4
+    where = "step 10" if before else "behind run.step() of step 10"
+    said = f"{where}: rank 0 calls run.model at {file}, line {line}, rank 1 does not;"
+    summary = last_line(out)
+    assert code == 1 and said in summary["reason"], out[-2000:]
+    assert len(summary["transitions"]) == 1, "it was not tried again"
+    lines = read(Path(shell.root / "elastic_runs" / "r" / "journal.jsonl"))
+    failed = [at_s for one in lines for at_s, e in one.events if isinstance(e, WorkerFailed)]
+    steps = [(at_s, e.step) for one in lines for at_s, e in one.events if isinstance(e, StepDone)]
+    assert max(step for _, step in steps) in (9, 10)
+    assert failed[0] - max(at_s for at_s, _ in steps) < NAMED_WITHIN_S

@@ -1,0 +1,130 @@
+"""What job.yaml can say, elastic.loop can say too, by the same names; and what is misspelled is one
+clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import elastic
+from elastic.api.running.entry import loaded
+from elastic.config.job import BY_START, JobSpec
+from elastic.config.key_names import DOCUMENTED
+from elastic.errors import SpecError
+
+TEXT = """
+import torch, elastic
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+keys = {keys!r}
+with elastic.loop(model=model, optimizer=optimizer, dataset=torch.ones(16, 4), **keys) as run:
+    pass
+"""
+SAID: dict[str, Any] = {  # another value than the default, for each key that a script's job can have
+    "name": "other", "steps": 7, "global_batch": 12, "seed": 5, "eval_every": 3, "eval_samples": 9,
+    "clip_grad_norm": 2.0, "noise_scale": {"every": 4}, "guards": {"loss_spike": {"do": "stop"}},
+    "precision": "bfloat16", "reduce_dtype": "bfloat16", "layout": "dp_shard=2",
+    "activation_checkpointing": "full", "zero_stage": 2, "compile": True, "offload": True,
+    "min_workers": 2, "max_workers": 4, "replica_every": 3, "checkpoint_every": 4,
+    "peer_replicas": 2, "copies_across_zones": True, "copy_link_share": 0.5, "keep_last": 3,
+    "keep_every": 8, "keep_best": 1, "storage_quota_gb": 2.0, "verify_copies": False,
+    "storage": "runs", "budget_usd": 3.0, "head_usd_per_h": 0.1, "max_nodes": 3, "deadline_h": 2.0,
+    "on_demand_floor": 1, "waiting_usd_per_h": 1.0, "max_silence_s": 20.0, "orphan_lease_s": 60.0,
+    "purpose": "cheapest", "pools": [{"name": "p", "market_type": "on-demand", "max_nodes": 4}],
+    "trusted_axes": ["dp"], "rebalance": False, "across_zones": True, "check_numbers_every": 5,
+    "drill": [{"at_step": 2, "kill": "any"}], "data": {"loader_workers": 1},
+    "schedule": "1f1b", "virtual_stages": 2, "float8": True,
+}  # fmt: skip
+NOT_FOR_SCRIPTS = {  # keys that are refused for a script, wherever they stand
+    "optimizer", "lr_schedule", "lr_scaling", "base_global_batch", "microbatch_size", "microbatch_tokens",
+}  # fmt: skip
+
+
+def job_of_loop(folder: Path, keys: dict[str, Any], **more: Any) -> JobSpec:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(TEXT.format(keys=keys))
+    (folder / "job.yaml").write_text(yaml.safe_dump({"script": "train.py", "name": "job", **more}))
+    return loaded(folder)[0]
+
+
+def test_each_key_of_a_job_can_be_said_in_a_script(tmp_path: Path) -> None:
+    known = {DOCUMENTED.get(key, key) for key in JobSpec.__pydantic_fields__}
+    assert {*SAID} | {*BY_START} | NOT_FOR_SCRIPTS == known
+    said = {key: value for key, value in SAID.items() if key != "name"}
+    by_script = job_of_loop(tmp_path, said)
+    by_file = job_of_loop(tmp_path, {}, **said)
+    assert by_script.plain() == by_file.plain()
+    default = JobSpec(name="job", folder="f", program="p", steps=1, global_batch=1).plain()
+    same = {key for key in SAID if by_script.plain()[_stored(key)] == default[_stored(key)]}
+    assert same == {"name"}, "each value is another one than the default"
+
+
+def _stored(key: str) -> str:
+    return {documented: stored for stored, documented in DOCUMENTED.items()}.get(key, key)
+
+
+def test_the_job_file_comes_before_the_script(tmp_path: Path) -> None:
+    """Also where the two use the two names of a key."""
+    keys = {"steps": 5, "global_batch": 4, "checkpoint_every": 2, "eval_every": 2}
+    job = job_of_loop(tmp_path, keys, durable_every=8, eval_every=3)
+    assert (job.steps, job.durable_every, job.eval_every) == (5, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"evaluate_every": 3}, "unknown keyword 'evaluate_every'; did you mean 'eval_every'?"),
+        ({"stps": 3}, "elastic.loop(stps=...): unknown keyword 'stps'; did you mean 'steps'?"),
+        ({"xyzzy": 3}, "unknown keyword 'xyzzy'; keywords are model, optimizer, dataset, blocks"),
+        ({"script": "a.py"}, "elastic.loop(script=...): it is this script; leave it out"),
+        ({"eval_every": -1}, "train.py: elastic.loop(...): key 'eval_every': "),
+        ({"pools": [{"nam": "p"}]}, "elastic.loop(...): unknown key 'pools.0.nam'; did you mean"),
+        ({"peer_every": 3, "replica_every": 4}, "are two names of one key"),
+    ],
+)
+def test_keywords_that_are_wrong(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        job_of_loop(tmp_path, {"steps": 3, "global_batch": 4, **keys})
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (elastic.Program, "elastic.Program(modle=...): unknown keyword 'modle'; did you mean"),
+        (elastic.Options, "elastic.Options(modle=...): unknown keyword 'modle'; keywords are"),
+        (elastic.ElasticTrainer, "elastic.ElasticTrainer(modle=...): unknown keyword 'modle';"),
+    ],
+)
+def test_unknown_keywords_are_refused_by_name(make: Any, said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        make(modle=1)
+    assert said in str(caught.value)
+
+
+def samples() -> torch.utils.data.TensorDataset:
+    return torch.utils.data.TensorDataset(torch.ones(16, 4))
+
+
+def loop_of(dataset: Any) -> elastic.loop:
+    model = torch.nn.Linear(4, 1)
+    return elastic.loop(model=model, optimizer=torch.optim.SGD(model.parameters()), dataset=dataset)
+
+
+def test_of_a_data_loader_its_dataset_is_taken() -> None:
+    data = samples()
+    assert loop_of(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)).dataset is data
+    assert loop_of(data).dataset is data
+
+
+def test_a_data_loader_that_does_more_is_refused() -> None:
+    data = samples()
+    with pytest.raises(SpecError, match="the DataLoader has a collate_fn of its own"):
+        loop_of(torch.utils.data.DataLoader(data, collate_fn=list))
+    weighted = torch.utils.data.WeightedRandomSampler([1.0] * 16, 16)
+    with pytest.raises(SpecError, match="the DataLoader has a WeightedRandomSampler; the order is"):
+        loop_of(torch.utils.data.DataLoader(data, sampler=weighted))

@@ -1,0 +1,84 @@
+"""What the scripts of the ranks call: who makes another call than the others, and in which line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from elastic.worker.process.call_log import KEPT_MOST, CallLog, PartCalls, difference
+
+WHOLE, UNDER_WAY = True, False
+
+
+def calls(words: str, whole: bool = UNDER_WAY, part: int = 6) -> PartCalls:
+    """Of words such as 'm9 b10': the kind of a call and its line."""
+    each = words.split()
+    places = tuple(f"train.py, line {word[1:]}" for word in each)
+    return PartCalls(part, whole, len(each), "".join(word[0] for word in each), places)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (["m9 b10"] * 4, ""),
+        (["m9 b10", "m9", "", "m9 b10"], ""),
+        (["m5 m9", "m9 b10", "m9 b10"], "step 4: rank 0 calls run.model at train.py, line 5, the"),
+        (["m9 b10", "m9 b10", "m9 m9"], "step 4: rank 2 calls run.model at train.py, line 9, the"),
+        (["m9 m9", "m9 b10"], "step 4: rank 0 calls run.model at train.py, line 9, rank 1 does"),
+        (["b10", "m9", "m9"], "step 4: rank 0 does not call run.model at train.py, line 9, the 2"),
+        (["m9 b10 m1", "m9 b10 b12", "m9 b10 b12", "m9 b10 m1", "m9 b10 b12"], "ranks 0, 3 call"),
+    ],
+)
+def test_the_first_call_that_differs(ranks: list[str], said: str) -> None:
+    found = difference({rank: [calls(words)] for rank, words in enumerate(ranks)})
+    assert said in found and bool(said) == bool(found)
+
+
+def test_a_rank_that_is_past_a_part_calls_nothing_more_in_it() -> None:
+    """Before that nobody knows: it may still come to the call."""
+    slow = calls("m9 b10")
+    quick = [calls("m9 b10", WHOLE), calls("", UNDER_WAY, 7)]
+    assert not difference({0: [slow], 1: quick})
+    found = difference({0: [calls("m9 b10 m14")], 1: quick, 2: quick})
+    assert found.startswith(
+        "step 4: rank 0 calls run.model at train.py, line 14, the 2 other ranks"
+    )
+    behind = [calls("m9 b10", WHOLE), calls("m14", UNDER_WAY, 7)]
+    gone_on = [calls("m9 b10", WHOLE), calls("", WHOLE, 7), calls("m9", UNDER_WAY, 8)]
+    found = difference({0: behind, 1: gone_on})
+    assert found.startswith("behind run.step() of step 4: rank 0 calls run.model at train.py, line")
+    assert "`if run.rank == 0:`" in found and "validation= and evaluate=" in found
+
+
+def logged(*words: str) -> CallLog:
+    log = CallLog()
+    log.enter(1)
+    log.begin(0)
+    for word in words:
+        log.add("run.model" if word == "m" else "run.backward", sys._getframe())
+    return log
+
+
+def test_the_mark_of_what_was_called_since_the_last_one() -> None:
+    one, two, other = logged("m", "b"), logged("m", "b"), logged("b", "m")
+    assert one.take_mark() == two.take_mark() != other.take_mark()
+    for log in (one, two):
+        log.begin(1)
+    one.add("run.model", None)
+    assert one.take_mark() != two.take_mark() == 0
+    one.enter(2)
+    assert one.parts() == () and one.generation == 2
+
+
+def test_a_log_has_the_line_and_stays_small() -> None:
+    log = logged(*"m" * (KEPT_MOST + 5))
+    for part in range(1, 9):
+        log.begin(part)
+    assert [part.part for part in log.parts()] == [5, 6, 7, 8]
+    part = logged(*"m" * (KEPT_MOST + 5)).parts()[0]
+    assert (part.n, len(part.letters)) == (KEPT_MOST + 5, KEPT_MOST)
+    assert part.places[0].startswith(f"{__file__}, line ")
+    more = logged(*"m" * (KEPT_MOST + 6))
+    assert part.letters == more.parts()[0].letters
+    assert more.take_mark() != logged(*"m" * (KEPT_MOST + 5)).take_mark()
