@@ -20,7 +20,7 @@ from pydantic import (
 from elastic.catalog.bounded_yaml import SHOWN_MOST, read_yaml, yaml_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
-from elastic.config.key_names import STORED, shown_key, stored_keys
+from elastic.config.key_names import STORED, KeysFrom, place_of, shown_key, stored_keys
 from elastic.config.optimization import (
     OWNERS,
     Guards,
@@ -61,6 +61,7 @@ from elastic.types.typed_job import Auto, Axis, LrScaling, Precision, Purpose, R
 
 Model = TypeVar("Model", bound=BaseModel)
 TYPE_NAMES = ("int", "str", "float")  # that pydantic puts into the place of an error
+ALIKE = 0.66  # of two keys: less, and one was hardly meant by the other
 SILENCE_LEAST_S = 0.1
 LEASE_LEAST_S, LEASE_MOST_S = 1.0, 30 * 86400.0  # workers without a driver must leave some day
 
@@ -398,7 +399,8 @@ def job_data(folder: str | Path, overrides: Iterable[str] = ()) -> tuple[dict[st
     data = read_yaml(file, str(shown))
     if not isinstance(data, dict):
         raise SpecError(f"{shown}: it must hold keys and values, not {_kind(data)}")
-    return stored_keys(data, str(shown)) | overridden(overrides), str(shown)
+    over = overridden(overrides)
+    return stored_keys(data, str(shown)) | over, KeysFrom.of(str(shown), over)
 
 
 def overridden(overrides: Iterable[str]) -> dict[str, Any]:
@@ -468,15 +470,13 @@ def _checked(model: type[Model], data: dict[str, Any], where: str) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise SpecError(f"{where}: {_first(error, model)}") from None
+        problem = min(error.errors(), key=_late)
+        raise SpecError(f"{place_of(where, problem['loc'])}: {_in_words(problem, model)}") from None
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
 
 
-def _first(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem, in words; unknown keys come first since a misspelled key also shows as a
-    missing one."""
-    problem = min(error.errors(), key=_late)
+def _in_words(problem: Any, model: type[BaseModel]) -> str:
     location = problem["loc"]
     if problem["type"] == "extra_forbidden":
         return f"unknown key '{_dotted(location)}'{_nearest(location, model)}"
@@ -500,8 +500,8 @@ def _first(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _late(problem: Any) -> tuple[bool, bool]:
-    """Of several problems the first: where a word or a number may stand, what is wrong with a
-    number says more."""
+    """Of several problems the first: unknown keys, since a misspelled key also shows as a missing
+    one; where a word or a number may stand, what is wrong with a number says more."""
     other_word = problem["type"] == "literal_error" and not isinstance(problem.get("input"), str)
     return problem["type"] != "extra_forbidden", other_word
 
@@ -521,8 +521,11 @@ def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
     owner = SourceSpec if owner is DataSpec and len(path) > 2 else owner
     names = [name for name in owner.__pydantic_fields__ if name != "folder"]
     names += [*STORED] if owner is JobSpec else []
-    found = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.5)
-    return f"; did you mean '{found[0]}'?" if found else f"; keys are {', '.join(names)}"
+    word = str(path[-1])
+    found = difflib.get_close_matches(word, names, n=1, cutoff=ALIKE)
+    found = found or [name for name in names if word in name.split("_")]
+    meant = " or ".join(f"'{name}'" for name in found)
+    return f"; did you mean {meant}?" if found else f"; keys are {', '.join(names)}"
 
 
 def _kind(data: Any) -> str:

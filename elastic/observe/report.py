@@ -13,7 +13,7 @@ from elastic.ledger.journal import Line
 from elastic.ledger.launch_times import launches, sentence
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.transitions import Transition
-from elastic.observe.event_messages import size
+from elastic.observe.event_messages import duration, n_of, size
 from elastic.observe.loss_plot import save_loss
 from elastic.observe.noise_advice import advice, estimate
 from elastic.observe.run_tables import columns
@@ -59,12 +59,14 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "final_loss": totals.final_loss,
         "validation_loss": _validation_loss(view),
         "copies_failed": view.copies_failed,
+        "copies_skipped": view.copies_skipped,
         "unusable": view.unusable,
         "notes": list(view.model.notes) if view.model else [],
         **_noise(view),
         "tokens": totals.tokens,
         "unit": view.unit,
         "wall_s": round(totals.wall_s, 3),
+        "not_running_s": round(books.seconds["not_running"], 3),
         "tokens_per_s": round(totals.tokens_per_s, 1),
         "goodput": round(totals.goodput, 4),
         "usd": round(totals.usd, 6),
@@ -145,7 +147,7 @@ def spent(books: Account) -> list[str]:
     total_s = sum(books.gpu_seconds.values())
     rows = [("CATEGORY", "GPU-SECONDS", "SHARE", "WALL", "USD")]
     for name, gpu_s in books.gpu_seconds.items():
-        if gpu_s >= 0.05 or books.seconds[name] >= 0.05:
+        if gpu_s >= 0.05 or books.seconds[name] >= 0.05 or books.usd[name] >= 0.00005:
             share = f"{100 * gpu_s / total_s:.1f} %" if total_s else "-"
             rows.append(
                 (
@@ -175,13 +177,15 @@ def _head(data: Mapping[str, Any]) -> list[str]:
     def shown(name: str) -> str:
         return "-" if data[name] is None else f"{data[name]:.4f}"
 
-    unit = data["unit"]
+    unit, idle_s = data["unit"], data["not_running_s"]
+    idle = f" (and {duration(idle_s)} in which nothing ran)" if idle_s >= 1 else ""
     rows = [
         ("run", f"{data['run']}: {data['outcome']} ({data['reason']})"),
         (
             "steps",
-            f"{data['steps']}, {data['tokens']:,} {unit} in {data['wall_s']:.1f} s: "
-            f"{data['tokens_per_s']:,.0f} {unit}/s",
+            f"{data['steps']}, {data['tokens']:,} {unit} in "
+            f"{data['wall_s'] - data['not_running_s']:.1f} s: "
+            f"{data['tokens_per_s']:,.0f} {unit}/s" + idle,
         ),
         ("train_loss", f"{shown('final_loss')}   validation {shown('validation_loss')}"),
         (
@@ -198,6 +202,9 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         rows.append(("samples", words[data["samples_exact"]]))
     if data.get("noise_scale"):
         rows.append(("noise scale", data["noise_scale"]["advice"]))
+    if data["copies_skipped"]:
+        more = "the one before was still being written; a larger checkpoint_every leaves time"
+        rows.append(("copies", f"{n_of(data['copies_skipped'], 'checkpoint')} skipped: {more}"))
     if data["copies_failed"]:
         rows.append(
             (

@@ -15,6 +15,7 @@ from elastic.ledger.launch_times import Launches
 from elastic.observe import event_messages
 from elastic.observe.node_speeds import NodeSpeeds
 from elastic.types import (
+    CopyFailed,
     CopyStored,
     Decision,
     DriverStarted,
@@ -45,6 +46,7 @@ from elastic.types import (
 )
 
 RECENT = 20  # steps that rates are measured over
+SKIPPED = "CopySkipped"  # kind of the note about a checkpoint that was skipped: none has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something worth telling: `kind` is the event's class name, or 'Decision'."""
+    """Something worth telling: `kind` is the event's class name, 'Decision' or SKIPPED."""
 
     at_s: float
     step: int
@@ -122,6 +124,11 @@ class View:
     def copies_failed(self) -> int:
         """Checkpoints that were not made, or could not be read."""
         return sum(note.kind in ("CopyFailed", "CopyDamaged") for note in self.notes)
+
+    @property
+    def copies_skipped(self) -> int:
+        """Checkpoints that fell due while the one before was being written."""
+        return sum(note.kind == SKIPPED for note in self.notes)
 
     @property
     def unusable(self) -> dict[str, str]:
@@ -208,7 +215,9 @@ class View:
             text = event_messages.of(event, self)
             self._fold(event)
             if text:
-                self.notes.append(Note(at_s, self.step, type(event).__name__, text))
+                skipped = isinstance(event, CopyFailed) and event.skipped
+                kind = SKIPPED if skipped else type(event).__name__
+                self.notes.append(Note(at_s, self.step, kind, text))
             if isinstance(event, DriverStarted) and not event.attached:
                 self.notes += [
                     Note(at_s, self.step, "ModelNoted", text)

@@ -30,6 +30,7 @@ from elastic.api.running.start_checks import (
     warn_of_clock,
 )
 from elastic.config.job import JobSpec, job_of
+from elastic.config.key_names import place_of
 from elastic.config.pool_checks import check_budget, check_fit
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
@@ -65,8 +66,8 @@ def run_restarting(
     for key in data:
         if key not in KEYS and key in JobSpec.__pydantic_fields__:
             raise SpecError(
-                f"{where}: key '{key}' has no meaning for {file.name}, which does not enter "
-                f"elastic.loop; keys are {', '.join(KEYS)}"
+                f"{place_of(where, [key])}: key '{key}' has no meaning for {file.name}, which does "
+                f"not enter elastic.loop; keys are {', '.join(KEYS)}"
             )
     return _ScriptRun(
         file, tuple(args), job_of(dict(data) | FILLED, file, where), options=options

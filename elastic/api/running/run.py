@@ -21,11 +21,13 @@ from elastic.api.running.start_checks import (
     check_cp,
     check_drill,
     check_layouts,
+    check_loss,
     check_not_failed,
     check_same,
     paid_until_s,
     taken,
     warn_of_clock,
+    with_few,
 )
 from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.fingerprint import fingerprint
@@ -351,6 +353,9 @@ class _Run:
             print(SENTENCE, file=self._out())
         job, problems = self.spec.job(), list[str]()
         model = profile_of(self.program, job)
+        if n_samples is not None:
+            check_loss(self.spec, self.program, n_samples)
+            model = with_few(model, self.spec, n_samples)
         found = checkpoint_index.find(self.storage, problems)
         if problems and not found:
             raise StateLost(

@@ -253,8 +253,10 @@ class StandaloneRun:
             except (ElasticError, OSError) as error:
                 return json.dumps(asdict(StartDecision(0, 0, error=" ".join(str(error).split()))))
 
-        begin = StartDecision(**json.loads(meeting.decided(f"begin/{len(passed)}", decide)))
+        key = f"begin/{len(passed)}"
+        begin = StartDecision(**json.loads(meeting.decided(key, decide)))
         if begin.error:
+            meeting.all_have_read(key)
             raise SpecError(begin.error) if self.leads else StartRefused(begin.error)
         if self.leads:
             where = (
