@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from elastic.api.running import restarted_script
 from elastic.api.running.run import Options, Result, job_given, run_job
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
-from elastic.config.script import enters_loop, script_file
+from elastic.config.script import check_starts_nothing, enters_loop, script_file
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
 
@@ -46,6 +46,7 @@ def run_script(
     program). Raises SpecError."""
     options = options or Options()
     file = script_file(script)
+    check_starts_nothing(file)
     if job is None:
         return run_file(
             file,
@@ -122,6 +123,7 @@ def _script_of(
         )
     rest = {key: value for key, value in data.items() if key not in ("args", "script")}
     file = script_file(Path(folder) / str(data["script"]))
+    check_starts_nothing(file)
     return file, [str(word) for word in args], {"name": Path(folder).resolve().name} | rest
 
 
