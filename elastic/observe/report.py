@@ -23,6 +23,7 @@ from elastic.observe.step_times import shown, step_times
 FILE, PLOT = "report.json", "loss.png"
 # known to the driver only: kept when a report is written again
 EXTRAS = ("launch_to_first_step_s", "samples_exact", "sample")
+NO_STEPS = "rank 0 printed no line with a step and a loss (docs/script.md)"
 # of the steps' time in which they wait, or of tokens that one rank has more: worth a line
 MUCH = 0.1
 
@@ -61,6 +62,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "copies_failed": view.copies_failed,
         "copies_skipped": view.copies_skipped,
         "unusable": view.unusable,
+        "drill_left": view.drill_left if view.ended else [],
         "notes": list(view.model.notes) if view.model else [],
         **_noise(view),
         "tokens": totals.tokens,
@@ -84,7 +86,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
 def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     """The report for a person."""
     lines = [
-        *_head(data),
+        *_head(data, view),
         "",
         "TRANSITIONS",
         *transitions(books.transitions),
@@ -173,20 +175,26 @@ def spent(books: Account) -> list[str]:
     )
 
 
-def _head(data: Mapping[str, Any]) -> list[str]:
+def _steps(data: Mapping[str, Any], view: View) -> str:
+    """How many, and how fast; of a script that is restarted as far as it has said so."""
+    unit, idle_s = data["unit"], data["not_running_s"]
+    idle = f" (and {duration(idle_s)} in which nothing ran)" if idle_s >= 1 else ""
+    took = f"in {data['wall_s'] - idle_s:.1f} s"
+    if view.job.restarted and not data["steps"]:
+        return f"not known, {took}{idle}: {NO_STEPS}"
+    if view.job.restarted:
+        return f"{data['steps']} {took}{idle}"
+    rate = f"{data['tokens_per_s']:,.0f} {unit}/s"
+    return f"{data['steps']}, {data['tokens']:,} {unit} {took}: {rate}{idle}"
+
+
+def _head(data: Mapping[str, Any], view: View) -> list[str]:
     def shown(name: str) -> str:
         return "-" if data[name] is None else f"{data[name]:.4f}"
 
-    unit, idle_s = data["unit"], data["not_running_s"]
-    idle = f" (and {duration(idle_s)} in which nothing ran)" if idle_s >= 1 else ""
     rows = [
         ("run", f"{data['run']}: {data['outcome']} ({data['reason']})"),
-        (
-            "steps",
-            f"{data['steps']}, {data['tokens']:,} {unit} in "
-            f"{data['wall_s'] - data['not_running_s']:.1f} s: "
-            f"{data['tokens_per_s']:,.0f} {unit}/s" + idle,
-        ),
+        ("steps", _steps(data, view)),
         ("train_loss", f"{shown('final_loss')}   validation {shown('validation_loss')}"),
         (
             "goodput",
@@ -202,6 +210,9 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         rows.append(("samples", words[data["samples_exact"]]))
     if data.get("noise_scale"):
         rows.append(("noise scale", data["noise_scale"]["advice"]))
+    if data["drill_left"]:
+        left = ", ".join(data["drill_left"])
+        rows.append(("drill", f"never carried out: {left}; the last step was {view.reached}"))
     if data["copies_skipped"]:
         more = "the one before was still being written; a larger checkpoint_every leaves time"
         rows.append(("copies", f"{n_of(data['copies_skipped'], 'checkpoint')} skipped: {more}"))

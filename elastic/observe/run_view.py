@@ -93,6 +93,7 @@ class View:
     plan: Plan | None = None
     phase: str = "waiting"
     step: int = 0
+    reached: int = 0  # the furthest step ever, also where it was undone
     points: list[Point] = field(default_factory=list)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     copies: dict[str, CopyStored] = field(default_factory=dict)  # newest of each kind
@@ -129,6 +130,15 @@ class View:
     def copies_skipped(self) -> int:
         """Checkpoints that fell due while the one before was being written."""
         return sum(note.kind == SKIPPED for note in self.notes)
+
+    @property
+    def drill_left(self) -> list[str]:
+        """What the job's drill had for steps that no driver of this run has reached."""
+        return [
+            event_messages.drill(dict(entry))
+            for entry in self.job.drill
+            if (entry.get("at_step") or 0) > self.reached
+        ]
 
     @property
     def unusable(self) -> dict[str, str]:
@@ -260,6 +270,7 @@ class View:
         match event:
             case StepDone():
                 self.step = event.step
+                self.reached = max(self.reached, event.step)
                 self.phase = "running"
                 self.points.append(self._point(event))
             case DriverStarted():
