@@ -1,5 +1,5 @@
 """The end of a run on paper: transitions, where time and money went, losses, a sample. Also writes
-report.json and loss.png."""
+report.json, loss.png and metrics.csv."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.transitions import Transition
 from elastic.observe.event_messages import duration, n_of, size
 from elastic.observe.loss_plot import save_loss
+from elastic.observe.metrics.metrics_csv import CSV
+from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.noise_advice import advice, estimate
 from elastic.observe.run_tables import columns
 from elastic.observe.run_view import View, view_of
 from elastic.observe.step_times import shown, step_times
+from elastic.storage import LocalStorage
 
 FILE, PLOT = "report.json", "loss.png"
 # known to the driver only: kept when a report is written again
@@ -41,10 +44,14 @@ def write(
     run.folder.mkdir(parents=True, exist_ok=True)
     save_loss(view, run.folder / PLOT)
     run.keep(PLOT)
+    if view.ended and (rows := rows_of(view)):  # else a driver continues it
+        LocalStorage(run.folder).put(CSV, text_of(rows, columns_of(rows)).encode())
+        run.keep(CSV)
     run.storage.put(FILE, json.dumps(data | {"ledger": _plain(books)}, indent=1).encode())
     return data, text(view, books, data) + [
         "",
         f"curve: {run.folder / PLOT}",
+        f"steps: {run.folder / CSV}",
         f"data:  {run.storage.uri_of(FILE)}",
     ]
 

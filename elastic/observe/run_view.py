@@ -62,6 +62,7 @@ class Point:
     digest: str = ""  # of the sample ids
     imbalance: float = 0.0
     pad_share: float = 0.0
+    grad_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +324,7 @@ class View:
             done.digest,
             done.imbalance,
             done.pad_share,
+            done.grad_norm,
         )
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +16,7 @@ from elastic.api.running.run import Options, Result, job_given, run_job
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import check_starts_nothing, enters_loop, script_file
 from elastic.errors import SpecError
+from elastic.observe.metrics.metrics_files import OnStep
 from elastic.program import Program, load_program
 
 
@@ -22,14 +24,19 @@ def run(
     program: str | Path | Program,
     job: str | Path | Mapping[str, Any] | None = None,
     options: Options | None = None,
+    *,
+    on_step: OnStep | None = None,
 ) -> Result:
     """Run a job to its end.
 
+    `on_step` is called with the numbers of each step (as `options.on_step`).
     `program`: a job folder; or a Program that stands in a file as `program` (workers import that
     file), with `job` as a mapping of the keys of job.yaml or as a job folder. Raises SpecError
     where the input is wrong.
     """
     options = options or Options()
+    if on_step is not None:
+        options = replace(options, on_step=on_step)
     if not isinstance(program, Program) and job is None:
         return run_folder(program, options)
     return run_job(job_given(program, job, options), options)

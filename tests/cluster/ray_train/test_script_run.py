@@ -26,13 +26,6 @@ from elastic.cluster.ray_train.script_messages import (
     ScriptOrder,
     ScriptOutput,
 )
-from elastic.cluster.ray_train.script_output import (
-    BAR_EVERY_S,
-    TRACEBACK,
-    StepReader,
-    error_part,
-    step_in,
-)
 from elastic.cluster.ray_train.script_state import Needs, ScriptState, lines_of
 from elastic.cluster.ray_train.script_worker import here, listens, n_guests
 from elastic.driver import LINE_EVERY_S
@@ -57,7 +50,6 @@ from elastic.types import (
     Pool,
     PriceSeen,
     Quiesce,
-    StepDone,
     Stop,
 )  # fmt: skip
 
@@ -121,62 +113,6 @@ class Story:
             for decision in found
             if any(isinstance(action, kind) for action in decision.actions)
         ]
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("step 40: loss 2.31", (40, 2.31)),
-        ("iter 100: loss 1.5e-2, time 3 ms", (100, 0.015)),
-        ("Step=7 | train loss: 0.5", (7, 0.5)),
-        ("step 40 begins", None),
-        ("a stepping stone 3, loss 1.0", None),
-        ("loss 3.0", None),
-    ],
-)
-def test_a_line_of_output_names_a_step_and_its_loss(
-    line: str, found: tuple[int, float] | None
-) -> None:
-    assert step_in(line) == found
-
-
-HF = [
-    " 78%|███████▊  | 47/60 [00:01<00:00, 26.31it/s]",
-    "                                                ",
-    "{'loss': '3.899', 'grad_norm': '0.7537', 'learning_rate': '9.167e-06', 'epoch': '3.125'}",
-    "                                                ",
-    " 83%|████████▎ | 50/60 [00:01<00:00, 26.31it/s]",
-    " 85%|████████▌ | 51/60 [00:01<00:00, 29.07it/s]",
-    "{'eval_loss': 3.5, 'eval_runtime': 1.2, 'epoch': 3.5}",
-    "{'loss': 3.9, 'grad_norm': 0.7354, 'learning_rate': 8.333e-07, 'epoch': 3.75}",
-    "100%|██████████| 60/60 [00:02<00:00, 34.70it/s]",
-    "100%|██████████| 60/60 [00:02<00:00, 27.93it/s]",
-    "{'train_runtime': '2.15', 'train_loss': '3.904', 'epoch': '3.75'}",
-]
-
-
-def test_what_a_trainer_of_transformers_logs_are_steps() -> None:
-    reader = StepReader()
-    assert [found for line in HF if (found := reader.read(line))] == [(50, 3.899), (60, 3.9)]
-    story = Story()
-    story.meet(["n0"])
-    for line in HF:
-        story.script.heard(ScriptOutput(story.group, 0, story.now_s, (line,)))
-    story.wait(1)
-    done = [e for line in story.lines for _, e in line.events if isinstance(e, StepDone)]
-    assert [(e.step, e.train_loss) for e in done] == [(50, 3.899), (60, 3.9)]
-
-
-def test_a_person_is_shown_a_bar_now_and_then() -> None:
-    shown = StepReader().shown
-    assert [line[:4] for line in shown(HF, 0.0)] == [" 78%", "{'lo", "{'ev", "{'lo", "{'tr"]
-    assert not shown(HF[4:6], BAR_EVERY_S - 1)
-
-
-def test_the_error_is_that_of_the_last_traceback_whatever_was_printed_after_it() -> None:
-    tail = f"{TRACEBACK}\n  File a\nKeyError: 1\n\n{TRACEBACK}\n  File b\nValueError: 2\nbye"
-    assert error_part(tail) == f"{TRACEBACK}\n  File b\nValueError: 2"
-    assert error_part("Connection closed by peer") == "Connection closed by peer"
 
 
 def test_a_run_that_nothing_happens_to() -> None:
