@@ -42,7 +42,7 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
             log.info("its loss was not looked at: %s", " ".join(str(error).split())[:200])
 
 
-def first_sample(job: Job, dataset: Any, times: int, multiple: int = 1) -> Batch:
+def first_sample(job: Job, dataset: Any, times: int, *, multiple: int = 1) -> Batch:
     """The first sample, `times` over; of what a job gives micro-batches by tokens, filled up, and
     no more than go into one."""
     budget = budget_of(job, dataset, multiple)

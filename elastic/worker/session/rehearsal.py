@@ -186,9 +186,9 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
 
 
 def _batch(
-    place: Workplace, times: int, device: torch.device | str, multiple: int = 1
+    place: Workplace, times: int, device: torch.device | str, *, multiple: int = 1
 ) -> dict[str, torch.Tensor]:
-    batch = first_sample(place.job, place.dataset, times, multiple)
+    batch = first_sample(place.job, place.dataset, times, multiple=multiple)
     return {key: value.to(device) for key, value in batch.items()}
 
 
