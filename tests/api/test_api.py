@@ -375,21 +375,3 @@ def test_a_driver_that_attaches_says_until_when_nodes_may_have_been_paid_for(
         caplog.text.count("clock is 36") == 1
         and "behind the newest line of the run's journal" in caplog.text
     )
-
-
-def test_a_loss_that_is_a_mean_is_wrong_input_before_anything_starts() -> None:
-    tiny = load_program(PROGRAMS / "tiny.py")
-    spec: Any = SimpleNamespace(script="", program="p.py", job=lambda: Job(global_batch=4))
-    start_checks.check_loss(spec, tiny, 100)
-    mean = replace(tiny, loss=lambda output, batch: output.float().mean())
-    with pytest.raises(SpecError, match=r"p.py: Program.loss returned .* a mean, it seems"):
-        start_checks.check_loss(spec, mean, 100)
-    start_checks.check_loss(spec, mean, N_POSITIONS)  # a stream is not touched
-
-
-@pytest.mark.parametrize(("n_samples", "said"), [(5, 1), (12, 0), (0, 0)])
-def test_a_dataset_that_is_smaller_than_a_step_is_told(n_samples: int, said: int) -> None:
-    spec: Any = SimpleNamespace(global_batch=12)
-    notes = start_checks.with_few(MODEL, spec, n_samples).notes
-    assert len(notes) == said
-    assert not said or "has 5 samples and a step takes 12 (global_batch)" in notes[0]

@@ -119,6 +119,7 @@ def test_ctrl_c_saves_and_leaves_nothing(shell: Shell) -> None:
         run.kill()
     assert run.returncode == 3, err
     assert "Traceback" not in err
+    assert "elastic: to resume it: elastic run " in err and "--run-name three" in err
     status = shell.status("three")
     assert status["phase"] == "stopped"
     assert status["durable_step"] == status["step"] > 3
