@@ -170,3 +170,16 @@ def test_a_script_that_told_no_steps_is_not_said_to_have_done_none() -> None:
     view, books = view_of(found), account(found)
     said = "\n".join(report.text(view, books, report.summary(view, books)))
     assert f"not known, in 0.0 s: {report.NO_STEPS}" in said
+
+
+def test_of_a_run_that_is_going_on_the_table_is_left_to_its_driver(tmp_path: Path) -> None:
+    run = RunFolder.of(open_storage(tmp_path / "tiny-1"))
+    for n, there in ((8, False), (None, True)):
+        run.journal.unlink(missing_ok=True)
+        run.folder.mkdir(exist_ok=True)
+        journal = Journal(run.journal, 1)
+        for line in lines()[:n]:
+            journal.append(line.at_s, line.events, line.decision)
+        journal.close()
+        report.write(run)
+        assert (run.folder / "metrics.csv").is_file() == there

@@ -12,7 +12,7 @@ from typing import Any
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.config.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.config.job import JobSpec
-from elastic.data.batches import item_of
+from elastic.data.batches import few_samples, item_of
 from elastic.data.budget import budget_of
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS
@@ -189,13 +189,8 @@ def check_loss(spec: JobSpec, program: Program, n_samples: int) -> None:
 
 def with_few(model: ModelProfile, spec: JobSpec, n_samples: int) -> ModelProfile:
     """With a note where a step takes more samples than there are."""
-    if not 0 < n_samples < spec.global_batch:
-        return model
-    note = (
-        f"the dataset has {n_samples} samples and a step takes {spec.global_batch} "
-        "(global_batch): each step trains on some of them more than once"
-    )
-    return replace(model, notes=(*model.notes, note))
+    note = few_samples(n_samples, spec.global_batch)
+    return replace(model, notes=(*model.notes, note)) if note else model
 
 
 def check_cp(spec: JobSpec, program: Program) -> None:

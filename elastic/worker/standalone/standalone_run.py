@@ -19,6 +19,7 @@ import torch
 
 from elastic.config.fingerprint import KEY, batch_changed, differences, fingerprint
 from elastic.config.job import JobSpec
+from elastic.data.batches import few_samples
 from elastic.data.budget import budget_of
 from elastic.errors import ElasticError, LostContact, SpecError
 from elastic.ledger.lease import Lease
@@ -211,6 +212,8 @@ class StandaloneRun:
         assert self.session.place is not None
         profile = self._checked(self.session.place)
         mark = fingerprint(self.spec.program, job, profile, n_samples=job.n_samples)
+        if self.leads and (few := few_samples(job.n_samples, self.spec.global_batch)):
+            self.wishes.hear(few)
         passed: list[str] = []
         while True:
             begin = self._begin(meeting, mark, passed)
