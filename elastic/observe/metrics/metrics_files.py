@@ -74,7 +74,6 @@ class MetricsFiles:
             if now_s - self._kept_s >= KEEP_S:
                 self._keep()
         self._flush(len(self._waiting))
-        self._to_board(TensorBoardFiles.close)
         self._keep()
 
     def _take_all(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.observe.small_run import lines
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
 
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
@@ -56,7 +57,10 @@ def drawn(run: RunFolder, tag: str) -> dict[int, float]:
         data, at = path.read_bytes(), 0
         while at < len(data):
             (n,) = struct.unpack_from("<Q", data, at)
-            event = Event.FromString(data[at + 12 : at + 12 + n])
+            body = data[at + 12 : at + 12 + n]
+            for part, where in ((data[at : at + 8], at + 8), (body, at + 12 + n)):
+                assert struct.unpack_from("<I", data, where)[0] == masked_crc32c(part)
+            event = Event.FromString(body)
             at += 16 + n
             if event.session_log.status == SessionLog.START:
                 found = {step: value for step, value in found.items() if step < event.step}
