@@ -3,15 +3,18 @@ undone or resumed."""
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.observe.small_run import lines
+from support.places import ROOT
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
@@ -166,3 +169,23 @@ def test_of_a_run_in_object_storage_they_are_kept_there(
     monkeypatch.setattr(type(run.storage), "remote", True)
     followed(run, [], lines())
     assert CSV in kept and any(name.startswith("tensorboard/events.") for name in kept)
+
+
+def test_the_page_names_every_column_and_its_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert all(f"`{name}`" in page for name in (*COLUMNS, "validation_loss"))
+    monkeypatch.chdir(tmp_path)
+    followed(run_of(tmp_path / "elastic_runs" / "RUN"), [], lines())
+    plot, call = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(plot, {})
+    given: list[Any] = []
+    stand_in = SimpleNamespace(
+        run=lambda job, on_step: given.append(on_step),
+        ElasticTrainer=lambda program, job, on_step: given.append(on_step),
+    )
+    tracker = SimpleNamespace(log=lambda row, step: given.append(step))
+    exec(call, {"elastic": stand_in, "tracker": tracker, "program": None})
+    given[0]({"step": 7})
+    assert given[1:] == [..., 7]
