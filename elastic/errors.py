@@ -31,6 +31,7 @@ from inspect import signature
 from typing import Any, TypeVar
 
 Made = TypeVar("Made")
+ALIKE = 0.66  # of two names: less, and one was hardly meant by the other
 
 
 class ElasticError(Exception):
@@ -130,8 +131,10 @@ class JournalDamaged(InternalError):
 def nearest(name: str, names: Iterable[str], called: str) -> str:
     """How a message about an unknown name ends; `called`: what the names are."""
     known = list(names)
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean '{found[0]}'?" if found else f"; {called} are {', '.join(known)}"
+    found = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
+    found = found or [one for one in known if name in one.split("_")]
+    meant = " or ".join(f"'{one}'" for one in found)
+    return f"; did you mean {meant}?" if found else f"; {called} are {', '.join(known)}"
 
 
 def unknown_keyword(where: str, name: str, names: Iterable[str]) -> str:

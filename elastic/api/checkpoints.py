@@ -11,9 +11,11 @@ from elastic.api.running.entry import loaded
 from elastic.api.running.run import check_run_name
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError
+from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
+from elastic.types import DriverStarted, TensorSpec
 
 
 def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
@@ -59,10 +61,20 @@ def export(
                 "--merged needs --job JOB: the program knows the weights that its adapters belong "
                 "to"
             )
-        return checkpoints.export(run, step, checkpoints.open_target(to))
+        tied = checkpoints.tied_names(_specs_of(run))
+        return checkpoints.export(run, step, checkpoints.open_target(to), tied=tied)
     return checkpoints.export_for(
         run, step, checkpoints.open_target(to), program=loaded(job)[1], merged=merged
     )
+
+
+def _specs_of(run: Storage) -> tuple[TensorSpec, ...]:
+    """The tensors of the model that a run trains, by its journal; none where it has no journal, as
+    under torchrun."""
+    place = RunFolder.of(run)
+    events = (event for line in place.lines() for _, event in line.events) if place.exists() else ()
+    started = next((event for event in events if isinstance(event, DriverStarted)), None)
+    return started.model.specs if started is not None else ()
 
 
 @dataclass(frozen=True)

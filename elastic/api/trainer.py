@@ -4,7 +4,7 @@ translates its types."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop
 from elastic.errors import SpecError, known_keywords
-from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
+from elastic.observe.metrics.metrics_files import OnStep
+from elastic.observe.metrics.step_rows import rows_of
 from elastic.observe.run_view import view_of
 from elastic.program import Program
 from elastic.storage import Storage, open_storage
-from elastic.types import Evaluated
 
 if TYPE_CHECKING:
     import ray.train
@@ -48,6 +48,8 @@ class ElasticTrainer:
                             has none of its own.
     no_budget:              paid pools may be used although the job has neither budget_usd nor
                             max_nodes.
+    on_step:                called with the numbers of each step, a mapping, in a thread of this
+                            process.
     Raises SpecError that names a field which has no meaning here.
     """
 
@@ -60,6 +62,7 @@ class ElasticTrainer:
     datasets: Mapping[str, Any] | None = None
     resume_from_checkpoint: ray.train.Checkpoint | None = None
     no_budget: bool = False
+    on_step: OnStep | None = None
 
     def __post_init__(self) -> None:
         _refuse_in_an_import()
@@ -102,7 +105,11 @@ class ElasticTrainer:
                 raise SpecError(f"RunConfig(name='{name}'): letters, digits, '.', '_' and '-' only")
             run = open_storage(f"{find_runs.storage_uri(data.get('storage'))}/{name}")
             options = Options(
-                run_name=name, address=address, no_budget=self.no_budget, show=self._wanted.show
+                run_name=name,
+                address=address,
+                no_budget=self.no_budget,
+                on_step=self.on_step,
+                show=self._wanted.show,
             )
             if self._train is not None:
                 function = train_function.pickled(self._train, self.train_loop_config)
@@ -155,7 +162,7 @@ class ElasticTrainer:
 
         error = result.reason if result.outcome == "failed" else ""
         copies = [(item.uri, item.step) for item in checkpoint_index.find(run)]
-        rows = _rows(RunFolder.of(run).lines())
+        rows = rows_of(view_of(RunFolder.of(run).lines()))
         told = train_types.result_of(
             train_types.FinishedRun(str(run.uri), result.summary, rows, copies, error)
         )
@@ -261,21 +268,3 @@ def _has_copies(run: Storage) -> bool:
     from elastic.worker.checkpoint import checkpoint_index
 
     return bool(checkpoint_index.find(run))
-
-
-def _rows(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """One per step that counts."""
-    evaluated = {
-        e.step: dict(e.metrics)
-        for line in lines
-        for _, e in line.events
-        if isinstance(e, Evaluated)
-    }
-    return [
-        {
-            "step": p.step, "train_loss": p.train_loss, "tokens": p.tokens,
-            "step_time_s": p.step_time_s, "generation": p.generation, "at_s": p.at_s,
-            **evaluated.get(p.step, {}),
-        }
-        for p in view_of(lines).curve()
-    ]  # fmt: skip

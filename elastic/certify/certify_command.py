@@ -31,7 +31,10 @@ ABOUT = (
 )
 MINUTES = 5.0
 DEFAULT_STORAGE = "elastic_runs"
-NO_PLANNER = "there is no planner that predicts step times yet"
+NO_PLANNER = (
+    "certify does not compare predicted with measured step times: elastic ledger RUN shows both of "
+    "each generation, after elastic profile JOB has measured this hardware"
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from typing import Any
 
 from elastic import api
 from elastic.cli.parser import RUN, natural, opened, run_verb, show, verb
+from elastic.errors import SpecError
 from elastic.observe import doctor, find_runs, logs, report, run_tables
+from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 
 
 def add(verbs: Any) -> None:
@@ -21,6 +23,9 @@ def add(verbs: Any) -> None:
         ("replay", _replay, "replay all decisions of a run from its journal and compare"),
     ):
         run_verb(verbs, name, handler, about=about)
+    verbs.choices["report"].add_argument(
+        "--csv", action="store_true", help="print a line of numbers for each step instead, as CSV"
+    )
     verbs.choices["why"].add_argument(
         "--last", metavar="N", type=int, default=0, help="only the last N lines"
     )
@@ -74,6 +79,12 @@ def _ledger(given: argparse.Namespace) -> int:
 
 
 def _report(given: argparse.Namespace) -> int:
+    if given.csv and given.json:
+        raise SpecError("--csv and --json are two ways at once; give one of them")
+    if given.csv:
+        rows = rows_of(find_runs.view(opened(given)))
+        print(text_of(rows, columns_of(rows)), end="")
+        return 0
     data, lines = report.write(opened(given))
     show(given, data, lines)
     return 0

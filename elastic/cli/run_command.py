@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from elastic import api
@@ -110,4 +112,17 @@ def _run(given: argparse.Namespace) -> int:
         print(json.dumps(result.summary))
     elif result.outcome != "succeeded":
         print(f"elastic: run {result.run} {result.outcome}: {result.reason}", file=sys.stderr)
+    if result.outcome == "stopped":
+        print(f"elastic: to resume it: {again(given.words, result.run)}", file=sys.stderr)
     return EXIT[result.outcome]
+
+
+def again(words: Sequence[str], run: str) -> str:
+    """The command line that resumes `run`, by the words of the one that began it."""
+    more = () if _names_run(words) else ("--run-name", run)
+    return shlex.join(["elastic", words[0], *more, *words[1:]])
+
+
+def _names_run(words: Sequence[str]) -> bool:
+    own = words[: words.index("--")] if "--" in words else words
+    return any(word.split("=")[0] == "--run-name" for word in own)

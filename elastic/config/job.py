@@ -19,7 +19,7 @@ from pydantic import (
 from elastic.catalog.bounded_yaml import SHOWN_MOST, read_yaml, yaml_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
-from elastic.config.key_names import STORED, shown_key, stored_keys
+from elastic.config.key_names import STORED, KeysFrom, place_of, shown_key, stored_keys
 from elastic.config.optimization import (
     OWNERS,
     Guards,
@@ -403,7 +403,8 @@ def job_data(folder: str | Path, overrides: Iterable[str] = ()) -> tuple[dict[st
     data = read_yaml(file, str(shown))
     if not isinstance(data, dict):
         raise SpecError(f"{shown}: it must hold keys and values, not {_kind(data)}")
-    return stored_keys(data, str(shown)) | overridden(overrides), str(shown)
+    over = overridden(overrides)
+    return stored_keys(data, str(shown)) | over, KeysFrom.of(str(shown), over)
 
 
 def overridden(overrides: Iterable[str]) -> dict[str, Any]:
@@ -487,15 +488,13 @@ def _checked(model: type[Model], data: dict[str, Any], where: str) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise SpecError(f"{where}: {_first(error, model)}") from None
+        problem = min(error.errors(), key=_late)
+        raise SpecError(f"{place_of(where, problem['loc'])}: {_in_words(problem, model)}") from None
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
 
 
-def _first(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem, in words; unknown keys come first since a misspelled key also shows as a
-    missing one."""
-    problem = min(error.errors(), key=_late)
+def _in_words(problem: Any, model: type[BaseModel]) -> str:
     location = problem["loc"]
     if problem["type"] == "extra_forbidden":
         return f"unknown key '{_dotted(location)}'{_nearest(location, model)}"
@@ -519,8 +518,8 @@ def _first(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _late(problem: Any) -> tuple[bool, bool]:
-    """Of several problems the first: where a word or a number may stand, what is wrong with a
-    number says more."""
+    """Of several problems the first: unknown keys, since a misspelled key also shows as a missing
+    one; where a word or a number may stand, what is wrong with a number says more."""
     other_word = problem["type"] == "literal_error" and not isinstance(problem.get("input"), str)
     return problem["type"] != "extra_forbidden", other_word
 

@@ -1,9 +1,9 @@
-"""Keys of a job that have two names: the documented one, and the one under which runs have stored
-them since the first."""
+"""Keys of a job as messages name them: where each was written, and those that have two names, the
+documented one and the one under which runs have stored them since the first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic.errors import SpecError
@@ -31,3 +31,26 @@ def stored_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 def shown_key(key: str) -> str:
     """A key as a message names it: under both names, since either may have been written."""
     return f"'{DOCUMENTED[key]}' (also '{key}')" if key in DOCUMENTED else f"'{key}'"
+
+
+class KeysFrom(str):
+    """Where keys were written, as an error begins: a file. `over`: those that --set gave instead
+    of it."""
+
+    over: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, file: str, over: Iterable[str]) -> KeysFrom:
+        made = cls(file)
+        made.over = frozenset(over)
+        return made
+
+
+def place_of(where: str, path: Sequence[str | int]) -> str:
+    """Where the key at `path` was written; what several keys say together (no path) was written in
+    the file and by --set."""
+    over = where.over if isinstance(where, KeysFrom) else frozenset[str]()
+    if path:
+        return f"--set {DOCUMENTED.get(str(path[0]), path[0])}" if path[0] in over else where
+    named = ", ".join(DOCUMENTED.get(key, key) for key in sorted(over))
+    return f"{where} (with --set {named})" if named else where

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic.config.job import JobSpec
+from elastic.config.key_names import place_of
 from elastic.errors import SpecError
 from elastic.types import Job, Pool
 
@@ -84,8 +85,8 @@ def check_budget(job: JobSpec, pools: Sequence[Pool], no_budget: bool = False) -
     SpecError."""
     if no_budget and job.budget_usd is not None:
         raise SpecError(
-            f"{job.where}: key 'budget_usd' is {job.budget_usd:g}, and --no-budget says none; "
-            "give one of them"
+            f"{place_of(job.where, ['budget_usd'])}: key 'budget_usd' is {job.budget_usd:g}, and "
+            "--no-budget says none; give one of them"
         )
     why = "" if no_budget else unlimited(job.job(), pools)
     if why:

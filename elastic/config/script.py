@@ -8,6 +8,9 @@ from pathlib import Path
 
 from elastic.errors import SpecError
 
+RAY_STARTS = ("Trainer", ".Tuner")  # what Ray's classes are called that start workers
+STARTS_A_RUN = ("elastic.ElasticTrainer", "elastic.run", "elastic.api.run")
+
 
 def script_file(path: str | Path) -> Path:
     """The absolute path of a script. Raises SpecError where there is no such file, or it is no
@@ -19,6 +22,47 @@ def script_file(path: str | Path) -> Path:
         )
     _parsed(file)
     return file
+
+
+def check_starts_nothing(file: Path) -> None:
+    """Raises SpecError for a script that starts workers of its own, by a trainer of Ray Train or
+    one of ours: as a rank it would start them once for every rank."""
+    found = _trainer_in(_parsed(file))
+    if found is None:
+        return
+    name, line, ours = found
+    what = (
+        f"{file}, line {line}: {name}(...) starts workers of its own, and --script starts a file's "
+        "processes itself, one for each worker"
+    )
+    if ours:
+        raise SpecError(f"{what}; run it as it is: python {file.name}")
+    raise SpecError(
+        f"{what}; write elastic.ElasticTrainer in its place, let the train function enter "
+        f"elastic.loop (docs/ray-train.md shows the lines), and run it: python {file.name}"
+    )
+
+
+def _trainer_in(tree: ast.Module) -> tuple[str, int, bool] | None:
+    """Name and line of the first trainer that is made, and whether it is ours."""
+    of: dict[str, str] = {}  # what a name in the file stands for
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                of[name] = alias.name if alias.asname else name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            of |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda call: call.lineno):
+        first, _, rest = ast.unparse(call.func).partition(".")
+        whole = of.get(first, first) + (f".{rest}" if rest else "")
+        ours = whole in STARTS_A_RUN
+        if ours or (whole.startswith("ray.") and whole.endswith(RAY_STARTS)):
+            return whole.rpartition(".")[2] if not ours else whole, call.lineno, ours
+    return None
 
 
 def enters_loop(file: Path) -> bool:

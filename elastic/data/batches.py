@@ -136,3 +136,13 @@ class Unread(Exception):
             else f"the batch of step {step}"
         )
         return ProgramError(f"the dataset failed at {where}: {self.text}")
+
+
+def few_samples(n_samples: int, global_batch: int) -> str:
+    """What is said where a step takes more samples than there are; '' = it does not."""
+    if not 0 < n_samples < global_batch:
+        return ""
+    return (
+        f"the dataset has {n_samples} samples and a step takes {global_batch} (global_batch): each "
+        "step trains on some of them more than once"
+    )

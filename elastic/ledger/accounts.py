@@ -45,7 +45,7 @@ from elastic.types import (
 CATEGORIES = (
     "productive", "program_startup", "data_loading", "evaluation", "copy", "checkpoint_save",
     "checkpoint_restore", "reshard", "wasted_progress", "waiting_for_capacity", "idle_remainder",
-    "other",
+    "between_steps", "head_node", "not_running", "other",
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ class Totals:
     goodput: float = 0.0  # productive GPU-seconds / paid GPU-seconds
     steps: int = 0
     tokens: int = 0
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # of the time in which a driver ran it
     final_loss: float | None = None
     launch_to_first_step_s: float | None = None
     storage_away_s: float = 0.0  # in which storage took no word of the driver
@@ -166,7 +166,7 @@ class _Books:
         self.at_s = at_s if self.at_s is None else max(self.at_s, at_s)
         if not passed_s:
             return
-        self.sums["other"].usd += passed_s * self.head_usd_per_h / 3600
+        self.sums["head_node"].usd += passed_s * self.head_usd_per_h / 3600
         paid = [
             (node.pool, node.gpus, self._place(node)) for node in self.nodes.values()
         ] + self._no_nodes()
@@ -281,7 +281,7 @@ class _Books:
             self._storage(StorageSeen(True, "", self.away_since_s), self.at_s)
         if self.at_s is not None:
             gap_s = max(0.0, at_s - self.at_s)
-            self.sums["other"].add(_Amount(gap_s, wall_s=gap_s))
+            self.sums["not_running"].add(_Amount(gap_s, wall_s=gap_s))
         self.at_s = at_s
         self.ended = self.saving = self.aborted = False
         self.usd_per_node_h.update({pool.name: pool.usd_per_node_h for pool in event.pools})
@@ -325,9 +325,8 @@ class _Books:
             parts["copy"].add(gathered, copy_s / gathered.wall_s)
             parts["productive"].add(gathered, (step_s - data_s - copy_s) / gathered.wall_s)
             self.sums["checkpoint_save"].add(gathered, save_s / gathered.wall_s)
-            self.sums["other"].add(
-                gathered, max(0.0, gathered.wall_s - step_s - save_s) / gathered.wall_s
-            )
+            rest_s = max(0.0, gathered.wall_s - step_s - save_s)
+            self.sums["between_steps"].add(gathered, rest_s / gathered.wall_s)
         self._take_off_first(parts["productive"].wall_s)
         self.steps.append(_Step(event.step, event.tokens, event.train_loss, parts))
         self.timing.step(event, at_s)
@@ -428,6 +427,7 @@ class _Books:
                 sums[name].add(part)
         gpu_s = sum(amount.gpu_s for amount in sums.values())
         wall_s = sum(amount.seconds for amount in sums.values())
+        running_s = wall_s - sums["not_running"].seconds
         tokens = sum(step.tokens for step in self.steps)
         totals = Totals(
             wall_s=wall_s,
@@ -436,7 +436,7 @@ class _Books:
             goodput=sums["productive"].gpu_s / gpu_s if gpu_s else 0.0,
             steps=self.steps[-1].step if self.steps else 0,
             tokens=tokens,
-            tokens_per_s=tokens / wall_s if wall_s else 0.0,
+            tokens_per_s=tokens / running_s if running_s else 0.0,
             final_loss=self.steps[-1].train_loss if self.steps else None,
             launch_to_first_step_s=self.timing.launch_to_first_step_s,
             storage_away_s=self.away_s

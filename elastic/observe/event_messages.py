@@ -106,6 +106,8 @@ def _trouble(event: Event) -> str | None:
     match event:
         case types.GuardTripped():
             return f"guard {event.guard} ({event.do}): {event.reason}"
+        case types.CopyFailed(skipped=True):
+            return f"no checkpoint of step {event.step}, it is skipped: {event.reason}"
         case types.CopyFailed():
             return (
                 f"no checkpoint of step {event.step}: {event.reason}; training continues, the "

@@ -1,5 +1,5 @@
 """The end of a run on paper: transitions, where time and money went, losses, a sample. Also writes
-report.json and loss.png."""
+report.json, loss.png and metrics.csv."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from elastic.ledger.journal import Line
 from elastic.ledger.launch_times import launches, sentence
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.transitions import Transition
-from elastic.observe.event_messages import size
+from elastic.observe.event_messages import duration, n_of, size
 from elastic.observe.loss_plot import save_loss
+from elastic.observe.metrics.metrics_csv import CSV
+from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.noise_advice import advice, estimate
 from elastic.observe.run_tables import columns
 from elastic.observe.run_view import View, view_of
 from elastic.observe.step_times import shown, step_times
+from elastic.storage import LocalStorage
 
 FILE, PLOT = "report.json", "loss.png"
 # known to the driver only: kept when a report is written again
 EXTRAS = ("launch_to_first_step_s", "samples_exact", "sample")
+NO_STEPS = "rank 0 printed no line with a step and a loss (docs/script.md)"
 # of the steps' time in which they wait, or of tokens that one rank has more: worth a line
 MUCH = 0.1
 
@@ -40,10 +44,14 @@ def write(
     run.folder.mkdir(parents=True, exist_ok=True)
     save_loss(view, run.folder / PLOT)
     run.keep(PLOT)
+    if view.ended and (rows := rows_of(view)):  # else a driver continues it
+        LocalStorage(run.folder).put(CSV, text_of(rows, columns_of(rows)).encode())
+        run.keep(CSV)
     run.storage.put(FILE, json.dumps(data | {"ledger": _plain(books)}, indent=1).encode())
     return data, text(view, books, data) + [
         "",
         f"curve: {run.folder / PLOT}",
+        f"steps: {run.folder / CSV}",
         f"data:  {run.storage.uri_of(FILE)}",
     ]
 
@@ -59,12 +67,15 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "final_loss": totals.final_loss,
         "validation_loss": _validation_loss(view),
         "copies_failed": view.copies_failed,
+        "copies_skipped": view.copies_skipped,
         "unusable": view.unusable,
+        "drill_left": view.drill_left if view.ended else [],
         "notes": list(view.model.notes) if view.model else [],
         **_noise(view),
         "tokens": totals.tokens,
         "unit": view.unit,
         "wall_s": round(totals.wall_s, 3),
+        "not_running_s": round(books.seconds["not_running"], 3),
         "tokens_per_s": round(totals.tokens_per_s, 1),
         "goodput": round(totals.goodput, 4),
         "usd": round(totals.usd, 6),
@@ -82,7 +93,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
 def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     """The report for a person."""
     lines = [
-        *_head(data),
+        *_head(data, view),
         "",
         "TRANSITIONS",
         *transitions(books.transitions),
@@ -145,7 +156,7 @@ def spent(books: Account) -> list[str]:
     total_s = sum(books.gpu_seconds.values())
     rows = [("CATEGORY", "GPU-SECONDS", "SHARE", "WALL", "USD")]
     for name, gpu_s in books.gpu_seconds.items():
-        if gpu_s >= 0.05 or books.seconds[name] >= 0.05:
+        if gpu_s >= 0.05 or books.seconds[name] >= 0.05 or books.usd[name] >= 0.00005:
             share = f"{100 * gpu_s / total_s:.1f} %" if total_s else "-"
             rows.append(
                 (
@@ -171,18 +182,26 @@ def spent(books: Account) -> list[str]:
     )
 
 
-def _head(data: Mapping[str, Any]) -> list[str]:
+def _steps(data: Mapping[str, Any], view: View) -> str:
+    """How many, and how fast; of a script that is restarted as far as it has said so."""
+    unit, idle_s = data["unit"], data["not_running_s"]
+    idle = f" (and {duration(idle_s)} in which nothing ran)" if idle_s >= 1 else ""
+    took = f"in {data['wall_s'] - idle_s:.1f} s"
+    if view.job.restarted and not data["steps"]:
+        return f"not known, {took}{idle}: {NO_STEPS}"
+    if view.job.restarted:
+        return f"{data['steps']} {took}{idle}"
+    rate = f"{data['tokens_per_s']:,.0f} {unit}/s"
+    return f"{data['steps']}, {data['tokens']:,} {unit} {took}: {rate}{idle}"
+
+
+def _head(data: Mapping[str, Any], view: View) -> list[str]:
     def shown(name: str) -> str:
         return "-" if data[name] is None else f"{data[name]:.4f}"
 
-    unit = data["unit"]
     rows = [
         ("run", f"{data['run']}: {data['outcome']} ({data['reason']})"),
-        (
-            "steps",
-            f"{data['steps']}, {data['tokens']:,} {unit} in {data['wall_s']:.1f} s: "
-            f"{data['tokens_per_s']:,.0f} {unit}/s",
-        ),
+        ("steps", _steps(data, view)),
         ("train_loss", f"{shown('final_loss')}   validation {shown('validation_loss')}"),
         (
             "goodput",
@@ -198,6 +217,12 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         rows.append(("samples", words[data["samples_exact"]]))
     if data.get("noise_scale"):
         rows.append(("noise scale", data["noise_scale"]["advice"]))
+    if data["drill_left"]:
+        left = ", ".join(data["drill_left"])
+        rows.append(("drill", f"never carried out: {left}; the last step was {view.reached}"))
+    if data["copies_skipped"]:
+        more = "the one before was still being written; a larger checkpoint_every leaves time"
+        rows.append(("copies", f"{n_of(data['copies_skipped'], 'checkpoint')} skipped: {more}"))
     if data["copies_failed"]:
         rows.append(
             (

@@ -216,6 +216,7 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "evaluations": {str(step): metrics for step, metrics in view.evaluations.items()},
         "durable_step": view.saved_step,
         "copies_failed": view.copies_failed,
+        "copies_skipped": view.copies_skipped,
         "storage_away_s": round(view.at_s - view.away.since_s, 1) if view.away else None,
         "launch_to_first_step_s_by_pool": view.launches.medians(),
         "eta_s": None if view.ended else view.eta_s(),

@@ -15,6 +15,7 @@ from elastic.ledger.launch_times import Launches
 from elastic.observe import event_messages
 from elastic.observe.node_speeds import NodeSpeeds
 from elastic.types import (
+    CopyFailed,
     CopyStored,
     Decision,
     DriverStarted,
@@ -45,6 +46,7 @@ from elastic.types import (
 )
 
 RECENT = 20  # steps that rates are measured over
+SKIPPED = "CopySkipped"  # kind of the note about a checkpoint that was skipped: none has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,12 @@ class Point:
     digest: str = ""  # of the sample ids
     imbalance: float = 0.0
     pad_share: float = 0.0
+    grad_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something worth telling: `kind` is the event's class name, or 'Decision'."""
+    """Something worth telling: `kind` is the event's class name, 'Decision' or SKIPPED."""
 
     at_s: float
     step: int
@@ -91,6 +94,7 @@ class View:
     plan: Plan | None = None
     phase: str = "waiting"
     step: int = 0
+    reached: int = 0  # the furthest step ever, also where it was undone
     points: list[Point] = field(default_factory=list)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     copies: dict[str, CopyStored] = field(default_factory=dict)  # newest of each kind
@@ -122,6 +126,20 @@ class View:
     def copies_failed(self) -> int:
         """Checkpoints that were not made, or could not be read."""
         return sum(note.kind in ("CopyFailed", "CopyDamaged") for note in self.notes)
+
+    @property
+    def copies_skipped(self) -> int:
+        """Checkpoints that fell due while the one before was being written."""
+        return sum(note.kind == SKIPPED for note in self.notes)
+
+    @property
+    def drill_left(self) -> list[str]:
+        """What the job's drill had for steps that no driver of this run has reached."""
+        return [
+            event_messages.drill(dict(entry))
+            for entry in self.job.drill
+            if (entry.get("at_step") or 0) > self.reached
+        ]
 
     @property
     def unusable(self) -> dict[str, str]:
@@ -208,7 +226,9 @@ class View:
             text = event_messages.of(event, self)
             self._fold(event)
             if text:
-                self.notes.append(Note(at_s, self.step, type(event).__name__, text))
+                skipped = isinstance(event, CopyFailed) and event.skipped
+                kind = SKIPPED if skipped else type(event).__name__
+                self.notes.append(Note(at_s, self.step, kind, text))
             if isinstance(event, DriverStarted) and not event.attached:
                 self.notes += [
                     Note(at_s, self.step, "ModelNoted", text)
@@ -251,6 +271,7 @@ class View:
         match event:
             case StepDone():
                 self.step = event.step
+                self.reached = max(self.reached, event.step)
                 self.phase = "running"
                 self.points.append(self._point(event))
             case DriverStarted():
@@ -303,6 +324,7 @@ class View:
             done.digest,
             done.imbalance,
             done.pad_share,
+            done.grad_norm,
         )
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 

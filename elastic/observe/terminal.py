@@ -45,6 +45,7 @@ STYLES = {
     "PinningFailed": "yellow",
     "RequestFailed": "yellow",
     "CopyFailed": "red",
+    "CopySkipped": "yellow",
     "CopyDamaged": "bold red",
     "StopAsked": "yellow",
 }

@@ -272,11 +272,13 @@ class CopyStored(Event):
 
 @dataclass(frozen=True)
 class CopyFailed(Event):
-    """A checkpoint was not made; training continues, the copies before it stay."""
+    """A checkpoint was not made; training continues, the copies before it stay. `skipped`: it fell
+    due while the one before was being written, and nothing has failed."""
 
     generation: int
     step: int
     reason: str
+    skipped: bool = False
 
 
 @dataclass(frozen=True)

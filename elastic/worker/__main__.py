@@ -9,7 +9,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from elastic.worker.process.environment import settle
@@ -78,17 +81,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(given, asked)
     except ElasticError as error:
-        if type(error).__name__ != "Refused":  # rank 0 has said it
+        if type(error).__name__ != "StartRefused":  # rank 0 has said it
             print(f"elastic.worker: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        tell_launcher(str(error))
         return error.exit_code
+
+
+def tell_launcher(why: str) -> None:
+    """torchrun ends with a block about the rank that failed first: this becomes its last line."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        with suppress(OSError):
+            told = {
+                "message": f"elastic.worker: {' '.join(why.split())}",
+                "timestamp": str(int(time.time())),
+            }
+            Path(file).write_text(json.dumps(told))
 
 
 def _run(given: argparse.Namespace, asked: threading.Event) -> int:
     from elastic.config.job import load_job
+    from elastic.errors import SpecError
     from elastic.worker.standalone.progress_lines import Lines
-    from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
+    from elastic.worker.standalone.standalone_run import (
+        StandaloneOptions,
+        StandaloneRun,
+        StartRefused,
+    )
 
-    spec = load_job(given.job, given.overrides)
+    try:
+        spec = load_job(given.job, given.overrides)
+    except SpecError as error:  # the same on every rank
+        raise error if os.environ.get("RANK", "0") == "0" else StartRefused(str(error)) from error
     lines = Lines(
         spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch
     )
@@ -109,6 +133,8 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
     if alone.leads or (ended.outcome == "failed" and not alone.peer_is_gone):
         where = "" if alone.leads else f" (rank {alone.me.rank})"
         lines.say(f"{ended.outcome}{where}: {ended.reason}")
+    if ended.outcome == "failed" and not alone.peer_is_gone:
+        tell_launcher(ended.reason)
     if alone.leads and given.json:
         print(json.dumps(ended.summary()), flush=True)
     return EXIT[ended.outcome]

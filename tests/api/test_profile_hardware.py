@@ -127,7 +127,7 @@ def test_no_profile_no_hardware(asked: list[MeasureRequest]) -> None:
         (["tiny", "--seconds", "5"], "elastic: --seconds 5: measuring takes at least 20 s"),
         (
             ["tiny", "--set", "precission=3"],
-            "elastic: tiny/job.yaml: unknown key 'precission'; did you mean",
+            "elastic: --set precission: unknown key 'precission'; did you mean",
         ),
     ],
 )

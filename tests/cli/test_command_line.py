@@ -15,6 +15,7 @@ import pytest
 from support.cli.calls import called
 from support.places import ROOT
 
+from elastic import api
 from elastic.cli import command_line, read_commands
 from elastic.cli.command_line import main, parser
 
@@ -114,3 +115,28 @@ def test_each_verb_is_named_at_the_top_of_its_file() -> None:
         assert set(words.split()) <= set(
             first.replace("`", " ").replace(",", " ").replace(":", " ").replace(".", " ").split()
         )
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "jobs/a"], "elastic run --run-name a-1 jobs/a"),
+        (["run", "jobs/a", "--run-name", "a-1"], "elastic run jobs/a --run-name a-1"),
+        (["run", "jobs/a", "--run-name=a-1"], "elastic run jobs/a --run-name=a-1"),
+        (
+            ["run", "--script", "t.py", "--", "--run-name", "x y"],
+            "elastic run --run-name a-1 --script t.py -- --run-name 'x y'",
+        ),
+    ],
+)
+def test_a_stopped_run_says_how_to_resume_it(
+    words: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = api.Result("a-1", "stopped", {"reason": "signal SIGINT"}, ROOT)
+    monkeypatch.setattr(api, "run", lambda *_, **__: stopped)
+    monkeypatch.setattr(api, "run_script", lambda *_, **__: stopped)
+    assert main(words) == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "elastic: run a-1 stopped: signal SIGINT",
+        f"elastic: to resume it: {line}",
+    ]

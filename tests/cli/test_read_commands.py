@@ -54,6 +54,11 @@ def test_ledger_report_and_replay(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "TRANSITIONS" in out
     assert Path("elastic_runs/tiny-1/loss.png").is_file()
+    csv = Path("elastic_runs/tiny-1/metrics.csv").read_text()
+    assert csv.startswith("step,at_s,generation,workers,train_loss,tokens")
+    assert len(csv.splitlines()) == 1 + 30
+    assert called(capsys, "report", "tiny-1", "--csv")[:2] == (0, csv)
+    assert "two ways at once" in called(capsys, "report", "tiny-1", "--csv", "--json")[2]
     data = as_json(capsys, "replay", "tiny-1")
     assert data["identical"] is True
     assert data["decisions"] > 5

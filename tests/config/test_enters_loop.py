@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.config.script import enters_loop, script_file
+from elastic.api.running.entry import run, run_script
+from elastic.config.script import check_starts_nothing, enters_loop, script_file
 from elastic.errors import SpecError
 
 
@@ -42,3 +43,50 @@ def test_what_is_no_script_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"train.py, line 2: not Python: "):
         script_file(script(tmp_path, "import torch\nwith with\n"))
     assert script_file(script(tmp_path, "x = 1")) == (tmp_path / "train.py").resolve()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("from ray.train.torch import TorchTrainer\nTorchTrainer(f).fit()", "line 2: TorchTrainer"),
+        ("import ray.train.torch\nt = ray.train.torch.TorchTrainer(f)", "line 2: TorchTrainer"),
+        ("from ray.train import torch as t\nt.TorchTrainer(f)", "line 2: TorchTrainer"),
+        ("from ray.train.lightning import LightningTrainer as L\nL()", "line 2: LightningTrainer"),
+        ("from ray import tune\ntune.Tuner(f)", "line 2: Tuner"),
+    ],
+)
+def test_a_script_that_starts_workers_of_its_own_is_told_what_is_right_for_it(
+    text: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "t.py").write_text(text)
+    with pytest.raises(SpecError, match=said) as error:
+        check_starts_nothing(tmp_path / "t.py")
+    assert str(error.value).endswith("and run it: python t.py")
+    with pytest.raises(SpecError, match=said):
+        run_script(tmp_path / "t.py")
+    (tmp_path / "job.yaml").write_text("script: t.py\n")
+    with pytest.raises(SpecError, match=said):
+        run(tmp_path)
+
+
+def test_one_that_starts_a_run_of_ours_is_run_as_it_is(tmp_path: Path) -> None:
+    for text in (
+        "import elastic\nelastic.ElasticTrainer(f).fit()",
+        "from elastic import run\nrun()",
+    ):
+        (tmp_path / "t.py").write_text(text)
+        with pytest.raises(SpecError, match=r"run it as it is: python t\.py"):
+            check_starts_nothing(tmp_path / "t.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from transformers import Trainer\nTrainer(model).train()",
+        "import ray.train\nray.train.get_preemption_info()",
+        "from ray.train.torch import TorchTrainer\nprint(TorchTrainer)",
+    ],
+)
+def test_other_scripts_are_started(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(text)
+    check_starts_nothing(tmp_path / "t.py")

@@ -248,6 +248,39 @@ def test_unknown_override_names_the_nearest(folder: Path) -> None:
         load(folder, GOOD, "stepz=3")
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("steps=abc", "--set steps: key 'steps': input should be a valid integer"),
+        ("stepz=3", "--set stepz: unknown key 'stepz'"),
+        ("durable_every=x", "--set checkpoint_every: key 'checkpoint_every'"),
+    ],
+)
+def test_an_override_is_blamed_where_it_was_given(folder: Path, override: str, said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        load(folder, GOOD, override)
+    assert str(error.value).startswith(said)
+
+
+def test_what_the_file_and_an_override_say_together_names_both(folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"job.yaml \(with --set min_workers\): max_workers=2"):
+        load(folder, GOOD + "max_workers: 2\n", "min_workers=3")
+    with pytest.raises(SpecError, match=r"job.yaml: key 'steps'"):
+        load(folder, GOOD.replace("steps: 10", "steps: ten"), "min_workers=3")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("phases", "unknown key 'phases'; keys are name"),
+        ("batch", "unknown key 'batch'; did you mean 'global_batch'"),
+    ],
+)
+def test_a_suggestion_is_alike_or_has_the_word_in_it(folder: Path, word: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        load(folder, GOOD + f"{word}: 3\n")
+
+
 def test_fit(folder: Path) -> None:
     pools = [
         Pool(name="a", gpus_per_node=2, max_nodes=2),

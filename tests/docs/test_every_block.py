@@ -46,6 +46,10 @@ OTHERS = {
         + "what one run printed; its times are those of that machine",
         "import torch, elastic": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
     },
+    "metrics.md": {
+        "import pandas as pd": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
+        "elastic.run(": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
+    },
     "capacity.md": {
         "52 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
         "120 min": "sim/test_capacity_page.py::test_the_example_of_the_page",

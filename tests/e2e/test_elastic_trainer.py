@@ -22,6 +22,7 @@ from support.e2e.runs import (
 import elastic
 from elastic.errors import SpecError
 from elastic.ledger.journal import read
+from elastic.observe.metrics.step_rows import read_rows
 from elastic.program import load_program
 from elastic.types import DrillAsked
 
@@ -43,8 +44,10 @@ def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
     config = ray_train.RunConfig(
         name="run", storage_path=str(tmp_path), logging_config=ray_train.LoggingConfig("ERROR")
     )
+    told: list[int] = []
     trainer = elastic.ElasticTrainer(
         load_program(PROGRAM),
+        on_step=lambda row: told.append(row["step"]),
         job=job,
         scaling_config=ray_train.ScalingConfig(num_workers=(2, 6)),
         run_config=config,
@@ -63,6 +66,10 @@ def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
     assert isinstance(result, ray_train.Result)
     assert (result.error, result.path) == (None, str(tmp_path / "run"))
     assert (result.metrics["step"], result.metrics["outcome"]) == (STEPS, "succeeded")
+    assert result.metrics["tokens"] == summary["tokens"]
+    assert set(told) == set(range(1, STEPS + 1)) and told[-1] == STEPS
+    rows = read_rows((tmp_path / "run" / "metrics.csv").read_text())
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     frame = result.metrics_dataframe
     assert list(frame["step"]) == list(range(1, STEPS + 1))
     assert (

@@ -12,6 +12,7 @@ from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.storage.faulty_proxy import Fault, FaultyProxy, slow_down
 from support.waiting import until
 
+from elastic.observe.metrics.step_rows import read_rows
 from elastic.storage.s3 import S3Storage
 
 NODES = {
@@ -90,6 +91,9 @@ def _look_at_it(shell: Shell, run: str, s3: S3Storage, last: int) -> None:
     assert code == 0 and json.loads(out)["identical"] is True
     code, out, err = shell.here("checkpoint", "verify", run, "--json")
     assert code == 0 and {item["step"] for item in json.loads(out)} >= {last}, err
+    rows = read_rows(s3.get("one/metrics.csv").decode())
+    assert [row["step"] for row in rows] == list(range(1, last + 1))
+    assert any(key.startswith("one/tensorboard/events.") for key in s3.list())
     assert {"one/report.json", "one/loss.png"} <= set(s3.list()) and list(
         s3._unfinished(s3.prefix)
     ) == []

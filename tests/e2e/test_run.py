@@ -12,6 +12,7 @@ from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.waiting import until
 
 from elastic.ledger.journal import read
+from elastic.observe.metrics.step_rows import read_rows
 
 PACED = f"""
 import dataclasses, os, time
@@ -91,6 +92,8 @@ def _look_at_it(shell: Shell, last: int) -> None:
     folder = shell.root / "elastic_runs" / "one"
     assert (folder / "loss.png").is_file()
     assert json.loads((folder / "report.json").read_text())["steps"] == last
+    rows = read_rows((folder / "metrics.csv").read_text())
+    assert [row["step"] for row in rows] == list(range(1, last + 1))
     assert shell.status("one")["phase"] == "succeeded"
     code, out, _ = shell.here("replay", "one", "--json")
     assert code == 0
@@ -119,6 +122,7 @@ def test_ctrl_c_saves_and_leaves_nothing(shell: Shell) -> None:
         run.kill()
     assert run.returncode == 3, err
     assert "Traceback" not in err
+    assert "elastic: to resume it: elastic run " in err and "--run-name three" in err
     status = shell.status("three")
     assert status["phase"] == "stopped"
     assert status["durable_step"] == status["step"] > 3

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.places import ROOT
 
 from elastic.driver import restored
 from elastic.ledger.accounts import CATEGORIES, Account, account
@@ -141,7 +143,7 @@ def test_reports_that_come_late_or_early_do_not_become_idle_time() -> None:
     late = [17.0, 18.3, 19.0, 20.2, 21.0]
     lines = [*begun(), *(tick(at_s, step(1, n + 1)) for n, at_s in enumerate(late))]
     found = account(lines)
-    assert gpu_s(found) == {"program_startup": 24.0, "productive": 18.8, "other": 1.2}
+    assert gpu_s(found) == {"program_startup": 24.0, "productive": 18.8, "between_steps": 1.2}
 
 
 def test_an_evaluation_is_neither_a_step_nor_other_time() -> None:
@@ -156,7 +158,7 @@ def test_an_evaluation_is_neither_a_step_nor_other_time() -> None:
         "program_startup": 24.0,
         "productive": 12.0,
         "evaluation": 160.0,
-        "other": 0.8,
+        "between_steps": 0.8,
     }
     assert found.totals.goodput == pytest.approx(12 / 196.8)
 
@@ -275,6 +277,29 @@ def test_nodes_outside_the_plan_idle_and_the_last_copy_is_saving() -> None:
     assert "other" not in sums
 
 
+def test_hours_in_which_no_driver_ran_are_no_part_of_the_rate() -> None:
+    lines = [*begun(), tick(17.0, step(1, 1)), tick(18.0, step(1, 2))]
+    later = 18.0 + 3600
+    lines += [
+        tick(later, start(2)),
+        tick(later + 10, *(NodeReady(Node(n, "p", 2)) for n in "ab")),
+        tick(later + 14, *(NodePrepared(n) for n in "ab"), orders=(EnterPlan(plan(2, "a", "b")),)),
+        tick(later + 16, PlanEntered(2, 2)),
+        tick(later + 17, step(2, 3)),
+    ]
+    found = account(lines)
+    assert found.seconds["not_running"] == pytest.approx(3600)
+    assert found.gpu_seconds["not_running"] == 0 and found.seconds["other"] == 0
+    assert found.totals.wall_s == pytest.approx(later + 17)
+    assert found.totals.tokens_per_s == pytest.approx(found.totals.tokens / (18.0 + 17.0))
+
+
+def test_every_category_is_defined_on_the_page() -> None:
+    page = (ROOT / "docs" / "ledger.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert tuple(rows) == CATEGORIES
+
+
 def test_machines_that_are_no_nodes_are_on_the_bill() -> None:
     lines = [tick(0.0, start(steps=2)), tick(1.0, InstancesSeen("p", starting=2)), *begun()[1:]]
     lines += [
@@ -323,7 +348,7 @@ def test_the_head_is_on_the_bill_while_a_driver_lives() -> None:
     found, before = account(lines), account(free)
     assert found.totals.usd - before.totals.usd == pytest.approx(0.01 * (18.0 + 4.0))
     assert (
-        found.usd["other"] - before.usd["other"] == pytest.approx(0.22)
+        found.usd["head_node"] - before.usd["head_node"] == pytest.approx(0.22)
         and found.gpu_seconds == before.gpu_seconds
     )
     state = restored(lines)

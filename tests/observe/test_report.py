@@ -8,11 +8,13 @@ from pathlib import Path
 
 from support.observe.small_run import lines
 
-from elastic.ledger.journal import Journal
+from elastic.ledger.accounts import account
+from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs, report
+from elastic.observe.run_view import view_of
 from elastic.storage import open_storage
-from elastic.types import StepDone
+from elastic.types import DriverStarted, ModelProfile, StepDone
 
 LINE_KEYS = {
     "run", "steps", "final_loss", "tokens", "wall_s", "tokens_per_s", "goodput", "usd",
@@ -136,3 +138,48 @@ def test_orders_lie_in_the_inbox_in_their_order(tmp_path: Path) -> None:
         "3",
         "4",
     ]
+
+
+def test_a_drill_that_never_came_is_named_at_the_end_alone() -> None:
+    drill = [{"at_step": 3, "kill": "any"}, {"at_step": 90, "notice": "any"}]
+    found = [
+        replace(
+            line,
+            events=tuple(
+                (at_s, replace(e, job={**e.job, "drill": drill}))
+                if isinstance(e, DriverStarted)
+                else (at_s, e)
+                for at_s, e in line.events
+            ),
+        )
+        for line in lines()
+    ]
+    view, books = view_of(found), account(found)
+    said = report.text(view, books, report.summary(view, books))
+    (row,) = [line for line in said if line.startswith("drill")]
+    assert row.split(maxsplit=1)[1] == (
+        "never carried out: notice any (at step 90); the last step was 12"
+    )
+    view.phase = "running"
+    assert report.summary(view, books)["drill_left"] == []
+
+
+def test_a_script_that_told_no_steps_is_not_said_to_have_done_none() -> None:
+    job = {"restarted": True, "script": "t.py"}
+    found = [Line(0.0, 1, ((0.0, DriverStarted("r", 1, job, (), ModelProfile(0, 0, ()))),))]
+    view, books = view_of(found), account(found)
+    said = "\n".join(report.text(view, books, report.summary(view, books)))
+    assert f"not known, in 0.0 s: {report.NO_STEPS}" in said
+
+
+def test_of_a_run_that_is_going_on_the_table_is_left_to_its_driver(tmp_path: Path) -> None:
+    run = RunFolder.of(open_storage(tmp_path / "tiny-1"))
+    for n, there in ((8, False), (None, True)):
+        run.journal.unlink(missing_ok=True)
+        run.folder.mkdir(exist_ok=True)
+        journal = Journal(run.journal, 1)
+        for line in lines()[:n]:
+            journal.append(line.at_s, line.events, line.decision)
+        journal.close()
+        report.write(run)
+        assert (run.folder / "metrics.csv").is_file() == there

@@ -19,6 +19,7 @@ from elastic.observe.run_view import Tail, view_of
 from elastic.observe.terminal import Terminal, progress_line, render
 from elastic.types import (
     Copy,
+    CopyFailed,
     CopyStored,
     DriverStarted,
     EnterPlan,
@@ -50,6 +51,18 @@ def test_view_of_a_whole_run() -> None:
     assert view.plan == PLANS[2]
     assert view.evaluations == {12: {"validation_loss": 4.9}}
     assert not any(view.wanted.values())
+
+
+def test_a_checkpoint_that_was_skipped_has_not_failed() -> None:
+    view = view_of(
+        [
+            *lines(),
+            Line(99.0, 9, ((99.0, CopyFailed(3, 12, "no space", skipped=False)),)),
+            Line(99.0, 9, ((99.0, CopyFailed(3, 12, "one is being written", skipped=True)),)),
+        ]
+    )
+    assert (view.copies_failed, view.copies_skipped) == (1, 1)
+    assert view.notes[-1].text.startswith("no checkpoint of step 12, it is skipped")
 
 
 def test_the_curve_counts_each_step_once() -> None:

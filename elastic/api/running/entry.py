@@ -7,14 +7,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.running import restarted_script
 from elastic.api.running.run import Options, Result, job_given, run_job
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
-from elastic.config.script import enters_loop, script_file
+from elastic.config.script import check_starts_nothing, enters_loop, script_file
 from elastic.errors import SpecError
+from elastic.observe.metrics.metrics_files import OnStep
 from elastic.program import Program, load_program
 
 if TYPE_CHECKING:
@@ -27,14 +29,19 @@ def run(
     program: str | Path | Program,
     job: str | Path | Mapping[str, Any] | None = None,
     options: Options | None = None,
+    *,
+    on_step: OnStep | None = None,
 ) -> Result:
     """Run a job to its end.
 
+    `on_step` is called with the numbers of each step (as `options.on_step`).
     `program`: a job folder; or a Program that stands in a file as `program` (workers import that
     file), with `job` as a mapping of the keys of job.yaml or as a job folder. Raises SpecError
     where the input is wrong.
     """
     options = options or Options()
+    if on_step is not None:
+        options = replace(options, on_step=on_step)
     if not isinstance(program, Program) and job is None:
         return run_folder(program, options)
     return run_job(job_given(program, job, options), options)
@@ -51,6 +58,7 @@ def run_script(
     program). Raises SpecError."""
     options = options or Options()
     file = script_file(script)
+    check_starts_nothing(file)
     if job is None:
         return run_file(
             file,
@@ -127,6 +135,7 @@ def _script_of(
         )
     rest = {key: value for key, value in data.items() if key not in ("args", "script")}
     file = script_file(Path(folder) / str(data["script"]))
+    check_starts_nothing(file)
     return file, [str(word) for word in args], {"name": Path(folder).resolve().name} | rest
 
 

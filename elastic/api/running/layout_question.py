@@ -119,8 +119,8 @@ class LayoutCheck:
             )  # fmt: skip
 
     def result(self, most_s: float = MOST_S) -> Verdict | None:
-        """Waits for the answer. None where nothing was asked. A driver that is killed later leaves
-        nothing of it."""
+        """Waits for the answer; None where nothing was asked. A driver that is killed later leaves
+        nothing of it. Raises SpecError where the program itself is wrong."""
         if self.asked is None or self.known is not None:
             return self.known
         try:
@@ -149,7 +149,7 @@ class LayoutCheck:
                 followed=False,
                 trusted=tuple(asked["trusted"]),
             )
-        found = _answer(Path(self._folder.name))
+        found = _answer(Path(self._folder.name), asked["job"].program)
         if isinstance(found, Verdict):
             if found.steady:
                 _keep(asked, found)
@@ -166,11 +166,14 @@ class LayoutCheck:
         self._process = self._folder = None
 
 
-def _answer(folder: Path) -> Verdict | str:
+def _answer(folder: Path, program: str) -> Verdict | str:
+    """Raises SpecError where the program itself is wrong, whatever the layout."""
     from elastic.worker.equivalence.layout_check import Verdict
 
     try:
         data = json.loads((folder / "found").read_text().splitlines()[0])
+        if data.get("program"):
+            raise SpecError(f"{program}: {data['error']}")
         return str(data["error"]) if "error" in data else Verdict.of(data)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         last = (folder / "said").read_text(errors="replace").strip().splitlines()[-1:]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +28,19 @@ from elastic.api.running.start_checks import (
     taken,
     warn_of_clock,
 )
+from elastic.api.running.watched_journal import WatchedJournal
 from elastic.config.job import JobSpec, job_of
+from elastic.config.key_names import place_of
 from elastic.config.pool_checks import check_budget, check_fit
 from elastic.errors import SpecError
-from elastic.ledger.journal import Journal, Line
+from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
+from elastic.observe.metrics.metrics_files import MetricsFiles
 from elastic.observe.run_view import View, view_of
 from elastic.observe.terminal import plain_note
-from elastic.policy.state.fold import State
 from elastic.storage import open_storage
-from elastic.types import Decision, DriverStarted, Event, ModelProfile, Pool
+from elastic.types import DriverStarted, ModelProfile, Pool
 
 if TYPE_CHECKING:
     from elastic.cluster.ray_train.script_job import ScriptJob
@@ -65,50 +66,12 @@ def run_restarting(
     for key in data:
         if key not in KEYS and key in JobSpec.__pydantic_fields__:
             raise SpecError(
-                f"{where}: key '{key}' has no meaning for {file.name}, which does not enter "
-                f"elastic.loop; keys are {', '.join(KEYS)}"
+                f"{place_of(where, [key])}: key '{key}' has no meaning for {file.name}, which does "
+                f"not enter elastic.loop; keys are {', '.join(KEYS)}"
             )
     return _ScriptRun(
         file, tuple(args), job_of(dict(data) | FILLED, file, where), options=options
     ).to_the_end()
-
-
-@dataclass
-class _NotedJournal:
-    """A journal whose notes are also shown to a person, with the script's own output between
-    them."""
-
-    journal: Journal
-    view: View
-    say: Callable[[str], None]
-
-    @property
-    def due_at_s(self) -> float | None:
-        return self.journal.due_at_s
-
-    @property
-    def settled(self) -> bool:
-        return self.journal.settled
-
-    @property
-    def trouble(self) -> Exception | None:
-        return self.journal.trouble
-
-    def append(
-        self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None
-    ) -> None:
-        self.journal.append(at_s, events, decision)
-        for note in self.view.add(Line(at_s, self.journal.epoch, tuple(events), decision)):
-            self.say(plain_note(self.view, note))
-
-    def close_part(self, state: State) -> None:
-        """It stays one file: a line for each change of the group."""
-
-    def flush(self) -> None:
-        self.journal.flush()
-
-    def close(self) -> None:
-        self.journal.close()
 
 
 class _ScriptRun:
@@ -152,8 +115,13 @@ class _ScriptRun:
                 else f"the Ray cluster at {self.address}"
             )
             self._say(f"run {self.name}: uses {where}; its journal is {self.place.journal}")
-            journal = _NotedJournal(
-                self.place.open_journal(lease.epoch, stored, cut), seen, self._say
+            metrics = MetricsFiles(self.place, self.options.on_step)
+            metrics.start(before)
+            stack.callback(metrics.close)
+            journal = WatchedJournal(
+                self.place.open_journal(lease.epoch, stored, cut),
+                (lambda line: self._show(seen, line), metrics.hear),
+                one_file=True,
             )
             warn_of_clock(before, time.time())
             run = ScriptRun(
@@ -170,6 +138,11 @@ class _ScriptRun:
         self._say("\n".join(["", *shown]))
         assert script.outcome is not None
         return Result(self.name, script.outcome, data, self.place.folder)
+
+    def _show(self, view: View, line: Line) -> None:
+        """Its notes, with the script's own output between them."""
+        for note in view.add(line):
+            self._say(plain_note(view, note))
 
     def _check_same(self, before: Sequence[Line], view: View) -> None:
         """The run continues with the script that it had. Raises SpecError; ProgramError where it

@@ -21,12 +21,15 @@ from elastic.api.running.start_checks import (
     check_cp,
     check_drill,
     check_layouts,
+    check_loss,
     check_not_failed,
     check_same,
     paid_until_s,
     taken,
     warn_of_clock,
+    with_few,
 )
+from elastic.api.running.watched_journal import WatchedJournal
 from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec, embedded_pools, job_of, load_drill, load_job, pool_of
@@ -41,6 +44,7 @@ from elastic.ledger.run_folder import JournalCut, RunFolder
 from elastic.ledger.segments import StoredJournal
 from elastic.observe import find_runs, report
 from elastic.observe.logs import traceback_of
+from elastic.observe.metrics.metrics_files import MetricsFiles, OnStep
 from elastic.observe.terminal import Terminal
 from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
@@ -88,6 +92,8 @@ class Options:
     # drills on a Ray cluster take the workers of a node and leave the node itself alone
     spared: bool = False
     stream: TextIO | None = None  # where progress and report go; default: standard output
+    # called with the numbers of each step, in a thread beside the driver's (docs/metrics.md)
+    on_step: OnStep | None = None
 
 
 @dataclass(frozen=True)
@@ -325,8 +331,13 @@ class _Run:
             start = self._start(lease.epoch, before, state, layouts=layouts)
             backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
-            journal = self.place.open_journal(lease.epoch, stored, self._cut)
+            metrics = MetricsFiles(self.place, self.options.on_step)
+            journal = WatchedJournal(
+                self.place.open_journal(lease.epoch, stored, self._cut), (metrics.hear,)
+            )
             stack.callback(journal.close)
+            metrics.start(before)
+            stack.callback(metrics.close)
             self._watch(stack, before)
             last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
@@ -362,6 +373,9 @@ class _Run:
             print(SENTENCE, file=self._out())
         job, problems = self.spec.job(), list[str]()
         model = profile_of(self.program, job)
+        if n_samples is not None:
+            check_loss(self.spec, self.program, n_samples)
+            model = with_few(model, self.spec, n_samples)
         found = checkpoint_index.find(self.storage, problems)
         if problems and not found:
             raise StateLost(

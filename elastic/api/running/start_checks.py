@@ -6,14 +6,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.config.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.config.job import JobSpec
-from elastic.data.batches import item_of
+from elastic.data.batches import few_samples, item_of
 from elastic.data.budget import budget_of
 from elastic.data.open_datasets import dataset_of
+from elastic.data.streams import N_POSITIONS
 from elastic.driver import LINE_EVERY_S
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.ledger.journal import Line, built
@@ -169,6 +171,26 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
                 f"layout '{layout}': {stages}, but Program.blocks matches only {model.n_blocks} "
                 "modules"
             )
+
+
+def check_loss(spec: JobSpec, program: Program, n_samples: int) -> None:
+    """Raises SpecError where the loss is a mean, or the first sample no input: found here on
+    shapes, before a worker starts."""
+    if spec.script or n_samples == N_POSITIONS:  # a script's own loss; a stream, which moves on
+        return
+    from elastic.worker.equivalence.loss_is_sum import check_before_start
+
+    job = spec.job()
+    try:
+        check_before_start(program, job, dataset_of(program, job))
+    except ProgramError as error:
+        raise SpecError(f"{spec.program}: {error}") from error
+
+
+def with_few(model: ModelProfile, spec: JobSpec, n_samples: int) -> ModelProfile:
+    """With a note where a step takes more samples than there are."""
+    note = few_samples(n_samples, spec.global_batch)
+    return replace(model, notes=(*model.notes, note)) if note else model
 
 
 def check_cp(spec: JobSpec, program: Program) -> None:

@@ -46,7 +46,7 @@ class ScriptOutput(ScriptMessage):
 @dataclass(frozen=True)
 class Ended(ScriptMessage):
     """`code`: exit code, negative = signal. `asked`: it had been told to end. `tail`: the last
-    lines of its standard error."""
+    lines of its output."""
 
     code: int
     asked: bool

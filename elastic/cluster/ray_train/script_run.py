@@ -35,6 +35,7 @@ from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, counted
 from elastic.cluster.ray_train.script_fit import Fit
 from elastic.cluster.ray_train.script_job import ScriptJob
 from elastic.cluster.ray_train.script_messages import Board, Hello, ScriptMessage, ScriptOutput
+from elastic.cluster.ray_train.script_output import StepReader
 from elastic.cluster.ray_train.script_state import ScriptState, lines_of, some
 from elastic.driver import LINE_EVERY_S, Recorder, stop_signals
 from elastic.errors import LostContact
@@ -118,6 +119,7 @@ class ScriptRun:
     _restart_s: float | None = field(init=False, default=None)
     _dead: dict[str, str] = field(init=False, default_factory=dict)  # ray ids of lost nodes
     _n_requests: int = field(init=False, default=0)
+    _reader: StepReader = field(init=False, default_factory=StepReader)  # for a person
 
     def to_the_end(self, start: DriverStarted) -> ScriptState:
         """Runs the script to its end; returns what is known then. Takes Ray down, not the embedded
@@ -263,7 +265,7 @@ class ScriptRun:
             )
         for word in words:
             if isinstance(word, ScriptOutput):
-                for line in word.lines:
+                for line in self._reader.shown(word.lines, word.at_s):
                     self.show(f"[rank {word.rank}] {line}")
             before = self.script.last_step
             self.script.heard(word, self._node_id(word.ray_id) if isinstance(word, Hello) else "")

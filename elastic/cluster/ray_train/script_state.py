@@ -7,7 +7,6 @@ journal, `orders` what supervisors are to be told, both in order; the driver tak
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from elastic.cluster.ray_train.script_messages import (
     ScriptOrder,
     ScriptOutput,
 )
+from elastic.cluster.ray_train.script_output import StepReader, error_part
 from elastic.policy.state.event_handlers import billed
 from elastic.policy.state.fold import State
 from elastic.types import (
@@ -60,15 +60,6 @@ SETTLED_S = 60.0  # a group that has run so long was not ended by what ended the
 FIRST_STEP_S = 60.0  # a group whose script printed steps before, and none now
 START_S = 300.0  # default of the time in which a group has to meet
 MOST_KILLED = 3  # groups in a row that were ended by a signal from outside
-STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b[\s:=#]*(\d+)", re.IGNORECASE)
-LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IGNORECASE)
-
-
-def step_in(line: str) -> tuple[int, float] | None:
-    """The step and the loss that a line of output names, as in `step 40: loss 2.31`; None where one
-    of them is missing."""
-    step, loss = STEP.search(line), LOSS.search(line)
-    return (int(step[1]), float(loss[1])) if step and loss else None
 
 
 def some(n: int, noun: str) -> str:
@@ -113,6 +104,7 @@ class ScriptStart:
     over: bool = False
     steps: list[int] = field(default_factory=list)
     told_s: float = 0.0  # the last step or GroupRan
+    reader: StepReader = field(default_factory=StepReader)
 
     @property
     def whole(self) -> bool:
@@ -273,8 +265,9 @@ class ScriptState:
         self._plan(ranks, cause, f"Ray Train has placed the script on {some(len(ranks), 'worker')}")
 
     def _said(self, line: str, at_s: float) -> None:
-        found, group = step_in(line), self.group
-        if found is None or group is None or group.over:
+        group = self.group
+        found = group.reader.read(line) if group is not None and not group.over else None
+        if found is None or group is None:
             return
         step, train_loss = found
         if group.steps and step <= group.steps[-1]:
@@ -400,9 +393,7 @@ class ScriptState:
             rank = next(rank for rank, seat in group.seats.items() if seat is failed[0])
             code = failed[0].code or 0
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            last = failed[0].tail.strip().splitlines()[-1:] or [
-                "it wrote nothing to its standard error"
-            ]
+            last = error_part(failed[0].tail).strip().splitlines()[-1:] or ["it wrote nothing"]
             kind: FailureKind = "process" if code == -signal.SIGKILL else "program"
             why = last[0].strip()
             self.log.append(
@@ -526,12 +517,12 @@ class ScriptState:
         self.log.append(Decision((Stop(outcome, reason),), reason))
 
     def first_error(self) -> str:
-        """The end of what the rank that failed first wrote to its standard error."""
+        """The end of what the rank that failed first wrote."""
         seats = self.group.seats.values() if self.group is not None else ()
         failed = sorted(
             (seat for seat in seats if seat.code and not seat.asked), key=lambda seat: seat.at_s
         )
-        return failed[0].tail if failed else ""
+        return error_part(failed[0].tail) if failed else ""
 
 
 def lines_of(

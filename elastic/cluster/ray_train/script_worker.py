@@ -34,12 +34,13 @@ from elastic.cluster.ray_train.script_messages import (
     ScriptOrder,
     ScriptOutput,
 )
+from elastic.cluster.ray_train.script_output import BAR
 from elastic.cluster.workers.output import FILE_BYTES, make_folder, open_log, prune
 
 BOARD_MOST_S = 120.0  # without an answer of the driver's board
 LOG_AGAIN_S = 10.0  # after a log could not be opened
 LOOK_S, WORLD_PER_LOOK = 0.2, 32  # each supervisor speaks so often; more slowly in larger groups
-TAIL_LINES, MOST_LINES = 40, 2000  # of standard error that are kept; of output that wait to be told
+TAIL_LINES, MOST_LINES = 40, 2000  # of output that are kept; that wait to be told
 ESTABLISHED = "01"
 TORCHELASTIC = {
     "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -125,7 +126,7 @@ class Supervisor:
     _words: deque[ScriptMessage] = field(default_factory=deque)
     _said: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    _readers: list[threading.Thread] = field(default_factory=list)
+    _reader: threading.Thread | None = None
     _n_orders: int = 0
     _asked: bool = False
     _kill_at_s: float | None = None
@@ -167,25 +168,23 @@ class Supervisor:
         child = subprocess.Popen(
             [sys.executable, "-m", "elastic.cluster.ray_train.script_child", file,
             *self.orders.args], cwd=cwd, env=environment, pass_fds=theirs, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            # one pipe: what a line says may follow from the one before on the other stream
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         if theirs:
             other.close()
         log = ScriptLog(
             Path(self.orders.logs, f"{self.place.group // 10**6}-rank{self.place.rank}.log")
         )
-        for stream, keeps in ((child.stdout, False), (child.stderr, True)):
-            assert stream is not None
-            self._readers.append(
-                threading.Thread(target=self._read, args=(stream, keeps, log), daemon=True)
-            )
-            self._readers[-1].start()
+        assert child.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(child.stdout, log), daemon=True)
+        self._reader.start()
         return child
 
-    def _read(self, stream: IO[str], keeps: bool, log: ScriptLog) -> None:
+    def _read(self, stream: IO[str], log: ScriptLog) -> None:
         for line in stream:
             log.write(line)
-            if keeps:
+            if line.strip() and not BAR.search(line):
                 self._tail.append(line.rstrip("\n"))
             if self.place.rank == 0:
                 self._said.append(line.rstrip("\n"))
@@ -208,8 +207,8 @@ class Supervisor:
 
     def _tell(self, code: int | None) -> None:
         ended = code is not None and not self._told_end
-        for reader in self._readers if ended else ():
-            reader.join(1.0)  # a process that the script left behind may hold the pipe
+        if ended and self._reader is not None:
+            self._reader.join(1.0)  # a process that the script left behind may hold the pipe
         me = (self.place.group, self.place.rank, time.time())
         lines = [self._said.popleft() for _ in range(len(self._said))]
         if lines:

@@ -235,7 +235,7 @@ _RUN_WHY = {
     "storage_filesystem": "give storage_path as a folder or an s3:// URI; "
     "credentials and endpoint come from the "
     "environment",
-    "callbacks": "nothing calls back into a run; read its journal (elastic "
+    "callbacks": "give ElasticTrainer(on_step=...); or read its journal (elastic "
     "status RUN, elastic.observe)",
     "worker_runtime_env": "workers import what stands beside program.py; set "
     "variables where the nodes are started",
@@ -360,7 +360,8 @@ class FinishedRun:
 
 
 def result_of(told: FinishedRun) -> ray.train.Result:
-    """As `TorchTrainer.fit` gives it; the data frame has a row per step."""
+    """As `TorchTrainer.fit` gives it; the data frame has a row per step. Where `metrics` has a
+    number of the last step and of the run under one name, it is the run's, as in report.json."""
     import pandas
 
     by_step = {row["step"]: row for row in told.rows}
@@ -374,7 +375,7 @@ def result_of(told: FinishedRun) -> ray.train.Result:
         (ray.train.Checkpoint(uri), by_step.get(step, {"step": step})) for uri, step in told.copies
     ]
     return ray.train.Result(
-        metrics={**plain, **last},
+        metrics={**last, **plain},
         checkpoint=best[0][0] if best else None,
         error=failure(told.error) if told.error else None,
         path=told.folder,

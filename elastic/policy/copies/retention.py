@@ -12,7 +12,7 @@ weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from elastic.policy.state.state import State
@@ -50,14 +50,33 @@ def removal(state: State) -> Decision:
     steps = ", ".join(str(copy.step) for copy in gone)
     n_bytes = sum(copy.n_bytes for copy in gone)
     why = (
-        f"checkpoints of step {steps} ({n_bytes / 1e9:.2f} GB) are removed: {_rules(state)}, "
-        f"{len(keep)} stay"
+        f"checkpoints of step {steps} ({n_bytes / 1e9:.2f} GB) are removed: {_rules(state)}"
+        f"{_and_more(state, keep)}, {len(keep)} stay"
     )
     return Decision(tuple(RemoveCopy(copy.uri) for copy in gone), why)
 
 
-def kept(state: State) -> frozenset[str]:
-    """URIs of the copies that stay, by descending claim: newest, best, every m-th."""
+def _and_more(state: State, keep: Collection[str]) -> str:
+    """Why more of them stay than the keys of the job say, each with its step."""
+    by_rule = {copy.uri for copies in _by_rules(state) for copy in copies}
+    whys = (
+        (_from_before_a_check(state), "is from before the last check of results"),
+        (_verified(state), "stays until a newer one was read back and is right"),
+    )
+    said = {
+        copy.step: f"; step {copy.step} {why}"
+        for copies, why in whys
+        for copy in copies
+        if copy.uri in keep and copy.uri not in by_rule
+    }
+    target = state.target.resume if state.target is not None else None
+    if target is not None and target.uri and target.uri not in by_rule:
+        said.setdefault(target.step, f"; from step {target.step} the run resumes")
+    return "".join(said.values())
+
+
+def _by_rules(state: State) -> tuple[Sequence[Copy], Sequence[Copy], Sequence[Copy]]:
+    """The copies that the keys of the job keep: the last, the best, every m-th."""
     copies, every = state.durable, state.job.keep_every
     scored = [
         copy
@@ -65,16 +84,14 @@ def kept(state: State) -> frozenset[str]:
         if _score(state, copy)[0] < math.inf
     ]
     stepped = [copy for copy in copies if every and copy.step % every == 0]
+    return copies[: max(1, state.job.keep_last)], scored[: state.job.keep_best], stepped
+
+
+def kept(state: State) -> frozenset[str]:
+    """URIs of the copies that stay, by descending claim: newest, best, every m-th."""
+    last, best, stepped = _by_rules(state)
     right = _verified(state)
-    wanted = [
-        *copies[:1],
-        *right[:1],
-        *copies[: state.job.keep_last],
-        *_from_before_a_check(state),
-        *scored[: state.job.keep_best],
-        *stepped,
-        *right,
-    ]
+    wanted = [*last[:1], *right[:1], *last, *_from_before_a_check(state), *best, *stepped, *right]
     found = list(dict.fromkeys(copy.uri for copy in wanted))[: _most(state)]
     return frozenset((*found, state.target.resume.uri) if state.target else found)
 

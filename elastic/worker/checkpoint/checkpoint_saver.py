@@ -123,7 +123,8 @@ class Saving:
             if copy is not None:
                 copy.release()
             before = self.of.step if self.of else 0
-            self._fail(plan, state.step, f"the copy of step {before} is still being written")
+            why = f"the copy of step {before} is still being written"
+            self.place.report(CopyFailed(plan.generation, state.step, why, skipped=True))
             return
         copy = copy or Snapshot(state.snapshot())
         self._keep(plan, state, copy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from elastic.worker.checkpoint.adapter_export import AdapterExport
 from elastic.worker.checkpoint.checkpoint_format import FOLDER, FOLDER_NAME, MARKER, METADATA
 from elastic.worker.checkpoint.checkpoint_index import newest_epoch
 from elastic.worker.checkpoint.foreign_dcp import open_plain
+from elastic.worker.program.model_profile import trace
 from elastic.worker.program.safetensor_files import FILE_BYTES, SafetensorFiles, write_files
 
 PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
@@ -94,11 +95,22 @@ def chosen(run: Storage, step: int | None) -> checkpoint_index.CheckpointInfo:
 # export
 
 
+def tied_names(specs: Iterable[TensorSpec]) -> dict[str, str]:
+    """Name of a tensor that shares another one's memory -> the name of that."""
+    return {spec.fqn: spec.tied_to for spec in specs if spec.tied_to is not None}
+
+
 def export(
-    run: Storage, step: int | None, to: Storage, *, file_bytes: int | None = None
+    run: Storage,
+    step: int | None,
+    to: Storage,
+    *,
+    tied: Mapping[str, str] | None = None,
+    file_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
-    byte read is checked."""
+    byte read is checked. `tied`: as `tied_names`; they are written too, so that `load_state_dict`
+    finds every name."""
     item = chosen(run, step)
     checkpoint = checkpoint_index.open_checkpoint(item.uri)
     shapes = {
@@ -106,10 +118,13 @@ def export(
         for fqn, about in sorted(checkpoint.tensors.items())
         if fqn.startswith(MODEL)
     }
+    tied = {name: owner for name, owner in (tied or {}).items() if owner in shapes}
+    shapes |= {name: shapes[owner] for name, owner in tied.items()}
 
     def parts(name: str) -> Iterator[Tensor]:
         shape, dtype = shapes[name]
-        return (checkpoint.read(box) for box in parts_of(TensorSpec(MODEL + name, shape, dtype)))
+        stored = TensorSpec(MODEL + tied.get(name, name), shape, dtype)
+        return (checkpoint.read(box) for box in parts_of(stored))
 
     files = write_files(
         to, shapes, parts, file_bytes=FILE_BYTES if file_bytes is None else file_bytes
@@ -135,7 +150,9 @@ def export_for(
     if program.adapter is None:
         if merged:
             raise SpecError("--merged: this job's program has no adapters")
-        return _with_files(export(run, step, to), to, beside)
+        # a library that reads its own config.json ties by that
+        tied = None if beside else tied_names(trace(program).specs)
+        return _with_files(export(run, step, to, tied=tied), to, beside)
     item = chosen(run, step)
     trained = AdapterExport(checkpoint_index.open_checkpoint(item.uri), program)
     try:

@@ -27,13 +27,14 @@ import torch
 from elastic.config.fingerprint import digest_of_file
 from elastic.data.budget import budget_of
 from elastic.data.open_datasets import dataset_of
-from elastic.data.streams import with_stream
-from elastic.errors import ElasticError
+from elastic.data.streams import N_POSITIONS, with_stream
+from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
 from elastic.worker.equivalence.forward_trace import Batch, told
 from elastic.worker.equivalence.layout_values import FAMILIES, compare
+from elastic.worker.equivalence.loss_is_sum import check_before_start
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
 from elastic.worker.equivalence.structure import Structure, structure_of
@@ -108,6 +109,8 @@ def check(asked: CheckRequest) -> Verdict:
     job = asked.job
     program = with_job(load_program(job.program), job)
     dataset = dataset_of(program, job)
+    if len(dataset) != N_POSITIONS:  # a stream moves on when it is looked at
+        check_before_start(program, job, dataset)
     program = with_stream(program, dataset, job)
     profile = trace(program)
     batch = batch_of(dataset, budget_of(job, dataset, 4))
@@ -305,6 +308,8 @@ def main(arguments: Iterable[str]) -> int:
         for one in given if isinstance(given, list) else [given]:
             try:
                 line = check(CheckRequest(**{**one, "job": Job.from_plain(one["job"])})).plain()
+            except ProgramError as error:
+                line = {"error": str(error), "program": True}
             except ElasticError as error:
                 line = {"error": str(error)}
             except Exception as error:  # noqa: BLE001 - the boundary of the process

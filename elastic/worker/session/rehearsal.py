@@ -4,9 +4,8 @@ while others train."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed.fsdp
@@ -14,12 +13,9 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 from torch import nn
 
-from elastic.data.batches import item_of
-from elastic.data.budget import Microbatch, budget_of
-from elastic.data.collate import collate
-from elastic.errors import ProgramError
 from elastic.types import Plan, Rehearsal, agree
 from elastic.types.grid import stage_blocks, stages_at
+from elastic.worker.equivalence.loss_is_sum import check_on_shapes, first_sample, refuse_a_mean
 from elastic.worker.parallel.context_parallel import (
     check_calls,
     check_loss,
@@ -65,7 +61,7 @@ def rehearse(place: Workplace) -> None:
         _loss(place, model, 1).backward()
     model.eval()
     with torch.no_grad():
-        _refuse_a_mean(float(_loss(place, model, 1)), float(_loss(place, model, 2)))
+        refuse_a_mean(float(_loss(place, model, 1)), float(_loss(place, model, 2)))
         place.probe_repeats = _repeats(place, model)
     if cp > 1:
         check_loss(place.program, model, _batch(place, 1, place.device, multiple=2 * cp), cp=cp)
@@ -81,44 +77,10 @@ def _repeats(place: Workplace, model: nn.Module) -> bool:
 
 
 def _rehearse_on_meta(place: Workplace) -> None:
-    """Shapes only; then the loss of made-up outputs of that shape. A model that wants values is not
-    rehearsed."""
+    """Shapes only. A model that wants values is not rehearsed."""
     model = build_meta(place.program)
-    try:
-        with _noting_inputs(place, model), torch.no_grad():
-            once, twice = (
-                call_model(place.program, model, _batch(place, n, "meta")) for n in (1, 2)
-            )
-    except (NotImplementedError, RuntimeError) as error:
-        log.info("not rehearsed: %s", " ".join(str(error).split())[:200])
-        return
-    torch.manual_seed(0)
-    outputs = ((1, once), (2, twice))
-    _refuse_a_mean(
-        *(
-            float(loss_of(place.program, _made_up(out), _batch(place, n, "cpu")))
-            for n, out in outputs
-        )
-    )
-
-
-def _made_up(output: Any) -> Any:
-    """Numbers in the shape of an output on the meta device; every row is the same."""
-    if isinstance(output, torch.Tensor):
-        torch.manual_seed(0)
-        row = torch.randn(output.shape[1:]).to(output.dtype)
-        return (
-            row.expand(output.shape).contiguous()
-            if output.ndim
-            else torch.ones((), dtype=output.dtype)
-        )
-    if isinstance(output, Mapping):
-        return type(output)(**{key: _made_up(value) for key, value in output.items()})
-    return (
-        type(output)([_made_up(value) for value in output])
-        if isinstance(output, list | tuple)
-        else output
-    )
+    with _noting_inputs(place, model):
+        check_on_shapes(place.program, model, lambda n: _batch(place, n, "cpu"))
 
 
 @contextmanager
@@ -226,27 +188,10 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
 def _batch(
     place: Workplace, times: int, device: torch.device | str, *, multiple: int = 1
 ) -> dict[str, torch.Tensor]:
-    """The first sample, `times` over; of what a job gives micro-batches by tokens, filled up, and
-    no more than go into one."""
-    budget = budget_of(place.job, place.dataset, multiple)
-    part = budget.of_one(0, times) if budget is not None else Microbatch((0,) * times)
-    return {
-        k: v.to(device)
-        for k, v in collate([item_of(place.dataset, i, part.length) for i in part.ids]).items()
-    }
+    batch = first_sample(place.job, place.dataset, times, multiple=multiple)
+    return {key: value.to(device) for key, value in batch.items()}
 
 
 def _loss(place: Workplace, model: nn.Module, times: int) -> torch.Tensor:
     batch = _batch(place, times, place.device)
     return loss_of(place.program, call_model(place.program, model, batch), batch)
-
-
-def _refuse_a_mean(once: float, twice: float) -> None:
-    """The same sample twice must double the loss. Raises ProgramError for a mean: its scale would
-    change with the layout."""
-    if once and abs(twice - once) < 1e-3 * abs(once):
-        raise ProgramError(
-            f"Program.loss returned {once:.4f} for one sample and {twice:.4f} for the same sample "
-            "twice: a mean, it seems; it must return the sum over the batch (reduction='sum'), "
-            "which elastic divides by the global count of the step"
-        )

@@ -3,6 +3,7 @@ their own."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from elastic.errors import SpecError
 from elastic.worker.process_groups.rendezvous import host_store
 
 ADDRESS = "elastic/address"
+READ_MOST_S, READ_LOOK_S = 30.0, 0.02
 LOOPBACK = "127.0.0.1"
 
 
@@ -99,6 +101,16 @@ class Meeting:
 
     def tell(self, key: str, words: str) -> None:
         self.store.set(key, words)
+
+    def all_have_read(self, key: str) -> None:
+        """Every rank says that it has; rank 0 waits for that before it goes, a bounded time: the
+        others would find its store gone, in the middle of a call."""
+        self.say(f"read/{key}", "")
+        until_s = time.monotonic() + READ_MOST_S
+        while self.me.rank == 0 and self.all_said(f"read/{key}") is None:
+            if time.monotonic() > until_s:
+                return
+            time.sleep(READ_LOOK_S)
 
     def give_back(self) -> None:
         """Sets up a default group again where there was one before."""

@@ -19,6 +19,7 @@ import torch
 
 from elastic.config.fingerprint import KEY, batch_changed, differences, fingerprint
 from elastic.config.job import JobSpec
+from elastic.data.batches import few_samples
 from elastic.data.budget import budget_of
 from elastic.errors import ElasticError, LostContact, SpecError
 from elastic.ledger.lease import Lease
@@ -211,6 +212,8 @@ class StandaloneRun:
         assert self.session.place is not None
         profile = self._checked(self.session.place)
         mark = fingerprint(self.spec.program, job, profile, n_samples=job.n_samples)
+        if self.leads and (few := few_samples(job.n_samples, self.spec.global_batch)):
+            self.wishes.hear(few)
         passed: list[str] = []
         while True:
             begin = self._begin(meeting, mark, passed)
@@ -253,8 +256,10 @@ class StandaloneRun:
             except (ElasticError, OSError) as error:
                 return json.dumps(asdict(StartDecision(0, 0, error=" ".join(str(error).split()))))
 
-        begin = StartDecision(**json.loads(meeting.decided(f"begin/{len(passed)}", decide)))
+        key = f"begin/{len(passed)}"
+        begin = StartDecision(**json.loads(meeting.decided(key, decide)))
         if begin.error:
+            meeting.all_have_read(key)
             raise SpecError(begin.error) if self.leads else StartRefused(begin.error)
         if self.leads:
             where = (

@@ -143,6 +143,22 @@ def test_closing_it_early_leaves_nothing(program: Path) -> None:
     check.close()
 
 
+def test_a_loss_that_is_a_mean_is_wrong_input_there_too(program: Path, tmp_path: Path) -> None:
+    """On a cluster the driver does not open the dataset itself."""
+    program.write_text(
+        program.read_text()
+        + "\nfrom dataclasses import replace"
+        + "\nprogram = replace(program, loss=lambda output, batch: output.float().mean())\n"
+    )
+    check = LayoutCheck(asked(program))
+    try:
+        with pytest.raises(SpecError, match=r"\.py: Program.loss returned .* a mean, it seems"):
+            check.result()
+    finally:
+        check.close()
+    assert not list((tmp_path / "kept").glob("*.json"))
+
+
 @pytest.mark.e2e
 def test_where_nothing_is_found_out_blocks_are_not_spread(program: Path) -> None:
     program.write_text("import time; time.sleep(60)\n")

@@ -14,7 +14,8 @@ from elastic.api import ElasticTrainer
 from elastic.api.running import run
 from elastic.api.running.local_pools import here
 from elastic.cli.command_line import main
-from elastic.config.job import JobSpec, PoolSpec, check_fit, job_of
+from elastic.config.job import JobSpec, PoolSpec, job_of
+from elastic.config.pool_checks import check_fit
 from elastic.errors import SpecError
 
 SPOT = PoolSpec(

@@ -97,7 +97,7 @@ def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
 
     monkeypatch.setattr(driver, "fold", counted)
     monkeypatch.setattr(_Run, "_cluster", lambda *_: None)
-    monkeypatch.setattr(_Run, "_backend", lambda *_: SimBackend(one.pools, spec.job()))
+    monkeypatch.setattr(_Run, "_backend", lambda *_, **__: SimBackend(one.pools, spec.job()))
     monkeypatch.setattr(run, "drive", lambda backend, journal, start, state, found: state)
     monkeypatch.setattr(
         _Run, "_result", lambda self, last: Result("again", "stopped", {"steps": last.step}, folder)

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 from support.api.tiny_job import MODEL, START
+from support.places import PROGRAMS
 
 from elastic.api.running import start_checks
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import drill_entry
+from elastic.data.streams import N_POSITIONS
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line, read
+from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import DriverStarted, Job, ModelProfile, Pool, TensorSpec, parse_layout
 
@@ -175,3 +178,21 @@ def test_a_clock_that_is_not_the_storages_is_told(
     monkeypatch.setattr(storage, "modified_s", lambda key: time.time() + off_s)
     start_checks.taken(storage, "r").release()
     assert (told in caplog.text) if told else ("clock" not in caplog.text)
+
+
+def test_a_loss_that_is_a_mean_is_wrong_input_before_anything_starts() -> None:
+    tiny = load_program(PROGRAMS / "tiny.py")
+    spec: Any = SimpleNamespace(script="", program="p.py", job=lambda: Job(global_batch=4))
+    start_checks.check_loss(spec, tiny, 100)
+    mean = replace(tiny, loss=lambda output, batch: output.float().mean())
+    with pytest.raises(SpecError, match=r"p.py: Program.loss returned .* a mean, it seems"):
+        start_checks.check_loss(spec, mean, 100)
+    start_checks.check_loss(spec, mean, N_POSITIONS)  # a stream is not touched
+
+
+@pytest.mark.parametrize(("n_samples", "said"), [(5, 1), (12, 0), (0, 0)])
+def test_a_dataset_that_is_smaller_than_a_step_is_told(n_samples: int, said: int) -> None:
+    spec: Any = SimpleNamespace(global_batch=12)
+    notes = start_checks.with_few(MODEL, spec, n_samples).notes
+    assert len(notes) == said
+    assert not said or "has 5 samples and a step takes 12 (global_batch)" in notes[0]

@@ -145,7 +145,7 @@ class Hears(train.UserCallback):  # type: ignore[misc]
             {"checkpoint_config": Keep(checkpoint_score_attribute="validation_loss")},
             "checkpoint_score_order='max'",
         ),
-        ({"callbacks": [Hears()]}, r"RunConfig\(callbacks=.*nothing calls back into a run"),
+        ({"callbacks": [Hears()]}, r"RunConfig\(callbacks=.*give ElasticTrainer.on_step"),
         (
             {"worker_runtime_env": {"pip": ["x"]}},
             r"RunConfig\(worker_runtime_env=\{'pip': \['x'\]\}\)",
@@ -321,3 +321,15 @@ def test_what_train_loop_is_given() -> None:
     ):
         with pytest.raises(SpecError, match=says):
             train_types.train_loop(config)
+
+
+def test_a_number_of_the_run_and_of_its_last_step_is_the_runs(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "tokens": 8 * step, "tokens_per_s": 100.0 * step, "train_loss": 1.0}
+        for step in (1, 2)
+    ]
+    summary = {"tokens": 16, "tokens_per_s": 7.5, "goodput": 0.5}
+    result = result_of(FinishedRun(str(tmp_path), summary, rows, []))
+    assert result.metrics is not None and result.metrics_dataframe is not None
+    assert result.metrics == {"step": 2, "train_loss": 1.0} | summary
+    assert list(result.metrics_dataframe["tokens_per_s"]) == [100.0, 200.0]

@@ -26,7 +26,7 @@ from elastic.cluster.ray_train.script_messages import (
     ScriptOrder,
     ScriptOutput,
 )
-from elastic.cluster.ray_train.script_state import Needs, ScriptState, lines_of, step_in
+from elastic.cluster.ray_train.script_state import Needs, ScriptState, lines_of
 from elastic.cluster.ray_train.script_worker import here, listens, n_guests
 from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
@@ -113,23 +113,6 @@ class Story:
             for decision in found
             if any(isinstance(action, kind) for action in decision.actions)
         ]
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("step 40: loss 2.31", (40, 2.31)),
-        ("iter 100: loss 1.5e-2, time 3 ms", (100, 0.015)),
-        ("Step=7 | train loss: 0.5", (7, 0.5)),
-        ("step 40 begins", None),
-        ("a stepping stone 3, loss 1.0", None),
-        ("loss 3.0", None),
-    ],
-)
-def test_a_line_of_output_names_a_step_and_its_loss(
-    line: str, found: tuple[int, float] | None
-) -> None:
-    assert step_in(line) == found
 
 
 def test_a_run_that_nothing_happens_to() -> None:

@@ -22,7 +22,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_script(
     orders: Any = None
     supervisor = Supervisor(orders, place, None)
     (tmp_path / "taken").write_text("a file where the folder is to be")
-    supervisor._read(io.StringIO("one\ntwo\n"), True, ScriptLog(tmp_path / "taken" / "rank0.log"))
+    supervisor._read(io.StringIO("one\ntwo\n"), ScriptLog(tmp_path / "taken" / "rank0.log"))
     assert list(supervisor._said) == ["one", "two"] == list(supervisor._tail)
     full, written = ScriptLog(tmp_path / "rank0.log"), []
 
@@ -32,7 +32,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_script(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", write)
-        supervisor._read(io.StringIO("three\nfour\n"), True, full)
+        supervisor._read(io.StringIO("three\nfour\n"), full)
     full.write("five\n")
     assert written == [b"three\n", b"four\n"] and list(supervisor._said)[2:] == ["three", "four"]
     assert (tmp_path / "rank0.log").read_text() == "five\n"

@@ -251,3 +251,14 @@ def test_nothing_is_removed_before_a_newer_copy_was_read_back() -> None:
         "the quota has more weight"
     )
     assert fold(older, CopyVerified("elsewhere"), 2.0).verified == {"u30"}
+
+
+def test_a_copy_that_stays_beside_the_rules_is_named_with_its_reason() -> None:
+    late = replace(state([60, 50, 40, 30], keep_last=2, verify_copies=True), verified={"u40"})
+    found = retention(late)
+    assert [action.uri for action in found.actions if isinstance(action, RemoveCopy)] == ["u30"]
+    assert found.reason.endswith(
+        "keep_last=2; step 40 stays until a newer one was read back and is right, 3 stay"
+    )
+    right = replace(late, verified={"u60"})
+    assert retention(right).reason.endswith("keep_last=2, 2 stay")

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, Rehearsal, WorkerId
+from elastic.worker.equivalence.loss_is_sum import check_before_start
 from elastic.worker.program.model_profile import trace
 from elastic.worker.session.rehearsal import rehearse, rehearse_plan
 
@@ -106,3 +107,28 @@ def test_a_worker_without_a_part_rehearses_nothing() -> None:
     there = place()
     there.program = replace(TINY, model=lambda: pytest.fail("it was built"))
     assert not rehearse_plan(there, Rehearsal(Layout(dp_shard=2), (4,), 1, 2, (-1,)))
+
+
+def before_start(**changes: Any) -> None:
+    program = replace(TINY, **changes)
+    check_before_start(program, Job(seed=7, global_batch=4), program.dataset())
+
+
+def test_before_a_worker_starts_a_mean_and_a_sample_without_input_are_found_on_shapes() -> None:
+    drawn = torch.get_rng_state()
+    before_start()
+    before_start(loss=reduced("sum"))
+    with pytest.raises(ProgramError, match="a mean, it seems"):
+        before_start(loss=reduced("mean"))
+    unnamed = [{"x": torch.zeros(8, dtype=torch.int64), "y": torch.zeros(8)}]
+    with pytest.raises(ProgramError, match="a sample has the keys"):
+        before_start(dataset=lambda: unnamed)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_what_cannot_run_on_shapes_is_left_to_the_workers() -> None:
+    def wants_values(output: Any, batch: Any) -> Any:
+        raise RuntimeError("not on these")
+
+    before_start(loss=wants_values)
+    before_start(loss=reduced("sum"), keywords=lambda batch: {"nobody": 1})

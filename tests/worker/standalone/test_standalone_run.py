@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,6 +23,7 @@ import yaml
 from support.places import PROGRAMS
 from support.reference import train
 from support.waiting import until
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic.config.job import JobSpec, load_job
 from elastic.errors import LostContact, SpecError
@@ -33,7 +35,7 @@ from elastic.worker import __main__ as worker_command
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.equivalence.static_plan import layout_of, plan_of
 from elastic.worker.program.model_profile import trace
-from elastic.worker.standalone.meeting import Started
+from elastic.worker.standalone.meeting import Meeting, Started
 from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 from elastic.worker.standalone.static_checkpoints import CommittedCheckpoint
 
@@ -496,3 +498,31 @@ def cmdline(pid: int) -> str:
 
 def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_refusal_is_the_last_line_of_torchrun_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun shows of each rank what its error file holds."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(job(tmp_path))
+    for rank, shown in ((0, 1), (1, 0)):
+        file = tmp_path / f"error-{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setenv("RANK", str(rank))
+        assert worker_command.main((".", "--set", "stepz=3")) == 2
+        assert capfd.readouterr().err.count("unknown key 'stepz'") == shown
+        failed = ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(file))
+        assert failed.message.startswith("elastic.worker: --set stepz: unknown key 'stepz'")
+
+
+def test_rank_0_goes_after_all_have_read_what_it_decided() -> None:
+    store = dist.HashStore()
+    first, second = (Meeting(Started(rank, rank, 2), ("here", 1), store, "") for rank in range(2))
+    gone = threading.Thread(target=lambda: first.all_have_read("begin"))
+    gone.start()
+    gone.join(0.2)
+    assert gone.is_alive(), "rank 1 has not read it"
+    second.all_have_read("begin")
+    gone.join(20)
+    assert not gone.is_alive()

@@ -1,0 +1,69 @@
+"""What the output of a script tells: its steps and losses, and how it failed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b[\s:=#]*(\d+)", re.IGNORECASE)
+LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IGNORECASE)
+# transformers.Trainer logs a dict of its losses without the step, and draws its bar anew after it
+HF_LOSS = re.compile(r"^\s*\{.*'loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
+BAR = re.compile(r"\d+%\|.*\|\s*(\d+)/\d+\s*\[")  # of tqdm: steps done, of how many
+BAR_EVERY_S = 10.0  # a person is shown a bar so often
+TRACEBACK = "Traceback (most recent call last):"
+
+
+def step_in(line: str) -> tuple[int, float] | None:
+    """The step and the loss that a line of output names, as in `step 40: loss 2.31`; None where one
+    of them is missing."""
+    step, loss = STEP.search(line), LOSS.search(line)
+    return (int(step[1]), float(loss[1])) if step and loss else None
+
+
+@dataclass
+class StepReader:
+    """Reads steps out of one group's lines, in their order. `_loss`: logged by a Trainer of
+    transformers, whose next bar says at which step."""
+
+    _loss: float | None = None
+    _bar_s: float = -math.inf
+
+    def read(self, line: str) -> tuple[int, float] | None:
+        """The step that is known with this line, and its loss."""
+        if found := step_in(line):
+            return found
+        if logged := HF_LOSS.search(line):
+            self._loss = float(logged[1])
+            return None
+        bar = BAR.search(line)
+        if bar is None or self._loss is None:
+            return None
+        loss, self._loss = self._loss, None
+        return int(bar[1]), loss
+
+    def shown(self, lines: Sequence[str], now_s: float) -> list[str]:
+        """Those for a person: a bar is drawn many times a second, and wiped out with spaces. The
+        log has all of them."""
+        found = []
+        for line in lines:
+            if BAR.search(line):
+                if now_s - self._bar_s < BAR_EVERY_S:
+                    continue
+                self._bar_s = now_s
+            if line.strip():
+                found.append(line)
+        return found
+
+
+def error_part(tail: str) -> str:
+    """Of the end of a rank's output its last traceback; all of it where it has none."""
+    lines = tail.strip().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.strip() == TRACEBACK]
+    if not starts:
+        return tail
+    body = lines[starts[-1] + 1 :]
+    end = next((i for i, line in enumerate(body) if line and not line[0].isspace()), len(body))
+    return "\n".join([TRACEBACK, *body[: end + 1]])

@@ -1,0 +1,220 @@
+"""Follows the journal of a run that is going on, in a thread of its own, and writes what each step
+has told: a full disk or a slow callback never holds the driver up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.metrics.metrics_csv import CSV, MetricsCsv
+from elastic.observe.metrics.step_rows import Row, row
+from elastic.observe.metrics.tensorboard_files import TensorBoardFiles
+from elastic.types import EnterPlan, Evaluated, PlanEntered, PlansFound, StepDone
+
+log = logging.getLogger(__name__)
+
+OnStep = Callable[[Row], Any]
+
+FLUSH_S = 1.0
+KEEP_S = 60.0  # between two copies into a storage that is no folder
+CLOSE_MOST_S = 30.0  # of which a callback may need the most
+PLANS_KEPT, STEPS_KEPT = 16, 4096
+
+
+class MetricsFiles:
+    """`on_step` is called with the row of each step, in order, when the next one has come: what is
+    evaluated at a step is told after it."""
+
+    def __init__(self, run: RunFolder, on_step: OnStep | None = None) -> None:
+        self._run, self._on_step = run, on_step
+        self._lines: SimpleQueue[Line | None] = SimpleQueue()
+        self._before: Sequence[Line] = ()
+        self._csv: MetricsCsv | None = None
+        self._board: TensorBoardFiles | None = None
+        self._waiting: list[Row] = []  # of steps, the newest last
+        self._workers: dict[int, int] = {}  # generation -> how many
+        self._generation = self._tokens = self._step = 0
+        self._tokens_at: deque[tuple[int, int]] = deque(maxlen=STEPS_KEPT)  # step, tokens up to it
+        self._live = False  # False: what is read was told by an earlier driver
+        self._draws = False  # in TensorBoard
+        self._flushed_s = self._kept_s = time.monotonic()
+        self._thread = threading.Thread(target=self._follow, name="metrics", daemon=True)
+
+    def start(self, before: Sequence[Line]) -> None:
+        """`before`: the newest lines of earlier drivers."""
+        self._before = before
+        self._thread.start()
+
+    def hear(self, line: Line) -> None:
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Writes the rest; waits a bounded time for that."""
+        self._lines.put(None)
+        self._thread.join(CLOSE_MOST_S)
+
+    # ----------------------------------------------------------------------------- in the thread
+
+    def _follow(self) -> None:
+        self._open()
+        self._live = self._draws = True
+        while self._take_all():
+            now_s = time.monotonic()
+            if now_s - self._flushed_s >= FLUSH_S:
+                self._flushed_s = now_s
+                self._flush(len(self._waiting) - 1)
+            if now_s - self._kept_s >= KEEP_S:
+                self._keep()
+        self._flush(len(self._waiting))
+        self._keep()
+
+    def _take_all(self) -> bool:
+        """All lines that have come; waits for one. False: there are no more to come."""
+        try:
+            line = self._lines.get(timeout=FLUSH_S)
+            while line is not None:
+                self._take(line)
+                line = self._lines.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _open(self) -> None:
+        try:
+            self._run.folder.mkdir(parents=True, exist_ok=True)
+            self._csv = MetricsCsv(self._run.folder)
+            self._board = TensorBoardFiles(self._run.folder)
+        except ImportError:
+            log.info("no files for TensorBoard: pip install tensorboardX")
+        except OSError as error:
+            self._failed(CSV, error)
+        if self._csv is not None and self._csv.last is not None:
+            self._step, self._tokens = int(self._csv.last["step"]), int(self._csv.last["tokens"])
+        self._draws = self._board is not None and not self._board.known
+        try:
+            for line in self._earlier():
+                self._take(line)
+        except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
+            self._failed("what earlier drivers did", error)
+        self._before = ()
+        self._flush(len(self._waiting))
+
+    def _earlier(self) -> Iterable[Line]:
+        """What earlier drivers wrote that the table may lack: the newest lines, or all, where the
+        table ends before these begin (another machine wrote it, or an older version did not)."""
+        state = self._before[0].state if self._before else None
+        reached = int(state.get("step", 0)) if state is not None else 0
+        return self._run.lines() if self._step < reached else self._before
+
+    def _take(self, line: Line) -> None:
+        for at_s, event in line.events:
+            match event:
+                case StepDone():
+                    self._done(event, at_s)
+                case PlanEntered():
+                    self._generation = event.generation
+                    self._undone_after(event.step)
+                case Evaluated():
+                    self._evaluated(event, at_s)
+                case PlansFound(plans):
+                    self._workers |= {plan.generation: len(plan.ranks) for plan in plans}
+                case _:
+                    pass
+        for action in line.decision.actions if line.decision is not None else ():
+            if isinstance(action, EnterPlan):
+                self._workers[action.plan.generation] = len(action.plan.ranks)
+        for old in list(self._workers)[:-PLANS_KEPT]:
+            del self._workers[old]
+
+    def _done(self, event: StepDone, at_s: float) -> None:
+        if event.step <= self._step or event.generation < self._generation:
+            return
+        self._step, self._tokens = event.step, self._tokens + event.tokens
+        self._tokens_at.append((self._step, self._tokens))
+        workers = self._workers.get(event.generation, 0)
+        self._waiting.append(row(event, at_s=at_s, workers=workers, tokens=self._tokens))
+
+    def _undone_after(self, step: int) -> None:
+        if step >= self._step:
+            return
+        self._step = step
+        self._waiting = [one for one in self._waiting if one["step"] <= step]
+        self._to_csv(lambda csv: csv.cut(step))
+        self._to_board(TensorBoardFiles.cut)
+        while self._tokens_at and self._tokens_at[-1][0] > step:
+            self._tokens_at.pop()
+        last = self._csv.last if self._csv is not None else None
+        in_file = int(last["tokens"]) if last is not None else 0
+        self._tokens = self._tokens_at[-1][1] if self._tokens_at else in_file
+
+    def _evaluated(self, event: Evaluated, at_s: float) -> None:
+        for one in reversed(self._waiting):
+            if one["step"] == event.step:
+                one.update(event.metrics)
+                return
+        if event.step <= self._step:
+            self._to_csv(lambda csv: csv.evaluated(event.step, event.metrics))
+            if self._draws:
+                self._to_board(lambda board: board.add_values(event.step, at_s, event.metrics))
+
+    def _flush(self, n: int) -> None:
+        """The first n of what waits."""
+        rows, self._waiting = self._waiting[: max(0, n)], self._waiting[max(0, n) :]
+        self._to_csv(lambda csv: csv.add(rows))
+        if self._draws:
+            self._to_board(lambda board: board.add_rows(rows))
+        for one in rows if self._live else ():
+            self._tell(one)
+
+    def _tell(self, one: Row) -> None:
+        if self._on_step is None:
+            return
+        try:
+            self._on_step(dict(one))
+        except Exception as error:  # noqa: BLE001 - a function of the user's
+            log.warning("on_step is called no more, it raised %s: %s", type(error).__name__, error)
+            self._on_step = None
+
+    # -------------------------------------------------------------- what cannot be written is left
+
+    def _to_csv(self, write: Callable[[MetricsCsv], None]) -> None:
+        try:
+            if self._csv is not None:
+                write(self._csv)
+        except (OSError, ValueError) as error:
+            self._csv = None
+            self._failed(CSV, error)
+
+    def _to_board(self, write: Callable[[TensorBoardFiles], None]) -> None:
+        try:
+            if self._board is not None:
+                write(self._board)
+        except OSError as error:
+            self._board = None
+            self._failed("TensorBoard's files", error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        run = self._run.name
+        log.warning("%s: not in %s (%s); elastic report %s --csv has all", run, what, error, run)
+
+    def _keep(self) -> None:
+        """Where the run is in object storage they go there too."""
+        self._kept_s = time.monotonic()
+        if not self._run.storage.remote:
+            return
+        if self._csv is not None:
+            self._to_csv(lambda _: self._run.keep(CSV))
+        for name in self._board.names() if self._board is not None else ():
+            self._to_board(partial(_keep_file, self._run, name))
+
+
+def _keep_file(run: RunFolder, name: str, _: TensorBoardFiles) -> None:
+    run.keep(name)

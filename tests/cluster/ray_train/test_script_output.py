@@ -1,0 +1,72 @@
+"""What is read out of what a script prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.cluster.ray_train.script_messages import ScriptOutput
+from elastic.cluster.ray_train.script_output import (
+    BAR_EVERY_S,
+    TRACEBACK,
+    StepReader,
+    error_part,
+    step_in,
+)
+from elastic.cluster.ray_train.script_state import Needs, ScriptRank, ScriptStart, ScriptState
+from elastic.types import StepDone, WorkerId
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("step 40: loss 2.31", (40, 2.31)),
+        ("iter 100: loss 1.5e-2, time 3 ms", (100, 0.015)),
+        ("Step=7 | train loss: 0.5", (7, 0.5)),
+        ("step 40 begins", None),
+        ("a stepping stone 3, loss 1.0", None),
+        ("loss 3.0", None),
+    ],
+)
+def test_a_line_of_output_names_a_step_and_its_loss(
+    line: str, found: tuple[int, float] | None
+) -> None:
+    assert step_in(line) == found
+
+
+HF = [
+    " 78%|███████▊  | 47/60 [00:01<00:00, 26.31it/s]",
+    "                                                ",
+    "{'loss': '3.899', 'grad_norm': '0.7537', 'learning_rate': '9.167e-06', 'epoch': '3.125'}",
+    "                                                ",
+    " 83%|████████▎ | 50/60 [00:01<00:00, 26.31it/s]",
+    " 85%|████████▌ | 51/60 [00:01<00:00, 29.07it/s]",
+    "{'eval_loss': 3.5, 'eval_runtime': 1.2, 'epoch': 3.5}",
+    "{'loss': 3.9, 'grad_norm': 0.7354, 'learning_rate': 8.333e-07, 'epoch': 3.75}",
+    "100%|██████████| 60/60 [00:02<00:00, 34.70it/s]",
+    "100%|██████████| 60/60 [00:02<00:00, 27.93it/s]",
+    "{'train_runtime': '2.15', 'train_loss': '3.904', 'epoch': '3.75'}",
+]
+
+
+def test_what_a_trainer_of_transformers_logs_are_steps() -> None:
+    reader = StepReader()
+    assert [found for line in HF if (found := reader.read(line))] == [(50, 3.899), (60, 3.9)]
+    group = ScriptStart(1, 0.0, 1, {0: ScriptRank(WorkerId("n0", 0), 1)}, formed_s=1.0)
+    script = ScriptState(Needs((), max_workers=1), generation=1, group=group)
+    for line in HF:
+        script.heard(ScriptOutput(1, 0, 2.0, (line,)))
+    done = [one[1] for one in script.log if isinstance(one, tuple)]
+    steps = [(e.step, e.train_loss) for e in done if isinstance(e, StepDone)]
+    assert steps == [(50, 3.899), (60, 3.9)]
+
+
+def test_a_person_is_shown_a_bar_now_and_then() -> None:
+    shown = StepReader().shown
+    assert [line[:4] for line in shown(HF, 0.0)] == [" 78%", "{'lo", "{'ev", "{'lo", "{'tr"]
+    assert not shown(HF[4:6], BAR_EVERY_S - 1)
+
+
+def test_the_error_is_that_of_the_last_traceback_whatever_was_printed_after_it() -> None:
+    tail = f"{TRACEBACK}\n  File a\nKeyError: 1\n\n{TRACEBACK}\n  File b\nValueError: 2\nbye"
+    assert error_part(tail) == f"{TRACEBACK}\n  File b\nValueError: 2"
+    assert error_part("Connection closed by peer") == "Connection closed by peer"
