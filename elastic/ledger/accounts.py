@@ -251,7 +251,11 @@ class _Books:
             and self.plan is not None
             and event.generation == self.plan.generation
         ):
-            self._evaluated(event)
+            # it was told when it was over: its seconds are the last ones that were gathered
+            if self.group.wall_s > 0:
+                share = min(1.0, event.seconds / self.group.wall_s)
+                self.sums["evaluation"].add(self.group, share)
+                self.group.add(replace(self.group), -share)
         elif isinstance(event, PlansFound):
             for plan in event.plans:
                 self._ordered(plan, at_s)
@@ -331,13 +335,6 @@ class _Books:
         self.steps.append(_Step(event.step, event.tokens, event.train_loss, parts))
         self.timing.step(event, at_s)
 
-    def _evaluated(self, event: Evaluated) -> None:
-        """It was told when it was over: its seconds are the last ones that were gathered."""
-        if self.group.wall_s > 0:
-            share = min(1.0, event.seconds / self.group.wall_s)
-            self.sums["evaluation"].add(self.group, share)
-            self.group.add(replace(self.group), -share)
-
     def _take_off_first(self, second_s: float) -> None:
         """The first step of a generation also builds and compiles: what it took above the second is
         not progress."""
@@ -357,15 +354,12 @@ class _Books:
         self.sums["reshard"].add(self.group.taken())
         lost = [step for step in self.steps if step.step > event.step]
         for step in lost:
-            self._waste(step)
+            for part in step.parts.values():
+                self.sums["wasted_progress"].add(part)
         del self.steps[len(self.steps) - len(lost) :]
         self.plan, self.target, self.aborted, self.carry_s = target, None, False, 0.0
         self.first_of = (_entering(target), "")
         self.timing.entered(target, event, at_s)
-
-    def _waste(self, step: _Step) -> None:
-        for part in step.parts.values():
-            self.sums["wasted_progress"].add(part)
 
     # ------------------------------------------------------------------------------------------
     # decisions

@@ -388,8 +388,12 @@ class Journal:
         self._at_s = 0.0
         self._pending: list[tuple[float, Event]] = []
         self._pending_decision: Decision | None = None
-        if self._file.end and not self._ends_with_newline():
-            self._file.write(b"\n", sync=False)  # a torn line of the driver before us
+        if self._file.end:
+            with self.path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
+            if torn:
+                self._file.write(b"\n", sync=False)  # a line of the driver before us
 
     def append(
         self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None
@@ -479,11 +483,6 @@ class Journal:
             self.segments.store(self._stored_to)
         elif sync:
             self.segments.soon()
-
-    def _ends_with_newline(self) -> bool:
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
 
 
 def _last(path: Path, before: str) -> str:

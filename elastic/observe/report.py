@@ -65,7 +65,11 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "reason": view.reason,
         "steps": totals.steps,
         "final_loss": totals.final_loss,
-        "validation_loss": _validation_loss(view),
+        "validation_loss": (
+            view.evaluations[max(view.evaluations)].get("validation_loss")
+            if view.evaluations
+            else None
+        ),
         "copies_failed": view.copies_failed,
         "copies_skipped": view.copies_skipped,
         "unusable": view.unusable,
@@ -294,12 +298,6 @@ def _noise(view: View) -> dict[str, Any]:
             }
         }
     return {"noise_scale": {**asdict(found), "advice": advice(found, view.job.global_batch)}}
-
-
-def _validation_loss(view: View) -> float | None:
-    return (
-        view.evaluations[max(view.evaluations)].get("validation_loss") if view.evaluations else None
-    )
 
 
 def _transition(found: Transition) -> dict[str, Any]:

@@ -318,7 +318,9 @@ class Generations(Breaks):
         )
         if self.paces.on:
             self._tell_paces(group)
-        self._found_out(group)
+        found = self._finds.get(plan.generation)
+        if found is not None and group.step >= found.step:
+            self._tell(self._finds.pop(plan.generation))
         if copies:
             self._copy_to_peers(group)
         last = group.step >= self.job.steps
@@ -366,11 +368,6 @@ class Generations(Breaks):
         self._finds[generation] = WrongNumbers(
             generation, good + max(1, n_steps), good, workers, "replicas differ"
         )
-
-    def _found_out(self, group: SimGeneration) -> None:
-        found = self._finds.get(group.plan.generation)
-        if found is not None and group.step >= found.step:
-            self._tell(self._finds.pop(group.plan.generation))
 
     def _copy_to_peers(self, group: SimGeneration) -> None:
         plan, step = group.plan, group.step

@@ -64,19 +64,16 @@ def _node(name: str, before: Sequence[str], scene: Scene) -> str:
             raise SpecError(f"drill: no node is '{name}'; standing are {_listed(scene.nodes)}")
         return chosen[-1]
     if name == "rank0" or name.startswith("rank:"):
-        return _of_rank(0 if name == "rank0" else int(name[5:]), scene)
+        rank = 0 if name == "rank0" else int(name[5:])
+        ranks = scene.plan.ranks if scene.plan else ()
+        if rank >= len(ranks):
+            raise SpecError(f"drill: there is no rank {rank}; the plan has {len(ranks)} ranks")
+        return ranks[rank].node_id
     if name == "partner":
         return _partner(before, scene)
     if name not in scene.markets:
         raise SpecError(f"drill: '{name}' is no node; standing are {_listed(scene.nodes)}")
     return name
-
-
-def _of_rank(rank: int, scene: Scene) -> str:
-    ranks = scene.plan.ranks if scene.plan else ()
-    if rank >= len(ranks):
-        raise SpecError(f"drill: there is no rank {rank}; the plan has {len(ranks)} ranks")
-    return ranks[rank].node_id
 
 
 def _partner(before: Sequence[str], scene: Scene) -> str:

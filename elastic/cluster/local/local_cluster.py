@@ -334,19 +334,16 @@ class _Nodes:
             )  # fmt: skip
             raylet = node.all_processes["raylet"][0].process.pid
         except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
-            self._end_late(n)
+            # a raylet that came too late must not join
+            for pid in processes.descendants(os.getpid()):
+                if f"--raylet_socket_name={self.folder}/ray/r{n}" in processes.command(pid):
+                    processes.end_tree(pid)
             self.answer(
                 number, error=f"node {order.name} did not start: {type(error).__name__}: {error}"
             )
             return
         self.raylets[order.name] = raylet
         self.answer(number, ray_id=node.node_id, pid=raylet)
-
-    def _end_late(self, n: int) -> None:
-        """A raylet that came too late must not join."""
-        for pid in processes.descendants(os.getpid()):
-            if f"--raylet_socket_name={self.folder}/ray/r{n}" in processes.command(pid):
-                processes.end_tree(pid)
 
     def _kill(self, name: str) -> list[int]:
         raylet = self.raylets.pop(name, None)

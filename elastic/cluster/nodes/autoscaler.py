@@ -119,13 +119,10 @@ class AutoscalerClient:
         try:
             self._speak()
         except (RayActorError, ValueError):  # its process is gone: another one is told all
-            self._renew()
-
-    def _renew(self) -> None:
-        try:
-            self._agent = autoscaler_agent(self._order.lease_s)
-        except (RayError, ValueError, OSError) as error:
-            log.warning("the autoscaler's watcher cannot be started again: %s", error)
+            try:
+                self._agent = autoscaler_agent(self._order.lease_s)
+            except (RayError, ValueError, OSError) as error:
+                log.warning("the autoscaler's watcher cannot be started again: %s", error)
 
     def _speak(self) -> None:
         with self._lock:

@@ -377,13 +377,14 @@ class Survey:
     def _ask_head(self) -> None:
         looked = self._looked.is_set()
         self._looked.clear()
-        self.head_lost = (
-            self.head_lost or self._own_lost() or self._head.ask(looked, time.monotonic())
-        )
-
-    def _own_lost(self) -> str:
+        if self.head_lost:
+            return
         why = self.check(self._own)
-        return f"this process's own raylet has ended ({why})" if why else ""
+        self.head_lost = (
+            f"this process's own raylet has ended ({why})"
+            if why
+            else self._head.ask(looked, time.monotonic())
+        )
 
     def _probe(self) -> None:
         now_s = time.monotonic()

@@ -83,7 +83,12 @@ class Notices:
         """What has changed since it was told last."""
         events: list[Event] = []
         for node_id in [*self._given]:
-            first = min(self._all(node_id), default=None)
+            all_given = (
+                (at_s, what)
+                for said in self._given[node_id].values()
+                for what, at_s in said.items()
+            )
+            first = min(all_given, default=None)
             told_s = self._told.get(node_id)
             if first is not None and (told_s is None or abs(first[0] - told_s) > SAME_S):
                 self._told[node_id] = first[0]
@@ -120,8 +125,3 @@ class Notices:
             self._given.setdefault(node_id, {})[teller] = {
                 what: before.get(what, at_s) for what, at_s in said.items()
             }
-
-    def _all(self, node_id: str) -> list[tuple[float, str]]:
-        return [
-            (at_s, what) for said in self._given[node_id].values() for what, at_s in said.items()
-        ]

@@ -203,7 +203,11 @@ class Ticker:
         for price in self._market.look(self._pools):
             self._tell(price)
         for text in self._market.problems:
-            self._say(text)
+            if text not in self._said:
+                self._said.add(text)
+                log.warning(
+                    "prices: %s; where a price is missing, that of the %s counts", text, TABLE
+                )
 
     def _tell(self, price: Price) -> None:
         name, usd = price.pool.name, price.usd_per_node_h
@@ -216,8 +220,3 @@ class Ticker:
         ):
             self._told[name] = usd, score
             self._news.put(PriceSeen(name, usd, score))
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("prices: %s; where a price is missing, that of the %s counts", text, TABLE)

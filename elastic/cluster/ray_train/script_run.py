@@ -132,7 +132,11 @@ class ScriptRun:
             self._begin(start)
             with stop_signals() as asked:
                 self._loop(asked)
-            self._finish()
+            # Ray Train ends by itself once the supervisors have gone; what waits for nodes that
+            # never come is ended
+            self._exchange()
+            self.fit.error(END_S if self.script.outcome == "succeeded" else LEAVE_S)
+            self.fit.close()
         finally:
             try:
                 self.journal.close()
@@ -183,13 +187,6 @@ class ScriptRun:
             name=self._board_name, num_cpus=0, scheduling_strategy=here
         ).remote()
         self.fit = Fit(here)
-
-    def _finish(self) -> None:
-        """Ray Train ends by itself once the supervisors have gone; what waits for nodes that never
-        come is ended."""
-        self._exchange()
-        self.fit.error(END_S if self.script.outcome == "succeeded" else LEAVE_S)
-        self.fit.close()
 
     def _close(self) -> None:
         self.inbox.close()
@@ -447,13 +444,11 @@ class ScriptRun:
             return
         if error:
             self.script.end("failed", f"Ray Train gave up: {' '.join(error.split())[-300:]}")
-        elif not self._ended_well():
-            self.script.end("failed", "Ray Train ended without a word from the script's ranks")
-
-    def _ended_well(self) -> bool:
-        """The last words of the ranks may be on their way still."""
+            return
+        # the last words of the ranks may be on their way still
         self.script.look(self.now_s(), self._exchange())
-        return self.script.outcome is not None
+        if self.script.outcome is None:
+            self.script.end("failed", "Ray Train ended without a word from the script's ranks")
 
 
 def _alive() -> set[str]:

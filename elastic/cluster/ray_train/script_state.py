@@ -170,7 +170,10 @@ class ScriptState:
             case NodeLost(node_id):
                 self.nodes.pop(node_id, None)
                 self.leaving.pop(node_id, None)
-                self._lost(node_id, at_s)
+                if self.group is not None and not self.group.over and self.group.on(node_id):
+                    self._broken(f"node {node_id} is lost", at_s)
+                elif self.plan is not None and node_id in self.plan.workers_per_node:
+                    self.plan = None  # of a group that has not started yet
             case _:
                 pass
 
@@ -180,12 +183,6 @@ class ScriptState:
         self.bill = billed(self.bill, now_s)
         if self.bill.stop is not None:
             self.ask_stop(self.bill.stop.reason, now_s)
-
-    def _lost(self, node_id: str, at_s: float) -> None:
-        if self.group is not None and not self.group.over and self.group.on(node_id):
-            self._broken(f"node {node_id} is lost", at_s)
-        elif self.plan is not None and node_id in self.plan.workers_per_node:
-            self.plan = None  # of a group that has not started yet
 
     def _noticed(self, node_id: str, deadline_s: float, at_s: float) -> None:
         group = self.group

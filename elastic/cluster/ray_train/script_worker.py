@@ -231,12 +231,13 @@ class Supervisor:
     def _watch(self, child: subprocess.Popen[str]) -> None:
         if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
             child.kill()
-        if self.place.rank == 0 and not self._formed and (self.place.world == 1 or self._met()):
+        if (
+            self.place.rank == 0
+            and not self._formed
+            and (self.place.world == 1 or n_guests(self.place.port) >= self.place.world)
+        ):
             self._formed = True
             self._words.append(Formed(self.place.group, 0, time.time()))
-
-    def _met(self) -> bool:
-        return n_guests(self.place.port) >= self.place.world
 
     def _end(self, child: subprocess.Popen[str], order: ScriptOrder) -> None:
         if order.listeners and not listens(child.pid, signal.SIGTERM):

@@ -49,7 +49,8 @@ def wanted(
     pool, gpu = _nodes(scaling)
     kept = _kept(run.checkpoint_config or ray.train.CheckpointConfig())
     _check_failures(run.failure_config or ray.train.FailureConfig())
-    _check_run(run)
+    known = ("name", "storage_path", "failure_config", "checkpoint_config", "logging_config")
+    _refuse_others(run, dict.fromkeys(known), _RUN_WHY)
     level = str(getattr(getattr(run, "logging_config", None), "log_level", "INFO"))
     low, high = _workers(scaling)
     job = {"min_workers": low, "max_workers": high, "storage": str(run.storage_path), **kept}
@@ -250,11 +251,6 @@ _FAILURE_WHY = {
     "preemption_grace_s": "survivors are not torn down at a deadline; leave it out",
     "fail_fast": "errors of the program end the run at once; leave it out",
 }
-
-
-def _check_run(run: Any) -> None:
-    known = ("name", "storage_path", "failure_config", "checkpoint_config", "logging_config")
-    _refuse_others(run, dict.fromkeys(known), _RUN_WHY)
 
 
 def _check_failures(failures: Any) -> None:

@@ -47,7 +47,11 @@ def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[Worke
         waiting.update(there)
         for worker, n in counts.items():
             if there and n == least:
-                behind.setdefault(worker, _absent(least + 1, axis, len(there)))
+                behind.setdefault(
+                    worker,
+                    f"has not come to collective {least + 1} of {axis}; {len(there)} other "
+                    f"rank{'s wait' if len(there) > 1 else ' waits'} there",
+                )
     found = {worker: why for worker, why in behind.items() if worker not in waiting}
     if staged:
         found = {worker: why for worker, why in found.items() if ranks[worker].doing != "others"}
@@ -105,13 +109,6 @@ def _waits(at: RankSite, axis: str) -> bool:
     """Does its GPU, which stands at `axis` ('' = nowhere), wait for others, or has done all that
     its host has given it, while that waits for other hosts?"""
     return axis == DEVICE + "others" or (axis == DEVICE + "done" and at.doing == "others")
-
-
-def _absent(number: int, axis: str, n: int) -> str:
-    return (
-        f"has not come to collective {number} of {axis}; {n} other "
-        f"rank{'s wait' if n > 1 else ' waits'} there"
-    )
 
 
 def _at(at: RankSite) -> str:

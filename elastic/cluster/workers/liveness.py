@@ -244,7 +244,10 @@ class Liveness:
         generation = plan.generation
         seen = {worker: self._workers[worker] for worker in plan.ranks if worker in self._workers}
         steps = all(
-            one.generation == generation and one.phase == "stepping" and self._fresh(one)
+            one.generation == generation
+            and one.phase == "stepping"
+            # its newest answer is that of just now
+            and (not one.open or one.waited_s <= self.wait_s + STEPPING_LEAST_S)
             for one in seen.values()
         )
         if len(seen) < len(plan.ranks) or not steps or generation not in self.step_time_s:
@@ -289,7 +292,3 @@ class Liveness:
         for minutes while the others stand in the first commit."""
         allowed_s = self.most_s if self.most_s is not None else self.patience_s
         return max(allowed_s + TIMEOUT_LEAST_S, TIMEOUT_STEPS * step_s)
-
-    def _fresh(self, seen: _Seen) -> bool:
-        """Its newest answer is that of just now."""
-        return not seen.open or seen.waited_s <= self.wait_s + STEPPING_LEAST_S

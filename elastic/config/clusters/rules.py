@@ -94,7 +94,7 @@ def _labels(spec: ClusterSpec) -> Iterator[Problem]:
                 )
     for worker in spec.workers:
         yield from (
-            _missing(worker, key, right)
+            Problem((*worker.place, "labels"), f"the label {key} is missing", right)
             for key, right in _wanted(spec, worker)
             if key not in worker.labels
         )
@@ -118,10 +118,6 @@ def _wanted(spec: ClusterSpec, worker: ClusterNodeType) -> Iterator[tuple[str, s
             ZONE_LABEL,
             "the zone in which all nodes of this type are; one node type for each zone",
         )
-
-
-def _missing(worker: ClusterNodeType, key: str, right: str) -> Problem:
-    return Problem((*worker.place, "labels"), f"the label {key} is missing", right)
 
 
 def _local_labels(spec: ClusterSpec) -> Iterator[Problem]:

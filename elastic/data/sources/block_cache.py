@@ -103,7 +103,8 @@ class BlockCache:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _part(self, file: Remote, number: int, skip: int, *, n: int) -> bytes:
-        path = self._path(file, number)
+        digest = file.digest
+        path = self.folder / "blocks" / digest[:2] / f"{digest}-{number}"
         found = self._from_disk(path, _block_bytes(file, number), skip, n=n)
         if found is not None:
             return found
@@ -115,10 +116,6 @@ class BlockCache:
                 self._keep(path, data)
                 found = data[skip : skip + n]
         return found
-
-    def _path(self, file: Remote, number: int) -> Path:
-        digest = file.digest
-        return self.folder / "blocks" / digest[:2] / f"{digest}-{number}"
 
     def _from_disk(self, path: Path, n_block: int, skip: int, *, n: int) -> bytes | None:
         try:

@@ -193,7 +193,7 @@ def _checked(values: Any, what: str) -> Array:
     found: Array = np.asarray(values)
     if found.dtype == object:
         rows = [np.asarray(row) for row in found]
-        shapes = list(dict.fromkeys(_shape(row) for row in rows))
+        shapes = list(dict.fromkeys(str(list(row.shape)) for row in rows))
         if len(shapes) > 1:
             raise SpecError(
                 f"{what} has rows of different shapes ({shapes[0]} and {shapes[1]}); pad or cut "
@@ -207,10 +207,6 @@ def _checked(values: Any, what: str) -> Array:
             "map or drop it"
         )
     return found
-
-
-def _shape(row: Array) -> str:
-    return str(list(row.shape))
 
 
 def _check_equal(

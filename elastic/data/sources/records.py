@@ -418,11 +418,6 @@ def _listed(record: Record) -> str:
     return ", ".join(f"'{name}'" for name in record) or "none"
 
 
-def _word(name: str) -> str:
-    """Of any field, for the name of a folder."""
-    return hashlib.sha256(name.encode()).hexdigest()[:16]
-
-
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:120]
 
@@ -470,7 +465,9 @@ class Columns:
     def lengths(self) -> NDArray[np.int64]:
         """int64 [records]"""
         if self._lengths is None:
-            self._lengths = self.records.built(f"lengths-{_word(self._along)}", self._measured)
+            self._lengths = self.records.built(
+                f"lengths-{hashlib.sha256(self._along.encode()).hexdigest()[:16]}", self._measured
+            )
         return self._lengths
 
     def _measured(self) -> NDArray[np.int64]:

@@ -60,7 +60,10 @@ def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
     if not pool_allocation.cheapest(state):
         return above, texts
     gone = {order.node_id for order in above}
-    spare = [node for node in _spare(state, now_s) if node.node_id not in gone]
+    fixed = _fixed(state)
+    idle = [node for node in _idle(state) if node.pool in fixed]
+    beyond = _beyond(state, idle, now_s) if idle else []
+    spare = [node for node in beyond if node.node_id not in gone]
     if spare:
         usd = sum(pool.usd_per_node_h for node in spare if (pool := state.pool(node.pool)))
         names = ", ".join(node.node_id for node in spare)
@@ -89,13 +92,6 @@ def _above_bound(state: State) -> tuple[list[ReleaseNode], list[str]]:
     orders = [ReleaseNode(node.node_id) for node in found]
     names = ", ".join(node.node_id for node in found)
     return orders, [f"{names}: released, max_nodes is {bound}"] if found else []
-
-
-def _spare(state: State, now_s: float) -> list[Node]:
-    """Idle on-demand nodes beyond what is wanted."""
-    fixed = _fixed(state)
-    idle = [node for node in _idle(state) if node.pool in fixed]
-    return _beyond(state, idle, now_s) if idle else []
 
 
 def _fixed(state: State) -> dict[str, Pool]:

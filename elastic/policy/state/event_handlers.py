@@ -362,7 +362,11 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
     )  # fmt: skip
     if event.skipped or math.isfinite(event.train_loss):
         return _compared(state, plan, event, at_s=at_s)
-    return tripped(state, "not_finite", _text_of(event), step=event.step, at_s=at_s)
+    text = (
+        f"step {event.step}: train_loss is {event.train_loss} (sample digest "
+        f"{event.digest or 'not given'})"
+    )
+    return tripped(state, "not_finite", text, step=event.step, at_s=at_s)
 
 
 def _compared(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
@@ -409,13 +413,6 @@ def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
         pause_s = at_s - state.last_step_at_s - plan.predicted_step_time_s
         pauses_s = (*pauses_s, max(0.0, pause_s))[-KEPT_PAUSES:]
     return replace(state, step_time_s=step_time_s, pauses_s=pauses_s, worker_step_s=worker_step_s)
-
-
-def _text_of(event: StepDone) -> str:
-    return (
-        f"step {event.step}: train_loss is {event.train_loss} (sample digest "
-        f"{event.digest or 'not given'})"
-    )
 
 
 def digested(digests: Mapping[int, str], event: StepDone) -> dict[int, str]:
