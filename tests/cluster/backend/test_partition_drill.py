@@ -159,7 +159,7 @@ def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(
     """Until then it lives on, and a generation that it is in may: nobody listens."""
     worker_group, actors, clock, killed = two
     started: list[Any] = []
-    monkeypatch.setattr(worker_group, "_start", lambda me, *rest: started.append(me))
+    monkeypatch.setattr(worker_group, "_start", lambda me, *rest, **more: started.append(me))
     worker_group.open_polls()
     worker_group.cut("b", 8.0)
     worker_group.end([B])
