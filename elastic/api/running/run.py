@@ -17,6 +17,7 @@ from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
 from elastic.api.running.local_pools import here
+from elastic.api.running.program_file import file_of
 from elastic.api.running.start_checks import (
     check_cp,
     check_drill,
