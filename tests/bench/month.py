@@ -84,8 +84,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, code)
 class Real(SimBackend):
     """Steps with the digits of real ones, at times that are no round numbers."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.chance, self._now_s = random.Random(0), T0_S
 
     def _tell(self, event: Event, delay_s: float = 0.0) -> None:
@@ -181,7 +181,7 @@ def month(folder: Path, days: tuple[float, ...], clock: Clock) -> dict[str, Any]
     looks = Looks(place, days, clock)
     journal = place.open_journal(1, place.take_over()[1])
     state = drive(
-        Real(pools, Job.from_plain(job), faults, Delays(work_s=WORKERS)),
+        Real(pools, Job.from_plain(job), faults, delays=Delays(work_s=WORKERS)),
         journal,
         DriverStarted("run", 1, job, pools, MODEL),
         decide=looks,

@@ -38,7 +38,7 @@ try:
     if question == "metrics":
         print("heard", Sums({"right": 3.0}).over(groups.commit))
     elif question == "stage":
-        pipeline = Pipeline([torch.nn.Identity()], groups.pp, layout, 2, groups.device)
+        pipeline = Pipeline([torch.nn.Identity()], groups.pp, layout, n=2, device=groups.device)
         total = pipeline.run(torch.ones(2, 3), {}, 2, loss=lambda output, rows: output.sum(), train=False)
         print("heard", float(total))
     else:
