@@ -11,7 +11,8 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import USABLE, usable_bytes
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.layout_search import LayoutLimits, plan_layout
+from elastic.planner.layout_choice import plan_layout
+from elastic.planner.node_sets import LayoutLimits
 from elastic.types import (
     Job,
     Layout,
@@ -80,7 +81,7 @@ def test_auto_cuts_further_when_memory_is_short() -> None:
     assert (
         less.layout.world_size == 4 and less.layout.tp > 1 and less.memory_bytes < free.memory_bytes
     )
-    with pytest.raises(InfeasiblePlan, match="GiB per worker"):
+    with pytest.raises(InfeasiblePlan, match="GiB per GPU"):
         plan_layout(big, job(), nodes(4), limits=LayoutLimits(memory_bytes=1000))
 
 
