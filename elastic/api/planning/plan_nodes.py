@@ -285,15 +285,24 @@ def _price(asked: GpuRequest, found: catalog.InstanceType | None) -> tuple[float
 
 def known_of(pools: Iterable[Pool]) -> tuple[HardwareProfile, ...]:
     """For a run: a profile of each kind of accelerator that was measured or stands in the catalog,
-    under the pools' own name of it; none of the others, whose layouts are then compared on nominal
-    hardware. Raises SpecError for a bad file of what was measured."""
+    under the pools' own name of it, with the slowest links and the least memory of its pools; none
+    of the others, whose layouts are then compared on default hardware. Raises SpecError for a bad
+    file of what was measured."""
     found: dict[str, HardwareProfile] = {}
     for pool in pools:
         kind = pool.accelerator_type
-        if kind in found or (not known_hardware([kind]) and kind == "CPU"):
+        if not known_hardware([kind]) and kind == "CPU":
             continue
         try:
-            found[kind] = replace(of_pool(pool, 1).group.hardware, accelerator_type=kind)
+            gpu = of_pool(pool, 1).group.hardware
         except SpecError as error:
             log.info("of pool %s no hardware is known: %s", pool.name, error)
+            continue
+        first = found.get(kind, gpu)
+        found[kind] = replace(
+            first,
+            accelerator_type=kind,
+            link_bytes_per_s=min(first.link_bytes_per_s, gpu.link_bytes_per_s),
+            memory_bytes=min(first.memory_bytes, gpu.memory_bytes),
+        )
     return tuple(found.values())
