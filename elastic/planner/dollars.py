@@ -96,9 +96,9 @@ def stored_usd_per_h(work: ModelCost) -> float:
     return COPIES_KEPT * work.copied_bytes / 1e9 * STORED_USD_PER_GB_MONTH / 730
 
 
-def host_bytes(group: NodeGroup, work: ModelCost, layout: Layout) -> float:
+def host_bytes(gpus_per_node: int, work: ModelCost, layout: Layout) -> float:
     """Of a node: each GPU's own boxes and a partner's, pinned, and what offload keeps there."""
     n = layout.pp * layout.tp * max(1, layout.dp_shard * layout.cp)
     own = work.copied_bytes / n
     offloaded = work.state_bytes / n if layout.offload else 0.0
-    return min(group.gpus_per_node, layout.world_size) * (2 * own + offloaded)
+    return min(gpus_per_node, layout.world_size) * (2 * own + offloaded)

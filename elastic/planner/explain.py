@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from elastic.planner.cost.memory import USABLE
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost
-from elastic.planner.offers import Candidate, NodeGroup
+from elastic.planner.offers import NodeGroup
 from elastic.types import Layout
 
 GIB = 2**30
@@ -43,8 +44,7 @@ def family(layout: Layout) -> str:
     return " x ".join(axes) or ("replicas" if layout.dp_replicate > 1 else "plain sharding")
 
 
-def families(found: Candidate) -> Iterator[str]:
-    layout = found.layout
+def families(layout: Layout) -> Iterator[str]:
     yield family(layout)
     if layout.zero_stage < 3 and layout.pp == 1:
         yield f"zero_stage={layout.zero_stage}"
@@ -61,16 +61,17 @@ def families(found: Candidate) -> Iterator[str]:
 
 
 def too_large(needs: float, usable: float, room: int) -> str:
-    return (
-        f"needs {needs / GIB:.1f} GiB per GPU, {usable / GIB:.1f} of {room / GIB:.0f} can be used"
-    )
+    there = f"{_gib(usable)} of {room / GIB:.3g} can be used"
+    return f"needs {_gib(needs)} GiB per GPU, {there}"
 
 
-def too_large_for_host(needs: float, group: NodeGroup) -> str:
-    return (
-        f"offload needs {needs / GIB:.0f} GiB of host memory per node, there are "
-        f"{group.host_memory_bytes / GIB:.0f}"
-    )
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:.1f}" if n_bytes >= GIB else f"{n_bytes / GIB:.3g}"
+
+
+def too_large_for_host(needs: float, room: int) -> str:
+    there = f"there are {room / GIB:.0f}"
+    return f"offload needs {needs / GIB:.0f} GiB of host memory per node, {there}"
 
 
 def leaves_node(layout: Layout, per_node: int) -> str:
@@ -95,64 +96,67 @@ def slower(cost: Cost, best: Cost) -> str:
     )
 
 
-def why(found: Candidate, best: Candidate) -> str:
+def why(cost: Cost, best: Cost) -> str:
     """Of the best: what its step is spent on; of others: what they lose."""
-    if found is not best:
-        return slower(found.cost, best.cost)
-    step_s = found.cost.step_s
-    waits = {
-        k: v
-        for k, v in found.cost.parts.items()
-        if k not in ("products", "attention", "moved", "optimizer")
-    }
+    if cost is not best:
+        return slower(cost, best)
+    busy_parts = ("products", "attention", "moved", "optimizer")
+    waits = {k: v for k, v in cost.parts.items() if k not in busy_parts}
     name = max(waits, key=lambda k: waits[k])
-    busy = 1 - sum(waits.values()) / step_s
-    most = (
-        f"; most of the rest is {TOLD[name]} ({waits[name] / step_s:.0%})"
-        if waits[name] > 0.005 * step_s
-        else ""
-    )
+    busy = 1 - sum(waits.values()) / cost.step_s
+    share = waits[name] / cost.step_s
+    most = f"; most of the rest is {TOLD[name]} ({share:.0%})" if share > 0.005 else ""
     return f"{busy:.0%} of a step is computation that must be done{most}"
 
 
-def warnings(found: Candidate, batch: int) -> tuple[str, ...]:
-    layout, said = found.layout, []
-    step_s, used = found.cost.step_s, sum(found.memory.values())
-    n_gpus, there = layout.world_size, sum(group.n_gpus for group in found.groups)
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of the GPU that needs most. `room`: what there is on it, 0 = not known."""
+
+    used: float
+    room: int
+
+
+def warnings(
+    layout: Layout, cost: Cost, memory: MemoryUse, *, n_gpus: int, batch: int
+) -> tuple[str, ...]:
+    """`n_gpus`: that there are."""
+    said = []
     if layout.ep > 1:
-        said.append(
-            f"ep={layout.ep} is planned only: elastic itself does not spread experts over ranks"
-        )
-    room = found.room_bytes
-    if room and used > NEAR * USABLE * room:
-        said.append(
-            f"memory is tight: {used / GIB:.1f} of {USABLE * room / GIB:.1f} GiB that can be used"
-        )
+        planned = "planned only: elastic itself does not spread experts over ranks"
+        said.append(f"ep={layout.ep} is {planned}")
+    usable = USABLE * memory.room
+    if memory.room and memory.used > usable:
+        needs = f"{memory.used / GIB:.1f} GiB, and {usable / GIB:.1f} can be used"
+        said.append(f"it should not fit: it needs {needs}; elastic run tries it, as it is written")
+    elif memory.room and memory.used > NEAR * usable:
+        used = f"{memory.used / GIB:.1f} of {usable / GIB:.1f} GiB"
+        said.append(f"memory is tight: {used} that can be used")
     for name in ("fsdp", "tp", "replicas", "bubble", "cp", "uneven"):
-        if found.cost.parts.get(name, 0.0) > MOST_WAITING * step_s:
-            said.append(f"{found.cost.parts[name] / step_s:.0%} of a step goes into {TOLD[name]}")
-    if n_gpus < there:
-        said.append(f"{there - n_gpus} of {there} GPUs stay idle: {_idle(found, batch)}")
-    if found.cost.parts.get("optimizer", 0.0) > MOST_WAITING * step_s:
-        said.append(
-            "the optimizer takes longer than it should: the batch is small for so many GPUs"
-        )
+        share = cost.parts.get(name, 0.0) / cost.step_s
+        if share > MOST_WAITING:
+            said.append(f"{share:.0%} of a step goes into {TOLD[name]}")
+    if layout.world_size < n_gpus:
+        idle = n_gpus - layout.world_size
+        said.append(f"{idle} of {n_gpus} GPUs stay idle: {_idle(layout, n_gpus, batch)}")
+    if cost.parts.get("optimizer", 0.0) > MOST_WAITING * cost.step_s:
+        small = "the batch is small for so many GPUs"
+        said.append(f"the optimizer takes longer than it should: {small}")
     return tuple(said)
 
 
-def _idle(found: Candidate, batch: int) -> str:
-    layout = found.layout
+def _idle(layout: Layout, n_gpus: int, batch: int) -> str:
+    inner = layout.tp * layout.cp * layout.pp
     if layout.dp >= batch:
         return f"a step of {batch} samples feeds {layout.dp} data-parallel ranks"
-    return f"they are no multiple of tp x cp x pp = {layout.tp * layout.cp * layout.pp}"
+    if n_gpus % inner:
+        return f"they are no multiple of tp x cp x pp = {inner}"
+    return "with them a step would take longer, or not fit"
 
 
 def nowhere(work: ModelCost, groups: Sequence[NodeGroup], reasons: Mapping[str, str]) -> str:
     """That nothing fits, and the fewest such nodes whose memory would hold the state."""
-    there = (
-        ", ".join(f"{group.n_gpus} x {group.hardware.accelerator_type}" for group in groups)
-        or "no GPUs"
-    )
+    there = ", ".join(f"{g.n_gpus} x {g.hardware.accelerator_type}" for g in groups) or "no GPUs"
     first = next(iter(reasons.items()), ("", "there are no nodes"))
     kinds = {
         group.hardware.accelerator_type: group for group in groups if group.hardware.memory_bytes

@@ -1,554 +1,439 @@
-"""The layout of a running job: enumerate, drop what does not fit (with the reason), take the best.
-The policy asks it.
+"""The one search: layouts on given nodes, ranked. `elastic plan` shows the first ones, a run enters
+the first.
 
-As many workers as possible. Among layouts of that size those that cut the model and its sequences
-least come first (tp x pp x cp; plain data-parallel sharding cuts nothing): memory, or a batch
-smaller than the number of workers, must ask for more. Among those, a layout that is simpler than
-the fastest and at most SLOWER slower is taken. A tp x cp group never leaves its node, nor a replica
-its zone. Fewer workers are taken where that is clearly faster: without the slow ones, where these
-compute hardly more than nothing, or where all of them together would need to cut more. Which worker
-is which rank: rank_placement.py; unequal batch shares and stages: hetero_split.py.
+Ranked by the predicted seconds of a step. A layout counts as PER_OPTION slower for each axis and
+option that it has more (predictions are no better), and as IDLE slower where it leaves workers idle
+that others could use: the first is the simplest of those that are about as fast as the fastest.
+Where hardware or model are not known, a predicted second says little: of as many workers those come
+first that cut the model and its sequences least (tp x pp x cp), and each option counts
+PER_GUESSED_OPTION.
+
+A tp x cp group never leaves its node, nor a replica its zone. On GPUs that are about equal a layout
+is costed as it is; on heterogeneous ones shares and stages are assigned to it first
+(hetero_assign.py). What cannot be among the best, by its computation alone, is left out early.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import nsmallest
 from itertools import groupby, islice
-from math import inf
-from statistics import median
-from typing import NamedTuple
+from typing import Any, Protocol
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.cost import default_hardware, memory
-from elastic.planner.cost.compute import ComputeTarget
-from elastic.planner.cost.kernels import MEASURED, generation
-from elastic.planner.cost.memory import USABLE, Step
-from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.cost.step_cost import Site, bubble, step_cost
-from elastic.planner.hetero import hetero_shares, rank_placement
-from elastic.planner.hetero.hetero_assign import (
-    RECOMPUTED,
-    HeteroAssigner,
-    HeteroAssignment,
-    guessed,
-)
+from elastic.planner import dollars, explain
+from elastic.planner.cost import memory
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.step_cost import Cost, Site, bubble, step_cost
+from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero.hetero_assign import COMPUTED, HeteroAssignment, guessed_cost
 from elastic.planner.layout_space import Space, cut, n_options
+from elastic.planner.node_sets import NodeSet, SearchedNodes
 from elastic.planner.step_split import step_of
-from elastic.types import (
-    HardwareProfile,
-    Job,
-    Layout,
-    ModelProfile,
-    Node,
-    WorkerId,
-    is_auto,
-    parse_layout,
+from elastic.types import Job, Layout
+
+PER_OPTION = 0.01  # that a layout must be faster for each axis or option that it has more
+PER_GUESSED_OPTION = 0.05
+IDLE = 0.05  # that a step must be shorter where workers are left idle for it
+WAITING = (
+    0.1  # of a step, that heterogeneous GPUs may wait before layouts that cut more are looked at
 )
-
-SHOWN = 6  # rejections that an error message names
-SLOWER = 0.05  # that a simpler layout may be
-# of a step, that heterogeneous GPUs may wait for each other before layouts that cut more are looked
-# at
-IDLE = 0.1
-MOST_CUTS, MOST_REPLICAS, MOST_DROPPED, MOST_FEWER = 4, 4, 6, 8  # how many of each are looked at
-MOST_DEALT = 24  # layouts of a size whose shares among heterogeneous GPUs are worked out
+N_BEST = 5  # that are looked for at least, so that the first one depends on nothing else
+MOST_FEWER, MOST_CUTS, MOST_REPLICAS = 8, 4, 4  # how many of each are looked at
+MOST_ASSIGNED = 24  # layouts of one cut whose shares among heterogeneous GPUs are worked out
+FEWER_MOST = 64  # smaller numbers of workers that are tried where all of them have no layout
+ROUNDED = 1e-9  # of a bound that is as good as what is known
+INF = float("inf")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The parts of a Plan that the planner decides, with what it expects and what it rejected."""
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A layout on some of the nodes, costed. `assigned`: on heterogeneous GPUs."""
 
-    layout: Layout
-    ranks: tuple[WorkerId, ...]
-    samples: tuple[int, ...]
-    layers: tuple[int, ...]
-    n_microbatches: int
-    memory_bytes: int
-    relative_time: float  # of a step, in multiples of a perfect split of the model's FLOPs
-    activation_bytes: int = 0  # beside `memory_bytes`, while a step is computed; 0 = not known
-    parts: Mapping[str, float] = field(default_factory=dict)  # of relative_time
-    model_step_s: float = 0.0  # of a step, by the cost model; 0 = the model is not known
-    # else `model_step_s` is of the nominal hardware, and only good for comparing layouts
-    hardware_known: bool = False
-    rejected: tuple[str, ...] = ()
-
-
-class CostedLayout(NamedTuple):
-    """A layout that fits."""
-
+    there: NodeSet
     layout: Layout
     step: Step
-    assigned: HeteroAssignment
-    least_cut: int = 1  # of the layouts of as many workers that fit
+    cost: Cost
+    assigned: HeteroAssignment | None = None
+
+    @cached_property
+    def n_options(self) -> int:
+        """Plain sharding has none; and each layout has a microbatch size."""
+        return n_options(replace(self.layout, dp_shard=1, microbatch_size=0))
+
+
+class Ranking(Protocol):
+    """What is to be small."""
+
+    def value(self, found: Candidate) -> float: ...
+
+    def limit_s(self, there: NodeSet, worst: float) -> float:
+        """A step on these nodes that takes longer has a larger value than `worst`."""
+        ...
 
 
 @dataclass(frozen=True)
-class LayoutLimits:
-    """What layouts must fit into: bytes per worker (the smallest node's, 0 = not known) and layouts
-    that were found not to (with the bytes). `on_gpus`: CUDA and NCCL take their part of these
-    bytes. `memory`: node -> bytes per worker, where nodes differ. `hardware`: of nodes by their id,
-    as far as it is known; where it is not of all of them, layouts are compared as on H100 nodes.
-    `rates`: how fast each worker computes, in any one unit; where they are not there for all, the
-    hardware says. `zones`: node -> its zone, where only replicas may lie in different ones.
-    `unusable`: layouts, in words, that do not compute what the model does, and why."""
+class Fastest:
+    """`n_workers`: that can be used at most; `per_option`: as PER_OPTION."""
 
-    memory_bytes: int = 0
-    infeasible: Mapping[Layout, int] | None = None
-    hardware: Mapping[str, HardwareProfile] | None = None
-    rates: Mapping[WorkerId, float] | None = None
-    zones: Mapping[str, str] | None = None
-    memory: Mapping[str, int] | None = None
-    unusable: Mapping[str, str] | None = None
-    on_gpus: bool = False
+    n_workers: int
+    per_option: float = PER_OPTION
+
+    def value(self, found: Candidate) -> float:
+        idle = 1 + IDLE * (found.layout.world_size < self.n_workers)
+        return found.cost.step_s * (1 + self.per_option * found.n_options) * idle
+
+    def limit_s(self, there: NodeSet, worst: float) -> float:
+        return worst / (1 + IDLE * (there.most < self.n_workers))
 
 
-def plan_layout(
-    model: ModelProfile, job: Job, nodes: Sequence[Node], *, limits: LayoutLimits | None = None
-) -> Choice:
-    """The best layout on these nodes, which are used in the given order. Raises InfeasiblePlan with
-    the reason of each rejection."""
-    limits = limits or LayoutLimits()
-    n_workers = sum(node.gpus for node in nodes)
-    n_workers = min(n_workers, job.max_workers or n_workers)
-    if n_workers < job.min_workers:
-        raise InfeasiblePlan(f"{n_workers} of {job.min_workers} required (min_workers)")
-    search = _Search(model, job, nodes, limits)
-    named = layout_for(job, n_workers)
-    if named is not None:
-        choice = search.named(named)
-        if choice is not None:
-            return choice
-        if not isinstance(job.layout, Mapping):
-            raise InfeasiblePlan(_why(n_workers, search.rejected))
-    best = search.best(n_workers)
-    if best is None:
-        raise InfeasiblePlan(_why(n_workers, search.rejected))
-    if best.layout.world_size < job.min_workers:
-        least = (
-            f"only {best.layout.world_size} workers can be used, min_workers is {job.min_workers}"
-        )
-        raise InfeasiblePlan(f"{least}; {_why(n_workers, search.rejected)}")
-    return best
+@dataclass(eq=False)
+class LayoutSearch:
+    """`kept`: the best of each shape and set of nodes; `families`: the best of each family of
+    layouts; `rejected`: what does not fit, and why, in the order of looking."""
 
-
-@dataclass
-class _Search:
-    """One search; `rejected` says why of each layout that was dropped."""
-
-    model: ModelProfile
+    every: SearchedNodes
     job: Job
-    nodes: Sequence[Node]
-    limits: LayoutLimits
-    rejected: list[str] = field(default_factory=list)
-    assigned: dict[tuple[Layout, int], HeteroAssignment] = field(default_factory=dict)
+    ranking: Ranking
+    n_best: int = N_BEST
+    kept: dict[tuple[Any, ...], Candidate] = field(default_factory=dict)
+    families: dict[str, Candidate] = field(default_factory=dict)
+    rejected: list[tuple[Layout, str]] = field(default_factory=list)
+    simplest: Candidate | None = None  # of those on all nodes
+    n_looked_at: int = 0
+    _values: dict[Any, tuple[float, int]] = field(default_factory=dict)
+    _pending: list[tuple[tuple[float, int], int, Candidate]] = field(default_factory=list)
+    _worst: float = INF  # value of the last of the best
 
     def __post_init__(self) -> None:
-        self.work = ModelCost.of(self.model)
-        self.per_node = min((node.gpus for node in self.nodes), default=1)
-        known = self.limits.hardware or {}
-        self.known = bool(self.nodes) and all(node.node_id in known for node in self.nodes)
-        kinds = [
-            known[node.node_id] if self.known else default_hardware.NOMINAL for node in self.nodes
-        ]
-        sites = {
-            kind: site_of(self.job, kind, self.per_node)
-            for kind in dict.fromkeys(kinds or [default_hardware.NOMINAL])
-        }
-        self.site = min(sites.values(), key=rate)
-        by_kind = {node.node_id: rate(sites[kind]) for node, kind in zip(self.nodes, kinds)}
-        workers = [WorkerId(node.node_id, k) for node in self.nodes for k in range(node.gpus)]
-        measured = self.limits.rates or {}
-        all_known = all(worker in measured for worker in workers)
-        rates = {
-            worker: measured[worker] if all_known else by_kind[worker.node_id] for worker in workers
-        }
-        slowest = [
-            rates[worker] for worker in workers if by_kind[worker.node_id] == rate(self.site)
-        ]
-        zones = (
-            {}
-            if self.job.across_zones
-            else rank_placement.named_zones(self.nodes, self.limits.zones)
-        )
-        self.place = rank_placement.PlacementSite(
-            self.nodes, rates, rank_placement.kinds_of(rates, self.memory()), zones
-        )
-        usable = USABLE if self.model.sample is not None else 1.0
-        room = {name: int(usable * n_bytes) for name, n_bytes in self.memory().items()}
-        most, rows = self.job.max_workers or 0, self.job.microbatch_size or 0
-        self.assigner = HeteroAssigner(
-            self.work, self.site, self.place, median(slowest) if slowest else 1.0, room, most, rows
-        )
-        tight = bool(self.limits.memory_bytes or self.limits.infeasible)
-        self.space = Space.of(
-            self.model, self.job, self.nodes, roomy=bool(self.limits.memory_bytes), tight=tight
-        )
+        self.work, self.cache = self.every.work, self.every.cache
+        self.model, self.known = self.every.work.model, self.every.known
+        infeasible = self.every.limits.infeasible or {}
+        self.too_large = {layout: self._needs(layout) for layout in infeasible}
+        self.n_best = max(self.n_best, N_BEST)
 
-    def memory(self) -> dict[str, int]:
-        """Node -> bytes per worker, as far as they are known."""
-        of_node = self.limits.memory or {}
-        found = {
-            node.node_id: of_node.get(node.node_id) or self.limits.memory_bytes
-            for node in self.nodes
-        }
-        return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
-
-    def named(self, layout: Layout) -> Choice | None:
-        """The layout that the job names. It is refused only where its state alone is too large, or
-        where it was tried."""
-        try:
-            next(self.place.arrangements(layout, self.assigner.max_workers))
-            step = self.step(layout)
-            self.check_size(layout, step, exact=True)
-            return self.choice(layout, step, self.assign(layout, step, exact=True))
-        except InfeasiblePlan as error:
-            self.rejected.append(f"{layout}: {error}")
-            return None
-
-    def best(self, n_workers: int) -> Choice | None:
-        """Of as many workers as can be used; of fewer where a step would be clearly shorter."""
-        if self.place.zones:
-            names = " and ".join(sorted({zone or "unnamed" for zone in self.place.zones.values()}))
-            self.rejected.append(
-                f"{Layout(dp_shard=n_workers)}: its shards would lie in {names}; only replicas "
-                "may, unless across_zones is true"
-            )
-        found: CostedLayout | None = None
-        for world in range(n_workers, 0, -1):
-            if self.too_few(world):
-                return None  # fewer have less room still
-            found = self.of_size(world)
-            if found:
-                break
-        if found is None or found.layout.world_size < n_workers:
-            self.rejected[:0] = [f"no {axis}: {why}" for axis, why in self.model.closed.items()]
-        if found is None:
-            return None
-        first = found
-        for world, most_cut in self.fewer(first):
-            other = self.of_size(world, most_cut)
-            if other is None or other.assigned.pace * (1 + SLOWER) >= found.assigned.pace:
+    def ranked(self) -> list[Candidate]:
+        """The best first; [] = nothing fits."""
+        for n, there in enumerate(self.every.sets()):
+            if self.known and there.least_s() > self.limit_s(there):
                 continue
-            if (
-                most_cut
-                or self.place.zones
-                or other.assigned.busy_s <= found.assigned.busy_s * (1 + SLOWER)
-            ):
-                found = other
-        choice = self.choice(found.layout, found.step, found.assigned)
-        if found is first:
-            return choice
-        times, left = (
-            first.assigned.pace / found.assigned.pace,
-            first.layout.world_size - found.layout.world_size,
-        )
-        why = (
-            f"{first.layout}: with {left} worker{'s' * (left > 1)} more a step would take "
-            f"{times:.2f} times as long"
-        )
-        return replace(choice, rejected=(why, *choice.rejected))
-
-    def of_size(self, world: int, most_cut: int = 0) -> CostedLayout | None:
-        """The simplest of those that are about as fast as the fastest, among those that cut least;
-        where GPUs are unequal and wait for each other also among those that cut more. `most_cut`:
-        only those that cut less."""
-        best: CostedLayout | None = None
-        for space in self.spaces(world):
-            n_looked_at = 0
-            for n_cut, shapes in groupby(space.shapes(world), cut):
-                if most_cut and n_cut >= most_cut:
+            for world in self._worlds(there, whole=n == 0):
+                if self._too_few(there, world) or self.size(there, world):
                     break
-                found = [one for shape in shapes for one in self.fitting(space, shape)]
-                if not found:
-                    continue
-                below = best.assigned.pace / (1 + SLOWER) if best else inf
-                one, n_looked_at = self.simplest(found, below), n_looked_at + 1
-                if one is not None and one.assigned.pace < below:
-                    best = one._replace(least_cut=best.least_cut if best else n_cut)
-                if (
-                    not self.place.uneven
-                    or (one and one.assigned.idle < IDLE)
-                    or n_looked_at == MOST_CUTS
-                ):
+            if n == 0:
+                self._fewer(there)
+        return sorted(self.kept.values(), key=self.value)
+
+    def value(self, found: Candidate) -> tuple[float, int]:
+        return self.ranking.value(found), cut(found.layout)
+
+    def limit_s(self, there: NodeSet) -> float:
+        return self.ranking.limit_s(there, self._worst) * (1 + ROUNDED)
+
+    # ------------------------------------------------------------------------------------- numbers
+
+    def _worlds(self, there: NodeSet, whole: bool) -> Iterator[int]:
+        """All workers; where those have no layout, fewer: whole nodes less, then single workers."""
+        yield there.most
+        if whole:
+            less = there.per_node if there.most > FEWER_MOST else 1
+            lowest = max(0, there.most - less * (FEWER_MOST + 1))
+            yield from range(there.most - less, lowest, -less)
+
+    def _too_few(self, there: NodeSet, world: int) -> bool:
+        """Would the state alone, cut into equal parts for all of them, be too large for them?"""
+        least = 0 if self.job.offload else int(self.work.state_bytes) // world
+        room = there.mean_memory_bytes
+        if room and least > room:
+            why = explain.too_large(least, memory.USABLE * room, room)
+            self._reject(Layout(dp_shard=world), f"the state alone {why}")
+        return bool(room) and least > room
+
+    def _fewer(self, there: NodeSet) -> None:
+        """Of some workers less, the layouts that need not cut so far: 13 workers may have to."""
+        first = min(self.kept.values(), key=self.value, default=None)
+        if first is None or cut(first.layout) == 1 or there.zones:
+            return
+        fit = {key[1:] for key in self.kept}
+        world, least = first.layout.world_size, max(1, self.job.min_workers)
+        many = world > 4 * MOST_FEWER
+        if many and there.uneven:
+            return
+        less = there.per_node if many else 1
+        lowest = max(least, -(-3 * world // 4), world - MOST_FEWER * less)
+
+        def cuts_less(shape: Layout) -> bool:
+            return cut(shape) < cut(first.layout) and (shape.tp, shape.pp, shape.cp) not in fit
+
+        for fewer in range(world - less, lowest - 1, -less):
+            self.size(there, fewer, cuts_less)
+
+    # -------------------------------------------------------------------------------------- shapes
+
+    def size(
+        self, there: NodeSet, world: int, only: Callable[[Layout], bool] | None = None
+    ) -> bool:
+        """Looks at all layouts of that many workers; does one fit, or would it not be among the
+        best anyway?"""
+        fits = False
+        for space in self._spaces(there, world):
+            n_cuts = 0
+            for _, shapes in groupby(space.shapes(world), cut):
+                some = [shape for shape in shapes if only is None or only(shape)]
+                found = [self._shape(there, space, shape) for shape in some]
+                fits, n_cuts = fits or any(found), n_cuts + any(found)
+                if self.known and n_cuts > 1:
+                    continue  # the most promising of all of them are assigned first
+                waits = self._settle(there)
+                if not self.known and n_cuts and (not waits or n_cuts == MOST_CUTS):
                     break
-        return best
+            self._settle(there)
+        return fits
 
-    def simplest(self, found: Sequence[tuple[Layout, Step]], below: float) -> CostedLayout | None:
-        """Of those whose pace may be below that."""
-        steps, paces, least = dict(found), dict[Layout, float](), inf
-        floors = (
-            {layout: self.assigner.floor(layout, step) for layout, step in found}
-            if self.place.uneven
-            else {}
-        )
-        for layout in sorted(steps, key=lambda layout: floors.get(layout, 0.0)):
-            if floors and len(paces) == MOST_DEALT:
-                break  # those that are left are likely slower
-            if floors.get(layout, 0.0) < min(below, least * (1 + SLOWER)):
-                paces[layout] = self.assign(layout, steps[layout]).pace
-                least = min(least, paces[layout])
-        if not paces:
-            return None
-        near = [layout for layout in paces if paces[layout] <= min(paces.values()) * (1 + SLOWER)]
-        best = min(near, key=lambda layout: (n_options(layout), paces[layout]))
-        return CostedLayout(best, steps[best], self.assign(best, steps[best]))
-
-    def spaces(self, world: int) -> Iterator[Space]:
+    def _spaces(self, there: NodeSet, world: int) -> Iterator[Space]:
         """Where replicas must lie within a zone each, one for each number of them that goes, the
         fewest first."""
-        if not self.place.zones:
-            yield self.space
+        room, tight = bool(there.memory_bytes), bool(there.memory_bytes or self.too_large)
+        space = Space.of(self.model, self.job, there.nodes, roomy=room, tight=tight)
+        if not there.zones:
+            yield space
             return
-        there = Counter(
-            self.place.zones[node.node_id] for node in self.nodes for _ in range(node.gpus)
-        )
-        wanted = int(self.space.pins.get("dp_replicate", 0))
+        in_zones: Counter[str] = Counter()
+        for node in there.nodes:
+            in_zones[there.zones[node.node_id]] += node.gpus
+        wanted = int(space.pins.get("dp_replicate", 0))
         fitting = (
             n
             for n in hetero_shares.divisors(world)
-            if sum(gpus // (world // n) for gpus in there.values()) >= n
+            if sum(gpus // (world // n) for gpus in in_zones.values()) >= n and wanted in (0, n)
         )
-        for n in islice((n for n in fitting if not wanted or n == wanted), MOST_REPLICAS):
-            yield replace(self.space, pins={**self.space.pins, "dp_replicate": n})
+        for n in islice(fitting, MOST_REPLICAS):
+            yield replace(space, pins={**space.pins, "dp_replicate": n})
 
-    def fewer(self, found: CostedLayout) -> Iterator[tuple[int, int]]:
-        """Numbers of workers that may be faster, and how little they must cut to be: without the
-        slow ones, and where fewer need not be cut so far."""
-        world, least = found.layout.world_size, self.job.min_workers
-        kinds = sorted(rank_placement.kinds_of(self.place.rates).values())
-        steps = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
-        rates = sorted(self.place.rates.values(), reverse=True)
-        work = (
-            self.job.global_batch
-            * self.work.n_blocks
-            / (1 + SLOWER)
-            / max(1e-300, found.assigned.busy_s)
-        )
-        enough = [n for n in steps if least <= n < world and sum(rates[:n]) >= work]
-        yield from ((n, 0) for n in enough[-MOST_DROPPED:][::-1])
-        n_cut = 0 if self.place.zones else found.least_cut
-        if n_cut != 1:
-            less = self.per_node if world > 4 * MOST_FEWER else 1
-            lowest = max(least, -(-3 * world // 4), world - MOST_FEWER * less)
-            yield from ((n, n_cut) for n in range(world - less, lowest - 1, -less))
-
-    def too_few(self, world: int) -> bool:
-        """Would the state alone, cut into equal parts for all of them, be too large for these
-        workers?"""
-        rooms = self.memory().values()
-        there = (
-            sum(rooms) // len(rooms)
-            if len(rooms) == len(self.nodes) and rooms
-            else self.limits.memory_bytes
-        )
-        least = 0 if self.job.offload else int(self.work.state_bytes) // world
-        if there and least > there:
-            self.rejected.append(
-                f"on {world} the state alone needs {_gib(least)} GiB per worker, there are "
-                f"{_gib(there)}"
-            )
-        return bool(there) and least > there
-
-    def fitting(self, space: Space, shape: Layout) -> Iterator[tuple[Layout, Step]]:
-        """What fits of the layouts of a shape: more is computed twice, or less at once, only where
-        it must be."""
-        modes = space.modes()
+    def _shape(self, there: NodeSet, space: Space, shape: Layout) -> bool:
+        """All kinds of a shape."""
+        if shape.tp * shape.cp > there.sizes[-1]:
+            self._reject(shape, explain.leaves_node(shape, there.sizes[-1]))
+            return False
+        eps = self._eps(shape)
+        if self.known and self._bound_s(there, replace(shape, ep=eps[-1])) > self.limit_s(there):
+            self._reject(shape, "its computation alone takes longer than the offers shown")
+            return True
+        found = False
         for kind in space.kinds(shape):
-            sizes = space.sizes(kind)
-            if (
-                self.fits(
-                    replace(kind, activation_checkpointing=modes[-1], microbatch_size=sizes[-1])
-                )
-                is None
-            ):
+            leanest = replace(
+                kind,
+                activation_checkpointing=space.modes()[-1],
+                microbatch_size=space.sizes(kind)[-1],
+            )
+            if self._fitting(there, leanest) is None:
                 if kind == shape and "schedule" not in space.pins:
-                    return  # the other kinds ask for more
+                    break  # the other kinds ask for more
                 continue
-            for mode in modes:
-                layouts = [
-                    replace(kind, activation_checkpointing=mode, microbatch_size=size)
-                    for size in sizes
-                ]
-                found = next(
-                    ((layout, step) for layout in layouts if (step := self.fits(layout))), None
-                )
-                if found is not None:
-                    yield found
-                if found is not None and found[0] == layouts[0]:
-                    break
+            for ep in eps if kind.dp_replicate == 1 else (1,):
+                found = self._variants(there, space, replace(kind, ep=ep)) or found
+        return found
 
-    def fits(self, layout: Layout) -> Step | None:
+    def _eps(self, shape: Layout) -> tuple[int, ...]:
+        """Over how many ranks experts may be spread, the most last: data-parallel ones, with
+        equally many experts each. Only where the job is none that elastic is to run, which has no
+        ep."""
+        sample = self.work.sample
+        experts = max((product.experts for product in sample.matmuls), default=0) if sample else 0
+        if not experts or not self.job.ep:
+            return (1,)
+        ranks = shape.dp_shard * shape.cp
+        return tuple(n for n in hetero_shares.divisors(ranks) if experts % n == 0)
+
+    def _bound_s(self, there: NodeSet, shape: Layout) -> float:
+        """Of a step the computation at best, without recomputation and waiting."""
+        if there.uneven:
+            return there.least_s(shape.world_size)
+        rows = max(1, self.job.global_batch // shape.dp)
+        one = self.cache.floor_s(self._site(there, shape.world_size), shape, rows)
+        even = one * self.job.global_batch / shape.dp * self.work.n_blocks / shape.pp
+        return even * min(1.0, there.slower)
+
+    def _site(self, there: NodeSet, world: int) -> Site:
+        return there.site(world)
+
+    def _variants(self, there: NodeSet, space: Space, kind: Layout) -> bool:
+        """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch
+        fits, nothing needs to be computed again."""
+        sizes, fits = space.sizes(kind), False
+        for mode in space.modes():
+            some = [replace(kind, activation_checkpointing=mode, microbatch_size=n) for n in sizes]
+            found = [self._one(there, layout) for layout in some]
+            fits = fits or any(found)
+            if found[0]:
+                break
+        return fits
+
+    # ------------------------------------------------------------------------------------ a layout
+
+    def _one(self, there: NodeSet, layout: Layout) -> bool:
+        """Costs a layout; does it fit, or would it not be among the best anyway?"""
         try:
-            step = self.step(layout)
-            if step.n_microbatches < layout.pp:
-                raise InfeasiblePlan(
-                    f"{step.n_microbatches} microbatches cannot fill {layout.pp} pipeline stages"
-                )
-            self.check_size(layout, step, exact=False)
-            next(self.place.arrangements(layout, self.assigner.max_workers))
+            step = self._step(there, layout)
+            slow = there.uneven and self.known  # these costs take longest to compute
+            if slow and self._computed_s(there, layout, step) > self.limit_s(there):
+                return True
+            self._check(there, layout, step)
         except InfeasiblePlan as error:
-            self.rejected.append(f"{layout}: {error}")
+            self._reject(layout, str(error))
+            return False
+        self.n_looked_at += 1
+        if there.uneven:
+            least = Candidate(there, layout, step, Cost({"": there.assigner.floor(layout, step)}))
+            if self.ranking.value(least) <= self._worst * (1 + ROUNDED):
+                self._pending.append((self.value(least), len(self._pending), least))
+        else:
+            self.take(Candidate(there, layout, step, self.even_cost(there, layout, step)))
+        return True
+
+    def _settle(self, there: NodeSet) -> bool:
+        """Assigns shares and stages to what waits for them, the most promising first. Do
+        heterogeneous GPUs wait for each other in what is best so far?"""
+        pending, self._pending, n_assigned = sorted(self._pending), [], 0
+        for value, _, least in pending:
+            if value[0] > self._worst * (1 + ROUNDED) or n_assigned == MOST_ASSIGNED:
+                break
+            if value > self._values.get(_key(least), (INF, 0)):
+                continue
+            layout, step, least_s = least.layout, least.step, least.cost.step_s
+            try:
+                found = there.assigner.assign(layout, step, least_s=least_s)
+            except InfeasiblePlan as error:
+                self._reject(layout, str(error))
+                continue
+            n_assigned += 1
+            self.take(Candidate(there, layout, step, found.cost, found))
+        best = min(self.kept.values(), key=self.value, default=None)
+        return best is not None and best.assigned is not None and best.assigned.idle >= WAITING
+
+    def even_cost(self, there: NodeSet, layout: Layout, step: Step) -> Cost:
+        """On equal GPUs."""
+        if not self.every.timed:
+            uneven = step.largest_share * layout.dp / max(1, step.global_batch)
+            parts = {"busy": uneven, "bubble": uneven * bubble(layout, step.n_microbatches)}
+            total = layout.world_size * there.reference / there.unit
+            return guessed_cost(layout, parts, total)
+        site = self._site(there, layout.world_size)
+        passes = self.cache.block_s(site, layout, step.n_rows)
+        found = step_cost(site, self.work, layout, step=step, passes=passes)
+        if there.slower == 1.0:
+            return found
+        scaled = {k: s * there.slower if k in COMPUTED else s for k, s in found.parts.items()}
+        return Cost(scaled, found.flop)
+
+    def take(self, found: Candidate) -> None:
+        layout, value = found.layout, self.value(found)
+        key = _key(found)
+        if key not in self.kept or value < self._values[key]:
+            self.kept[key], self._values[key] = found, value
+            if len(self.kept) >= self.n_best and value[0] < self._worst:
+                values = (self._values[key][0] for key in self.kept)
+                self._worst = nsmallest(self.n_best, values)[-1]
+        for name in explain.families(layout):
+            if name not in self.families or value < self._values[name]:
+                self.families[name], self._values[name] = found, value
+        plain = self.simplest
+        if plain is None or (
+            found.there is plain.there
+            and (cut(layout), found.n_options) < (cut(plain.layout), plain.n_options)
+        ):
+            self.simplest = found
+
+    # ------------------------------------------------------------------------------------ what fits
+
+    def _fitting(self, there: NodeSet, layout: Layout) -> Step | None:
+        try:
+            return self.fitting(there, layout)
+        except InfeasiblePlan as error:
+            self._reject(layout, str(error))
             return None
+
+    def fitting(self, there: NodeSet, layout: Layout, exact: bool = False) -> Step:
+        """How a step is shared out. `exact`: the job names the layout; only what is certain counts.
+        Raises InfeasiblePlan."""
+        step = self._step(there, layout)
+        self._check(there, layout, step, exact=exact)
         return step
 
-    def assign(self, layout: Layout, step: Step, exact: bool = False) -> HeteroAssignment:
-        key = layout, step.n_microbatches
-        if key not in self.assigned:
-            self.assigned[key] = (
-                self.assigner.assign(layout, step, exact)
-                if self.place.uneven
-                else self.alike(layout, step)
+    def _step(self, there: NodeSet, layout: Layout) -> Step:
+        return step_of(self.model, self.job, layout, per_node=there.per_node)
+
+    def _computed_s(self, there: NodeSet, layout: Layout, step: Step) -> float:
+        """Of a step the blocks' computation, perfectly shared out, recomputation counted."""
+        one = self.cache.block_s(there.site(), layout, step.n_rows).busy / step.n_rows
+        total = there.assigner.most(layout.world_size) / there.reference
+        inner = layout.tp * layout.cp
+        return there.slower * one * step.global_batch * self.work.n_blocks * inner / total
+
+    def _check(self, there: NodeSet, layout: Layout, step: Step, *, exact: bool = False) -> None:
+        if not exact and step.n_microbatches < layout.pp:
+            raise InfeasiblePlan(
+                f"{step.n_microbatches} microbatches cannot fill {layout.pp} pipeline stages"
             )
-        return self.assigned[key]
+        if why := (self.every.limits.unusable or {}).get(str(layout)):
+            raise InfeasiblePlan(why)
+        measured = (self.every.limits.infeasible or {}).get(layout)
+        if measured is not None:
+            raise InfeasiblePlan(f"did not fit ({measured / explain.GIB:.2f} GiB measured)")
+        if not there.holds(layout):
+            next(there.place.arrangements(layout, self.job.max_workers or 0))
+        self._check_memory(there, layout, step, exact=exact)
+        if self.too_large and not exact:
+            self._check_measured(layout, step)
 
-    def alike(self, layout: Layout, step: Step) -> HeteroAssignment:
-        """On GPUs that are about equal: even stages, nodes in their order."""
-        slots, m = (
-            next(self.place.arrangements(layout, self.assigner.max_workers)),
-            step.n_microbatches,
-        )
-        ranks = tuple(worker for slot in slots for worker in slot.workers)
-        speeds = [min(slot.rate for slot in slots[d :: layout.dp]) for d in range(layout.dp)]
-        samples = hetero_shares.shares(step.global_batch // m, speeds, m)
-        layers = hetero_shares.stage_layers(self.model.n_blocks, layout.n_stages)
-        parts = self.parts(layout, replace(step, largest_share=max(samples)))
-        pace = sum(self.parts(layout, step).values()) / len(ranks) / self.assigner.reference
-        step_s = self.step_s(layout, replace(step, largest_share=max(samples)))
-        rates = [self.place.rates[worker] for worker in ranks]
-        return HeteroAssignment(
-            ranks,
-            samples,
-            layers,
-            parts,
-            pace,
-            step_s,
-            hetero_shares.busy_s(layout, samples, layers, n_microbatches=m, rates=rates),
-        )
+    def _check_memory(self, there: NodeSet, layout: Layout, step: Step, *, exact: bool) -> None:
+        room = there.memory_bytes
+        usable: float = room
+        if exact:
+            needs = float(memory.memory_bytes(self.work, layout, step.dtype))
+        else:
+            needs = float(self.needs(layout, step))
+            if self.work.sample is not None:
+                usable = memory.usable_bytes(room, layout, self.every.limits.on_gpus)
+            if room and there.uneven and needs > usable:  # who has least room may have less to do
+                there.assigner.check_rows(layout, step)
+                step = replace(step, largest_share=step.n_microbatches)
+                needs = float(self.needs(layout, step))
+        deepens = layout.pp > 1 and len(set(there.memory.values())) > 1
+        if room and needs > usable and not deepens:
+            raise InfeasiblePlan(explain.too_large(needs, usable, room))
+        if layout.offload:
+            self._check_host(there, layout)
 
-    def parts(self, layout: Layout, step: Step) -> dict[str, float]:
-        """Of a step's time on equal GPUs, in multiples of a perfect split of the model's FLOPs over
-        the same ranks."""
-        sample = self.model.sample
-        uneven = step.largest_share * layout.dp / max(1, step.global_batch)
-        if sample is None or not sample.flop:
-            busy = uneven * (1 + RECOMPUTED[layout.activation_checkpointing])
-            idle = busy * bubble(layout, step.n_microbatches)
-            return {"busy": busy, "bubble": idle, "guessed": (busy + idle) * (guessed(layout) - 1)}
-        found = step_cost(self.site, self.work, layout, step=step)
-        perfect_s = found.flop / layout.world_size / self.site.chip.gpu.peak(self.site.chip.dtype)
-        return {name: seconds / perfect_s for name, seconds in found.parts.items()}
+    def _check_host(self, there: NodeSet, layout: Layout) -> None:
+        host = self.every.limits.host_memory or {}
+        for gpus, room in {(x.gpus, host.get(x.node_id, 0)) for x in there.nodes}:
+            needs = dollars.host_bytes(gpus, self.work, layout)
+            if 0 < room < needs:
+                raise InfeasiblePlan(explain.too_large_for_host(needs, room))
 
-    def step_s(self, layout: Layout, step: Step) -> float:
-        """On the hardware that is known, else on the nominal one; 0 where the model is not
-        known."""
-        known = self.model.sample is not None and self.model.sample.flop
-        return step_cost(self.site, self.work, layout, step=step).step_s if known else 0.0
-
-    def choice(self, layout: Layout, step: Step, assigned: HeteroAssignment) -> Choice:
-        most = replace(step, largest_share=max(assigned.samples))
-        deepest = max(sum(assigned.layers[p :: layout.pp]) for p in range(layout.pp))
-        state = memory.memory_bytes(self.work, layout, step.dtype)
-        active = memory.activation_bytes(self.work, layout, most if self.place.uneven else step)
-        if deepest > -(-self.work.n_blocks // layout.pp):
-            active = memory.stage_bytes(self.work, layout, most, n_blocks=deepest) - state
-        return Choice(
-            layout, assigned.ranks, assigned.samples, assigned.layers, step.n_microbatches,
-            memory_bytes=state,
-            activation_bytes=active,
-            relative_time=sum(assigned.parts.values()),
-            parts=assigned.parts,
-            model_step_s=assigned.step_s,
-            hardware_known=self.known,
-            rejected=tuple(self.rejected),
-        )  # fmt: skip
-
-    def step(self, layout: Layout) -> Step:
-        return step_of(self.model, self.job, layout, per_node=self.per_node)
+    def _check_measured(self, layout: Layout, step: Step) -> None:
+        needs = self.needs(layout, step)
+        least = next((tried for tried, most in self.too_large.items() if most <= needs), None)
+        if least is not None:
+            raise InfeasiblePlan(f"needs at least as much memory as {least}, which did not fit")
 
     def needs(self, layout: Layout, step: Step) -> int:
         """Bytes of a worker."""
-        return memory.memory_bytes(self.work, layout, step.dtype) + memory.activation_bytes(
-            self.work, layout, step
-        )
+        state = memory.memory_bytes(self.work, layout, step.dtype)
+        return state + memory.activation_bytes(self.work, layout, step)
 
-    def check_size(self, layout: Layout, step: Step, exact: bool) -> None:
-        """Raises InfeasiblePlan where it needs more memory than there is, or as much as what was
-        found not to fit. `exact`: only what is certain counts."""
-        infeasible = self.limits.infeasible or {}
-        needs, there = self.needs(layout, step), self.limits.memory_bytes
-        if why := (self.limits.unusable or {}).get(str(layout)):
-            raise InfeasiblePlan(why)
-        if layout in infeasible:
-            raise InfeasiblePlan(f"did not fit ({_gib(infeasible[layout])} GiB measured)")
-        if exact:
-            needs = memory.memory_bytes(self.work, layout, step.dtype)
-        elif self.model.sample is not None:
-            there = int(memory.usable_bytes(there, layout, self.limits.on_gpus))
-        if self.limits.memory_bytes and needs > there:
-            if not self.deepens(layout):
-                raise InfeasiblePlan(f"needs {_gib(needs)} GiB per worker, there are {_gib(there)}")
-            self.assign(layout, step)
-        bigger = (
-            []
-            if exact
-            else [tried for tried in infeasible if self.needs(tried, self.step(tried)) <= needs]
-        )
-        if bigger:
-            raise InfeasiblePlan(f"needs at least as much memory as {bigger[0]}, which did not fit")
+    def _needs(self, layout: Layout) -> int:
+        per_node = min((node.gpus for node in self.every.nodes), default=1)
+        return self.needs(layout, step_of(self.model, self.job, layout, per_node=per_node))
 
-    def deepens(self, layout: Layout) -> bool:
-        """May stages of unequal depth fit where even ones do not?"""
-        return layout.pp > 1 and len(set(self.memory().values())) > 1
+    def _reject(self, layout: Layout, why: str) -> None:
+        self.rejected.append((layout, why))
 
 
-def layout_for(job: Job, n_workers: int) -> Layout | None:
-    """The layout that the job names for this many workers; None = free choice."""
-    wanted = job.layout
-    if isinstance(wanted, Mapping):
-        fitting = [key for key in wanted if int(key) <= n_workers]
-        return job.layout_of(wanted[max(fitting, key=int)]) if fitting else None
-    return None if is_auto(wanted) else job.layout_of(wanted)
-
-
-def most_workers(job: Job) -> int | None:
-    """More workers than this are of no use to the job; None = no such limit is known."""
-    bounds = [job.max_workers] if job.max_workers else []
-    wanted = job.layout
-    if isinstance(wanted, Mapping) and wanted:
-        bounds.append(max(int(key) for key in wanted))
-    elif not is_auto(wanted) and not isinstance(wanted, Mapping):
-        bounds.append(parse_layout(wanted).world_size)
-    return min(bounds, default=None)
-
-
-def rate(site: Site) -> float:
-    """FLOP/s that products reach there."""
-    gpu = site.chip.gpu
-    return gpu.peak(site.chip.dtype) * (gpu.reached or 1.0) * site.kernels.matmul
-
-
-def site_of(job: Job, gpu: HardwareProfile, per_node: int, *, world: int = 0) -> Site:
-    """What the job's layouts run on: `elastic`'s own worker, in the job's precision. `world`:
-    workers of the layout, all of which compute on this machine's cores where the profile says what
-    that costs."""
-    dtype = "float8" if job.float8 else job.precision
-    gpu = default_hardware.among(gpu, max(per_node, world))
-    if gpu.crowded_passes:
-        return Site(ComputeTarget(gpu, MEASURED, dtype), max(per_node, world))
-    return Site(ComputeTarget(gpu, generation("fsdp2", gpu.arch, job.compile), dtype), per_node)
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f}"
-
-
-def _why(n_workers: int, rejected: Sequence[str]) -> str:
-    shown = list(dict.fromkeys(rejected))
-    more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    return (
-        f"no layout fits {n_workers} workers: "
-        + ("; ".join(shown[:SHOWN]) or "there are none")
-        + more
-    )
+def _key(found: Candidate) -> tuple[Any, ...]:
+    """Its shape and nodes."""
+    return id(found.there), found.layout.tp, found.layout.pp, found.layout.cp

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.step_cost import Cost
 from elastic.types import HardwareProfile, Layout, MarketType
 
 Purpose = Literal["fastest", "cheapest", "deadline"]
@@ -114,21 +113,3 @@ class Offers:
     best: tuple[Offer, ...]
     rejected: Mapping[str, str] = field(default_factory=dict)
     n_looked_at: int = 0
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout on some groups, costed."""
-
-    groups: tuple[NodeGroup, ...]
-    layout: Layout
-    step: Step
-    cost: Cost
-    memory: Mapping[str, float]
-    parts: tuple[OfferPart, ...]
-    lone_s: float  # of a step on as many GPUs that never wait for each other
-    room_bytes: int = 0  # of the GPU that `memory` is of
-
-    @property
-    def usd_per_h(self) -> float:
-        return sum(group.usd_per_h for group in self.groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elastic.errors import ElasticError, InfeasiblePlan
-from elastic.planner.layout_search import Choice
+from elastic.planner.layout_choice import Choice
 from elastic.policy import forming_groups, stopping, transition_cost
 from elastic.policy.copies import cadence, recovery
 from elastic.policy.copies.retention import retention

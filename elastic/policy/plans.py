@@ -9,7 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout
+from elastic.planner.hetero import rank_placement
+from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.node_sets import LayoutLimits
 from elastic.policy import transition_cost
 from elastic.policy.copies import cadence, replica_placement
 from elastic.policy.faults import refused_layouts
@@ -75,27 +77,47 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     newest = state.plans.get(state.generation)
     place = {name: i for i, name in enumerate(newest.nodes)} if newest else {}
     ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
-    known = [
-        pool.memory_bytes_per_gpu
-        for pool in state.pools
-        if pool.name in {node.pool for node in nodes}
-    ]
-    memory_bytes = min(known) if known and all(known) else 0
-    limits = LayoutLimits(
-        memory_bytes, state.infeasible, _hardware(state, nodes), speeds.rates(state, nodes)
-    )
     pools = {pool.name: pool for pool in state.pools}
-    zones = {node.node_id: zone_of(pools.get(node.pool)) for node in nodes}
-    of_node = {node.node_id: gpu_bytes(state, pools.get(node.pool)) for node in nodes}
-    memory = of_node if all(of_node.values()) else None
-    limits = replace(
-        limits,
-        zones=zones,
-        memory=memory,
+    of_node = {node.node_id: pools[node.pool] for node in nodes if node.pool in pools}
+    memory = {name: gpu_bytes(state, pool) for name, pool in of_node.items()}
+    limits = LayoutLimits(
+        infeasible=state.infeasible,
+        hardware=_hardware(state, nodes),
+        rates=speeds.rates(state, nodes),
+        zones={name: zone_of(pool) for name, pool in of_node.items()},
+        memory=memory if len(memory) == len(nodes) and all(memory.values()) else None,
         unusable=refused_layouts.unusable_layouts(state),
         on_gpus=on_gpus(state, of_node),
+        host_memory={name: pool.host_memory_bytes for name, pool in of_node.items()},
     )
-    return plan_layout(refused_layouts.usable_model(state), state.job, ordered, limits=limits)
+    choice = plan_layout(refused_layouts.usable_model(state), state.job, ordered, limits=limits)
+    return replace(choice, not_planned=_not_planned(state, choice, ordered, limits=limits))
+
+
+def _not_planned(
+    state: State, choice: Choice, nodes: Sequence[Node], *, limits: LayoutLimits
+) -> str:
+    """Why it is not what `elastic plan` offers first on these nodes, which knows nothing of what
+    this run has found out; '' = it is."""
+    assert state.model is not None
+    kinds = rank_placement.kinds_of(limits.rates or {})
+    if not (limits.infeasible or state.unusable or any(kinds.values())):
+        return ""
+    try:
+        planned = plan_layout(state.model, state.job, nodes, limits=limits.of_plan())
+    except InfeasiblePlan:  # what was measured is better than what is expected
+        return ""
+    if planned.layout == choice.layout:
+        return ""
+    named = (why for why in choice.rejected if why.startswith(f"{planned.layout}: "))
+    closed = (
+        why
+        for name, why in state.unusable.items()
+        if name in refused_layouts.new_axes(planned.layout, None)
+    )
+    slower = "slower at the measured speeds"
+    why = next(named, "").removeprefix(f"{planned.layout}: ") or next(closed, "") or slower
+    return f"not as planned ({planned.layout}): {why}"
 
 
 def gpu_bytes(state: State, pool: Pool | None) -> int:
@@ -216,7 +238,11 @@ def enter(state: State, choice: Choice, resume: Resume, *, cause: Cause, why: st
         f"{_every('durable', plan.durable_every)}{expected}"
     ) + "".join(
         f"; {more}"
-        for more in (_instead(choice), transition_cost.transfer_message(move), copies.note)
+        for more in (
+            choice.not_planned or _instead(choice),
+            transition_cost.transfer_message(move),
+            copies.note,
+        )
         if more
     )
     return Decision(actions, text)

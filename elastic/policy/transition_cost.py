@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from elastic.planner.layout_search import Choice
+from elastic.planner.layout_choice import Choice
 from elastic.policy.speed import speeds
 from elastic.policy.state.state import State
 from elastic.reshard.rank_reuse import MOST_WORKERS, place

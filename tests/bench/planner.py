@@ -17,7 +17,8 @@ from trial import Clock
 
 from elastic import catalog
 from elastic.planner.cost import catalog_hardware, compute
-from elastic.planner.layout_search import LayoutLimits, plan_layout
+from elastic.planner.layout_choice import plan_layout
+from elastic.planner.node_sets import LayoutLimits
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, NodeGroup
 from elastic.planner.published.decoder import Decoder

@@ -28,8 +28,8 @@ from trial import Clock
 from elastic.api.planning import model_source
 from elastic.config.hardware import read_hardware
 from elastic.planner.cost.model_cost import ModelCost
+from elastic.planner.cost.sites import site_of
 from elastic.planner.cost.step_cost import step_cost
-from elastic.planner.layout_search import site_of
 from elastic.planner.step_split import step_of
 from elastic.types import HardwareProfile, parse_layout
 

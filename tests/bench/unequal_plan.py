@@ -1,8 +1,7 @@
 """1,000 GPUs of three kinds, by the cost model: one plan over all of them against equal shares, and
 against leaving kinds out.
 
-Every number is what `elastic plan` predicts (find_offers, and planner/hetero/hetero_offers.py for
-several kinds): nothing is trained. `unequal`: what it answers for all three kinds, of which it may
+Every number is what `elastic plan` predicts (find_offers): nothing is trained. `unequal`: what it answers for all three kinds, of which it may
 leave nodes out; `all_kinds`: the best that uses each kind. `equal`: at most what equal shares and
 stages over all give: 1,000 GPUs of the kind that is slowest for the model, with the slowest links,
 in the layout that suits them. `dropped`: the best over two kinds or one. `sum_of_kinds`: what each

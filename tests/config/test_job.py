@@ -10,7 +10,7 @@ import pytest
 from elastic.config.job import JobSpec, drill_entry, embedded_pools, load_drill, load_job
 from elastic.config.pool_checks import check_fit
 from elastic.errors import SpecError
-from elastic.planner.layout_search import layout_for
+from elastic.planner.layout_choice import layout_for
 from elastic.types import Layout, Pool
 
 GOOD = "steps: 10\nglobal_batch: 8\n"

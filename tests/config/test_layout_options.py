@@ -12,7 +12,7 @@ from elastic.api.running.start_checks import check_layouts
 from elastic.config.job import job_of
 from elastic.config.pool_checks import check_fit
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.layout_search import layout_for, plan_layout
+from elastic.planner.layout_choice import layout_for, plan_layout
 from elastic.types import Layout, ModelProfile, Node, Pool, parse_layout
 from elastic.worker.equivalence.static_plan import layout_of
 

@@ -83,6 +83,7 @@ OTHERS = {
     },
     "layouts.md": {
         "generation 1: cp=8": NOT_RUN + "a line of a plan for GPUs that was cut short",
+        "generation 2: dp_shard=128": NOT_RUN + "a line of a plan for GPUs that was cut short",
         "not pp=2,dp_shard=2": "docs/test_layouts_page.py::test_unequal_gpus_get_what_the_table_says",
         "tp={": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",

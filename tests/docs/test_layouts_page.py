@@ -16,7 +16,8 @@ from support.docs.pages import block, text_of
 from support.places import ROOT
 
 from elastic.config.job import load_job
-from elastic.planner.layout_search import LayoutLimits, plan_layout
+from elastic.planner.layout_choice import plan_layout
+from elastic.planner.node_sets import LayoutLimits
 from elastic.types import (
     AXES,
     LAYOUT_OPTIONS,

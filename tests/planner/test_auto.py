@@ -19,7 +19,9 @@ from elastic.errors import InfeasiblePlan
 from elastic.models.attention import SequenceShard
 from elastic.planner.cost import catalog_hardware, collectives, compute, memory, step_cost
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout, site_of
+from elastic.planner.cost.sites import site_of
+from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.node_sets import LayoutLimits
 from elastic.reshard.rank_boxes import check_layers
 from elastic.types import (
     Job,
@@ -75,31 +77,31 @@ def seventy_b(seq: int = 8192, **more: Any) -> ModelProfile:
 def chosen(
     model: ModelProfile, n_nodes: int, batch: int, gpus: int = 8, memory: int = GPU, **keys: Any
 ) -> Choice:
+    """On H100 nodes, with as much memory as it says."""
     job = {"global_batch": batch, "layout": "auto", "precision": "bfloat16"} | keys
-    return plan_layout(
-        model,
-        Job.from_plain(job),
-        [Node(f"n{i}", "p", gpus) for i in range(n_nodes)],
-        limits=LayoutLimits(memory),
-    )
+    nodes = [Node(f"n{i}", "p", gpus) for i in range(n_nodes)]
+    known = {node.node_id: catalog_hardware.NOMINAL for node in nodes}
+    limits = LayoutLimits(memory, hardware=known)
+    return plan_layout(model, Job.from_plain(job), nodes, limits=limits)
 
 
 # ------------------------------------------------------------------------------------------ known
 # answers
 
 
-def test_a_small_model_is_plainly_sharded() -> None:
-    assert chosen(one_b(), 1, 64).layout == Layout(dp_shard=8)
+def test_a_small_model_is_sharded_and_gathered_once_a_step_where_there_is_room() -> None:
+    assert chosen(one_b(), 1, 64).layout == Layout(dp_shard=8, zero_stage=1)
+    assert chosen(one_b(), 1, 64, memory=0).layout == Layout(dp_shard=8), "memory is not known"
 
 
 def test_an_8b_at_8k_tokens_computes_less_at_once_and_some_twice_before_anything_is_cut() -> None:
     found = chosen(eight_b(), 1, 64)
     assert found.layout == Layout(
-        dp_shard=8, microbatch_size=1, activation_checkpointing="selective"
+        dp_shard=8, microbatch_size=1, activation_checkpointing="selective", zero_stage=2
     )
     assert found.n_microbatches == 8
     assert found.rejected[0].startswith("dp_shard=8: needs 5")
-    assert found.rejected[0].endswith("GiB per worker, there are 73.60")
+    assert found.rejected[0].endswith("GiB per GPU, 73.6 of 80 can be used")
 
 
 def test_a_long_sequence_is_cut() -> None:
@@ -122,7 +124,7 @@ def cost_of(model: ModelProfile, layout: Layout) -> int:
 
 
 def test_a_sequence_that_cannot_be_cut_is_not() -> None:
-    with pytest.raises(InfeasiblePlan, match="GiB per worker"):
+    with pytest.raises(InfeasiblePlan, match="GiB per GPU"):
         chosen(
             eight_b(131072, no_cp="the model does not call elastic.attention"),
             1,
@@ -145,14 +147,14 @@ def test_a_70b_on_32_gpus_is_sharded_and_computed_twice() -> None:
     found = chosen(seventy_b(), 4, 128)
     assert found.layout == Layout(dp_shard=32, microbatch_size=1, activation_checkpointing="full")
     with pytest.raises(
-        InfeasiblePlan, match=r"on 8 the state alone needs 131\.\d+ GiB per worker, there are 80"
+        InfeasiblePlan, match=r"the state alone needs 131\.\d GiB per GPU, 73\.6 of 80 can be used"
     ):
         chosen(seventy_b(), 1, 128)
 
 
 def test_fewer_samples_than_gpus() -> None:
     found = chosen(one_b(32768), 1, 2)
-    assert found.layout == Layout(dp_shard=2, cp=4)
+    assert found.layout == Layout(dp_shard=2, cp=4, zero_stage=1)
     assert any(
         "dp_shard=8" in why and "8 data-parallel ranks are more than the 2 samples" in why
         for why in found.rejected
@@ -179,15 +181,15 @@ def test_a_pipeline_with_a_large_bubble_is_interleaved_where_the_blocks_divide()
 
 
 def test_replicas_where_rings_over_all_ranks_are_too_long() -> None:
-    layout = chosen(one_b(), 128, 4096, microbatch_size=1, zero_stage=3).layout
+    keys = {"layout": "auto,pp=1,tp=1", "microbatch_size": 1, "zero_stage": 3}
+    layout = chosen(one_b(), 128, 4096, **keys).layout
     assert layout.dp_replicate > 1 and layout.dp_shard % 8 == 0 and layout.dp == 1024
     assert chosen(one_b(), 2, 64, microbatch_size=1).layout.dp_replicate == 1
 
 
 def test_a_zero_stage_that_gathers_less_where_there_is_room() -> None:
-    tiny_step = chosen(one_b(512), 4, 32).layout
+    tiny_step = chosen(one_b(512), 4, 32, layout="auto,tp=1,pp=1").layout
     assert tiny_step.zero_stage < 3 and tiny_step.dp_shard == 32
-    assert chosen(one_b(512), 4, 32, memory=0).layout == Layout(dp_shard=32)  # memory is not known
     assert chosen(one_b(512), 4, 32, zero_stage=3).layout.zero_stage == 3
 
 

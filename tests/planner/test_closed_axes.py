@@ -18,8 +18,9 @@ from elastic.api.planning.query import notes_of
 from elastic.api.running.start_checks import check_layouts
 from elastic.config.job import job_of
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.layout_search import LayoutLimits, plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.planner.layout_space import Space
+from elastic.planner.node_sets import LayoutLimits
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, TensorSpec

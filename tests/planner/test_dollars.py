@@ -67,8 +67,8 @@ def test_gradients_between_zones() -> None:
 
 def test_copies() -> None:
     assert dollars.stored_usd_per_h(WORK) == pytest.approx(2 * STATE / 1e9 * 0.023 / 730)
-    assert dollars.host_bytes(group(), WORK, Layout(dp_shard=8)) == pytest.approx(2 * STATE)
-    assert dollars.host_bytes(group(), WORK, Layout(dp_shard=8, offload=True)) == pytest.approx(
+    assert dollars.host_bytes(8, WORK, Layout(dp_shard=8)) == pytest.approx(2 * STATE)
+    assert dollars.host_bytes(8, WORK, Layout(dp_shard=8, offload=True)) == pytest.approx(
         2 * STATE + 16 * N
     )
 

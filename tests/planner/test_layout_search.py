@@ -11,7 +11,10 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import USABLE, usable_bytes
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.layout_search import LayoutLimits, plan_layout
+from elastic.planner.cost.step_cost import Cost
+from elastic.planner.layout_choice import plan_layout
+from elastic.planner.layout_search import Candidate, Fastest
+from elastic.planner.node_sets import LayoutLimits
 from elastic.types import (
     Job,
     Layout,
@@ -80,7 +83,7 @@ def test_auto_cuts_further_when_memory_is_short() -> None:
     assert (
         less.layout.world_size == 4 and less.layout.tp > 1 and less.memory_bytes < free.memory_bytes
     )
-    with pytest.raises(InfeasiblePlan, match="GiB per worker"):
+    with pytest.raises(InfeasiblePlan, match="GiB per GPU"):
         plan_layout(big, job(), nodes(4), limits=LayoutLimits(memory_bytes=1000))
 
 
@@ -202,3 +205,18 @@ def test_a_layout_is_refused_where_its_communicators_have_no_room() -> None:
     assert plan_layout(known, job(), nodes(4), limits=LayoutLimits(tight)).layout == Layout(
         dp_shard=4
     )
+
+
+def test_the_tie_rule() -> None:
+    """1 % for each axis or option beside plain sharding, 5 % where workers are left idle."""
+
+    def value(layout: Layout, seconds: float) -> float:
+        there: Any = None
+        step = memory.Step(1, 2, 16)
+        return Fastest(8).value(Candidate(there, layout, step, Cost({"products": seconds})))
+
+    plain, once = Layout(dp_shard=8), Layout(dp_shard=8, zero_stage=1)
+    assert value(once, 0.98) < value(plain, 1.0) < value(once, 0.995)
+    assert value(replace(plain, microbatch_size=2), 1.0) == value(plain, 1.0)
+    less = Layout(dp_shard=7)
+    assert value(less, 0.94) < value(plain, 1.0) < value(less, 0.96)

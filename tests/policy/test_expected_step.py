@@ -9,27 +9,28 @@ import pytest
 from support.policy.story import Story
 
 from elastic.planner.cost import catalog_hardware
-from elastic.planner.layout_search import LayoutLimits, plan_layout
+from elastic.planner.layout_choice import plan_layout
+from elastic.planner.node_sets import LayoutLimits
 from elastic.planner.published.decoder import Decoder
 from elastic.types import Job, Node, NodeLost
 
-SMALL = Decoder(4, 256, 4, 4, 1024, 1024, 128).profile()
+MODEL = Decoder(16, 2048, 32, 8, 8192, 32000, 2048).profile()  # large enough for 3 GPUs
 CPU = replace(catalog_hardware.NOMINAL, accelerator_type="CPU", memory_bytes=0)
 
 
 def test_the_first_plan_is_timed_by_the_model_where_the_hardware_is_known() -> None:
     story = Story()
-    story.state = replace(story.state, model=SMALL, hardware=(CPU,))
+    story.state = replace(story.state, model=MODEL, hardware=(CPU,))
     plan = story.running("a", "b")
     assert plan.model_step_s > 0 and plan.predicted_step_time_s == plan.model_step_s
     unknown = Story()
-    unknown.state = replace(unknown.state, model=SMALL)
+    unknown.state = replace(unknown.state, model=MODEL)
     assert unknown.running("a", "b").predicted_step_time_s == 0
 
 
 def test_what_was_measured_corrects_the_model() -> None:
     story = Story()
-    story.state = replace(story.state, model=SMALL, hardware=(CPU,))
+    story.state = replace(story.state, model=MODEL, hardware=(CPU,))
     old = story.running("a", "b", "c", steps=3)
     measured = story.state.step_time_s
     story.tick(NodeLost("c"))
@@ -58,8 +59,8 @@ def test_faster_kinds_get_more_samples_before_anything_is_measured() -> None:
     nodes = [Node("a", "p"), Node("b", "q")]
     job = {"global_batch": 12, "layout": "auto"}
     assert plan_layout(
-        SMALL, Job.from_plain(job), nodes, limits=LayoutLimits(hardware={"a": fast, "b": slow})
+        MODEL, Job.from_plain(job), nodes, limits=LayoutLimits(hardware={"a": fast, "b": slow})
     ).samples == (8, 4)
     assert plan_layout(
-        SMALL, Job.from_plain(job), nodes, limits=LayoutLimits(hardware={"a": fast})
+        MODEL, Job.from_plain(job), nodes, limits=LayoutLimits(hardware={"a": fast})
     ).samples == (6, 6)

@@ -9,18 +9,19 @@ from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner.hetero import hetero_shares
-from elastic.types import AXES, LAYOUT_OPTIONS, Job, Layout, is_auto
+from elastic.planner.layout_choice import named_for, pinned
+from elastic.types import Job, Layout, is_auto
 from elastic.types.nouns import AUTO
 
 
 def wanted(subject: Subject, n_gpus: int) -> str:
     """The layout that is asked for on that many GPUs, as it is written; `auto` = none is. A job's
     map of layouts is keyed by workers: the largest one that fits counts, as in a run."""
-    text = subject.job.layout
-    if isinstance(text, str):
-        return text
-    fitting = [key for key in text if int(key) <= n_gpus]
-    return text[max(fitting, key=int)] if fitting else AUTO
+    return named_for(subject.job, n_gpus) or _free(subject.job)
+
+
+def _free(job: Job) -> str:
+    return job.layout if isinstance(job.layout, str) else AUTO
 
 
 def layout_of(subject: Subject, n_gpus: int) -> Layout:
@@ -33,22 +34,10 @@ def layout_of(subject: Subject, n_gpus: int) -> Layout:
     )
 
 
-def pinning(subject: Subject, n_gpus: int, literal: bool = False) -> Job:
-    """The job, a layout that is asked for whole written as `auto` with all of its axes pinned.
-    `literal`: and with all of its options, as `elastic run` takes it."""
+def pinning(subject: Subject, n_gpus: int) -> Job:
+    """The job, a layout that is asked for whole written as `auto` with all of its axes pinned."""
     text = wanted(subject, n_gpus)
-    if is_auto(text):
-        return replace(subject.job, layout=text)
-    if literal:
-        layout = subject.job.layout_of(text)
-        axes = ",".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
-        options = {name: getattr(layout, name) for name in LAYOUT_OPTIONS}
-        return replace(subject.job, layout=f"{AUTO},{axes}", **options)
-    said = [part.partition("=")[0] for part in text.replace(" ", "").split(",")]
-    return replace(
-        subject.job,
-        layout=",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)]),
-    )
+    return replace(subject.job, layout=text if is_auto(text) else pinned(text))
 
 
 def needed(subject: Subject, machines: Sequence[MachineGroup]) -> tuple[MachineGroup, ...]:

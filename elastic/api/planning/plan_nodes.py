@@ -14,8 +14,9 @@ from elastic.api.planning.quantities import GpuRequest
 from elastic.catalog.schema import suggestion
 from elastic.config.hardware import known_hardware, path_of
 from elastic.errors import SpecError
-from elastic.planner.cost import catalog_hardware
+from elastic.planner.cost import catalog_hardware, default_hardware
 from elastic.planner.offers import NodeGroup
+from elastic.policy.plans import zone_of
 from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
 from elastic.types import HardwareProfile, Pool
 
@@ -23,12 +24,6 @@ log = logging.getLogger(__name__)
 
 GIVEN = "as given"
 USUAL_PER_NODE = 8  # at most, where nobody says how many GPUs a node has
-# A process on a CPU that nobody has measured: a guess, and named as one.
-GUESSED = HardwareProfile(
-    "CPU", 3e10, 4 << 30, 1e9, (("float32", 3e10), ("bfloat16", 3e10), ("float16", 3e10)),
-    reached=0.7, units=1, memory_bytes_per_s=5e9, node_bytes_per_s=1e9, host_bytes_per_s=5e9,
-    link_hop_s=1e-4, node_hop_s=1e-4, launch_s=1e-5, arch="CPU", op_bytes_per_s=2e9,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,11 @@ def of_pool(pool: Pool, n_nodes: int, price_from: str = "") -> MachineGroup:
     knows."""
     known = catalog.instance_type(pool.instance_type) if pool.instance_type else None
     gpu, source, note = _hardware(pool, known)
+    if pool.memory_bytes_per_gpu or pool.accelerator_type == "CPU":  # as a run goes by
+        gpu = replace(gpu, memory_bytes=pool.memory_bytes_per_gpu)
     group = NodeGroup(
         pool.name, gpu, n_nodes, pool.gpus_per_node, pool.usd_per_node_h, pool.market_type,
-        RECLAIMS_PER_NODE_H[pool.market_type], pool.zone,
+        RECLAIMS_PER_NODE_H[pool.market_type], zone_of(pool),
         pool.host_memory_bytes or (known.host_memory_bytes if known else 0),
     )  # fmt: skip
     free = (
@@ -107,12 +104,10 @@ def _hardware(pool: Pool, known: catalog.InstanceType | None) -> tuple[HardwareP
             "nobody has measured this CPU: times are a guess (30 GFLOP/s per process); run "
             "`elastic profile JOB` first"
         )
-        return GUESSED, "guessed", note
+        return default_hardware.GUESSED_CPU, "guessed", note
     chip = _chip(pool, known)
     network = known.network_bytes_per_s_per_gpu * 8e-9 if known and known.network_gbps else 0.0
     gpu = catalog_hardware.profile(chip, network)
-    if pool.memory_bytes_per_gpu:
-        gpu = replace(gpu, memory_bytes=pool.memory_bytes_per_gpu)
     if measured is not None:
         return _over(gpu, measured), where, ""
     note = (
@@ -290,15 +285,24 @@ def _price(asked: GpuRequest, found: catalog.InstanceType | None) -> tuple[float
 
 def known_of(pools: Iterable[Pool]) -> tuple[HardwareProfile, ...]:
     """For a run: a profile of each kind of accelerator that was measured or stands in the catalog,
-    under the pools' own name of it; none of the others, whose layouts are then compared on nominal
-    hardware. Raises SpecError for a bad file of what was measured."""
+    under the pools' own name of it, with the slowest links and the least memory of its pools; none
+    of the others, whose layouts are then compared on default hardware. Raises SpecError for a bad
+    file of what was measured."""
     found: dict[str, HardwareProfile] = {}
     for pool in pools:
         kind = pool.accelerator_type
-        if kind in found or (not known_hardware([kind]) and kind == "CPU"):
+        if not known_hardware([kind]) and kind == "CPU":
             continue
         try:
-            found[kind] = replace(of_pool(pool, 1).group.hardware, accelerator_type=kind)
+            gpu = of_pool(pool, 1).group.hardware
         except SpecError as error:
             log.info("of pool %s no hardware is known: %s", pool.name, error)
+            continue
+        first = found.get(kind, gpu)
+        found[kind] = replace(
+            first,
+            accelerator_type=kind,
+            link_bytes_per_s=min(first.link_bytes_per_s, gpu.link_bytes_per_s),
+            memory_bytes=min(first.memory_bytes, gpu.memory_bytes),
+        )
     return tuple(found.values())

@@ -11,11 +11,9 @@ from elastic.api.planning import conflicts
 from elastic.api.planning.model_source import OWN_POOLS, Subject
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.errors import InfeasiblePlan
-from elastic.planner import explain
-from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
-from elastic.types import Job, Layout, ModelProfile, is_auto
+from elastic.types import Job, ModelProfile, is_auto
 from elastic.types.nouns import AUTO
 
 DISK_BYTES_PER_S = 1e9  # that a rank may read where nobody has measured its storage
@@ -52,22 +50,19 @@ class Query:
         return replace(found, best=best or found.best)
 
     def _wanted(self, machines: Sequence[MachineGroup]) -> Offers:
+        n_gpus = conflicts.n_gpus_of(machines)
         groups = [each.group for each in conflicts.needed(self.subject, machines)]
-        n_gpus, why = conflicts.n_gpus_of(machines), ""
-        if self.subject.literal:
+        job, model = self.subject.job, self.subject.model
+        if not self.subject.literal:
+            job = conflicts.pinning(self.subject, n_gpus)
+        elif not is_auto(text := conflicts.wanted(self.subject, n_gpus)):
             try:
-                return self._found(conflicts.pinning(self.subject, n_gpus, literal=True), groups)
-            except InfeasiblePlan as error:
-                why = str(error)
-        found = self._found(conflicts.pinning(self.subject, n_gpus), groups)
-        return (
-            replace(found, rejected={"as it is written": why, **found.rejected}) if why else found
-        )
-
-    def _found(self, job: Job, groups: Sequence[NodeGroup]) -> Offers:
-        return _in_host_memory(
-            self.find(self.subject.model, job, groups, aim=self.aim), groups, self.subject
-        )
+                return self.find(model, replace(job, layout=text), groups, aim=self.aim)
+            except InfeasiblePlan:
+                if isinstance(job.layout, str):
+                    raise
+            job, groups = replace(job, layout=AUTO), [each.group for each in machines]
+        return self.find(model, job, groups, aim=self.aim)
 
     def plain(self) -> dict[str, Any]:
         aim = self.aim
@@ -76,37 +71,6 @@ class Query:
             "purpose": aim.purpose, "tokens": aim.tokens,
             "deadline_h": aim.deadline_h, "prices_at": str(catalog.PRICES_AT),
         }  # fmt: skip
-
-
-def _in_host_memory(found: Offers, groups: Sequence[NodeGroup], subject: Subject) -> Offers:
-    """Without those whose offloaded state is more than a node's own memory. Raises InfeasiblePlan
-    where none is left."""
-    work, room = ModelCost.of(subject.model), [group for group in groups if group.host_memory_bytes]
-    needs = {
-        offer.layout: _offloaded_bytes(work, offer.layout)
-        for offer in found.best
-        if offer.layout.offload
-    }
-    small = {
-        layout: f"offload needs {n_bytes * group.gpus_per_node / explain.GIB:,.0f} GiB of a node's "
-        "own memory, "
-        f"{group.host_memory_bytes / explain.GIB:,.0f} are there"
-        for group in room
-        for layout, n_bytes in needs.items()
-        if n_bytes * group.gpus_per_node > group.host_memory_bytes
-    }
-    fitting = tuple(offer for offer in found.best if offer.layout not in small)
-    if found.best and not fitting:
-        raise InfeasiblePlan(
-            explain.nowhere(work, groups, {"the leanest": next(iter(small.values()))})
-        )
-    left_out = {"with offload": next(iter(small.values()))} if small else {}
-    return replace(found, best=fitting, rejected={**found.rejected, **left_out})
-
-
-def _offloaded_bytes(work: ModelCost, layout: Layout) -> float:
-    """Of a GPU: its shard of parameters, gradients and optimizer entries."""
-    return work.state_bytes / (layout.pp * layout.tp * layout.cp * layout.dp_shard)
 
 
 def plan(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:

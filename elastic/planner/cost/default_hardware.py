@@ -42,3 +42,10 @@ NOMINAL = HardwareProfile(
     1.979e15)), reached=0.8, units=132, memory_bytes_per_s=3.35e12, node_bytes_per_s=4.5e11,
     host_bytes_per_s=6.3e10, link_bytes_per_s=5e10,
 )  # fmt: skip
+
+# A process on a CPU that nobody has measured: a guess, and named as one.
+GUESSED_CPU = HardwareProfile(
+    "CPU", 3e10, 0, 1e9, (("float32", 3e10), ("bfloat16", 3e10), ("float16", 3e10)),
+    reached=0.7, units=1, memory_bytes_per_s=5e9, node_bytes_per_s=1e9, host_bytes_per_s=5e9,
+    link_hop_s=1e-4, node_hop_s=1e-4, launch_s=1e-5, arch="CPU", op_bytes_per_s=2e9,
+)  # fmt: skip

@@ -8,16 +8,19 @@ stays.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import nlargest
 from itertools import islice
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import compute, memory
+from elastic.planner.cost.block_cost_cache import BlockCostCache
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.cost.step_cost import Site, step_cost
+from elastic.planner.cost.step_cost import Cost, Site, step_cost
 from elastic.planner.hetero import rank_placement
 from elastic.planner.hetero.hetero_shares import most_that
 from elastic.planner.hetero.hetero_split import Split, SplitTask, split
@@ -33,44 +36,50 @@ MOST_ORDERS = 10
 
 @dataclass(frozen=True)
 class HeteroAssignment:
-    """`parts`: of a step, in multiples of a perfect split over the same workers; `pace`: seconds of
-    it but for a factor that all layouts of a search have in common. `busy_s`: what the busiest rank
-    computes, collectives left out, in samples x blocks by the rates' unit."""
+    """`cost`: of a step; where the model is not known, in a unit that all layouts have in common.
+    `busy_s`: what the busiest rank computes, collectives left out, in samples x blocks by the
+    rates' unit."""
 
     ranks: tuple[WorkerId, ...]
     samples: tuple[int, ...]
     layers: tuple[int, ...]
-    parts: Mapping[str, float]
-    pace: float
-    step_s: float = 0.0
+    cost: Cost
     busy_s: float = 0.0
 
     @property
     def idle(self) -> float:
         """Share of a step in which workers wait because others have more to do."""
-        return (self.parts.get("uneven", 0.0) + self.parts.get("bubble", 0.0)) / sum(
-            self.parts.values()
-        )
+        parts = self.cost.parts
+        return (parts.get("uneven", 0.0) + parts.get("bubble", 0.0)) / self.cost.step_s
 
 
 @dataclass(eq=False)
 class HeteroAssigner:
-    """`site`: of the slowest kind, whose GPUs have rate `reference`. `room`: node -> bytes that
-    each of its workers may take; {} = not known."""
+    """`site`: of the slowest kind, whose GPUs have rate `reference`; `slower`: than that site says
+    they compute, where they were measured. `unit`: rate of a usual worker. `room`: node -> bytes
+    that each of its workers may take; {} = not known."""
 
-    work: ModelCost
+    cache: BlockCostCache
     site: Site
     place: rank_placement.PlacementSite
     reference: float
     room: Mapping[str, int]
     max_workers: int = 0
     most_rows: int = 0  # of a microbatch, where the job says so
+    slower: float = 1.0
+    unit: float = 1.0
     _totals: dict[int, float] = field(default_factory=dict)
     _rows: dict[tuple[Layout, int, int, int], int] = field(default_factory=dict)
 
-    def assign(self, layout: Layout, step: Step, exact: bool = False) -> HeteroAssignment:
-        """`exact`: the job names the layout, which is refused for no activations. Raises
-        InfeasiblePlan."""
+    @property
+    def work(self) -> ModelCost:
+        return self.cache.work
+
+    def assign(
+        self, layout: Layout, step: Step, *, exact: bool = False, least_s: float = 0.0
+    ) -> HeteroAssignment:
+        """`exact`: the job names the layout, which is refused for no activations. `least_s`: what
+        a step takes at least, so that no other order needs to be tried. Raises InfeasiblePlan."""
         best: HeteroAssignment | None = None
         errors: list[InfeasiblePlan] = []
         for slots in islice(self.place.arrangements(layout, self.max_workers), MOST_ORDERS):
@@ -79,8 +88,10 @@ class HeteroAssigner:
             except InfeasiblePlan as error:
                 errors.append(error)
                 continue
-            if best is None or found.pace < best.pace * (1 - BETTER):
+            if best is None or found.cost.step_s < best.cost.step_s * (1 - BETTER):
                 best = found
+            if best.cost.step_s * (1 - BETTER) <= least_s:
+                break
         if best is None:
             raise errors[0]
         return best
@@ -89,93 +100,98 @@ class HeteroAssigner:
         self, layout: Layout, step: Step, slots: tuple[Slot, ...], *, exact: bool
     ) -> HeteroAssignment:
         inner, dp, m = layout.tp * layout.cp, layout.dp, step.n_microbatches
-        speeds = tuple(
-            tuple(slots[p * dp + d].rate * inner for p in range(layout.pp)) for d in range(dp)
-        )
-        task = SplitTask(layout, self.work.n_blocks, step.global_batch, m, self.ends(layout, step))
+        stages = range(layout.pp)
+        speeds = tuple(tuple(slots[p * dp + d].rate * inner for p in stages) for d in range(dp))
+        ends = self.ends(layout, step)
+        task = SplitTask(layout, self.work.n_blocks, step.global_batch, m, ends)
         try:
-            made = split(
-                self._bound(task, step, slots) if self.room or self.most_rows else task, speeds
-            )
+            bound = self._bound(task, step, slots) if self.room or self.most_rows else task
+            made = split(bound, speeds)
         except InfeasiblePlan:
             if not exact:
                 raise
             made = split(task, speeds)
-        total = sum(slot.rate for slot in slots) * inner
-        parts, seconds = self.parts(layout, step, made, total=total)
+        cost = self.cost(layout, step, made, total=sum(slot.rate for slot in slots) * inner)
         ranks = tuple(worker for slot in slots for worker in slot.workers)
         # a model without blocks costs as much as one of one block, and has none to be dealt out
         layers = made.layers if self.work.model.n_blocks else (0,) * len(made.layers)
-        return HeteroAssignment(
-            ranks, made.samples, layers, parts, sum(parts.values()) / total, seconds, made.busy_s
-        )
+        return HeteroAssignment(ranks, made.samples, layers, cost, made.busy_s)
 
     # -------------------------------------------------------------------------------------- time
 
     def floor(self, layout: Layout, step: Step) -> float:
-        """What `pace` is at least: nobody waits for others, on the fastest workers."""
-        if layout.world_size not in self._totals:
-            fastest = nlargest(layout.world_size, self.place.rates.values())
-            self._totals[layout.world_size] = sum(fastest)
-        total = self._totals[layout.world_size]
+        """Of a step at least: nobody waits for others, on the fastest workers."""
+        total = self.most(layout.world_size)
         ideal = step.global_batch * (self.work.n_blocks + self.ends(layout, step)) / total
-        return (
-            sum(self.parts(layout, step, Split((), (), ideal, ideal), total=total)[0].values())
-            / total
-        )
+        return self.cost(layout, step, Split((), (), ideal, ideal), total=total).step_s
+
+    def most(self, n_workers: int) -> float:
+        """Rate of the fastest of them together."""
+        if n_workers not in self._totals:
+            self._totals[n_workers] = sum(nlargest(n_workers, self.place.rates.values()))
+        return self._totals[n_workers]
 
     def ends(self, layout: Layout, step: Step) -> float:
         """The head, in blocks."""
         sample = self.work.sample
         if sample is None or not sample.flop:
             return 0.0
-        one = compute.block_s(
-            self.site.chip, sample, layout, n_rows=step.n_rows, n_blocks=self.work.n_blocks
-        ).busy
+        one = self.cache.block_s(self.site, layout, step.n_rows).busy
         return (
             compute.ends_s(self.site.chip, sample, layout, n_rows=step.n_rows) / one if one else 0.0
         )
 
-    def parts(
-        self, layout: Layout, step: Step, made: Split, *, total: float
-    ) -> tuple[dict[str, float], float]:
-        """In multiples of a perfect split over workers of these rates in `total`, and the seconds
-        of the step in all (0 = the model is not known)."""
+    def cost(self, layout: Layout, step: Step, made: Split, *, total: float) -> Cost:
+        """On workers of these rates in `total`."""
         sample, m = self.work.sample, step.n_microbatches
         ends = self.ends(layout, step)
         ideal = step.global_batch * (self.work.n_blocks + ends) / total
         waits = {"uneven": max(0.0, made.stage_s - ideal), "bubble": made.busy_s - made.stage_s}
         if sample is None or not sample.flop:
-            times = (1 + RECOMPUTED[layout.activation_checkpointing]) / ideal
-            found = {"busy": ideal * times} | {name: some * times for name, some in waits.items()}
-            return found | {"guessed": sum(found.values()) * (guessed(layout) - 1)}, 0.0
-        base = step_cost(self.site, self.work, layout, step=step)
-        computed = sum(base.parts[name] for name in COMPUTED)
-        mean = (
-            step.n_rows
-            * m
-            * (self.work.n_blocks + ends)
-            / layout.pp
-            / (layout.tp * layout.cp * self.reference)
-        )
+            parts = {"busy": 1.0} | {name: s / ideal for name, s in waits.items()}
+            return guessed_cost(layout, parts, total / self.unit)
+        passes = self.cache.block_s(self.site, layout, step.n_rows)
+        base = step_cost(self.site, self.work, layout, step=step, passes=passes)
+        computed = self.slower * sum(base.parts[name] for name in COMPUTED)
+        mean = step.n_rows * m * (self.work.n_blocks + ends)
+        mean /= layout.pp * (layout.tp * layout.cp * self.reference)
         times = computed / mean  # seconds of what takes 1 at that rate
+        scale = self.slower * ideal / mean
         took = {
-            name: s * ideal / mean if name in COMPUTED else s
-            for name, s in base.parts.items()
-            if name != "jitter"
+            k: s * scale if k in COMPUTED else s for k, s in base.parts.items() if k != "jitter"
         }
         took |= {name: some * times for name, some in waits.items()}
         took["bubble"] += (layout.pp - 1) * base.parts["pp"] / m * layout.pp / layout.n_stages
-        took["jitter"] = (
-            sum(took.values())
-            * base.parts["jitter"]
-            / max(1e-12, base.step_s - base.parts["jitter"])
-        )
-        chip = self.site.chip
-        perfect_s = base.flop / (total / self.reference) / chip.gpu.peak(chip.dtype)
-        return {name: s / perfect_s for name, s in took.items()}, sum(took.values())
+        steady = max(1e-12, base.step_s - base.parts["jitter"])
+        took["jitter"] = sum(took.values()) * base.parts["jitter"] / steady
+        return Cost(took, base.flop)
 
     # -------------------------------------------------------------------------------------- memory
+
+    def check_rows(self, layout: Layout, step: Step) -> None:
+        """Whether all GPUs together may hold a microbatch: a stage of a pipeline has as many blocks
+        as an even one at least. Raises InfeasiblePlan."""
+        inner, n_rows = layout.tp * layout.cp, step.global_batch // step.n_microbatches
+        even, holds = -(-self.work.n_blocks // layout.pp), 0
+        if layout.pp > 1:
+            holds = layout.dp * self._most_rows(
+                layout, step, max(self.room.values()), n_blocks=even
+            )
+        else:
+            for room, n in self._workers.items():
+                holds += n // inner * self._most_rows(layout, step, room, n_blocks=even)
+        if holds < n_rows:
+            raise InfeasiblePlan(
+                f"of {n_rows} samples at once the memory of {layout.dp} ranks holds {holds}"
+            )
+
+    @cached_property
+    def _workers(self) -> Counter[int]:
+        """By the memory that there is for each."""
+        found: Counter[int] = Counter()
+        for node in self.place.nodes:
+            found[self.room.get(node.node_id, 0)] += node.gpus
+        return found
 
     def _bound(self, task: SplitTask, step: Step, slots: tuple[Slot, ...]) -> SplitTask:
         layout, dp = task.layout, task.layout.dp
@@ -206,10 +222,15 @@ class HeteroAssigner:
         return replace(task, most_blocks=blocks, most_rows=rows)
 
     def _most_blocks(self, layout: Layout, step: Step, room: int) -> int:
-        return most_that(
-            lambda n: not room or memory.stage_bytes(self.work, layout, step, n_blocks=n) <= room,
-            self.work.n_blocks,
-        )
+        key = layout, step.n_microbatches, room, -step.n_rows
+        if key not in self._rows:
+
+            def fits(n: int) -> bool:
+                return memory.stage_bytes(self.work, layout, step, n_blocks=n) <= room
+
+            n_blocks = self.work.n_blocks
+            self._rows[key] = most_that(fits, n_blocks) if room else n_blocks
+        return self._rows[key]
 
     def _most_rows(self, layout: Layout, step: Step, room: int, *, n_blocks: int) -> int:
         """Samples at once."""
@@ -217,26 +238,29 @@ class HeteroAssigner:
         if key not in self._rows:
             m = step.n_microbatches
 
-            def fits(n_rows: int) -> bool:
+            def needs(n_rows: int) -> int:
                 more = replace(step, largest_share=n_rows * m)
-                return (
-                    not room
-                    or memory.stage_bytes(self.work, layout, more, n_blocks=n_blocks) <= room
-                )
+                return memory.stage_bytes(self.work, layout, more, n_blocks=n_blocks)
 
             limit = step.global_batch // m
             # replicas without stages have more of them
             if self.most_rows and (layout.dp_replicate == 1 or layout.pp > 1):
                 limit = min(limit, self.most_rows)
-            self._rows[key] = most_that(fits, limit)
+            one, two = needs(1), needs(2)  # each further sample takes as much as the second
+            if room and one > room:
+                limit = 0
+            elif room and two > one:
+                limit = min(limit, (room - one) // (two - one) + 1)
+            self._rows[key] = limit
         return self._rows[key]
 
 
-def guessed(layout: Layout) -> float:
-    """Of collectives, where the model is not known: 15 % for each doubling of tp, 2 % for each of
-    the data-parallel ranks."""
-    tp_doublings, dp_doublings = (
-        (layout.tp * layout.cp).bit_length() - 1,
-        layout.dp.bit_length() - 1,
-    )
-    return (1 + 0.15 * tp_doublings) * (1 + 0.02 * dp_doublings)
+def guessed_cost(layout: Layout, parts: Mapping[str, float], total: float) -> Cost:
+    """Where the model is not known. `parts`: of a perfect split over workers of these rates in
+    `total`; of collectives 15 % for each doubling of tp, 2 % for each of the data-parallel
+    ranks."""
+    tp_doublings = (layout.tp * layout.cp).bit_length() - 1
+    times = (1 + 0.15 * tp_doublings) * (1 + 0.02 * (layout.dp.bit_length() - 1))
+    again = 1 + RECOMPUTED[layout.activation_checkpointing]
+    found = {name: part * again / total for name, part in parts.items()}
+    return Cost(found | {"guessed": sum(found.values()) * (times - 1)})

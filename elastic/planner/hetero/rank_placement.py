@@ -4,7 +4,7 @@ are given in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,19 +28,27 @@ class Slot:
         return self.workers[0].node_id
 
 
+def speed_kinds(found: Iterable[tuple[float, int]]) -> dict[tuple[float, int], int]:
+    """Of (rate, memory): 0 for the fastest, 1 for those that are clearly slower than these, and so
+    on; of equally fast ones those with more memory first."""
+    kinds: dict[tuple[float, int], tuple[int, int]] = {}
+    kind, fastest = -1, 0.0
+    for rate, memory in sorted(set(found), key=lambda one: -one[0]):
+        if kind < 0 or rate * (1 + CLEAR) < fastest:
+            kind, fastest = kind + 1, rate
+        kinds[rate, memory] = kind, -memory
+    order = {one: i for i, one in enumerate(sorted(set(kinds.values())))}
+    return {one: order[kind] for one, kind in kinds.items()}
+
+
 def kinds_of(
     rates: Mapping[WorkerId, float], memory: Mapping[str, int] | None = None
 ) -> dict[WorkerId, int]:
-    """Worker -> 0 for the fastest ones, 1 for those that are clearly slower than these, and so on;
-    of equally fast ones those with more memory first."""
-    found: dict[WorkerId, tuple[int, int]] = {}
-    kind, fastest = -1, 0.0
-    for worker in sorted(rates, key=lambda worker: -rates[worker]):
-        if kind < 0 or rates[worker] * (1 + CLEAR) < fastest:
-            kind, fastest = kind + 1, rates[worker]
-        found[worker] = kind, -(memory or {}).get(worker.node_id, 0)
-    order = {one: i for i, one in enumerate(sorted(set(found.values())))}
-    return {worker: order[one] for worker, one in found.items()}
+    """Worker -> its kind, as `speed_kinds`. `memory`: of nodes."""
+    rooms = memory or {}
+    of = {worker: (rate, rooms.get(worker.node_id, 0)) for worker, rate in rates.items()}
+    kinds = speed_kinds(of.values())
+    return {worker: kinds[one] for worker, one in of.items()}
 
 
 def named_zones(nodes: Sequence[Node], zones: Mapping[str, str] | None) -> dict[str, str]:

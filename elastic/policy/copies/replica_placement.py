@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from elastic.planner.layout_search import Choice
+from elastic.planner.layout_choice import Choice
 from elastic.policy.state.state import State
 from elastic.reshard.rank_boxes import boxes
 from elastic.types import HardwareProfile, Layout, ModelProfile, Node, WorkerId

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from math import ceil, inf
 
-from elastic.planner.layout_search import most_workers
+from elastic.planner.layout_choice import most_workers
 from elastic.policy.faults import faulty_devices
 from elastic.policy.faults.retries import worn_out
 from elastic.policy.pools import drain, limits, pool_allocation

@@ -24,7 +24,7 @@ from functools import partial
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.hetero import hetero_shares
-from elastic.planner.layout_search import Choice
+from elastic.planner.layout_choice import Choice
 from elastic.policy import transition_cost
 from elastic.policy.copies import recovery
 from elastic.policy.plans import choice_of, enter

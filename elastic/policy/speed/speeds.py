@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from elastic.planner.cost import default_hardware
-from elastic.planner.layout_search import rate, site_of
+from elastic.planner.cost.sites import rate, site_of
 from elastic.policy.state.state import Moved, State, Window
 from elastic.types import DeviceNoted, Node, RanksTimed, SharesSet, WorkerId, rank_timing
 from elastic.types.replacing import replace

@@ -10,7 +10,6 @@ import pytest
 
 from elastic import catalog
 from elastic.api.planning.plan_nodes import (
-    GUESSED,
     MachineGroup,
     known_of,
     nodes_of,
@@ -21,6 +20,7 @@ from elastic.api.planning.plan_nodes import (
 from elastic.api.planning.quantities import gpus_of
 from elastic.config.hardware import PLACE, path_of, write_hardware
 from elastic.errors import SpecError
+from elastic.planner.cost.default_hardware import GUESSED_CPU
 from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
 from elastic.types import HardwareProfile, Pool
 
@@ -118,7 +118,7 @@ def test_unknown_kinds_of_gpus() -> None:
 
 def test_what_was_measured_wins(tmp_path: Path) -> None:
     guessed = of_pool(Pool("p", "CPU", 2), 1)
-    assert (guessed.group.hardware, guessed.hardware_from) == (GUESSED, "guessed")
+    assert (guessed.group.hardware, guessed.hardware_from) == (GUESSED_CPU, "guessed")
     assert "elastic profile" in guessed.notes[0]
     cpu = HardwareProfile("CPU", 7e10, flop_per_s=(("float32", 7e10),), measured=("flop_per_s",))
     write_hardware(tmp_path / "CPU.json", cpu, {})
@@ -160,4 +160,4 @@ def test_a_run_knows_the_kinds_of_the_catalog_under_its_pools_names() -> None:
     assert known.accelerator_type == "H100" and known.peak("bfloat16") == pytest.approx(9.89e14)
     measured = replace(known, accelerator_type="CPU", peak_flop_per_s=7e10)
     write_hardware(path_of("CPU"), measured, {})
-    assert known_of(pools) == (known, measured)
+    assert known_of(pools) == (known, replace(measured, memory_bytes=0)), "as pool c says: nothing"

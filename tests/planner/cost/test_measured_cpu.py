@@ -12,7 +12,7 @@ from elastic.planner.cost.collectives import Links, RankGroup
 from elastic.planner.cost.kernels import MEASURED
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.layout_search import site_of
+from elastic.planner.cost.sites import site_of
 from elastic.planner.published.decoder import Decoder
 from elastic.types import HardwareProfile, Job, Layout
 

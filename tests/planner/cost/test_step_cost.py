@@ -12,8 +12,8 @@ from elastic.planner.cost import step_cost as cost
 from elastic.planner.cost.collectives import RankGroup, commit_s, gather_s, reduce_s
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
+from elastic.planner.cost.sites import site_of
 from elastic.planner.cost.step_cost import Site, step_cost
-from elastic.planner.layout_search import site_of
 from elastic.types import Layout
 
 WORK = ModelCost.of(LLAMA_8B.profile())

@@ -18,7 +18,8 @@ from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.hetero import hetero_shares
 from elastic.planner.hetero.hetero_split import SplitTask, split
-from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout
+from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.node_sets import LayoutLimits
 from elastic.types import (
     Job,
     Layout,

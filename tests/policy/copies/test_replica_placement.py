@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.policy.story import MODEL, SPOT, Story, job, plan_of
 
-from elastic.planner.layout_search import plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.policy.copies.recovery import covered
 from elastic.policy.copies.replica_placement import (
     Copies,

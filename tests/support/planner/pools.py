@@ -9,8 +9,8 @@ from elastic import catalog
 from elastic.planner.cost import catalog_hardware
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
+from elastic.planner.cost.sites import site_of
 from elastic.planner.cost.step_cost import Cost, step_cost
-from elastic.planner.layout_search import site_of
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, NodeGroup, Offer
 from elastic.planner.published.decoder import Decoder

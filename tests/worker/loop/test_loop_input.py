@@ -20,7 +20,7 @@ from elastic import api
 from elastic.api.running.start_checks import check_layouts
 from elastic.config.job import job_of, load_job
 from elastic.errors import ElasticError, InfeasiblePlan, ProgramError, SpecError
-from elastic.planner.layout_search import plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.program import load_program
 from elastic.types import Box, Job, Node
 from elastic.worker.checkpoint import checkpoint_index

@@ -12,7 +12,7 @@ from support.reference import train
 from support.worker.chain import job_of, pass_through
 from support.worker.worker_pool import Pool
 
-from elastic.planner.layout_search import plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.program import load_program
 from elastic.types import Job, Layout, Node, StepDone
 from elastic.worker.profile.sample_profile import sample_profile

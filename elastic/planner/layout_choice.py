@@ -1,0 +1,261 @@
+"""The layout that a run enters: the first of the ranked ones, with a place for each worker.
+
+A layout that the job names is taken as it is written; where it would not fit, with options that
+the job leaves open (less computed at once, some of it twice); where nothing of it fits by
+prediction, as it is written all the same, unless its state alone is too large or it was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic.errors import InfeasiblePlan
+from elastic.planner.cost import memory
+from elastic.planner.cost.model_cost import ModelCost
+from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero.hetero_assign import HeteroAssignment
+from elastic.planner.layout_search import (
+    PER_GUESSED_OPTION,
+    PER_OPTION,
+    Candidate,
+    Fastest,
+    LayoutSearch,
+    Ranking,
+)
+from elastic.planner.layout_space import cut, n_options
+from elastic.planner.node_sets import LayoutLimits, NodeSet, SearchedNodes
+from elastic.types import AXES, Job, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
+from elastic.types.nouns import AUTO
+
+SHOWN = 6  # rejections that an error message names
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The parts of a Plan that the planner decides, with what it expects and what it rejected: the
+    layouts that are simpler than this one."""
+
+    layout: Layout
+    ranks: tuple[WorkerId, ...]
+    samples: tuple[int, ...]
+    layers: tuple[int, ...]
+    n_microbatches: int
+    memory_bytes: int
+    activation_bytes: int = 0  # beside `memory_bytes`, while a step is computed; 0 = not known
+    parts: Mapping[str, float] = field(default_factory=dict)  # of a step, as the search costs it
+    model_step_s: float = 0.0  # of a step, by the cost model; 0 = the model is not known
+    hardware_known: bool = False  # else `model_step_s` is of default hardware, to compare layouts
+    rejected: tuple[str, ...] = ()
+    not_planned: str = ""  # why it is not what was planned before anything had run; '' = it is
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """`best`: layouts, the best first; none where nothing fits. `search`: that found them.
+    `as_written`: why the layout that the job names is not taken as it stands there."""
+
+    best: Sequence[Candidate]
+    search: LayoutSearch
+    as_written: str = ""
+
+
+def plan_layout(
+    model: ModelProfile, job: Job, nodes: Sequence[Node], *, limits: LayoutLimits | None = None
+) -> Choice:
+    """What a run enters on these nodes, which are used in the given order. Raises InfeasiblePlan
+    with the reason of each rejection."""
+    found = ranked_layouts(model, job, nodes, limits=limits)
+    if not found.best:
+        raise InfeasiblePlan(_why(found.search))
+    return _choice(found.best[0], found)
+
+
+def ranked_layouts(
+    model: ModelProfile,
+    job: Job,
+    nodes: Sequence[Node],
+    *,
+    limits: LayoutLimits | None = None,
+    ranking: Ranking | None = None,
+    n_best: int = 1,
+) -> Ranked:
+    """`ranking`: without it the fastest first. Raises InfeasiblePlan where these nodes give too few
+    workers."""
+    every = SearchedNodes(ModelCost.of(model), job, tuple(nodes), limits or LayoutLimits())
+    n = every.n_workers
+    if n < job.min_workers:
+        raise InfeasiblePlan(f"{n} of {job.min_workers} required (min_workers)")
+    per_option = PER_OPTION if every.known else PER_GUESSED_OPTION
+    search = LayoutSearch(every, job, ranking or Fastest(n, per_option), n_best)
+    if text := named_for(job, n):
+        found = _named(search, text)
+        if found is not None:
+            return found
+        search.job = replace(job, layout=AUTO)
+    best = search.ranked()
+    _check(best, search)
+    return Ranked(best, search)
+
+
+def _named(search: LayoutSearch, text: str) -> Ranked | None:
+    """None where another layout than the one that is named may be taken."""
+    job, whole = search.job, search.every.whole
+    layout = job.layout_of(text)
+    try:
+        return Ranked([_alone(search, whole, layout)], search)
+    except InfeasiblePlan as error:
+        why = str(error)
+        search.rejected.append((layout, why))
+    open_ones = LayoutSearch(
+        search.every, replace(job, layout=pinned(text)), search.ranking, search.n_best
+    )
+    best = open_ones.ranked()
+    open_ones.rejected[:0] = search.rejected
+    if best:
+        return Ranked(best, open_ones, why)
+    try:
+        return Ranked([_alone(search, whole, layout, exact=True)], search, why)
+    except InfeasiblePlan:
+        if isinstance(job.layout, Mapping):
+            return None
+    return Ranked([], open_ones, why)
+
+
+def _alone(
+    search: LayoutSearch, there: NodeSet, layout: Layout, *, exact: bool = False
+) -> Candidate:
+    """That layout. Raises InfeasiblePlan."""
+    step = search.fitting(there, layout, exact)
+    if not there.uneven:
+        return Candidate(there, layout, step, search.even_cost(there, layout, step))
+    assigned = there.assigner.assign(layout, step, exact=exact)
+    return Candidate(there, layout, step, assigned.cost, assigned)
+
+
+def _check(best: Sequence[Candidate], search: LayoutSearch) -> None:
+    least = search.job.min_workers
+    most = best[0].layout.world_size if best else least
+    if most < least:
+        told = f"only {most} workers can be used, min_workers is {least}"
+        raise InfeasiblePlan(f"{told}; {_why(search)}")
+
+
+# ------------------------------------------------------------------------------------------ named
+
+
+def named_for(job: Job, n_workers: int) -> str:
+    """The layout that the job names for this many workers, as it is written; '' = free choice."""
+    wanted = job.layout
+    if isinstance(wanted, Mapping):
+        fitting = [key for key in wanted if int(key) <= n_workers]
+        return str(wanted[max(fitting, key=int)]) if fitting else ""
+    return "" if is_auto(wanted) else str(wanted)
+
+
+def layout_for(job: Job, n_workers: int) -> Layout | None:
+    """The layout that the job names for this many workers; None = free choice."""
+    text = named_for(job, n_workers)
+    return job.layout_of(text) if text else None
+
+
+def pinned(text: str) -> str:
+    """A layout that is named whole, as `auto` with all of its axes and what else it says pinned."""
+    said = [part.partition("=")[0] for part in text.replace(" ", "").split(",")]
+    return ",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)])
+
+
+def most_workers(job: Job) -> int | None:
+    """More workers than this are of no use to the job; None = no such limit is known."""
+    bounds = [job.max_workers] if job.max_workers else []
+    wanted = job.layout
+    if isinstance(wanted, Mapping) and wanted:
+        bounds.append(max(int(key) for key in wanted))
+    elif not is_auto(wanted) and not isinstance(wanted, Mapping):
+        bounds.append(parse_layout(wanted).world_size)
+    return min(bounds, default=None)
+
+
+# ------------------------------------------------------------------------------------------ places
+
+
+def _choice(found: Candidate, ranked: Ranked) -> Choice:
+    search, there, layout, step = ranked.search, found.there, found.layout, found.step
+    assigned = found.assigned or _alike(found)
+    work = search.work
+    most = replace(step, largest_share=max(assigned.samples)) if there.uneven else step
+    state = memory.memory_bytes(work, layout, step.dtype)
+    active = memory.activation_bytes(work, layout, most)
+    deepest = max(hetero_shares.blocks_at(layout, assigned.layers))
+    if deepest > -(-work.n_blocks // layout.pp):
+        active = memory.stage_bytes(work, layout, most, n_blocks=deepest) - state
+    return Choice(
+        layout, assigned.ranks, assigned.samples, assigned.layers, step.n_microbatches,
+        memory_bytes=state,
+        activation_bytes=active,
+        parts=found.cost.parts,
+        model_step_s=found.cost.step_s if search.every.timed else 0.0,
+        hardware_known=search.every.hardware_known,
+        rejected=tuple(_rejected(found, search)),
+    )  # fmt: skip
+
+
+def _alike(found: Candidate) -> HeteroAssignment:
+    """On GPUs that are about equal: even stages, nodes in their order."""
+    there, layout, step = found.there, found.layout, found.step
+    work, m = there.every.work, step.n_microbatches
+    slots = next(there.place.arrangements(layout, there.every.job.max_workers or 0))
+    ranks = tuple(worker for slot in slots for worker in slot.workers)
+    speeds = [min(slot.rate for slot in slots[d :: layout.dp]) for d in range(layout.dp)]
+    samples = hetero_shares.shares(step.global_batch // m, speeds, m)
+    layers = hetero_shares.stage_layers(work.model.n_blocks, layout.n_stages)
+    return HeteroAssignment(ranks, samples, layers, found.cost)
+
+
+# ------------------------------------------------------------------------------------------ words
+
+
+def _rejected(found: Candidate, search: LayoutSearch) -> list[str]:
+    """Why it is nothing simpler, nor more workers; the most telling first."""
+    layout, n = found.layout, search.every.n_workers
+    said = [f"no {axis}: {why}" for axis, why in search.model.closed.items()]
+    said = said if layout.world_size < n else []
+    if search.every.zones and found.there is search.every.whole:
+        names = " and ".join(sorted({zone or "unnamed" for zone in search.every.zones.values()}))
+        crossing = f"{Layout(dp_shard=n)}: its shards would lie in {names}"
+        said.append(f"{crossing}; only replicas may, unless across_zones is true")
+    return [*_larger(found, search), *said, *_simpler(found, search)]
+
+
+def _larger(found: Candidate, search: LayoutSearch) -> list[str]:
+    """What more workers would do."""
+    world = found.layout.world_size
+    more = [one for one in search.kept.values() if one.layout.world_size > world]
+    first = min(more, key=search.value, default=None)
+    if first is None:
+        return []
+    left = first.layout.world_size - world
+    times = first.cost.step_s / found.cost.step_s
+    several = f"{left} worker{'s' * (left > 1)} more"
+    return [f"{first.layout}: with {several} a step would take {times:.2f} times as long"]
+
+
+def _simpler(found: Candidate, search: LayoutSearch) -> list[str]:
+    def size(layout: Layout) -> tuple[int, int]:
+        return cut(layout), n_options(layout)
+
+    said = [f"{one}: {why}" for one, why in search.rejected if size(one) < size(found.layout)]
+    plain = search.simplest
+    if plain is not None and search.every.known and size(plain.layout) < size(found.layout):
+        seconds = f"{plain.cost.step_s:.3g} s, not {found.cost.step_s:.3g} s"
+        said.append(f"{plain.layout}: a step would take {seconds}")
+    return list(dict.fromkeys(said))
+
+
+def _why(search: LayoutSearch) -> str:
+    said = [f"no {axis}: {why}" for axis, why in search.model.closed.items()]
+    said += [f"{layout}: {why}" for layout, why in search.rejected]
+    shown = list(dict.fromkeys(said))
+    more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    reasons = "; ".join(shown[:SHOWN]) or "there are none"
+    return f"no layout fits {search.every.n_workers} workers: {reasons}{more}"
