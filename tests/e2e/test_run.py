@@ -150,6 +150,14 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
     assert "ValueError: this loss is not written yet" in shown.splitlines()
     code, out, _ = shell.here("logs", "four")
     assert code == 0 and "ValueError: this loss is not written yet" in out
+    # no step was done: mended, it starts under the same name
+    tiny.write_text(tiny.read_text().replace(", loss=loss", ""))
+    code, out, err = shell.call("run", name, "--run-name", "four", "--json")
+    assert code == 0, err
+    assert last_line(out)["outcome"] == "succeeded"
+    tiny.write_text(tiny.read_text() + "other = 1\n")
+    code, _, err = shell.here("run", name, "--run-name", "four", "--set", "steps=100")
+    assert code == 2 and "started with other values: the code of its program.py" in err
 
 
 # what is masked where: tests/config/test_masking.py; that such a run is resumed:

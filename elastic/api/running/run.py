@@ -316,7 +316,8 @@ class _Run:
         if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
             raise SpecError(
                 f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more "
-                "of them lets it continue; another --run-name, or none, starts over"
+                "of them lets it continue; another --run-name (RunConfig(name=...)), or none, "
+                "starts over"
             )
         return lines, stored, state
 
@@ -372,8 +373,13 @@ class _Run:
             start = replace(
                 start, paid_until_s=paid_until_s(before, state.job.orphan_lease_s, False)
             )
+        # a program that ended its run before a step was done is mended under the same name
+        unused = state is not None and state.phase == "failed" and not (state.step or found)
         check_same(
-            before, start, found[0].meta if found else {}, allow_changed=self.options.allow_changed
+            before,
+            start,
+            found[0].meta if found else {},
+            allow_changed=self.options.allow_changed or unused,
         )
         if self.options.supervised and not self.options.allow_changed:
             check_not_failed(

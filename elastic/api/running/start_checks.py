@@ -236,7 +236,8 @@ def check_same(
     if changed and not allow_changed:
         raise SpecError(
             f"run '{start.run}' was started with other values: {changed}; change them back, start "
-            "another run with --run-name, or continue with --allow-changed"
+            "another run with --run-name (RunConfig(name=...) of an ElasticTrainer), or continue "
+            "with --allow-changed"
         )
 
 

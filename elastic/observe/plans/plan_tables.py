@@ -355,9 +355,10 @@ def _answered(data: Data) -> list[str]:
         if best["instance_type"]
         else f"{best['n_nodes']:,} nodes"
     )
+    over = f"not for {usd(data['budget_usd'])}; " if "over the budget" in _over(best, data) else ""
     return [
-        f"cheapest: {best['n_gpus']:,} x {best['kind']} ({nodes}): {hours(best['hours'])} and "
-        f"{usd(best['usd'])}"
+        f"{over}cheapest: {best['n_gpus']:,} x {best['kind']} ({nodes}): {hours(best['hours'])} "
+        f"and {usd(best['usd'])}"
     ]
 
 

@@ -90,6 +90,14 @@ def test_a_deadline_and_a_budget_count_side_by_side(capsys: pytest.CaptureFixtur
     assert "fastest, cheapest, over the budget" in lines["H100:64"]
 
 
+def test_the_answer_says_that_it_is_over_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "--tokens", "10B", "--within", "1d", "--gpus", "H100,A100-80GB")
+    (best,) = (row for row in as_json(capsys, *words)["kinds"] if row["cheapest"])
+    for usd, said in ((best["usd"] + 1, "cheapest: "), (best["usd"] / 2, "not for $")):
+        out = called(capsys, *words, "--budget", str(usd))[1]
+        assert out.splitlines()[2].startswith(said) and "cheapest: " in out
+
+
 def test_clouds_and_days_that_differ_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*SMALL, "--what-if", "a3-highgpu-8g:8", "--what-if", "p5.48xlarge:8")
     notes = [line for line in called(capsys, *words)[1].splitlines() if line.startswith("note: ")]
