@@ -102,7 +102,9 @@ def test_each_line_is_read_once_whatever_is_written_meanwhile(
     tmp_path: Path, where: str, meanwhile: str, before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_pack, pack = threading.Event(), Packing._pack
-    monkeypatch.setattr(Packing, "_pack", lambda *arguments: may_pack.wait() and pack(*arguments))
+    monkeypatch.setattr(
+        Packing, "_pack", lambda *given, **named: may_pack.wait() and pack(*given, **named)
+    )
     for at in count(1):
         run = tmp_path / str(at)
         storage: Storage = (

@@ -373,18 +373,7 @@ class _Run:
             start = replace(
                 start, paid_until_s=paid_until_s(before, state.job.orphan_lease_s, False)
             )
-        # a program that ended its run before a step was done is mended under the same name
-        unused = state is not None and state.phase == "failed" and not (state.step or found)
-        check_same(
-            before,
-            start,
-            found[0].meta if found else {},
-            allow_changed=self.options.allow_changed or unused,
-        )
-        if self.options.supervised and not self.options.allow_changed:
-            check_not_failed(
-                self.name, state.fatal if state is not None and state.phase == "failed" else ""
-            )
+        self._check_again(before, start, state, found=found)
         if layouts is not None:
             model = checked(model, layouts.result(), self.program)
             start = replace(start, model=model, job={**start.job, COMPUTES_IN: model.computes_in})
@@ -393,6 +382,23 @@ class _Run:
         if n_samples is not None:
             check_cp(self.spec, self.program)
         return start
+
+    def _check_again(
+        self,
+        before: list[Line],
+        start: DriverStarted,
+        state: State | None,
+        *,
+        found: Sequence[CheckpointInfo],
+    ) -> None:
+        """May a run of this name go on with this job? Raises SpecError or ProgramError."""
+        failed = state is not None and state.phase == "failed"
+        # a program that ended its run before a step was done is mended under the same name
+        unused = failed and state is not None and not (state.step or found)
+        changes = self.options.allow_changed
+        check_same(before, start, found[0].meta if found else {}, allow_changed=changes or unused)
+        if self.options.supervised and not changes:
+            check_not_failed(self.name, state.fatal if failed and state is not None else "")
 
     def _cluster(self, stack: ExitStack) -> LocalCluster | None:
         """The embedded cluster; None where there is a Ray address."""
