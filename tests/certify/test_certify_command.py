@@ -120,7 +120,7 @@ Last error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000
 def test_where_nccl_refuses_its_message_is_kept_and_one_rank_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse(*arguments: object) -> dict:
+    def refuse(*arguments: object, **named: object) -> dict:
         raise Failed(f"elastic.certify.checks.shared_gpu failed: {REFUSAL}")
 
     monkeypatch.setattr(shared_gpu.bare_runs, "run", refuse)
@@ -147,7 +147,9 @@ def test_where_nccl_refuses_its_message_is_kept_and_one_rank_goes_on(
 
 
 def test_a_sum_that_is_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_gpu.bare_runs, "run", lambda *a: {"sum_is_right": 0, "nccl": "2.27"})
+    monkeypatch.setattr(
+        shared_gpu.bare_runs, "run", lambda *a, **named: {"sum_is_right": 0, "nccl": "2.27"}
+    )
     done = Tasks(lambda check: None)
     with Lab(Place("one-gpu", 4, ("0",))) as lab:
         done.run([shared_gpu.task(lab)], 60.0)

@@ -88,7 +88,7 @@ def test_bad_input_is_one_line(tmp_path: Path, program: Program) -> None:
         match=r"no config.json there; give a local folder \(nothing is fetched\) or a config",
     ):
         causal_lm(tmp_path, program.dataset, program.optimizer)
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(SpecError, match=r"Program\(zebra=...\): unknown keyword"):
         causal_lm(small("LlamaConfig"), program.dataset, program.optimizer, zebra=1)
 
 

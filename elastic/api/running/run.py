@@ -393,11 +393,11 @@ class _Run:
     ) -> None:
         """May a run of this name go on with this job? Raises SpecError or ProgramError."""
         failed = state is not None and state.phase == "failed"
-        # a program that ended its run before a step was done is mended under the same name
-        unused = failed and state is not None and not (state.step or found)
-        changes = self.options.allow_changed
+        supervised, changes = self.options.supervised, self.options.allow_changed
+        # a person mends a program that ended its run before a step was done under the same name
+        unused = failed and not supervised and state is not None and not (state.step or found)
         check_same(before, start, found[0].meta if found else {}, allow_changed=changes or unused)
-        if self.options.supervised and not changes:
+        if supervised and not changes:
             check_not_failed(self.name, state.fatal if failed and state is not None else "")
 
     def _cluster(self, stack: ExitStack) -> LocalCluster | None:

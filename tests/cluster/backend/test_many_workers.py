@@ -54,7 +54,7 @@ def nobody_answers(n: int) -> Work:
     liveness.step_time_s[1] = 0.1
     for worker in workers(n):
         beat: Any = SimpleNamespace(
-            generation=1, phase="stepping", progress=1, arrived=(), doing="", where=""
+            generation=1, phase="stepping", progress=1, arrived=(), doing="", where="", calls=()
         )
         liveness.answered(worker, beat)
         liveness.called(worker)
@@ -149,7 +149,7 @@ def test_a_worker_is_no_peer_of_itself() -> None:
     a, b, c = workers(1)[:3]
     for worker in (a, b, c):
         beat: Any = SimpleNamespace(
-            generation=1, phase="stepping", progress=1, arrived=(), doing="", where=""
+            generation=1, phase="stepping", progress=1, arrived=(), doing="", where="", calls=()
         )
         liveness.answered(worker, beat)
         liveness.called(worker)
@@ -157,7 +157,7 @@ def test_a_worker_is_no_peer_of_itself() -> None:
     found: list[WorkerId] = []
     for k in range(1, 20):
         moved: Any = SimpleNamespace(
-            generation=1, phase="stepping", progress=k, arrived=(), doing="", where=""
+            generation=1, phase="stepping", progress=k, arrived=(), doing="", where="", calls=()
         )
         liveness.answered(a, moved)
         liveness.called(a)
