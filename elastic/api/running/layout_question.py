@@ -148,13 +148,15 @@ class LayoutCheck:
                 skipped=f"it took longer than {most_s:.0f} s",
                 followed=False,
                 trusted=tuple(asked["trusted"]),
+                steady=False,
             )
         found = _answer(Path(self._folder.name), asked["job"].program)
         if isinstance(found, Verdict):
             if found.steady:
                 _keep(asked, found)
             return found
-        return Verdict(skipped=found, followed=False, trusted=tuple(asked["trusted"]))
+        trusted = tuple(asked["trusted"])
+        return Verdict(skipped=found, followed=False, trusted=trusted, steady=False)
 
     def close(self) -> None:
         if self._process is not None:
