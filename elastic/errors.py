@@ -124,8 +124,7 @@ class JournalDamaged(InternalError):
     exit_code = 2
 
 
-# ------------------------------------------------------------------------------------------------
-# names that are misspelled
+# ------------------------------------------------------------------------ names that are misspelled
 
 
 def nearest(name: str, names: Iterable[str], called: str) -> str:

@@ -520,8 +520,7 @@ def test_the_block_blocks() -> None:
     assert "blocked: torch" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------ the
-# tests themselves
+# ----------------------------------------------------------------------------- the tests themselves
 
 
 ELSEWHERE = ("programs", "bench")  # folders of what other processes run, and of what measures time

@@ -264,8 +264,7 @@ def _colored(texts: Sequence[Text]) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------ what is
-# asked
+# ------------------------------------------------------------------------------------ what is asked
 
 
 def _check(given: argparse.Namespace) -> None:

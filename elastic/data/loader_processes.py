@@ -151,8 +151,7 @@ def readers_of(job: Job) -> Readers | None:
     return Readers(Recipe(keep), n) if n else None
 
 
-# ------------------------------------------------------------------------------------------------
-# in the process
+# ----------------------------------------------------------------------------------- in the process
 
 
 def _dataset(recipe: Recipe) -> Any:

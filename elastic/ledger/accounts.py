@@ -156,8 +156,7 @@ class _Books:
     timing: TransitionTimes = field(default_factory=TransitionTimes)
     checks: LossChecks = field(default_factory=LossChecks)
 
-    # ------------------------------------------------------------------------------------------
-    # time
+    # ----------------------------------------------------------------------------------------- time
 
     def advance(self, at_s: float) -> None:
         """Book the time up to `at_s` on every machine that is paid for; of the head, without
@@ -206,8 +205,7 @@ class _Books:
             return self.sums["idle_remainder"]
         return self.wait if self.away_since_s is None else self.wait_away
 
-    # ------------------------------------------------------------------------------------------
-    # events
+    # --------------------------------------------------------------------------------------- events
 
     def event(self, event: Event, at_s: float) -> None:
         self.checks.event(event, at_s)
@@ -361,8 +359,7 @@ class _Books:
         self.first_of = (_entering(target), "")
         self.timing.entered(target, event, at_s)
 
-    # ------------------------------------------------------------------------------------------
-    # decisions
+    # ------------------------------------------------------------------------------------ decisions
 
     def decision(self, decision: Decision, at_s: float) -> None:
         self.advance(at_s)

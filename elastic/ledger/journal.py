@@ -59,8 +59,7 @@ FREE = ("job", "drill")  # fields of plain data: in them a name may say that a v
 _OPEN: tuple[type, ...] = (types.Event, types.Action)  # fields of these types hold any subclass
 
 
-# ------------------------------------------------------------------------------------------------
-# codec
+# -------------------------------------------------------------------------------------------- codec
 
 
 def encode(obj: Any) -> dict[str, Any]:
@@ -175,8 +174,7 @@ def built(cls: type[T], data: dict[str, Any]) -> T:
     return typing.cast(T, read(cls)(data))
 
 
-# ------------------------------------------------------------------------------------------------
-# lines
+# -------------------------------------------------------------------------------------------- lines
 
 
 @dataclass(frozen=True)

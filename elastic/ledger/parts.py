@@ -36,8 +36,7 @@ _TOKEN = re.compile(rb'-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|"[0-9a-f]{8,}"')
 _HOLE, _NEWLINE = b"\0", b"\n"
 
 
-# ------------------------------------------------------------------------------------------------
-# packing
+# ------------------------------------------------------------------------------------------ packing
 
 
 def pack(text: bytes, counted: dict[str, int] | None = None) -> bytes:
@@ -137,8 +136,7 @@ def _lines(form: bytes, values: list[tuple[bytes, ...]], sealed: bool) -> Iterat
         yield text + SEALED.format(crc_of(text + b"}")).encode() if sealed else text
 
 
-# ------------------------------------------------------------------------------------------------
-# in storage
+# --------------------------------------------------------------------------------------- in storage
 
 
 @dataclass(frozen=True)

@@ -388,8 +388,7 @@ class Segments:
                 f"{why}; the journal's last lines are only in {self._path}; run it again from here"
             )
 
-    # ------------------------------------------------------------------------------------------ in
-    # the thread
+    # -------------------------------------------------------------------------------- in the thread
 
     def _follow(self) -> None:
         while True:

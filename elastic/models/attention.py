@@ -156,8 +156,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None) -> None
         )
 
 
-# ------------------------------------------------------------------------------------------ on
-# whole keys and values
+# ------------------------------------------------------------------------- on whole keys and values
 
 Documents = tuple[Tensor | None, Tensor | None]  # of the queries, of the keys
 Pair = tuple[Tensor, Tensor]  # keys, values
@@ -250,8 +249,7 @@ def _kernel(
     )
 
 
-# ------------------------------------------------------------------------------------------ over a
-# cut sequence
+# ------------------------------------------------------------------------------ over a cut sequence
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -115,8 +115,7 @@ def fill_plain_buffers(model: nn.Module) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------
-# modules
+# ------------------------------------------------------------------------------------------ modules
 
 
 def _before_blocks(model: nn.Module, blocks: str) -> tuple[list[str], list[str]]:

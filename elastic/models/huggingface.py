@@ -149,8 +149,7 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     return labels if mask is None else labels.masked_fill(mask[:, 1:] * mask[:, :-1] == 0, IGNORED)
 
 
-# ------------------------------------------------------------------------------------------------
-# the model
+# ---------------------------------------------------------------------------------------- the model
 
 
 def model_factory(config: PreTrainedConfig, folder: Path | None = None) -> Callable[[], nn.Module]:

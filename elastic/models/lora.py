@@ -170,8 +170,7 @@ def _weights(weights: Weights) -> Weights:
     return Weights(weights.path, lambda name: weights.name(base_name(name)), fresh)
 
 
-# ------------------------------------------------------------------------------------------------
-# peft's folder
+# ------------------------------------------------------------------------------------ peft's folder
 
 
 def peft_name(name: str) -> str:

@@ -38,9 +38,8 @@ from elastic.types import Job, Layout
 PER_OPTION = 0.01  # that a layout must be faster for each axis or option that it has more
 PER_GUESSED_OPTION = 0.05
 IDLE = 0.05  # that a step must be shorter where workers are left idle for it
-WAITING = (
-    0.1  # of a step, that heterogeneous GPUs may wait before layouts that cut more are looked at
-)
+# of a step, that heterogeneous GPUs may wait before layouts that cut more are looked at
+WAITING = 0.1
 N_BEST = 5  # that are looked for at least, so that the first one depends on nothing else
 MOST_FEWER, MOST_CUTS, MOST_REPLICAS = 8, 4, 4  # how many of each are looked at
 MOST_ASSIGNED = 24  # layouts of one cut whose shares among heterogeneous GPUs are worked out

@@ -92,8 +92,7 @@ def decide(state: State, now_s: float) -> Decision:
     return together(found, with_rehearsals(state, capacity(state, now_s)), look)
 
 
-# ------------------------------------------------------------------------------------------------
-# losses
+# ------------------------------------------------------------------------------------------- losses
 
 
 def _attaching(state: State, now_s: float) -> Decision:
@@ -175,8 +174,7 @@ def _rolling_forward(state: State, now_s: float) -> Decision | None:
     return Decision((order,), text, now_s + _quiesced_most_s(state))
 
 
-# ------------------------------------------------------------------------------------------------
-# generations
+# -------------------------------------------------------------------------------------- generations
 
 
 def _entering(state: State, now_s: float) -> Decision | None:

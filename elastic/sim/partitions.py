@@ -91,8 +91,7 @@ class Partitions(Generations):
         else:
             super()._step(group)
 
-    # ------------------------------------------------------------------------------------------
-    # what is heard
+    # -------------------------------------------------------------------------------- what is heard
 
     def _say(self, event: Event) -> None:
         told_by = [worker for worker in self._speakers(event) if self._lives(worker)]

@@ -92,8 +92,7 @@ class SimBackend(Partitions):
     def _stop(self, action: Stop) -> None:
         self._stopped_s = self._now_s
 
-    # ------------------------------------------------------------------------------------------
-    # faults
+    # --------------------------------------------------------------------------------------- faults
 
     def _fault(self, fault: Fault) -> None:
         if fault.kind in ("drought", "slow", "crash", "refuse", "price"):

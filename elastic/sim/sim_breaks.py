@@ -158,8 +158,7 @@ class Breaks(SimMachines):
                 )
                 self._tell(silent, self.delays.silent_s)
 
-    # ------------------------------------------------------------------------------------------
-    # survivors
+    # ------------------------------------------------------------------------------------ survivors
 
     def _abort(self, action: Abort) -> None:
         self._forming = None

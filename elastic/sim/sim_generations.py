@@ -72,8 +72,7 @@ class Generations(Breaks):
                 self._told_broken.add(event.worker)
         super()._say(event)
 
-    # ------------------------------------------------------------------------------------------
-    # generations
+    # ---------------------------------------------------------------------------------- generations
 
     def _enter(self, action: EnterPlan) -> None:
         plan = action.plan

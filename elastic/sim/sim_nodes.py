@@ -237,8 +237,7 @@ class SimMachines(Clock):
         self._machines[node_id] = SimMachine(before.node, self._now_s)
         self._tell(NodeReady(before.node))
 
-    # ------------------------------------------------------------------------------------------
-    # notices
+    # -------------------------------------------------------------------------------------- notices
 
     def _notice(
         self, node_id: str, lasts_s: float, late_s: float = 0.0, *, taken: bool = True

@@ -55,8 +55,7 @@ class S3Storage(Storage):
         }
         return S3Storage(self.uri, replace(given, **waits))
 
-    # ------------------------------------------------------------------------------------------
-    # reading
+    # -------------------------------------------------------------------------------------- reading
 
     def get(self, key: str) -> bytes:
         name = self._name(key)
@@ -133,8 +132,7 @@ class S3Storage(Storage):
     def free_bytes(self) -> int | None:
         return None
 
-    # ------------------------------------------------------------------------------------------
-    # writing
+    # -------------------------------------------------------------------------------------- writing
 
     def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
         return put_whole(self._calls, self._name(key), data, if_absent=if_absent)
@@ -164,8 +162,7 @@ class S3Storage(Storage):
     def clean_unfinished(self, older_than_s: float) -> int:
         return self._abort(self._own(), lambda begun_s, now_s: now_s - begun_s > older_than_s)
 
-    # ------------------------------------------------------------------------------------------
-    # requests
+    # ------------------------------------------------------------------------------------- requests
 
     def _name(self, key: str) -> str:
         return self._inside + checked(key)

@@ -186,8 +186,7 @@ def ratios(name: str, raw: Sequence[float], ours: Sequence[float]) -> dict[str, 
     }
 
 
-# ------------------------------------------------------------------------------------------------
-# object storage
+# ----------------------------------------------------------------------------------- object storage
 
 
 def on_s3(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
@@ -231,8 +230,7 @@ def on_s3(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
         }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------
-# stall
+# -------------------------------------------------------------------------------------------- stall
 
 
 def stall(clock: Clock, size: Size) -> dict[str, Any]:

@@ -75,8 +75,7 @@ class Changes:
     grow_s: tuple[float, ...] = ()
 
 
-# ------------------------------------------------------------------------------------------------
-# from the journal
+# --------------------------------------------------------------------------------- from the journal
 
 
 def answers(
@@ -236,8 +235,7 @@ def gaps(lines: Iterable[Line]) -> dict[int, float]:
     return {new: at_s - before_s for (before_s, old), (at_s, new) in pairwise(steps) if new > old}
 
 
-# ------------------------------------------------------------------------------------------------
-# figures
+# ------------------------------------------------------------------------------------------ figures
 
 
 def phases(name: str, found: Sequence[Transition], gaps: Mapping[int, float]) -> dict[str, float]:

@@ -147,8 +147,7 @@ def bare(mover: Mover, case: Case, warm: bool) -> Took:
     return Took(time.perf_counter() - began, sum(data.numel() for data in into.values()))
 
 
-# ------------------------------------------------------------------------------------------------
-# by way of a disk
+# --------------------------------------------------------------------------------- by way of a disk
 
 
 def by_dcp(mover: Mover, case: Case, folder: str) -> Took:
@@ -193,8 +192,7 @@ def _distributed(case: Case, cut: Cut, me: int) -> dict[str, Any]:
     return out
 
 
-# ------------------------------------------------------------------------------------------------
-# integers
+# ----------------------------------------------------------------------------------------- integers
 
 
 def least_bytes(case: Case) -> tuple[int, int]:

@@ -187,8 +187,7 @@ def write(constants: Mapping[Key, float], path: Path = KERNELS) -> None:
         table.writerows([*key, f"{value:.4g}"] for key, value in sorted(constants.items()))
 
 
-# ------------------------------------------------------------------------------------------------
-# made-up measurements
+# ----------------------------------------------------------------------------- made-up measurements
 
 ROW = {
     "source": "s", "model": "llama3-8b", "params_b": "8.03", "layers": "32", "hidden": "4096",
@@ -215,8 +214,7 @@ def published(shared: Path) -> list[Case]:
         return [case for case in cases(csv.DictReader(opened)) if case.tokens_per_s]
 
 
-# ------------------------------------------------------------------------------------------------
-# the command
+# -------------------------------------------------------------------------------------- the command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

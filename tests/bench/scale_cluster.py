@@ -193,8 +193,7 @@ class MadeUpCluster:
                 worker.say(ShardStored(plan.generation, STEPS, worker.rank, 8, 0.1))
                 worker.leave()
 
-    # ------------------------------------------------------------------------------------------ as
-    # LocalCluster
+    # ------------------------------------------------------------------------------ as LocalCluster
 
     def add(self, order: NodeOrder) -> Future[dict[str, Any]]:
         answer: Future[dict[str, Any]] = Future()
@@ -210,8 +209,7 @@ class MadeUpCluster:
     def last_words(self, pid: int) -> str:
         return ""
 
-    # ------------------------------------------------------------------------------------------ as
-    # ray
+    # --------------------------------------------------------------------------------------- as ray
 
     @property
     def util(self) -> Any:

@@ -85,8 +85,7 @@ def marked(smoke: Smoke) -> Any:
     return pytest.param(smoke, marks=marks, id=str(smoke))
 
 
-# ------------------------------------------------------------------------------------------------
-# what the page says
+# ------------------------------------------------------------------------------- what the page says
 
 
 @cache
@@ -141,8 +140,7 @@ def test_the_page_is_read(text: str, found: list[str]) -> None:
     assert documented(text) == found
 
 
-# ------------------------------------------------------------------------------------------------
-# benches and their names
+# -------------------------------------------------------------------------- benches and their names
 
 
 def knows_smoke(path: Path) -> bool:
@@ -191,8 +189,7 @@ def test_whatever_is_named_is_a_bench(text: str) -> None:
     assert all((HERE / f"{name}.py").is_file() for name in named)
 
 
-# ------------------------------------------------------------------------------------------------
-# once through
+# ------------------------------------------------------------------------------------- once through
 
 
 def left_of(mark: str) -> list[str]:

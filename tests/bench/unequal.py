@@ -143,8 +143,7 @@ def run(clock: Clock, what: dict[str, Any], warm: int, least: int) -> list[Line]
         return settled(trial, warm, least)
 
 
-# ------------------------------------------------------------------------------------------------
-# the best static split
+# ---------------------------------------------------------------------------- the best static split
 
 
 def splits(total: int, n: int) -> Iterator[tuple[int, ...]]:
@@ -164,8 +163,7 @@ def piped_s(layers: Sequence[int], batch: int, speeds: Sequence[float], unit_s: 
     return (batch - 1) * max(each) + sum(each)
 
 
-# ------------------------------------------------------------------------------------------------
-# parts
+# -------------------------------------------------------------------------------------------- parts
 
 
 def shared(clock: Clock, size: Size, part: str) -> dict[str, Any]:

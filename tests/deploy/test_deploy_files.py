@@ -45,8 +45,7 @@ def actions(found: dict[str, Any]) -> list[str]:
     return [found["Action"]] if isinstance(found["Action"], str) else found["Action"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# IAM
+# ---------------------------------------------------------------------------------------------- IAM
 
 
 @pytest.mark.parametrize("file", POLICIES, ids=lambda file: file.stem)
@@ -172,8 +171,7 @@ def test_the_policies_fit_the_cluster_files() -> None:
             assert node_type.node_config["IamInstanceProfile"] == {"Name": wanted}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Kubernetes
+# --------------------------------------------------------------------------------------- Kubernetes
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
@@ -274,8 +272,7 @@ def test_both_manifests_describe_the_same_cluster() -> None:
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]
 
 
-# ----------------------------------------------------------------------------------------------------
-# the image
+# ---------------------------------------------------------------------------------------- the image
 
 
 def recipe() -> list[tuple[str, str]]:

@@ -116,8 +116,7 @@ def off_by(found: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------
-# the text
+# ----------------------------------------------------------------------------------------- the text
 
 
 def test_the_diff_of_the_page_is_that_of_its_scripts_and_small() -> None:
@@ -161,8 +160,7 @@ def test_every_field_of_ray_train_is_on_the_page() -> None:
                 assert f"{field.name}`" in text, f"{kind.__name__}.{field.name}"
 
 
-# ------------------------------------------------------------------------------------------------
-# the scripts
+# -------------------------------------------------------------------------------------- the scripts
 
 
 @pytest.mark.whole

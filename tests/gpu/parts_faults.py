@@ -172,8 +172,7 @@ def faults(tell: Tell, cpu: bool, seconds: float) -> None:
         guarded(tell, partial(with_worker_group, partial(_sticky, tell)), *endless)
 
 
-# ------------------------------------------------------------------------------------------------
-# certify
+# ------------------------------------------------------------------------------------------ certify
 
 
 def certify(tell: Tell, cpu: bool, seconds: float) -> None:

@@ -46,8 +46,7 @@ def timed(work: Callable[[], Any], device: Any, n: int = 3) -> float:
     return median(took[1:])
 
 
-# ------------------------------------------------------------------------------------------------
-# pinned memory
+# ------------------------------------------------------------------------------------ pinned memory
 
 
 def pin(sizes: list[int], cpu: bool) -> dict[str, dict[str, float]]:
@@ -106,8 +105,7 @@ def _pinned(tell: Tell, cpu: bool, seconds: float) -> None:
                 tell(f"pin.{name}.{size}.{key}", value)
 
 
-# ------------------------------------------------------------------------------------------------
-# copies
+# ------------------------------------------------------------------------------------------- copies
 
 
 def _copies(tell: Tell, cpu: bool) -> None:
@@ -143,8 +141,7 @@ def _allocated(cpu: bool) -> int:
     return 0 if cpu else torch.cuda.memory_allocated()
 
 
-# ------------------------------------------------------------------------------------------------ a
-# killed process
+# --------------------------------------------------------------------------------- a killed process
 
 
 def _holds(pipe: Any, n_bytes: int) -> None:
@@ -184,8 +181,7 @@ def memory(tell: Tell, cpu: bool, seconds: float) -> None:
     guarded(tell, partial(_copies, tell, cpu), partial(_pinned, tell, cpu, seconds))
 
 
-# ------------------------------------------------------------------------------------------------
-# digest, sums, packs
+# ------------------------------------------------------------------------------ digest, sums, packs
 
 
 def digest(tell: Tell, cpu: bool, seconds: float) -> None:

@@ -117,8 +117,7 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-# ------------------------------------------------------------------------------------------------
-# what ranks do
+# ------------------------------------------------------------------------------------ what ranks do
 
 
 def _hang(rank: int, talk: Any, port: int, pid: int, cpu: bool) -> None:
@@ -230,8 +229,7 @@ def _first_batch(rank: int, talk: Any, port: int, pid: int, cpu: bool, cold: boo
         talk.send(("freed_s", sent.since(began)))
 
 
-# ------------------------------------------------------------------------------------------------
-# the part nccl
+# ------------------------------------------------------------------------------------ the part nccl
 
 
 def _one(tell: Tell, cpu: bool, name: str, n: int, what: tuple[Any, ...]) -> None:
@@ -286,8 +284,7 @@ def nccl(tell: Tell, cpu: bool, seconds: float) -> None:
     all_bounded(works, tell, AT_ONCE, min(EACH_S, seconds))
 
 
-# ------------------------------------------------------------------------------------------------
-# the part generations
+# ----------------------------------------------------------------------------- the part generations
 
 
 def _lives(rank: int, talk: Any, port: int, pid: int, cpu: bool, ends_s: float) -> None:

@@ -46,8 +46,7 @@ def test_each_has_a_result_and_what_was_caught_once_is_caught() -> None:
     assert not lost, f"caught before, missed now: {lost}"
 
 
-# ------------------------------------------------------------------------------------------ a small
-# project
+# ---------------------------------------------------------------------------------- a small project
 
 
 CODE = """

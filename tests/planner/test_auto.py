@@ -85,8 +85,7 @@ def chosen(
     return plan_layout(model, Job.from_plain(job), nodes, limits=limits)
 
 
-# ------------------------------------------------------------------------------------------ known
-# answers
+# ------------------------------------------------------------------------------------ known answers
 
 
 def test_a_small_model_is_sharded_and_gathered_once_a_step_where_there_is_room() -> None:
@@ -232,8 +231,7 @@ def test_what_did_not_fit_is_followed_by_less_at_once() -> None:
     assert needs == sorted(set(needs), reverse=True) and len(needs) == 4
 
 
-# ------------------------------------------------------------------------------------------
-# formulas
+# ----------------------------------------------------------------------------------------- formulas
 
 
 def test_what_cuts_activations() -> None:
@@ -323,8 +321,7 @@ def test_gathered_parameters_by_stage() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ any
-# model on any nodes
+# --------------------------------------------------------------------------- any model on any nodes
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 PINS = st.sampled_from(

@@ -81,8 +81,7 @@ def faster(chip: HardwareProfile, name: str, times: float) -> HardwareProfile:
     return replace(chip, **{name: getattr(chip, name) * times})
 
 
-# ------------------------------------------------------------------------------------------ one
-# layout
+# --------------------------------------------------------------------------------------- one layout
 
 
 @pytest.mark.slow
@@ -187,8 +186,7 @@ def test_twice_all_rates_and_half_of_all_latencies_is_half_the_time(
     assert found[1] == pytest.approx(found[0] / 2, rel=1e-9)
 
 
-# ------------------------------------------------------------------------------------------ a
-# search
+# ----------------------------------------------------------------------------------------- a search
 
 nodes = st.sampled_from([1, 2])
 batches = st.sampled_from([16, 32])
@@ -284,8 +282,7 @@ def test_equal_gpus_have_equal_shares_wherever_they_come_from() -> None:
     assert offer.layout == best(SMALL, group(n_nodes=4)).layout
 
 
-# ------------------------------------------------------------------------------------------ nothing
-# is lost by leaving out
+# ------------------------------------------------------------------- nothing is lost by leaving out
 
 AIMS = (Aim(), Aim("cheapest"), Aim("deadline", tokens=1e10, deadline_h=20.0))
 PRICES = {"H100-80GB-SXM": 90.0, "A100-80GB-SXM": 30.0, "L40S-48GB": 12.0}

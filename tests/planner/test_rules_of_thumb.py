@@ -60,8 +60,7 @@ def test_a_fixed_global_batch_scales_less() -> None:
     assert 0.5 < many.tokens_per_s / few.tokens_per_s / 32 < 0.95
 
 
-# ------------------------------------------------------------------------------------------
-# networks
+# ----------------------------------------------------------------------------------------- networks
 
 
 @pytest.mark.slow
@@ -93,8 +92,7 @@ def test_pipelines_need_the_network_least(gbps: float) -> None:
     assert found.parts["pp"] / found.step_s < 0.1
 
 
-# ------------------------------------------------------------------------------------------ what
-# fits
+# ---------------------------------------------------------------------------------------- what fits
 
 
 def with_adapters(model: Decoder) -> ModelProfile:

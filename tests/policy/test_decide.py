@@ -45,8 +45,7 @@ def prepared(decision: Decision) -> list[str]:
     return [order.node_id for order in orders(decision, Prepare)]
 
 
-# ------------------------------------------------------------------------------------------ start
-# and growth
+# --------------------------------------------------------------------------------- start and growth
 
 
 def test_a_run_starts_with_requests_then_prepares_then_enters() -> None:
@@ -460,8 +459,7 @@ def test_a_node_that_tokenises_for_an_hour_is_not_put_aside() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ the
-# driver comes back
+# ---------------------------------------------------------------------------- the driver comes back
 
 
 def attached(story: Story) -> None:

@@ -70,8 +70,7 @@ def choice(n_nodes: int) -> Choice:
     return Choice(made.layout, made.ranks, made.samples, made.layers, 1, 0, 0)
 
 
-# ------------------------------------------------------------------------------------------------
-# each piece
+# --------------------------------------------------------------------------------------- each piece
 
 
 def a_lead(n: int) -> Work:
@@ -147,8 +146,7 @@ def test_so_do_the_calls(piece: Callable[[int], Work]) -> None:
     assert growth(piece, 8, 32, calls) < WORK
 
 
-# ------------------------------------------------------------------------------------------------
-# looks
+# -------------------------------------------------------------------------------------------- looks
 
 
 def test_a_look_with_a_notice_pending_grows_with_the_cluster_and_forecasts_the_move_once(
@@ -200,8 +198,7 @@ def test_another_move_is_forecast_anew() -> None:
     assert fewer is not None and fewer.links != first.links
 
 
-# ------------------------------------------------------------------------------------------------
-# what follows from a plan
+# ------------------------------------------------------------------------- what follows from a plan
 
 
 def test_what_follows_from_a_plan_is_made_once_and_travels_with_none_of_its_copies() -> None:

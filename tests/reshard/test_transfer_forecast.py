@@ -196,8 +196,7 @@ def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch
         )
 
 
-# ------------------------------------------------------------------------------------------ beside
-# torch's memory
+# ---------------------------------------------------------------------------- beside torch's memory
 
 GIB = 1 << 30
 

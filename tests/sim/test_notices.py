@@ -140,8 +140,7 @@ def test_a_death_before_the_deadline_is_a_loss_and_a_short_job_never_moves() -> 
     assert causes(journal) == ["start"]
 
 
-# ------------------------------------------------------------------------------------------ at
-# random
+# ---------------------------------------------------------------------------------------- at random
 
 times = st.floats(START_S, 80.0, allow_nan=False)
 nodes = st.integers(0, N_NODES - 1)

@@ -28,8 +28,7 @@ def storage(request: pytest.FixtureRequest) -> Storage:
     return found
 
 
-# ------------------------------------------------------------------------------------------------
-# both
+# --------------------------------------------------------------------------------------------- both
 
 
 def test_put_get_list_delete(storage: Storage) -> None:
@@ -137,8 +136,7 @@ def test_of_16_racing_writers_one_wins(storage: Storage) -> None:
         file.write(b"other")
 
 
-# ------------------------------------------------------------------------------------------------
-# s3 alone
+# ----------------------------------------------------------------------------------------- s3 alone
 
 
 def test_a_stream_of_many_parts(s3: S3Storage, proxy: FaultyProxy, small_parts: int) -> None:

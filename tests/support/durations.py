@@ -104,8 +104,7 @@ def slower(seconds: Mapping[str, float], known: Mapping[str, list[float]]) -> li
     ]
 
 
-# ------------------------------------------------------------------------------------------ the
-# record
+# --------------------------------------------------------------------------------------- the record
 
 
 def merged(known: Mapping[str, list[float]], new: Mapping[str, float]) -> dict[str, list[float]]:

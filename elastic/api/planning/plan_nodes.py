@@ -174,8 +174,7 @@ def nodes_of(texts: Sequence[str]) -> dict[str, int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------ GPUs by
-# kind
+# ------------------------------------------------------------------------------------- GPUs by kind
 
 
 def of_asked(asked: GpuRequest, cloud: str = "") -> MachineGroup:

@@ -181,8 +181,7 @@ def _data_bound(offer: Offer, subject: Subject, machines: Sequence[MachineGroup]
     ]
 
 
-# ------------------------------------------------------------------------------------------ side by
-# side
+# ------------------------------------------------------------------------------------- side by side
 
 
 def what_if(

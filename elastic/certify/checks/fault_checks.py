@@ -67,8 +67,7 @@ CONTENT = Bound(
 )
 
 
-# ------------------------------------------------------------------------------------------------ a
-# hung collective
+# -------------------------------------------------------------------------------- a hung collective
 
 
 def abort_layouts(n: int) -> list[Layout]:
@@ -142,8 +141,7 @@ def leave(worker_pool: WorkerPool, plan: Plan) -> None:
     worker_pool.left(plan, plan.ranks, broken=True)
 
 
-# ------------------------------------------------------------------------------------------------
-# kill, growth, notice
+# ----------------------------------------------------------------------------- kill, growth, notice
 
 
 @dataclass

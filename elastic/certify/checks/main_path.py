@@ -360,8 +360,7 @@ class Trial:
         remote_processes.end_actors(namespace)
         return left
 
-    # ------------------------------------------------------------------------------------------ the
-    # run
+    # -------------------------------------------------------------------------------------- the run
 
     def _start(self) -> None:
         job = self.folder / "job"

@@ -151,8 +151,7 @@ def why_no_train(place: Place) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# nodes of its own
+# --------------------------------------------------------------------------------- nodes of its own
 
 
 @contextmanager
@@ -180,8 +179,7 @@ def _pools() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ a
-# loop script, a driver
+# -------------------------------------------------------------------------- a loop script, a driver
 
 
 def _loop(lab: Lab, limit: Limit) -> Iterator[Check]:
@@ -256,8 +254,7 @@ def _objects(run: Storage) -> Check:
     return judge(OBJECTS, figures, [COPIES, DAMAGED, *again.bounds])
 
 
-# ------------------------------------------------------------------------------------------------
-# torchrun
+# ----------------------------------------------------------------------------------------- torchrun
 
 
 def _torchrun(lab: Lab, limit: Limit) -> Iterator[Check]:
@@ -296,8 +293,7 @@ def _torchrun(lab: Lab, limit: Limit) -> Iterator[Check]:
     yield judge(TORCHRUN, figures, [FINISHED, LOSS, DAMAGED])
 
 
-# ------------------------------------------------------------------------------------------------
-# Ray Train
+# ---------------------------------------------------------------------------------------- Ray Train
 
 
 def _ray_train(lab: Lab, limit: Limit) -> Iterator[Check]:
@@ -349,8 +345,7 @@ def next_loss(folder: str, step: int) -> float:
         )
 
 
-# ------------------------------------------------------------------------------------------------ a
-# plain script
+# ----------------------------------------------------------------------------------- a plain script
 
 
 def _restarted(lab: Lab, limit: Limit) -> Iterator[Check]:

@@ -99,8 +99,7 @@ def memory(dry: bool) -> Figures:
     return out_of_memory(*(("tiny", 8) if dry else ("300m", 256)))
 
 
-# ------------------------------------------------------------------------------------------------
-# parts, for tests/gpu too
+# ------------------------------------------------------------------------- parts, for tests/gpu too
 
 
 def make_room(dry: bool) -> None:

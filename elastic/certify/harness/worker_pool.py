@@ -79,8 +79,7 @@ class WorkerPool:
             member.pipe.close()
         self._members, self._stores = [], {}
 
-    # ------------------------------------------------------------------------------------------
-    # orders
+    # --------------------------------------------------------------------------------------- orders
 
     def open(self, job: Mapping[str, Any], run: str) -> None:
         """New sessions for a job, each a node of its own; those that ended are started again.
@@ -142,8 +141,7 @@ class WorkerPool:
     def _member(self, worker: WorkerId) -> Member:
         return self._members[self.workers.index(worker)]
 
-    # ------------------------------------------------------------------------------------------
-    # news
+    # ----------------------------------------------------------------------------------------- news
 
     def events(self, kind: type[E], generation: int | None = None) -> list[E]:
         return [

@@ -159,8 +159,7 @@ class RayBackend:
         ]
         self._end(self.before.elsewhere(dict(self.nodes)))
 
-    # ------------------------------------------------------------------------------------------
-    # Backend
+    # -------------------------------------------------------------------------------------- Backend
 
     def now_s(self) -> float:
         """Epoch seconds that never go back."""
@@ -230,8 +229,7 @@ class RayBackend:
         self.stores.clear()
         self.hold.close()
 
-    # ------------------------------------------------------------------------------------------
-    # orders
+    # --------------------------------------------------------------------------------------- orders
 
     def _request(self, action: RequestNodes) -> None:
         self.provider.request(action.pool, action.count, action.request_id)
@@ -316,8 +314,7 @@ class RayBackend:
         self._stopped = True
         self.close()
 
-    # ------------------------------------------------------------------------------------------
-    # what comes in
+    # -------------------------------------------------------------------------------- what comes in
 
     def _round(self, until_s: float | None) -> list[Event]:
         events, self._early = self._early, []
@@ -487,8 +484,7 @@ class RayBackend:
                 self.cloud_feed.notices.also(event)
         return events
 
-    # ------------------------------------------------------------------------------------------ the
-    # rest
+    # ------------------------------------------------------------------------------------- the rest
 
     def _pool(self, name: str) -> Pool:
         return next(pool for pool in self.run.pools if pool.name == name)

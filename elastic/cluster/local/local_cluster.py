@@ -249,8 +249,7 @@ def _environment(python_path: Sequence[str]) -> dict[str, str]:
     return {**WORKER_ENVIRONMENT, **inherited, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
 
-# -------------------------------------------------------------------------------------- the cluster
-# process
+# ------------------------------------------------------------------------------ the cluster process
 
 
 class _Nodes:

@@ -153,8 +153,7 @@ class AutoscalerAgent:
         kind = type_of(pool, self._types) if self._types is not None else None
         return kind.name if kind else pool.name
 
-    # ------------------------------------------------------------------------------------------
-    # what it does by itself
+    # ----------------------------------------------------------------------- what it does by itself
 
     def _run(self) -> None:
         boundary = ThreadBoundary(log, "watching the cluster's nodes")

@@ -295,8 +295,7 @@ def workers_of(found: RayNode, pool: Pool) -> int:
     return min(found.cpus, pool.gpus_per_node)
 
 
-# ------------------------------------------------------------------------------------------ which
-# nodes live
+# --------------------------------------------------------------------------------- which nodes live
 
 
 class Survey:

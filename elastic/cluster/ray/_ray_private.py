@@ -177,8 +177,7 @@ def answer_preemption_info(ask: Callable[[], dict[str, Any] | None]) -> None:
     set_train_fn_utils(Answers())
 
 
-# ------------------------------------------------------------------------------------------ the
-# autoscaler
+# ----------------------------------------------------------------------------------- the autoscaler
 
 
 @dataclass(frozen=True)

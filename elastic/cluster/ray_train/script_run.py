@@ -144,8 +144,7 @@ class ScriptRun:
                 self._close()
         return self.script
 
-    # ------------------------------------------------------------------------------------------
-    # begin and end
+    # -------------------------------------------------------------------------------- begin and end
 
     def _connect(self) -> None:
         self._anchor_s = time.time() - time.monotonic()
@@ -205,8 +204,7 @@ class ScriptRun:
         """Epoch seconds that never go back."""
         return self._anchor_s + time.monotonic()
 
-    # ------------------------------------------------------------------------------------------ the
-    # loop
+    # ------------------------------------------------------------------------------------- the loop
 
     def _loop(self, asked: list[str]) -> None:
         script = self.script
@@ -291,8 +289,7 @@ class ScriptRun:
         if self.journal.due_at_s is not None and now_s >= self.journal.due_at_s:
             self.journal.flush()
 
-    # ------------------------------------------------------------------------------------------
-    # nodes
+    # ---------------------------------------------------------------------------------------- nodes
 
     def _nodes(self, now_s: float) -> None:
         for event in self.provider.news(self.survey.alive):
@@ -398,8 +395,7 @@ class ScriptRun:
             self.provider.request(pool.name, 1, request_id)
         self.script.log.append(Decision(tuple(actions), text))
 
-    # ------------------------------------------------------------------------------------------ Ray
-    # Train
+    # ------------------------------------------------------------------------------------ Ray Train
 
     def _first_group(self, now_s: float) -> None:
         if self.fit.started or (self._requests and now_s - self._began_s < FIRST_NODES_S):

@@ -149,8 +149,7 @@ class ScriptState:
     log: list[tuple[float, Event] | Decision] = field(default_factory=list)
     orders: list[ScriptOrder] = field(default_factory=list)
 
-    # ------------------------------------------------------------------------------------------
-    # nodes
+    # ---------------------------------------------------------------------------------------- nodes
 
     def node(self, event: Event, at_s: float) -> None:
         """Something about a node was found out."""
@@ -208,8 +207,7 @@ class ScriptState:
         places = [WorkerId(node.node_id, k) for node in self.staying for k in range(node.gpus)]
         return places[: self.needs.max_workers]
 
-    # ------------------------------------------------------------------------------------------
-    # words
+    # ---------------------------------------------------------------------------------------- words
 
     def heard(self, word: ScriptMessage, node_id: str = "") -> None:
         """From a supervisor; `node_id`: that of a Hello. Words of an older group do not count."""
@@ -283,8 +281,7 @@ class ScriptState:
         self.group.entered_s = self.group.told_s = at_s
         self.log.append((at_s, PlanEntered(self.generation, step)))
 
-    # ------------------------------------------------------------------------------------------
-    # what follows
+    # --------------------------------------------------------------------------------- what follows
 
     def look(self, now_s: float, silent_s: Mapping[tuple[int, int], float]) -> None:
         """`silent_s`: how long each (group, rank) has not spoken."""
@@ -482,8 +479,7 @@ class ScriptState:
         )  # fmt: skip
         self.log.append(Decision((EnterPlan(self.plan),), text))
 
-    # ------------------------------------------------------------------------------------------
-    # orders from outside
+    # -------------------------------------------------------------------------- orders from outside
 
     def go(self) -> None:
         """Nodes are released and counted again: Ray Train may start the next group."""

@@ -85,8 +85,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ------------------------------------------------------------------------------------------------
-# ScalingConfig
+# ------------------------------------------------------------------------------------ ScalingConfig
 
 _SCALING_WHY = {
     "use_tpu": "elastic trains on CPUs and NVIDIA GPUs; leave it out",
@@ -229,8 +228,7 @@ def connected(address: str | None) -> Iterator[str | None]:
             ray.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------
-# RunConfig
+# ---------------------------------------------------------------------------------------- RunConfig
 
 _RUN_WHY = {
     "storage_filesystem": "give storage_path as a folder or an s3:// URI; "
@@ -287,8 +285,7 @@ def _kept(checkpoints: Any) -> dict[str, Any]:
     return {"keep_every": 1} if n is None else {"keep_best": n, "keep_last": 1}
 
 
-# ------------------------------------------------------------------------------------------------
-# inside a TorchTrainer
+# ---------------------------------------------------------------------------- inside a TorchTrainer
 
 
 def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,8 +336,7 @@ def _report(copy: Any) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Result
+# ------------------------------------------------------------------------------------------- Result
 
 
 @dataclass(frozen=True)

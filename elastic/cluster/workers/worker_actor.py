@@ -188,8 +188,7 @@ class Worker:
         self.epoch = epoch
         self.polled_at = max(self.polled_at, time.monotonic())
 
-    # ------------------------------------------------------------------------------------------
-    # without a driver
+    # ----------------------------------------------------------------------------- without a driver
 
     def _watch_driver(self) -> None:
         """A time in which this process itself did not run does not count: the driver may have

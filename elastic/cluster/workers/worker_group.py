@@ -108,8 +108,7 @@ class WorkerGroup:
     _held: dict[str, list[Callable[[], Any]]] = field(default_factory=dict)
     _closed: bool = False
 
-    # ------------------------------------------------------------------------------------------ who
-    # is there
+    # --------------------------------------------------------------------------------- who is there
 
     def workers(self, node_id: str | None = None) -> list[WorkerId]:
         with self._lock:
@@ -273,8 +272,7 @@ class WorkerGroup:
         for worker in self.workers(node_id):
             self._members[worker].ray_id = ray_id
 
-    # ------------------------------------------------------------------------------------------
-    # partitions
+    # ----------------------------------------------------------------------------------- partitions
 
     def cut(self, node_id: str, for_s: float) -> bool:
         """A drill: this driver does not reach that node for so long. Its workers are not heard, and
@@ -298,8 +296,7 @@ class WorkerGroup:
             for order in self._held.pop(node_id, []):
                 order()
 
-    # ------------------------------------------------------------------------------------------
-    # orders and answers
+    # --------------------------------------------------------------------------- orders and answers
 
     def order(self, worker: WorkerId, order: Any) -> bool:
         """Gives a worker a WorkerOrder, or what Ray keeps one under; False = there is no such
@@ -390,8 +387,7 @@ class WorkerGroup:
         member.pid, member.generation = beat.pid, beat.generation or member.generation
         return PollAnswer(worker, beat, messages)
 
-    # ------------------------------------------------------------------------------------------
-    # ends
+    # ----------------------------------------------------------------------------------------- ends
 
     def forget(self, worker: WorkerId) -> None:
         with self._lock:

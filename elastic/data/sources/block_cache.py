@@ -87,8 +87,7 @@ class BlockCache:
                 f"({FOLDER})"
             ) from error
 
-    # ------------------------------------------------------------------------------------------
-    # blocks
+    # --------------------------------------------------------------------------------------- blocks
 
     def read(self, file: Remote, offset: int, length: int) -> bytes:
         """Bytes offset .. offset+length of a file; fewer when it ends before. Raises what its
@@ -172,8 +171,7 @@ class BlockCache:
             return
         self._make_room(len(data) + SUM_BYTES)
 
-    # ------------------------------------------------------------------------------------------ the
-    # limit
+    # ------------------------------------------------------------------------------------ the limit
 
     def _make_room(self, n_bytes: int) -> None:
         with self._lock("bytes"):
@@ -216,8 +214,7 @@ class BlockCache:
                 total -= size
         return total
 
-    # ------------------------------------------------------------------------------------------
-    # what is built once
+    # --------------------------------------------------------------------------- what is built once
 
     def once(self, name: str, build: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
         """The folder built/<name>; where `whole` does not say that it is whole, `build` fills it,

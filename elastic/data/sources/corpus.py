@@ -195,8 +195,7 @@ def _npy_head(files: Files, n: int) -> tuple[int, np.dtype[Any]]:
     return head.tell(), kind
 
 
-# ------------------------------------------------------------------------------------------------
-# tokenized once
+# ----------------------------------------------------------------------------------- tokenized once
 
 
 class Tokenizer(Protocol):

@@ -199,8 +199,7 @@ def _day(pool: Data) -> str:
     return found[1] if found else ""
 
 
-# ------------------------------------------------------------------------------------------ side by
-# side
+# ------------------------------------------------------------------------------------- side by side
 
 
 def what_if(data: Data) -> list[str]:
@@ -362,8 +361,7 @@ def _answered(data: Data) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------------
-# predictions, measured
+# ---------------------------------------------------------------------------- predictions, measured
 
 
 SCORED = ("ROW", "MODEL", "GPUS", "LAYOUT", "MEASURED", "PREDICTED", "ERROR")
@@ -394,8 +392,7 @@ def scored(data: Data, rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------ numbers
-# as words
+# --------------------------------------------------------------------------------- numbers as words
 
 
 def memory_bar(n_bytes: float, room_bytes: float) -> str:

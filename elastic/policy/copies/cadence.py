@@ -73,8 +73,7 @@ def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> i
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# while a plan runs
+# -------------------------------------------------------------------------------- while a plan runs
 
 
 def adjust(state: State, now_s: float) -> Decision | None:

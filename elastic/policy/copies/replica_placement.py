@@ -137,8 +137,7 @@ def holders(
     return out
 
 
-# ------------------------------------------------------------------------------------------------
-# what a plan gets
+# --------------------------------------------------------------------------------- what a plan gets
 
 
 def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:

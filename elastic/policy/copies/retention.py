@@ -133,8 +133,7 @@ def _rules(state: State) -> str:
     return ", ".join(f"{key}={value:g}" for key, value in keys.items() if value)
 
 
-# ------------------------------------------------------------------------------------------------
-# folds
+# -------------------------------------------------------------------------------------------- folds
 
 
 def _evaluated(state: State, event: Evaluated, at_s: float) -> State:

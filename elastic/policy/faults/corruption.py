@@ -68,8 +68,7 @@ def put_aside(state: State, now_s: float) -> Decision | None:
 GONE = ("lost", "quarantined")
 
 
-# ------------------------------------------------------------------------------------------------
-# fold
+# --------------------------------------------------------------------------------------------- fold
 
 
 def _wrong_numbers(state: State, event: WrongNumbers, at_s: float) -> State:

@@ -79,8 +79,7 @@ def start_s(state: State, pool: str, prior_s: float = START_PRIOR_S) -> float:
     return of(state, pool).start_s or prior_s
 
 
-# ------------------------------------------------------------------------------------------------
-# fold
+# --------------------------------------------------------------------------------------------- fold
 
 
 def _with(state: State, pool: str, seen: PoolSeen) -> State:

@@ -131,8 +131,7 @@ def _shared(
     return found
 
 
-# ------------------------------------------------------------------------------------------------
-# what there is
+# ------------------------------------------------------------------------------------ what there is
 
 
 def there(state: State) -> list[Node]:
@@ -195,8 +194,7 @@ def least_workers(state: State) -> int:
     return max(least, ceil(ModelCost.of(state.model).state_bytes / (USABLE * memory)))
 
 
-# ------------------------------------------------------------------------------------------------
-# the floor
+# ---------------------------------------------------------------------------------------- the floor
 
 
 def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
@@ -251,8 +249,7 @@ def expected_loss_share(state: State) -> float:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# falling back
+# ------------------------------------------------------------------------------------- falling back
 
 
 def fall_back(state: State, now_s: float) -> OnDemandNeed:

@@ -118,8 +118,7 @@ def _beyond(state: State, nodes: list[Node], now_s: float) -> list[Node]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------
-# back to spot
+# ------------------------------------------------------------------------------------- back to spot
 
 
 def back_to_spot(state: State, now_s: float) -> Decision | None:

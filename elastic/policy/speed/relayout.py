@@ -108,8 +108,7 @@ def _share(state: State, busy_s: float) -> float:
     return max(0.1, compute_s(state, busy_s) / step_s) if step_s else 1.0
 
 
-# ------------------------------------------------------------------------------------------------
-# another arrangement
+# ------------------------------------------------------------------------------ another arrangement
 
 
 def _best(
@@ -218,8 +217,7 @@ def _may_go(state: State, node_id: str) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------------ a
-# node that is not worth it
+# ---------------------------------------------------------------------- a node that is not worth it
 
 
 def _slowest(state: State, plan: Plan, now_s: float) -> Node | None:

@@ -160,8 +160,7 @@ def compute_s(state: State, busy_s: float) -> float:
     return min(step_s, 3 * busy_s) if step_s else 3 * busy_s
 
 
-# ------------------------------------------------------------------------------------------------
-# the two rules
+# ------------------------------------------------------------------------------------ the two rules
 
 
 def _at_once(state: State, plan: Plan, load: Load) -> tuple[tuple[int, ...], float, str] | None:
@@ -234,8 +233,7 @@ def _units_at(windows: Sequence[Window], times: Sequence[float]) -> list[float]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------
-# shares
+# ------------------------------------------------------------------------------------------- shares
 
 
 def assigned_shares(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
@@ -293,8 +291,7 @@ def memory_of(state: State, node_id: str) -> int:
     return gpu_bytes(state, state.pool(node.pool)) if node else 0
 
 
-# ------------------------------------------------------------------------------------------------
-# words
+# -------------------------------------------------------------------------------------------- words
 
 
 def slow_ones(state: State, plan: Plan, now_s: float) -> str:

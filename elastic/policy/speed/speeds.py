@@ -82,8 +82,7 @@ def remembered(moved: tuple[Moved, ...], state: State, at_s: float) -> tuple[Mov
     return (*recent(moved, at_s), Moved(at_s, measured_steps(state)))
 
 
-# ------------------------------------------------------------------------------------------------
-# rates
+# -------------------------------------------------------------------------------------------- rates
 
 
 def rates(state: State, nodes: Sequence[Node]) -> dict[WorkerId, float] | None:
@@ -158,8 +157,7 @@ def kinds(state: State) -> dict[str, tuple[Any, ...]]:
     return made
 
 
-# ------------------------------------------------------------------------------------------------
-# who is slow
+# -------------------------------------------------------------------------------------- who is slow
 
 
 def times_slower(state: State) -> dict[WorkerId, float]:
@@ -228,8 +226,7 @@ def _how_long(windows: Sequence[Window], now_s: float) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# fold
+# --------------------------------------------------------------------------------------------- fold
 
 
 def _ranks_timed(state: State, event: RanksTimed, at_s: float) -> State:

@@ -166,8 +166,7 @@ class Checkpoint:
                 self._storage.forget(note.name)  # others have more use for that memory
         return out
 
-    # ------------------------------------------------------------------------------------------
-    # what to read
+    # --------------------------------------------------------------------------------- what to read
 
     def _add(self, name: str, entry: BlobEntry) -> None:
         box = entry.box
@@ -210,8 +209,7 @@ class Checkpoint:
                 "other model?"
             )
 
-    # ------------------------------------------------------------------------------------------
-    # reading
+    # -------------------------------------------------------------------------------------- reading
 
     def _read_run(self, run: Sequence[_Piece]) -> None:
         """Blobs that lie one after the other in a file."""

@@ -174,8 +174,7 @@ class Saving:
     def close(self) -> None:
         self._pool.shutdown(wait=False)
 
-    # ------------------------------------------------------------------------------------------
-    # behind the steps
+    # ----------------------------------------------------------------------------- behind the steps
 
     def _keep(self, plan: Plan, state: TrainState, copy: BoundaryCopy) -> None:
         """Replicas hold the newest copy until the next, to write for each other; others would pay a

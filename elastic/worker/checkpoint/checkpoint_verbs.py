@@ -91,8 +91,7 @@ def chosen(run: Storage, step: int | None) -> checkpoint_index.CheckpointInfo:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# export
+# ------------------------------------------------------------------------------------------- export
 
 
 def tied_names(specs: Iterable[TensorSpec]) -> dict[str, str]:
@@ -195,8 +194,7 @@ def parts_of(spec: TensorSpec) -> Iterator[Box]:
         yield Box(spec.fqn, (start, *whole.offsets[1:]), (n, *spec.shape[1:]), spec.dtype)
 
 
-# ------------------------------------------------------------------------------------------------
-# import
+# ------------------------------------------------------------------------------------------- import
 
 
 class Tensors(Protocol):
@@ -427,8 +425,7 @@ def _items(
                 yield box, torch.full(box.sizes, first.get(spec.fqn, 0.0), dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------
-# remove
+# ------------------------------------------------------------------------------------------- remove
 
 
 def remove(run: Storage, step: int, force: bool = False) -> list[str]:

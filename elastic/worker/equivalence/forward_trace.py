@@ -141,8 +141,7 @@ class Tracer:
         self.most_operations = sys.maxsize
         self.autocast: list[str] = []  # types that it would compute in where the operation is
 
-    # ------------------------------------------------------------------------------------------
-    # labels
+    # --------------------------------------------------------------------------------------- labels
 
     def label(self, tensor: Tensor, labels: Labels) -> None:
         self.kept.append(tensor)
@@ -169,8 +168,7 @@ class Tracer:
         if name in self.persistent or self.of_samples(labels):
             self.found.written[name] = self.found.written.get(name, NONE) | labels
 
-    # ------------------------------------------------------------------------------------------
-    # the pass
+    # ------------------------------------------------------------------------------------- the pass
 
     def run(self, first: Any, keywords: Mapping[str, Any]) -> Followed:
         """Calls the model in training mode, without gradients. `first`: its positional input.
@@ -245,8 +243,7 @@ class Tracer:
 
         return hook
 
-    # ------------------------------------------------------------------------------------------
-    # operations
+    # ----------------------------------------------------------------------------------- operations
 
     def value(self, tensor: Tensor, real: Any) -> Any:
         """What Python is told that asks for a value."""

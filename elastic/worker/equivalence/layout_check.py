@@ -239,8 +239,7 @@ def _largest_tp(
     return 0, ()
 
 
-# ------------------------------------------------------------------------------------------------
-# what it was found of
+# ----------------------------------------------------------------------------- what it was found of
 
 
 _read: set[str] = set()  # files that were opened since `note_reads`

@@ -197,8 +197,7 @@ def _pass(
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# what every layout must allow
+# --------------------------------------------------------------------- what every layout must allow
 
 
 def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:

@@ -204,8 +204,7 @@ class loop:
         return None if evaluate is None else lambda model, batch: evaluate(model, given(batch))
 
 
-# ------------------------------------------------------------------------------------------------
-# inside the loop
+# ---------------------------------------------------------------------------------- inside the loop
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,7 @@ def _instead(asked: str, frames: Sequence[str]) -> str:
     return f"ray.train's {prepare or asked} has no meaning in elastic.loop, leave it out: {advice}"
 
 
-# ------------------------------------------------------------------------------------------------
-# in the driver
+# ------------------------------------------------------------------------------------ in the driver
 
 
 class _Entered(BaseException):
@@ -171,8 +170,7 @@ def capture(
     raise SpecError(f"{file}: it ended before it entered elastic.loop")
 
 
-# ------------------------------------------------------------------------------------------------
-# in a worker
+# -------------------------------------------------------------------------------------- in a worker
 
 
 AGAIN = object()  # the answer to a script that has ended: from its top
@@ -202,8 +200,7 @@ class Script:
         threading.Thread(target=self._work, name="script", daemon=True).start()
         return self._stand().program
 
-    # ------------------------------------------------------------------------------------------
-    # the script's thread
+    # -------------------------------------------------------------------------- the script's thread
 
     def entered(self, run: Run) -> None:
         if self._inside:
@@ -255,8 +252,7 @@ class Script:
             self.source.print_traceback(error)
         return ProgramError(self.source.told(error))
 
-    # ------------------------------------------------------------------------------------------
-    # the training thread
+    # -------------------------------------------------------------------------- the training thread
 
     def _stand(self) -> Run:
         """Waits until the script stands before its next batch, from wherever it is. Where it waits

@@ -176,8 +176,7 @@ def _last(folder: Path, rank: int) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# as a HardwareProfile
+# ----------------------------------------------------------------------------- as a HardwareProfile
 
 
 def hardware_of(found: dict[str, Any], accelerator_type: str) -> HardwareProfile:

@@ -88,8 +88,7 @@ class _Member:
         self.among.together()
         return alone | {"crowded": crowded, "collectives": collectives} | _chip(self.device)
 
-    # ------------------------------------------------------------------------------------------
-    # one process
+    # ---------------------------------------------------------------------------------- one process
 
     def _alone(self) -> dict[str, Any]:
         from elastic.worker.profile import measured_ops as ops
@@ -168,8 +167,7 @@ class _Member:
             clean()
         return {f"storage_{way}_bytes_per_s": n_bytes / took for way, took in seconds.items()}
 
-    # ------------------------------------------------------------------------------------------
-    # many at once
+    # --------------------------------------------------------------------------------- many at once
 
     def _crowded(self, for_s: float) -> list[dict[str, Any]]:
         """For 1, 2 ... processes that compute at once: what each of them reaches in the job's

@@ -173,8 +173,7 @@ def _timed(what: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     return found, time.monotonic() - began_s
 
 
-# ------------------------------------------------------------------------------------------
-# versions and memory
+# ------------------------------------------------------------------------------ versions and memory
 
 
 def versions() -> dict[str, str]:
@@ -264,8 +263,7 @@ def answer(mark: Mark) -> None:
     raise NodeRejected(apart(mark.uri, what))
 
 
-# ------------------------------------------------------------------------------------------------
-# a matmul
+# ----------------------------------------------------------------------------------------- a matmul
 
 
 def multiply(device: torch.device, matmul: Callable[..., torch.Tensor] = torch.matmul) -> float:

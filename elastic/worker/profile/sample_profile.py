@@ -172,8 +172,7 @@ class _Run:
         except Exception:  # noqa: BLE001 - the user's count
             return sequence
 
-    # ------------------------------------------------------------------------------------------
-    # the passes
+    # ----------------------------------------------------------------------------------- the passes
 
     def _enters(self, block: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -207,8 +206,7 @@ class _Run:
             self.none.add(OUTSIDE, torch.empty_like(given))
             self.operations.ends.moved_bytes += 2 * given.numel() * given.element_size()
 
-    # ------------------------------------------------------------------------------------------
-    # may the sequence be cut?
+    # --------------------------------------------------------------------- may the sequence be cut?
 
     def _no_cp(self, n_blocks: int, output: Any, n: int) -> str:
         if self.program.no_cp:

@@ -94,8 +94,7 @@ def _write(name: str, data: bytes, into: torch.Tensor) -> None:
     into[: len(whole)].copy_(torch.frombuffer(whole, dtype=torch.uint8))
 
 
-# ------------------------------------------------------------------------------------------------
-# bytes
+# -------------------------------------------------------------------------------------------- bytes
 
 
 def encode(name: str, value: Any) -> bytes:

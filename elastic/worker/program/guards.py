@@ -37,8 +37,7 @@ class Trip:
     more: str = ""  # why not what the guard does at first
 
 
-# ------------------------------------------------------------------------------------------------
-# memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 @dataclass
@@ -113,8 +112,7 @@ def with_memory(program: Program, job: Job) -> Program:
     return replace(program, extra_state={**program.extra_state, MEMORY: GuardMemory(rules)})
 
 
-# ------------------------------------------------------------------------------------------------
-# judgment
+# ----------------------------------------------------------------------------------------- judgment
 
 
 def deviations(values: Sequence[float], value: float) -> tuple[float, float]:

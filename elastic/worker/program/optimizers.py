@@ -151,8 +151,7 @@ def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str
     return owners
 
 
-# ------------------------------------------------------------------------------------------------
-# by import path
+# ----------------------------------------------------------------------------------- by import path
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,7 @@ class Generation:
         elif self.can_deal(action.samples):
             self.new_shares = action.samples
 
-    # ------------------------------------------------------------------------------------------
-    # enter
+    # ---------------------------------------------------------------------------------------- enter
 
     def enter(self) -> None:
         """Returns when every participant has what it needs. Raises what the groups raise when a
@@ -410,8 +409,7 @@ class Generation:
                 Evaluated(self.number, state.step, metrics, round(time.monotonic() - began, 4))
             )
 
-    # ------------------------------------------------------------------------------------------
-    # leave
+    # ---------------------------------------------------------------------------------------- leave
 
     def take_along(self) -> None:
         """Puts the live state into the workplace, if it is that of a whole step. Of a lost device

@@ -138,8 +138,7 @@ class Session:
         self._thread = threading.Thread(target=self._work, name="training", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------------------------------
-    # orders (any thread)
+    # -------------------------------------------------------------------------- orders (any thread)
 
     def order(self, order: WorkerOrder) -> None:
         """Takes an order; its outcome is a message. One that comes again, or of a generation that
@@ -295,8 +294,7 @@ class Session:
         """See Saving.commit_alone."""
         return None if self.place is None else self.place.saving.commit_alone(epoch, wait_s)
 
-    # ------------------------------------------------------------------------------------------
-    # training thread
+    # ------------------------------------------------------------------------------ training thread
 
     def _put(self, event: Event) -> None:
         with self._lock:

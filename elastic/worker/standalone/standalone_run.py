@@ -203,8 +203,7 @@ class StandaloneRun:
             )
         return torch.device("cuda", index)
 
-    # ------------------------------------------------------------------------------------------
-    # the run
+    # -------------------------------------------------------------------------------------- the run
 
     def _train(self, meeting: Meeting, job: Job) -> None:
         """Generations, until one has begun to step: a checkpoint that turns out damaged is passed
@@ -392,8 +391,7 @@ class StandaloneRun:
             else None
         )
 
-    # ------------------------------------------------------------------------------------------
-    # the end
+    # -------------------------------------------------------------------------------------- the end
 
     def _damage(self, meeting: Meeting, plan: Plan) -> str:
         """Whether some rank could not read the checkpoint: its reason, told to all."""

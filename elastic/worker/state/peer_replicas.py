@@ -122,8 +122,7 @@ class PeerReplicas:
     def on(self) -> bool:
         return self.every > 0 and self.wire is not None
 
-    # ------------------------------------------------------------------------------------------
-    # what commits carry
+    # --------------------------------------------------------------------------- what commits carry
 
     @property
     def stored(self) -> bool:
@@ -158,8 +157,7 @@ class PeerReplicas:
                 max(step, newest + every) if newest >= 0 else step + every,
             )
 
-    # ------------------------------------------------------------------------------------------
-    # a copy
+    # --------------------------------------------------------------------------------------- a copy
 
     @doing("copying")
     def start(self, step: int) -> None:
@@ -244,8 +242,7 @@ class PeerReplicas:
         self._wall.add(step_s, busy)
         self._cpu.add(cpu_s, busy)
 
-    # ------------------------------------------------------------------------------------------
-    # how it ends
+    # ---------------------------------------------------------------------------------- how it ends
 
     def heard(self, n_stored: int, n_failed: int) -> CopyStored | None:
         """After a commit: the copy in flight counts when all ranks have stored their parts, and is

@@ -262,8 +262,7 @@ class TrainState:
             for fqn, (box, tensor) in self.tensors.items()
         }
 
-    # ------------------------------------------------------------------------------------------
-    # gradients
+    # ------------------------------------------------------------------------------------ gradients
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Local gradients of this rank, by canonical fqn; parameters that the loss does not reach

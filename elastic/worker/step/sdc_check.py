@@ -231,8 +231,7 @@ class SdcCheck:
             )
         return self.repeats
 
-    # ------------------------------------------------------------------------------------------
-    # one rank's answers
+    # --------------------------------------------------------------------------- one rank's answers
 
     def _ask(self, step: int, batches: Sequence[Batch], step_s: float) -> list[SdcRow]:
         began = time.monotonic()

@@ -102,8 +102,7 @@ def test_an_address_where_nothing_is(
     assert shown.err.count("\n") == 1 and not shown.out
 
 
-# ------------------------------------------------------------------------------------------ a real
-# one
+# --------------------------------------------------------------------------------------- a real one
 
 
 @pytest.fixture(scope="module")

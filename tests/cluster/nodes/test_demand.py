@@ -130,8 +130,7 @@ def test_an_older_driver_is_not_heard_and_a_fresh_one_inherits_nothing() -> None
     assert not demand.given("a") and set(demand.leaving) == {"n1"}
 
 
-# ------------------------------------------------------------------------------------------ how a
-# node is asked for
+# -------------------------------------------------------------------------- how a node is asked for
 
 LABELS = {"ray.io/market-type": "spot", "ray.io/accelerator-type": "A100"}
 BIG = NodeType("big", LABELS, {"CPU": 96, "GPU": 8}, most=4)
@@ -311,8 +310,7 @@ def test_reasons_are_read_from_the_log_as_it_grows(tmp_path: Path) -> None:
     assert reasons.by_type == {"spot": "none is left"}
 
 
-# ------------------------------------------------------------------------------------------ what a
-# driver leaves behind
+# ---------------------------------------------------------------------- what a driver leaves behind
 
 
 @pytest.mark.parametrize(

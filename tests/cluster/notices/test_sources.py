@@ -122,8 +122,7 @@ def test_aws_trouble_of_the_server_says_nothing(server: MetadataServer) -> None:
         source.read()
 
 
-# ------------------------------------------------------------------------------------------ GCP,
-# Azure
+# --------------------------------------------------------------------------------------- GCP, Azure
 
 
 def test_gcp(server: MetadataServer) -> None:
@@ -221,8 +220,7 @@ def test_azure(server: MetadataServer) -> None:
     assert list(source.read()) == []
 
 
-# ------------------------------------------------------------------------------------------
-# Kubernetes, file
+# --------------------------------------------------------------------------------- Kubernetes, file
 
 
 @pytest.fixture
@@ -346,8 +344,7 @@ def test_a_node_whose_clock_is_off_gives_the_driver_the_right_deadline(
         assert isinstance(notice, Notice) and 80 < notice.deadline_s - now_s <= 100, source.name
 
 
-# ------------------------------------------------------------------------------------------ which
-# of them is here
+# ---------------------------------------------------------------------------- which of them is here
 
 
 def firmware(folder: Path, **texts: str) -> Path:
@@ -458,8 +455,7 @@ def test_a_named_cloud_that_does_not_answer_yet_is_asked_on(tmp_path: Path) -> N
     )
 
 
-# ------------------------------------------------------------------------------------------ the
-# watch of a node
+# ------------------------------------------------------------------------------ the watch of a node
 
 
 class Scripted:

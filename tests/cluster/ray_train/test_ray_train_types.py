@@ -177,8 +177,7 @@ def test_a_filesystem_and_a_field_of_a_later_ray() -> None:
             wanted(*given)
 
 
-# ------------------------------------------------------------------------------------------------
-# ElasticTrainer
+# ----------------------------------------------------------------------------------- ElasticTrainer
 
 
 @pytest.fixture
@@ -246,8 +245,7 @@ def test_datasets_that_are_none(tiny: Program, tmp_path: Path) -> None:
             trainer.fit()
 
 
-# ------------------------------------------------------------------------------------------------
-# in and out
+# --------------------------------------------------------------------------------------- in and out
 
 
 def test_a_checkpoint_that_is_no_dcp_folder(tmp_path: Path) -> None:

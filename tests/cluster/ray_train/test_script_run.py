@@ -362,8 +362,7 @@ def test_words_of_an_older_group_do_not_count() -> None:
     assert story.script.group is not None and story.script.group.name == 2
 
 
-# ------------------------------------------------------------------------------------------------
-# board and supervisor
+# ----------------------------------------------------------------------------- board and supervisor
 
 
 def test_the_board_gives_each_supervisor_every_order_once() -> None:
@@ -440,8 +439,7 @@ def test_a_question_goes_to_the_supervisor_and_back() -> None:
     theirs.close()
 
 
-# ------------------------------------------------------------------------------------------------
-# money
+# -------------------------------------------------------------------------------------------- money
 
 
 class Paid(Story):

@@ -242,8 +242,7 @@ def test_little_is_kept_and_little_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert lines[77_777]["x"] == 77_777 and sum(read) < 40
 
 
-# ------------------------------------------------------------------------------------------------
-# token files
+# -------------------------------------------------------------------------------------- token files
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])

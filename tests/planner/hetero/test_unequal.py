@@ -71,8 +71,7 @@ def names(found: Choice) -> list[str]:
     return list(dict.fromkeys(worker.node_id for worker in found.ranks))
 
 
-# ------------------------------------------------------------------------------------------ no GPU
-# idles
+# ------------------------------------------------------------------------------------- no GPU idles
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8])
@@ -105,8 +104,7 @@ def test_a_number_that_does_not_divide_is_no_reason_to_cut_the_model_thinly() ->
     ), "interleaved it waits less"
 
 
-# ------------------------------------------------------------------------------------------ shares
-# and stages
+# -------------------------------------------------------------------------------- shares and stages
 
 
 @st.composite

@@ -47,8 +47,7 @@ def case(**changes: str) -> Case:
     return cases([row(**changes)])[0]
 
 
-# ------------------------------------------------------------------------------------------
-# figures, by hand
+# --------------------------------------------------------------------------------- figures, by hand
 
 
 def scored(*pairs: tuple[str, float, float, str], fits: tuple[bool, ...] = ()) -> Score:
@@ -147,8 +146,7 @@ def test_a_row_is_measured_against_its_own_cost() -> None:
     assert score([row(gpu="")]).lines == ()  # says too little
 
 
-# ------------------------------------------------------------------------------------------ how
-# rows are read
+# -------------------------------------------------------------------------------- how rows are read
 
 
 def test_gated_and_tied_are_those_whose_parameters_come_nearest() -> None:
@@ -285,8 +283,7 @@ def test_a_cell_that_is_no_number_is_named() -> None:
         cases([row(gpus="many")])
 
 
-# ------------------------------------------------------------------------------------------
-# published measurements
+# --------------------------------------------------------------------------- published measurements
 
 PUBLIC = Path(os.environ.get("ELASTIC_SHARED") or ROOT.parent / "shared") / "planner" / "public.csv"
 NOISY = "bigscience-workshop"  # measurements of one layout differ by up to 44 % there

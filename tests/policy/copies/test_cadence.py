@@ -102,8 +102,7 @@ def test_a_single_node_stores_at_least_every_ten_steps() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# while a plan runs
+# -------------------------------------------------------------------------------- while a plan runs
 
 
 def running(every: int, **measured: float) -> State:

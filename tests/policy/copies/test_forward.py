@@ -62,8 +62,7 @@ def said(story: Story, *events: Quiesced) -> Decision:
     return story.tick(*events)
 
 
-# ------------------------------------------------------------------------------------------
-# roll-forward
+# ------------------------------------------------------------------------------------- roll-forward
 
 
 def test_with_replicas_those_who_missed_the_commit_apply_it() -> None:
@@ -234,8 +233,7 @@ def test_a_step_that_is_told_of_after_the_abort_is_still_counted() -> None:
     assert story.state.step_time_s == pytest.approx(0.1), "nobody measured it"
 
 
-# ------------------------------------------------------------------------------------------ second
-# losses
+# ------------------------------------------------------------------------------------ second losses
 
 
 def second_loss(lost: str) -> tuple[Story, Plan, Plan]:
@@ -355,8 +353,7 @@ def test_a_new_driver_still_knows_what_is_not_to_be_trusted() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ numbers
-# that are none
+# ---------------------------------------------------------------------------- numbers that are none
 
 
 def not_finite(plan: Plan, step: int) -> list[WorkerFailed]:

@@ -132,8 +132,7 @@ def test_copies_stay_in_their_zone_unless_the_job_widens_it() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# host memory and link
+# ----------------------------------------------------------------------------- host memory and link
 
 GIB = 1 << 30
 NODES = tuple(Node(name, "spot", 2, "prepared") for name in "abcd")

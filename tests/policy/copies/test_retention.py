@@ -142,8 +142,7 @@ def test_at_the_end_the_run_leaves_only_what_stays() -> None:
     assert isinstance(actions[1], Stop) and actions[1].outcome == "succeeded"
 
 
-# ------------------------------------------------------------------------------------------------
-# copies that fail
+# --------------------------------------------------------------------------------- copies that fail
 
 
 def test_validation_losses_are_remembered() -> None:
@@ -183,8 +182,7 @@ def test_the_copy_of_the_last_step_is_tried_again_and_then_fails_the_run() -> No
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# copies that are damaged
+# -------------------------------------------------------------------------- copies that are damaged
 
 
 def test_a_damaged_copy_is_passed_over_and_never_removed_by_itself() -> None:

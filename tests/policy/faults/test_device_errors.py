@@ -194,8 +194,7 @@ def test_state_that_nobody_else_has_is_waited_for_longer() -> None:
     assert orders(story.tick(after_s=600.0), Quarantine)
 
 
-# ------------------------------------------------------------------------------------------------
-# the program's part
+# ------------------------------------------------------------------------------- the program's part
 
 
 def test_the_same_step_on_two_nodes_is_the_program_unless_only_hardware_can_do_that() -> None:
@@ -251,8 +250,7 @@ def test_two_ranks_with_an_assert_in_one_step_end_the_run_and_other_steps_do_not
         assert bool(story.state.fatal) == ends
 
 
-# ------------------------------------------------------------------------------------------------
-# journal, words, simulator
+# ------------------------------------------------------------------------ journal, words, simulator
 
 
 def test_the_kind_goes_through_the_journal_and_has_a_sentence() -> None:

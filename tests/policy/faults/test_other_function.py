@@ -256,8 +256,7 @@ def test_what_is_closed_outlives_the_driver_and_losses_only_the_same_program() -
     assert attached.probes == story.state.probes and attached.unusable == story.state.unusable
 
 
-# ------------------------------------------------------------------------------------------ the
-# probe sample
+# --------------------------------------------------------------------------------- the probe sample
 
 
 def test_what_the_probe_gave_goes_with_the_plan_that_resumes_there() -> None:
@@ -296,8 +295,7 @@ def test_probes_of_steps_that_are_done_again_are_forgotten_and_few_are_kept() ->
     )
 
 
-# ------------------------------------------------------------------------------------------ steps
-# that are done again
+# ------------------------------------------------------------------------ steps that are done again
 
 
 def lost(story: Story, plan: Plan) -> Plan:
@@ -479,8 +477,7 @@ def test_an_older_copy_is_taken_where_nothing_could_be_compared_at_the_newest(
     assert (said in story.decisions[-1].reason) is (step == 5)
 
 
-# ------------------------------------------------------------------------------------------ numbers
-# that agree
+# ------------------------------------------------------------------------------- numbers that agree
 
 
 def test_tolerances_follow_the_precision() -> None:

@@ -192,8 +192,7 @@ def test_nodes_with_later_deadlines_share_one_pause() -> None:
     assert [n.node_id for n in drain.kept(story.state, story.now_s)] == ["c", "d"]
 
 
-# ------------------------------------------------------------------------------------------
-# replacements
+# ------------------------------------------------------------------------------------- replacements
 
 
 def test_a_replacement_that_is_prepared_in_time_is_taken_in_the_same_transition() -> None:

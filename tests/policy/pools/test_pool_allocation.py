@@ -57,8 +57,7 @@ def on_demand(told: Story, *names: str) -> None:
     told.tick(*(NodePrepared(name) for name in names), after_s=30)
 
 
-# ------------------------------------------------------------------------------------------ purpose
-# and floor
+# -------------------------------------------------------------------------------- purpose and floor
 
 
 @pytest.mark.parametrize(
@@ -113,8 +112,7 @@ def test_the_floor_comes_by_itself_when_durable_copies_are_too_far_apart() -> No
     assert n == 1 and "more than 1% of the spend" in why and "$3.00/h" in why
 
 
-# ------------------------------------------------------------------------------------------ too few
-# nodes
+# ------------------------------------------------------------------------------------ too few nodes
 
 
 def test_a_pool_that_says_no_costs_no_time_when_waiting_is_dear() -> None:
@@ -218,8 +216,7 @@ def test_the_next_on_demand_pool_takes_the_place_of_one_that_says_no() -> None:
     assert asked(told) == {"dear": 2}
 
 
-# ------------------------------------------------------------------------------------------ back to
-# spot
+# ------------------------------------------------------------------------------------- back to spot
 
 
 def fallen_back(**changes: Any) -> Story:
@@ -321,8 +318,7 @@ def test_when_the_new_nodes_die_the_ones_that_were_given_up_are_still_good() -> 
     assert target is not None and set(target.nodes) == {"x", "y"}
 
 
-# ------------------------------------------------------------------------------------------
-# deadline
+# ----------------------------------------------------------------------------------------- deadline
 
 
 def measured(step: int, hours: float, step_s: float = 60.0, **changes: Any) -> Story:
@@ -458,8 +454,7 @@ def test_nodes_above_max_nodes_are_given_back_and_those_that_leave_count() -> No
     assert not asked(told), "two are paid for"
 
 
-# ------------------------------------------------------------------------------------------
-# reservations
+# ------------------------------------------------------------------------------------- reservations
 
 
 def test_a_reservation_is_left_before_it_ends_and_not_asked_when_it_nearly_has() -> None:
@@ -500,8 +495,7 @@ def test_memory_is_part_of_the_least() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------
-# placement scores
+# --------------------------------------------------------------------------------- placement scores
 
 
 @pytest.mark.parametrize(

@@ -213,8 +213,7 @@ class Aws:
         script.write_text(f"#!{interpreter}\n{text}\n")
         script.chmod(0o755)
 
-    # ------------------------------------------------------------------------------------------
-    # what EC2 says
+    # -------------------------------------------------------------------------------- what EC2 says
 
     def instances(self) -> list[dict[str, Any]]:
         return [
@@ -236,8 +235,7 @@ class Aws:
     def end(self, instance_id: str) -> None:
         self.ec2.terminate_instances(InstanceIds=[instance_id])
 
-    # ------------------------------------------------------------------------------------------
-    # hosts
+    # ---------------------------------------------------------------------------------------- hosts
 
     def head(self) -> Host:
         (head,) = self.paid("head")

@@ -154,8 +154,7 @@ class Stagehand:
         )
         return "".join(path.read_text() for path in logs)
 
-    # ------------------------------------------------------------------------------------------
-    # what the run says
+    # ---------------------------------------------------------------------------- what the run says
 
     def lines(self) -> list[Line]:
         """The driver's own journal, on the head."""
@@ -217,8 +216,7 @@ class Stagehand:
     def workers_on(self, host: Host) -> dict[int, str]:
         return {pid: words for pid, words in host.processes().items() if WORKER.match(words)}
 
-    # ------------------------------------------------------------------------------------------
-    # what Ray says
+    # -------------------------------------------------------------------------------- what Ray says
 
     def ray_state(self) -> Any:
         if self._state is None:
@@ -268,8 +266,7 @@ class Stagehand:
         return "\n".join(said)
 
 
-# ------------------------------------------------------------------------------------------ the
-# scenes
+# --------------------------------------------------------------------------------------- the scenes
 
 
 def launched(hand: Stagehand) -> Any:

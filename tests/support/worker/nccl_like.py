@@ -157,8 +157,7 @@ class NcclLike(dist.ProcessGroup):
         self.n_enqueued = 0
         self.known_as = self.described_as = ""
 
-    # ------------------------------------------------------------------------------------------ as
-    # a communicator
+    # ---------------------------------------------------------------------------- as a communicator
 
     @property
     def stream(self) -> CopyThreads:
@@ -231,8 +230,7 @@ class NcclLike(dist.ProcessGroup):
             NcclLike.dies_after -= 1
         return DeviceWork(self, lambda: call(self.kernels), filled)
 
-    # ------------------------------------------------------------------------------------------ as
-    # a process group
+    # --------------------------------------------------------------------------- as a process group
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self._run(

@@ -282,8 +282,7 @@ def test_nothing_of_a_checkpoint_is_executed(
     assert (tmp_path / "executed").exists()  # it would have been
 
 
-# ------------------------------------------------------------------------------------------------
-# the wrong model
+# ---------------------------------------------------------------------------------- the wrong model
 
 
 def test_another_model_is_named_with_tensor_and_shapes(storage: Storage) -> None:

@@ -243,8 +243,7 @@ def test_a_quota_is_kept(tmp_path: Path) -> None:
     assert [found.step for found in checkpoint_index.find(on.storage)] == [20, 10]
 
 
-# ------------------------------------------------------------------------------------------------
-# writing for others
+# ------------------------------------------------------------------------------- writing for others
 
 
 def test_a_replica_writes_the_part_of_a_writer_that_is_gone(tmp_path: Path) -> None:
@@ -312,8 +311,7 @@ def test_a_replica_that_has_gone_on_does_not_write_an_older_step_from_what_it_ha
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# adding up
+# ---------------------------------------------------------------------------------------- adding up
 
 
 def part(rank: int, step: int = 10, seconds: float = 1.0) -> ShardStored:
@@ -386,8 +384,7 @@ def test_parts_of_old_copies_are_let_go() -> None:
     assert len(gather._copies) == OPEN_COPIES
 
 
-# ------------------------------------------------------------------------------------------ is the
-# content the same?
+# ------------------------------------------------------------------------- is the content the same?
 
 
 def test_content_is_compared_once_all_have_told_their_part() -> None:

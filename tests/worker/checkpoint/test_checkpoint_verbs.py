@@ -80,8 +80,7 @@ def save(run: Storage, profile: ModelProfile, step: int, layout: Layout) -> str:
     return checkpoint_writer.commit(run, step, 1, world_size=layout.world_size, epoch=1, meta=meta)
 
 
-# ------------------------------------------------------------------------------------------------
-# safetensors
+# -------------------------------------------------------------------------------------- safetensors
 
 
 @pytest.mark.parametrize("file_bytes", [10**9, 3000])
@@ -258,8 +257,7 @@ def test_what_is_no_regular_file_is_not_waited_for(program: Program, tmp_path: P
             import_state(str(source), run_of(tmp_path), wanted(program))
 
 
-# ------------------------------------------------------------------------------------------------
-# plain DCP
+# ---------------------------------------------------------------------------------------- plain DCP
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -298,8 +296,7 @@ def test_what_is_nothing_is_said(program: Program, tmp_path: Path) -> None:
         import_state(str(tmp_path), run_of(tmp_path), wanted(program))
 
 
-# ------------------------------------------------------------------------------------------------
-# what a Ray Train job saves
+# ----------------------------------------------------------------------- what a Ray Train job saves
 
 
 def plain_save(folder: Path, state: dict[str, Any]) -> str:
@@ -393,8 +390,7 @@ def test_our_own_copy_has_the_names_of_torch_and_is_imported_too(
     assert (again["step"], again["moments"], again["ignored"]) == (1, 3 * again["weights"], [])
 
 
-# ------------------------------------------------------------------------------------------------
-# ls and rm
+# ---------------------------------------------------------------------------------------- ls and rm
 
 
 def test_listed(program: Program, tmp_path: Path) -> None:
@@ -440,8 +436,7 @@ def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> 
     assert len(remove(run, 30)) == 1  # what was never committed may always go
 
 
-# ------------------------------------------------------------------------------------------------
-# the command line
+# --------------------------------------------------------------------------------- the command line
 
 
 @dataclass

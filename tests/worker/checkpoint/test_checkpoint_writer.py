@@ -36,8 +36,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-# ------------------------------------------------------------------------------------------------
-# round trips
+# -------------------------------------------------------------------------------------- round trips
 
 
 @pytest.mark.slow
@@ -166,8 +165,7 @@ def test_save_and_load_take_one_chunk_of_memory_at_most(storage: Storage) -> Non
     assert int(scratch) < (64 + 24) << 20, done.stdout
 
 
-# ------------------------------------------------------------------------------------------------
-# DCP
+# ---------------------------------------------------------------------------------------------- DCP
 
 
 @pytest.mark.slow
@@ -193,8 +191,7 @@ def test_dcp_turns_it_into_one_torch_save_file(storage: Storage, tmp_path: Path)
     assert all(torch.equal(loaded[fqn], value) for fqn, value in state().items() if value.numel())
 
 
-# ------------------------------------------------------------------------------------------------
-# commit
+# ------------------------------------------------------------------------------------------- commit
 
 
 def test_without_marker_there_is_no_checkpoint(storage: Storage) -> None:
@@ -343,8 +340,7 @@ def test_who_finds_no_marker_and_comes_second_leaves_the_one_that_came_meanwhile
     assert "who" not in open_checkpoint(uri).meta
 
 
-# ------------------------------------------------------------------------------------------------
-# removal
+# ------------------------------------------------------------------------------------------ removal
 
 
 def test_remove(storage: Storage) -> None:

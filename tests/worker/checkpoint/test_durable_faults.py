@@ -30,8 +30,7 @@ from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 pytestmark = pytest.mark.slow
 
 
-# ------------------------------------------------------------------------------------------------
-# killed
+# ------------------------------------------------------------------------------------------- killed
 
 
 def killed_everywhere(tmp_path: Path, every: int) -> list[tuple[str, int]]:
@@ -95,8 +94,7 @@ def test_killed_at_every_point(tmp_path: Path) -> None:
     check_kills(found)
 
 
-# ------------------------------------------------------------------------------------------------
-# bytes
+# -------------------------------------------------------------------------------------------- bytes
 
 
 def places(uri: str) -> dict[str, tuple[str, int]]:
@@ -217,8 +215,7 @@ def test_blobs_are_zip_files(two: Path) -> None:
     (folder / "blob.zip").unlink()
 
 
-# ------------------------------------------------------------------------------------------------
-# object storage
+# ----------------------------------------------------------------------------------- object storage
 
 HARM = [
     "unavailable",

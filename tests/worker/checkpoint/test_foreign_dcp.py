@@ -151,8 +151,7 @@ def test_an_index_that_points_elsewhere_is_refused(
         open_plain(str(folder))
 
 
-# ------------------------------------------------------------------------------------------ an
-# index that is small and endless
+# --------------------------------------------------------------- an index that is small and endless
 
 
 def by_hand(first: bytes, again: bytes, times: int = 64) -> bytes:

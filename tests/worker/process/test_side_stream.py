@@ -95,8 +95,7 @@ def test_work_behind_the_steps_runs_on_the_workers_gpu(monkeypatch: pytest.Monke
     assert run_on(torch.device("cpu"), current) is current
 
 
-# ------------------------------------------------------------------------------------------ pinned
-# host buffers
+# ------------------------------------------------------------------------------ pinned host buffers
 
 
 class Pinned(HostMemory):

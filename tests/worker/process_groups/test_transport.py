@@ -41,8 +41,7 @@ def axis(of: Groups, name: str) -> dist.ProcessGroup:
     return of.mesh.get_group(name)
 
 
-# ----------------------------------------------------------------------------------------------------
-# abort
+# -------------------------------------------------------------------------------------------- abort
 
 
 def hangs(rank: int, n: int, store: tuple[str, int], where: str) -> tuple[float, list[float], str]:
@@ -203,8 +202,7 @@ def test_an_abort_that_raises_stops_nothing() -> None:
     assert done.is_set()
 
 
-# ----------------------------------------------------------------------------------------------------
-# first use
+# ---------------------------------------------------------------------------------------- first use
 
 
 def a_part_exchanges(rank: int, n: int, store: tuple[str, int], warm: bool) -> str:
@@ -238,8 +236,7 @@ def test_messages_of_a_part_of_the_ranks_do_not_wait_for_the_others() -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# taking down
+# -------------------------------------------------------------------------------------- taking down
 
 
 def two_generations(rank: int, n: int, store: tuple[str, int], how: str) -> list[float]:
@@ -280,8 +277,7 @@ def test_gloo_that_cannot_be_taken_down_is_forgotten() -> None:
     assert not dist.is_initialized()
 
 
-# ----------------------------------------------------------------------------------------------------
-# who has come
+# ------------------------------------------------------------------------------------- who has come
 
 
 def counts(rank: int, n: int, store: tuple[str, int]) -> list[tuple[str, int]]:

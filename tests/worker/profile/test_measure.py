@@ -153,8 +153,7 @@ def test_of_gpus_the_links_between_nodes_are_not_known_from_one_node() -> None:
     assert not {"link_hop_s", "link_bytes_per_s", "units", "arch"} & set(found.measured)
 
 
-# ------------------------------------------------------------------------------------------
-# processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 def wanted(sizes: tuple[int, ...], storage: str = "", program: Path = PLACE) -> MeasureRequest:

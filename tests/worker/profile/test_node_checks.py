@@ -68,8 +68,7 @@ def background() -> Iterator[Callable[..., Any]]:
         yield pool.submit
 
 
-# ------------------------------------------------------------------------------------------
-# versions and memory
+# ------------------------------------------------------------------------------ versions and memory
 
 
 def test_a_version_that_only_one_side_knows_is_no_difference() -> None:
@@ -224,8 +223,7 @@ def test_a_control_group_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.M
     assert free_host_bytes() > 1 << 20
 
 
-# ------------------------------------------------------------------------------------------ the
-# matmul
+# --------------------------------------------------------------------------------------- the matmul
 
 
 def test_the_product_is_as_known_and_its_speed_is_measured() -> None:
@@ -275,8 +273,7 @@ def test_bfloat16_holds_every_element_of_the_large_product() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ the
-# link
+# ----------------------------------------------------------------------------------------- the link
 
 
 def closed_door() -> Door:
@@ -434,8 +431,7 @@ def test_of_several_workers_the_worst_counts() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ in a
-# session
+# ------------------------------------------------------------------------------------- in a session
 
 
 def refused(job: dict[str, Any], entry: Entry, tmp_path: Path) -> NodeRefused:

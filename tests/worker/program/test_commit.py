@@ -98,8 +98,7 @@ def collectives(pool: FaultyPool, run: Path, layout: Layout, rank: int) -> list[
     return list(json.loads(path.read_text()))
 
 
-# ------------------------------------------------------------------------------------------ the
-# commit itself
+# -------------------------------------------------------------------------------- the commit itself
 
 
 @pytest.mark.parametrize("victim", [0, 3])
@@ -150,8 +149,7 @@ def test_a_commit_that_nobody_has_rolls_nothing_forward(pool: FaultyPool, tmp_pa
     assert pending == {AT + 1}
 
 
-# ------------------------------------------------------------------------------------------ numbers
-# that are none
+# ---------------------------------------------------------------------------- numbers that are none
 
 
 @pytest.mark.parametrize(("layout", "at"), [(SHARDS, 7), (PIPELINE, 3)], ids=str)
@@ -237,8 +235,7 @@ def test_a_step_that_was_rolled_back_for_may_be_skipped_the_second_time(
     driver.check_end()
 
 
-# ------------------------------------------------------------------------------------------ every
-# collective
+# --------------------------------------------------------------------------------- every collective
 
 # layout, victim, how far into the step
 SOME = [(PIPELINE, 0, 0.4), (SHARDS, 2, 0.2), (TENSOR, 3, 0.7)]

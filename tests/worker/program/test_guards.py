@@ -78,8 +78,7 @@ def filled(given: GuardRules, losses: list[float], norm: float = 1.0) -> GuardMe
     return memory
 
 
-# ------------------------------------------------------------------------------------------
-# judgment
+# ----------------------------------------------------------------------------------------- judgment
 
 LEVEL = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0, 2.02, 1.98]
 
@@ -155,8 +154,7 @@ def test_numbers_that_are_none_come_first() -> None:
     assert step_done(1, 5, commit(math.nan)).skipped and not step_done(1, 5, commit(1.0)).skipped
 
 
-# ------------------------------------------------------------------------------------------ what is
-# done
+# ------------------------------------------------------------------------------------- what is done
 
 
 @pytest.mark.parametrize(
@@ -261,8 +259,7 @@ def test_a_job_that_says_nothing_keeps_no_memory() -> None:
     assert needs_memory(rules(grad_norm={"z": 4, "do": "stop"}))
 
 
-# ------------------------------------------------------------------------------------------
-# job.yaml
+# ----------------------------------------------------------------------------------------- job.yaml
 
 
 @pytest.mark.parametrize(
@@ -299,8 +296,7 @@ def test_a_word_is_enough(tmp_path: Path) -> None:
     assert found["grad_norm"] is None and found["block_norm"] is None
 
 
-# ------------------------------------------------------------------------------------------ all
-# ranks, all layouts
+# --------------------------------------------------------------------------- all ranks, all layouts
 
 STEPS, NAN_AT, SPIKE_AT = 22, 4, 17
 

@@ -38,8 +38,7 @@ def kept(path: str, **keywords: Any) -> OptimizerSpec:
     ).optimizers[0]
 
 
-# ------------------------------------------------------------------------------------------ which
-# can be cut
+# --------------------------------------------------------------------------------- which can be cut
 
 
 @pytest.mark.parametrize(
@@ -121,8 +120,7 @@ def test_muon_on_matrices_alone_is_refused_too() -> None:
         what_they_keep(program, [spec for spec in SPECS if len(spec.shape) == 2])
 
 
-# ------------------------------------------------------------------------------------------ what
-# job.yaml may say
+# ---------------------------------------------------------------------------- what job.yaml may say
 
 
 @pytest.mark.parametrize(
@@ -263,8 +261,7 @@ def test_another_batch_is_another_run() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ the
-# same in every layout
+# ------------------------------------------------------------------------- the same in every layout
 
 STEPS = 12
 JOB = {

@@ -42,8 +42,7 @@ from elastic.worker.program.optimizers import JobOptimizer, Optimizers
 
 TWO = load_program(PROGRAMS / "tiny_two.py")
 
-# ------------------------------------------------------------------------------------------ the
-# same in every layout
+# ------------------------------------------------------------------------- the same in every layout
 
 STEPS, NAN_AT = 20, 9
 CHAIN = [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(pp=4), Layout(dp_replicate=2, dp_shard=2)]
@@ -143,8 +142,7 @@ def test_two_optimizers_through_four_layouts_a_skipped_step_and_a_roll_back(
             )
 
 
-# ------------------------------------------------------------------------------------------ in a
-# script's own loop
+# --------------------------------------------------------------------------- in a script's own loop
 
 SCRIPT = PROGRAMS / "loop_two.py"
 GOOD = replace(load_program(PROGRAMS / "tiny.py"), optimizer=TWO.optimizer)
@@ -175,8 +173,7 @@ def test_a_script_with_two_optimizers_in_two_layouts(pool: Pool, tmp_path: Path)
     )
 
 
-# ------------------------------------------------------------------------------------------ what
-# plain torch has saved
+# ----------------------------------------------------------------------- what plain torch has saved
 
 
 def plain(program: Program) -> tuple[torch.nn.Module, dict[str, torch.optim.Optimizer]]:
@@ -231,8 +228,7 @@ def test_checkpoints_of_plain_torch_come_in_and_ours_go_out(tmp_path: Path, apar
         )
 
 
-# ------------------------------------------------------------------------------------------ what is
-# kept
+# ------------------------------------------------------------------------------------- what is kept
 
 
 def with_optimizers(make: Any) -> Program:
@@ -317,8 +313,7 @@ def test_one_without_any_parameter_here_does_nothing(name: str) -> None:
     assert not made.groups[0]["params"]
 
 
-# ------------------------------------------------------------------------------------------ what is
-# refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -435,8 +430,7 @@ def test_another_split_is_another_run(tmp_path: Path) -> None:
     assert differences(mark(norms), mark(TWO)) == f"what its optimizer keeps, {split}"
 
 
-# ------------------------------------------------------------------------------------------ in
-# job.yaml
+# -------------------------------------------------------------------------------------- in job.yaml
 
 MATRICES = {"path": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "parameters": ["layers.*"]}
 REST = {"path": "torch.optim.AdamW", "lr": 1e-3, "no_decay": ["*norm*"]}

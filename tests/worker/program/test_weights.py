@@ -60,8 +60,7 @@ def with_weights(path: Path, file: str = "tiny.py", **more: Any) -> Program:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# ranges
+# ------------------------------------------------------------------------------------------- ranges
 
 
 @pytest.mark.parametrize("run_bytes", [1, 4096])
@@ -155,8 +154,7 @@ def test_names_and_values_that_are_not_there(tmp_path: Path) -> None:
     assert found[0].std() > 0.5 and torch.equal(found[1], found[0][:32])
 
 
-# ------------------------------------------------------------------------------------------------
-# bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
@@ -205,8 +203,7 @@ def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
         trace(with_weights(tmp_path / "nowhere"))
 
 
-# ------------------------------------------------------------------------------------------------
-# memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.e2e

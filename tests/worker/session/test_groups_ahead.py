@@ -139,8 +139,7 @@ def test_groups_for_another_meeting_are_not_used(slow_pool: Pool, tmp_path: Path
     assert all(e.error for e in pool.events(GroupsMade))
 
 
-# ----------------------------------------------------------------------------------------------------
-# what is left
+# ------------------------------------------------------------------------------------- what is left
 
 
 def left_here() -> tuple[int, int, int, int]:

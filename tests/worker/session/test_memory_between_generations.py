@@ -93,8 +93,7 @@ def test_a_lost_device_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     session(None)._forget_broken()
 
 
-# ------------------------------------------------------------------------------------------ a real
-# one
+# --------------------------------------------------------------------------------------- a real one
 
 
 def watch() -> None:

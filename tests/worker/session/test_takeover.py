@@ -97,8 +97,7 @@ def test_what_was_told_is_what_it_takes(pool: Pool, tmp_path: Path, room: Room) 
         assert digests_agree(pool, generation)
 
 
-# ------------------------------------------------------------------------------------------------
-# run in a worker
+# ---------------------------------------------------------------------------------- run in a worker
 
 
 def turn_a_bit_on_the_wire() -> None:

@@ -218,8 +218,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, alone: list[float]) -> No
     follows(said, alone, first=5)
 
 
-# ------------------------------------------------------------------------------------------------
-# what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,7 @@ def test_small_pieces_are_copied_together() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# budgets, by arithmetic
+# --------------------------------------------------------------------------- budgets, by arithmetic
 
 
 def llama_70b() -> ModelProfile:

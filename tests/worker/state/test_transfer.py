@@ -152,8 +152,7 @@ def test_staging_stays_in_its_bounds_when_nothing_is_contiguous(movers: Movers) 
     assert sum(m.received_bytes for m in moved) > 200e6
 
 
-# ------------------------------------------------------------------------------------------------
-# messages, without processes
+# ---------------------------------------------------------------------- messages, without processes
 
 
 @pytest.mark.parametrize("seed", range(20))

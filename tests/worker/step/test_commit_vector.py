@@ -55,8 +55,7 @@ def heard(parts: list[RankPart], layout: Layout = FOUR) -> CommitReport:
     return CommitReport.unpack(reduce(torch.add, [part.pack(slots) for part in parts]), slots)
 
 
-# ------------------------------------------------------------------------------------------------
-# single slots
+# ------------------------------------------------------------------------------------- single slots
 
 
 def test_of_ranks_that_say_nothing_nothing_is_heard() -> None:
@@ -170,8 +169,7 @@ def test_the_size_at_8192_ranks() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# random plans
+# ------------------------------------------------------------------------------------- random plans
 
 SECONDS = st.floats(0, 1e6)
 SUMS = st.floats(-1e30, 1e30)

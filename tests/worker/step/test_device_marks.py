@@ -125,8 +125,7 @@ def test_a_beat_tells_it_beside_the_collectives() -> None:
     assert generation.arrived() == (("pp", 0, 4), ("device:own", 6, 7))
 
 
-# ------------------------------------------------------------------------------------------ a
-# model's passes
+# --------------------------------------------------------------------------------- a model's passes
 
 
 def trained(model: nn.Module, n_microbatches: int = 1) -> DeviceMarks:

@@ -213,8 +213,7 @@ def test_what_the_counter_sees() -> None:
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------
-# reads and copies
+# --------------------------------------------------------------------------------- reads and copies
 
 
 def test_numbers_are_read_as_the_floats_that_they_are() -> None:
@@ -301,8 +300,7 @@ def test_a_step_is_seeded_like_torch_without_asking_absent_devices(
     assert torch.equal(torch.randn(5), wanted) and asked == [("torch.cuda", number)]
 
 
-# ------------------------------------------------------------------------------------------------
-# block timing
+# ------------------------------------------------------------------------------------- block timing
 
 
 class Event:

@@ -33,8 +33,7 @@ def rows(losses: list[float], **more: Any) -> list[SdcRow]:
     return [SdcRow(loss, **more) for loss in losses]
 
 
-# ------------------------------------------------------------------------------------------ what
-# the answers say
+# ----------------------------------------------------------------------------- what the answers say
 
 
 def test_the_one_that_differs_from_the_majority() -> None:
@@ -228,8 +227,7 @@ def test_a_program_whose_loss_is_another_one_each_time() -> None:
     assert not one.repeats
 
 
-# ------------------------------------------------------------------------------------------ on
-# ranks
+# ----------------------------------------------------------------------------------------- on ranks
 
 
 def blind() -> None:

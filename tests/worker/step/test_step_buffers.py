@@ -258,8 +258,7 @@ def box_of(checkpoint: Any, fqn: str) -> Any:
     return Box(fqn, (0,) * len(shape), shape, dtype)
 
 
-# ------------------------------------------------------------------------------------------------
-# frozen weights
+# ----------------------------------------------------------------------------------- frozen weights
 
 
 def with_frozen_blocks(folder: Path) -> Program:
