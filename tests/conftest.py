@@ -146,9 +146,9 @@ def quick_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     """`open_storage` asks again as soon as a test wants it."""
     from support.storage.s3_server import QUICK
 
-    from elastic.storage import s3_calls
+    from elastic.storage import objects
 
-    monkeypatch.setattr(s3_calls, "DEFAULT", QUICK)
+    monkeypatch.setattr(objects, "DEFAULT", QUICK)
 
 
 @pytest.fixture
@@ -156,9 +156,9 @@ def impatient_s3(quick_s3: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a server that hangs."""
     from support.storage.s3_server import IMPATIENT
 
-    from elastic.storage import s3_calls
+    from elastic.storage import objects
 
-    monkeypatch.setattr(s3_calls, "DEFAULT", IMPATIENT)
+    monkeypatch.setattr(objects, "DEFAULT", IMPATIENT)
 
 
 @pytest.fixture
@@ -176,9 +176,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Parts and ranges so small that little data makes many."""
     from support.storage.s3_server import PART_BYTES
 
-    from elastic.storage import s3 as s3_module
-    from elastic.storage import s3_upload
+    from elastic.storage import objects, s3_upload
 
     monkeypatch.setattr(s3_upload, "PART_BYTES", PART_BYTES)
-    monkeypatch.setattr(s3_module, "RANGE_BYTES", 2 * PART_BYTES // 5)
+    monkeypatch.setattr(objects, "RANGE_BYTES", 2 * PART_BYTES // 5)
     return PART_BYTES

@@ -9,51 +9,29 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, ClassVar, cast
 
 from botocore import exceptions as aws
 
-from elastic.errors import SpecError, StorageFailed
-from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
-from elastic.storage.s3_calls import Calls, Patience, WrongBytes, status_of
+from elastic.storage.objects import ObjectStorage, Patience, WrongBytes
+from elastic.storage.s3_calls import Calls, status_of
 from elastic.storage.s3_upload import CRC32, Body, Upload, put_whole
 
-RANGE_BYTES = 8 << 20  # of one request of a large read
 N_PER_DELETE = 1000  # the most that one request removes
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
-class S3Storage(Storage):
+class S3Storage(ObjectStorage):
     """The objects of a bucket whose keys begin with a prefix."""
 
-    remote: ClassVar[bool] = True
+    scheme: ClassVar[str] = "s3"
+    bucket_names: ClassVar[re.Pattern[str]] = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
     def __init__(self, uri: str, patience: Patience | None = None) -> None:
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-        prefix = prefix.rstrip("/")
-        if not _BUCKET.fullmatch(bucket):
-            raise SpecError(f"{uri}: '{bucket}' is no name of a bucket; use s3://bucket/prefix")
-        if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-            raise SpecError(
-                f"{uri}: the prefix must be plain names with '/' between, as in "
-                f"s3://{bucket}/team/runs"
-            )
-        self.bucket, self.prefix = bucket, prefix
-        self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._inside = f"{prefix}/" if prefix else ""
-        self._calls = Calls(bucket, patience)
-
-    def hasty(self, most_s: float) -> Storage:
-        given, part_s = self._calls.patience, most_s / 2
-        waits = {
-            name: min(getattr(given, name), part_s)
-            for name in ("total_s", "most_s", "connect_s", "read_s")
-        }
-        return S3Storage(self.uri, replace(given, **waits))
+        super().__init__(uri, patience)
+        self._calls = Calls(self.bucket, patience)
 
     # -------------------------------------------------------------------------------------- reading
 
@@ -69,40 +47,6 @@ class S3Storage(Storage):
 
         return self._calls.ask(name, get)
 
-    def read(self, key: str, offset: int, length: int) -> bytearray:
-        out = bytearray(max(0, length))
-        n = self.read_into(key, offset, memoryview(out))
-        return out[:n] if n < len(out) else out
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        name, view = self._name(key), buffer.cast("B")
-        if len(view) <= RANGE_BYTES:
-            return self._range(name, offset, view)[0]
-        cuts = range(0, len(view), RANGE_BYTES)
-
-        def job(at: int) -> Callable[[], tuple[int, str]]:
-            return lambda: self._range(name, offset + at, view[at : at + RANGE_BYTES])
-
-        found = self._calls.each([job(at) for at in cuts])
-        if len({etag for n, etag in found if n}) > 1:
-            raise StorageFailed(
-                f"{self.uri_of(key)}: it was replaced while it was read; read it again"
-            )
-        return sum(n for n, _ in found)
-
-    def size(self, key: str) -> int:
-        return self._head(key)[0]
-
-    def modified_s(self, key: str) -> float:
-        return self._head(key)[1]
-
-    def exists(self, key: str) -> bool:
-        try:
-            self._head(key)
-        except FileNotFoundError:
-            return False
-        return True
-
     def folders(self) -> list[str]:
         found = []
         for page in self._pages(self._inside, Delimiter="/"):
@@ -110,27 +54,6 @@ class S3Storage(Storage):
                 item["Prefix"][len(self._inside) : -1] for item in page.get("CommonPrefixes", ())
             ]
         return sorted(name for name in found if name)
-
-    def list(self, prefix: str = "") -> list[str]:
-        return [*self.sizes(prefix)]
-
-    def sizes(self, prefix: str = "") -> Sizes:
-        if "/" in prefix:
-            checked(prefix.rpartition("/")[0])
-        found = {}
-        for page in self._pages(self._inside + prefix):
-            for item in page.get("Contents", ()):
-                found[item["Key"][len(self._inside) :]] = (
-                    int(item["Size"]),
-                    float(item["LastModified"].timestamp()),
-                )
-        return {key: found[key] for key in sorted(found) if _plain(key)}
-
-    def each(self, jobs: Iterable[Callable[[], T]]) -> Sequence[T]:
-        return self._calls.each(jobs)
-
-    def free_bytes(self) -> int | None:
-        return None
 
     # -------------------------------------------------------------------------------------- writing
 
@@ -152,32 +75,15 @@ class S3Storage(Storage):
         self._calls.ask(name, lambda client: client.delete_object(Bucket=self.bucket, Key=name))
 
     def delete_folder(self, key: str = "") -> None:
-        inside = f"{self._name(key)}/" if key else self._own()
-        for page in self._pages(inside):
-            names = [item["Key"] for item in page.get("Contents", ())]
-            for at in range(0, len(names), N_PER_DELETE):
-                self._delete(inside, names[at : at + N_PER_DELETE])
-        self._abort(inside, lambda begun_s, now_s: True)
+        super().delete_folder(key)
+        self._abort(f"{self._name(key)}/" if key else self._own(), lambda begun_s, now_s: True)
 
     def clean_unfinished(self, older_than_s: float) -> int:
         return self._abort(self._own(), lambda begun_s, now_s: now_s - begun_s > older_than_s)
 
     # ------------------------------------------------------------------------------------- requests
 
-    def _name(self, key: str) -> str:
-        return self._inside + checked(key)
-
-    def _own(self) -> str:
-        """The prefix, where everything under it is ours. Raises SpecError for a whole bucket."""
-        if not self._inside:
-            raise SpecError(
-                f"{self.uri}: a whole bucket is never emptied or cleaned; name a prefix, as in "
-                f"{self.uri}/run"
-            )
-        return self._inside
-
     def _head(self, key: str) -> tuple[int, float]:
-        """Bytes, and when it was written."""
         name = self._name(key)
 
         def head(client: Any) -> tuple[int, float]:
@@ -187,10 +93,6 @@ class S3Storage(Storage):
         return self._calls.ask(name, head)
 
     def _range(self, name: str, offset: int, view: memoryview) -> tuple[int, str]:
-        """One ranged read: bytes that there were, and the ETag of the object that they are from."""
-        if not view:
-            return 0, ""
-
         def get(client: Any) -> tuple[int, str]:
             wanted = f"bytes={offset}-{offset + len(view) - 1}"
             answer = client.get_object(Bucket=self.bucket, Key=name, Range=wanted)
@@ -207,6 +109,13 @@ class S3Storage(Storage):
             if status_of(error) != 416:
                 raise
             return 0, ""
+
+    def _listed(self, start: str) -> Iterator[Sequence[tuple[str, int, float]]]:
+        for page in self._pages(start):
+            yield [
+                (item["Key"], int(item["Size"]), float(item["LastModified"].timestamp()))
+                for item in page.get("Contents", ())
+            ]
 
     def _pages(self, start: str, **more: str) -> Iterator[Any]:
         token: dict[str, str] = {}
@@ -229,8 +138,12 @@ class S3Storage(Storage):
 
         return one
 
-    def _delete(self, inside: str, names: Sequence[str]) -> None:
+    def _remove(self, inside: str, names: Sequence[str]) -> None:
         assert all(name.startswith(inside) for name in names)
+        for at in range(0, len(names), N_PER_DELETE):
+            self._delete(inside, names[at : at + N_PER_DELETE])
+
+    def _delete(self, inside: str, names: Sequence[str]) -> None:
         wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
 
         def delete(client: Any) -> None:
@@ -258,7 +171,7 @@ class S3Storage(Storage):
                 ),
             )
 
-        self._calls.each([job(name, upload) for name, upload, _, _ in found])
+        self.each([job(name, upload) for name, upload, _, _ in found])
         return len(found)
 
     def _unfinished(self, inside: str) -> Iterator[tuple[str, str, float, float]]:
@@ -282,13 +195,6 @@ class S3Storage(Storage):
         return lambda client: client.list_multipart_uploads(
             Bucket=self.bucket, Prefix=inside, **marks
         )
-
-
-def _plain(key: str) -> bool:
-    """Not a folder mark or another name that this storage would never write."""
-    return all(
-        part not in ("", ".", "..") and not part.startswith(TEMPORARY) for part in key.split("/")
-    )
 
 
 def _check_whole(data: bytes, answer: Any) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -29,11 +27,12 @@ from tenacity import (
 from urllib3.exceptions import HTTPError
 
 from elastic.errors import StorageDamaged, StorageFailed, StorageRefused
+from elastic.storage import objects
+from elastic.storage.objects import Patience, WrongBytes
 
 T = TypeVar("T")
 
 CONNECTIONS = 32  # of one process to one server
-N_THREADS = 8  # parts and ranges that travel at once
 ENVIRONMENT = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE",
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE",
@@ -96,24 +95,6 @@ FORBIDDEN = (
 UNREADABLE = (ResponseParserError, HTTPError, ValueError, KeyError)
 
 
-class WrongBytes(Exception):
-    """An answer does not hold what it should: fewer bytes, or another digest. Asked again."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a fault is met by asking again: a random wait of 0 .. first_s, 0 .. 2 first_s, ...
-    up to most_s each time."""
-
-    attempts: int = 10
-    total_s: float = 120.0
-    first_s: float = 0.2
-    most_s: float = 10.0
-    connect_s: float = 5.0
-    read_s: float = 30.0
-
-
-DEFAULT = Patience()
 _MAKING = threading.Lock()  # a client takes 0.1 s to make: one is enough
 
 
@@ -126,7 +107,7 @@ class Calls:
 
     @property
     def patience(self) -> Patience:
-        return self._patience or DEFAULT
+        return self._patience or objects.DEFAULT
 
     def ask(self, name: str, request: Callable[[Any], T], attempts: int | None = None) -> T:
         """`request(client)`, repeated as long as a fault may pass. `name`: key or prefix, for
@@ -155,17 +136,6 @@ class Calls:
                 raise
             raise _untold(error, where, tries) from error
 
-    def each(self, jobs: Iterable[Callable[[], T]]) -> list[T]:
-        """All jobs, several at once."""
-        futures = [_pool().submit(job) for job in jobs]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            settle(futures)
-
-    def start(self, job: Callable[[], T]) -> Future[T]:
-        return _pool().submit(job)
-
     def _client(self) -> Any:
         patience = self.patience
         settings = tuple(os.environ.get(name) for name in ENVIRONMENT)
@@ -176,17 +146,6 @@ class Calls:
             raise StorageRefused(
                 f"s3://{self.bucket}: no connection can be set up: {error}"
             ) from error
-
-
-def settle(futures: Iterable[Future[Any]]) -> None:
-    """None of them runs when this returns: nothing is written into a caller's memory after its call
-    has ended."""
-    wait([future for future in futures if not future.cancel()])
-
-
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(N_THREADS, thread_name_prefix="s3")
 
 
 @lru_cache(maxsize=8)

@@ -17,7 +17,8 @@ from typing import Any, cast
 from botocore import exceptions as aws
 
 from elastic.errors import InternalError, StorageFailed, StorageRefused
-from elastic.storage.s3_calls import Calls, WrongBytes, code_of, settle, status_of
+from elastic.storage.objects import WrongBytes, settle, start
+from elastic.storage.s3_calls import Calls, code_of, status_of
 
 PART_BYTES = 16 << 20
 MOST_PART_BYTES = 1 << 30
@@ -181,7 +182,7 @@ class Upload(io.RawIOBase):
         while len(self._sending) >= N_IN_FLIGHT:
             self._etags.append(self._sending.popleft().result())
         number, data, self._part = self._number, self._part, bytearray()
-        self._sending.append(self._calls.start(lambda: self._sent(number, data)))
+        self._sending.append(start(lambda: self._sent(number, data)))
 
     def _begin(self, client: Any) -> str:
         answer = client.create_multipart_upload(

@@ -1,0 +1,194 @@
+"""What every object storage has in common: objects of a bucket whose names begin with a prefix,
+read by several ranges at once. Nothing outside the prefix is read, written or removed."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar, Self
+
+from elastic.errors import SpecError, StorageFailed
+from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
+
+RANGE_BYTES = 8 << 20  # of one request of a large read
+N_THREADS = 8  # parts and ranges that travel at once
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a fault is met by asking again: a random wait of 0 .. first_s, 0 .. 2 first_s, ...
+    up to most_s each time."""
+
+    attempts: int = 10
+    total_s: float = 120.0
+    first_s: float = 0.2
+    most_s: float = 10.0
+    connect_s: float = 5.0
+    read_s: float = 30.0
+
+
+DEFAULT = Patience()
+
+
+class WrongBytes(Exception):
+    """An answer does not hold what it should: fewer bytes, or another digest. Asked again."""
+
+
+class ObjectStorage(Storage):
+    """`scheme://bucket/prefix`."""
+
+    remote: ClassVar[bool] = True
+    scheme: ClassVar[str]
+    named: ClassVar[str] = "bucket"
+    bucket_names: ClassVar[re.Pattern[str]]
+
+    def __init__(self, uri: str, patience: Patience | None = None) -> None:
+        start = f"{self.scheme}://"
+        bucket, _, prefix = uri.removeprefix(start).partition("/")
+        prefix = prefix.rstrip("/")
+        if not self.bucket_names.fullmatch(bucket):
+            raise SpecError(
+                f"{uri}: '{bucket}' is no name of a {self.named}; use {start}{self.named}/prefix"
+            )
+        if prefix and not _plain(prefix):
+            raise SpecError(
+                f"{uri}: the prefix must be plain names with '/' between, as in "
+                f"{start}{bucket}/team/runs"
+            )
+        self.bucket, self.prefix = bucket, prefix
+        self.uri = f"{start}{bucket}/{prefix}".rstrip("/")
+        self._inside = f"{prefix}/" if prefix else ""
+        self._patience = patience
+
+    @property
+    def patience(self) -> Patience:
+        return self._patience or DEFAULT
+
+    def hasty(self, most_s: float) -> Self:
+        given, part_s = self.patience, most_s / 2
+        waits = {
+            name: min(getattr(given, name), part_s)
+            for name in ("total_s", "most_s", "connect_s", "read_s")
+        }
+        return type(self)(self.uri, replace(given, **waits))
+
+    # -------------------------------------------------------------------------------------- reading
+
+    def read(self, key: str, offset: int, length: int) -> bytearray:
+        out = bytearray(max(0, length))
+        n = self.read_into(key, offset, memoryview(out))
+        return out[:n] if n < len(out) else out
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        name, view = self._name(key), buffer.cast("B")
+        if len(view) <= RANGE_BYTES:
+            return self._range(name, offset, view)[0] if view else 0
+
+        def job(at: int) -> Callable[[], tuple[int, str]]:
+            return lambda: self._range(name, offset + at, view[at : at + RANGE_BYTES])
+
+        found = self.each([job(at) for at in range(0, len(view), RANGE_BYTES)])
+        if len({etag for n, etag in found if n}) > 1:
+            raise StorageFailed(
+                f"{self.uri_of(key)}: it was replaced while it was read; read it again"
+            )
+        return sum(n for n, _ in found)
+
+    def size(self, key: str) -> int:
+        return self._head(key)[0]
+
+    def modified_s(self, key: str) -> float:
+        return self._head(key)[1]
+
+    def exists(self, key: str) -> bool:
+        try:
+            self._head(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> list[str]:
+        return [*self.sizes(prefix)]
+
+    def sizes(self, prefix: str = "") -> Sizes:
+        if "/" in prefix:
+            checked(prefix.rpartition("/")[0])
+        found = {
+            name[len(self._inside) :]: (n_bytes, modified_s)
+            for page in self._listed(self._inside + prefix)
+            for name, n_bytes, modified_s in page
+        }
+        return {key: found[key] for key in sorted(found) if _plain(key)}
+
+    def each(self, jobs: Iterable[Callable[[], T]]) -> Sequence[T]:
+        futures = [start(job) for job in jobs]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            settle(futures)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    # ------------------------------------------------------------------------------------- removing
+
+    def delete_folder(self, key: str = "") -> None:
+        inside = f"{self._name(key)}/" if key else self._own()
+        for page in self._listed(inside):
+            self._remove(inside, [name for name, _, _ in page])
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def _name(self, key: str) -> str:
+        return self._inside + checked(key)
+
+    def _own(self) -> str:
+        """The prefix, where everything under it is ours. Raises SpecError for a whole bucket."""
+        if not self._inside:
+            raise SpecError(
+                f"{self.uri}: a whole {self.named} is never emptied or cleaned; name a prefix, as "
+                f"in {self.uri}/run"
+            )
+        return self._inside
+
+    @abstractmethod
+    def _head(self, key: str) -> tuple[int, float]:
+        """Bytes, and when it was written."""
+
+    @abstractmethod
+    def _range(self, name: str, offset: int, view: memoryview) -> tuple[int, str]:
+        """One ranged read: bytes that there were, and the ETag of the object that they are from."""
+
+    @abstractmethod
+    def _listed(self, start: str) -> Iterator[Sequence[tuple[str, int, float]]]:
+        """Pages of the objects whose names begin so: name, bytes, when it was written."""
+
+    @abstractmethod
+    def _remove(self, inside: str, names: Sequence[str]) -> None:
+        """All of them begin with `inside`."""
+
+
+def _plain(key: str) -> bool:
+    """Not a folder mark or another name that this storage would never write."""
+    return all(
+        part not in ("", ".", "..") and not part.startswith(TEMPORARY) for part in key.split("/")
+    )
+
+
+def start(job: Callable[[], T]) -> Future[T]:
+    return _pool().submit(job)
+
+
+def settle(futures: Iterable[Future[Any]]) -> None:
+    """None of them runs when this returns: nothing is written into a caller's memory after its call
+    has ended."""
+    wait([future for future in futures if not future.cancel()])
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(N_THREADS, thread_name_prefix="objects")
