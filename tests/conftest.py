@@ -9,6 +9,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ settings.load_profile("steady")
 if TYPE_CHECKING:
     from support.storage.faulty_proxy import FaultyProxy
 
+    from elastic.storage import Storage
     from elastic.storage.s3 import S3Storage
 
 
@@ -171,6 +173,69 @@ def s3(proxy: FaultyProxy, quick_s3: None) -> S3Storage:
     return S3Storage(f"s3://{BUCKET}/team/{secrets.token_hex(4)}")
 
 
+@pytest.fixture(scope="module")
+def one_gs_proxy(server_port: int) -> Iterator[FaultyProxy]:
+    pytest.importorskip("obstore")
+    from support.storage.gcs_front import gcs_proxy
+
+    with gcs_proxy(server_port) as found:
+        yield found
+
+
+@pytest.fixture
+def gs_proxy(one_gs_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """As `proxy`, for gs://."""
+    from support.storage.gcs_front import point_here
+
+    one_gs_proxy.reset()
+    point_here(monkeypatch, one_gs_proxy.url)
+    yield one_gs_proxy
+    one_gs_proxy.reset()
+
+
+@pytest.fixture
+def gs(gs_proxy: FaultyProxy, quick_s3: None) -> Storage:
+    """A fresh prefix."""
+    from support.storage.s3_server import BUCKET
+
+    from elastic.storage import open_storage
+
+    return open_storage(f"gs://{BUCKET}/team/{secrets.token_hex(4)}")
+
+
+@pytest.fixture(scope="module")
+def one_az_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyProxy]:
+    pytest.importorskip("obstore")
+    from support.storage.azurite import running_azurite
+    from support.storage.faulty_proxy import FaultyProxy
+    from support.storage.s3_server import BUCKET
+
+    with running_azurite(tmp_path_factory.mktemp("azurite"), BUCKET) as port:
+        with FaultyProxy(port) as found:
+            yield found
+
+
+@pytest.fixture
+def az_proxy(one_az_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """As `proxy`, for az://."""
+    from support.storage.azurite import point_here
+
+    one_az_proxy.reset()
+    point_here(monkeypatch, one_az_proxy.url)
+    yield one_az_proxy
+    one_az_proxy.reset()
+
+
+@pytest.fixture
+def az(az_proxy: FaultyProxy, quick_s3: None) -> Storage:
+    """A fresh prefix."""
+    from support.storage.s3_server import BUCKET
+
+    from elastic.storage import open_storage
+
+    return open_storage(f"az://{BUCKET}/team/{secrets.token_hex(4)}")
+
+
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Parts and ranges so small that little data makes many."""
@@ -180,4 +245,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
 
     monkeypatch.setattr(s3_upload, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(objects, "RANGE_BYTES", 2 * PART_BYTES // 5)
+    with suppress(ModuleNotFoundError):
+        from elastic.storage import cloud
+
+        monkeypatch.setattr(cloud, "PART_BYTES", PART_BYTES)
     return PART_BYTES

@@ -132,6 +132,8 @@ CLAIMS = (
         (
             "tests/storage/test_s3.py",
             "tests/storage/test_faults.py",
+            "tests/storage/test_contract.py",
+            "tests/storage/test_cloud_faults.py",
             "tests/e2e/test_object_storage.py",
         ),
     ),

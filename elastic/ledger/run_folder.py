@@ -1,6 +1,6 @@
 """A run: its storage, and the local folder with its journal file, report and curve.
 
-Where the storage is a folder, the two are one. Where it is s3://, the driver's folder is
+Where the storage is a folder, the two are one. Where it is object storage, the driver's folder is
 ./elastic_runs/<run> (where that is of a run in another storage ./elastic_runs/<run>-<hash>): the
 journal is written there and stored as segments; a machine without that folder reads the segments.
 In both cases a journal file that has become large is closed and packed into the storage.

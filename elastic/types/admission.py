@@ -66,7 +66,10 @@ class Admission:
 
 def apart(uri: str, what: str) -> str:
     """Why a node is refused whose storage is not the driver's."""
-    right = "give `storage` a folder that all nodes share and may write, or s3://bucket/prefix"
+    right = (
+        "give `storage` a folder that all nodes share and may write, or s3://bucket/prefix "
+        "(likewise gs://, az://)"
+    )
     return f"{APART}: {what} {uri}; {right}"
 
 

@@ -26,11 +26,11 @@ from elastic.storage import LocalStorage, Storage, open_storage
 QUICK = Times(renew_s=0.05, ttl_s=600.0)
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", "gs", pytest.param("az", marks=pytest.mark.whole)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return open_storage(str(tmp_path))
-    found: Storage = request.getfixturevalue("s3")
+    found: Storage = request.getfixturevalue(request.param)
     return found
 
 

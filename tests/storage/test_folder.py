@@ -83,7 +83,7 @@ def test_keys_cannot_leave_the_folder(storage: Storage, key: str) -> None:
     [
         ("s3://b_/run", "no name of a bucket"),
         ("s3://bucket/a/../b", "plain names"),
-        ("gs://b/r", "not known"),
+        ("ftp://b/r", "not known"),
         ("", "no folder"),
     ],
 )

@@ -42,7 +42,7 @@ def taken(storage: Storage, run: str) -> Lease:
         what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
         raise SpecError(
             f"storage {storage.uri} cannot be written ({what}); give a folder, or "
-            "s3://bucket/prefix"
+            "s3://bucket/prefix (likewise gs://, az://)"
         ) from error
 
 

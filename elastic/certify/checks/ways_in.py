@@ -127,8 +127,8 @@ def why_no_ray(place: Place) -> str:
 def why_no_objects(lab: Lab) -> str:
     return (
         ""
-        if lab.storage.startswith("s3://")
-        else "the storage is a folder; give --storage s3://bucket/prefix"
+        if lab.storage.startswith(("s3://", "gs://", "az://"))
+        else "the storage is a folder; give --storage s3://bucket/prefix (likewise gs://, az://)"
     )
 
 

@@ -231,7 +231,7 @@ def connected(address: str | None) -> Iterator[str | None]:
 # ---------------------------------------------------------------------------------------- RunConfig
 
 _RUN_WHY = {
-    "storage_filesystem": "give storage_path as a folder or an s3:// URI; "
+    "storage_filesystem": "give storage_path as a folder, or an s3://, gs:// or az:// URI; "
     "credentials and endpoint come from the "
     "environment",
     "callbacks": "give ElasticTrainer(on_step=...); or read its journal (elastic "
@@ -311,8 +311,8 @@ def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
     spec = load_job(given["job"], overrides)
     if not (given.get("storage") or spec.storage or os.environ.get("ELASTIC_STORAGE")):
         raise SpecError(
-            "train_loop_config: key 'storage' is missing; give a folder or s3:// URI that every "
-            "worker reaches"
+            "train_loop_config: key 'storage' is missing; give a folder, or an s3://, gs:// or "
+            "az:// URI, that every worker reaches"
         )
     said = logging.getLogger("elastic").info
     wishes = StandaloneOptions(
@@ -381,9 +381,12 @@ def failure(reason: str) -> Exception:
     return ray.train.TrainingFailedError(reason)
 
 
+SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}  # of pyarrow's file systems
+
+
 def read_checkpoint(checkpoint: ray.train.Checkpoint, use: Callable[[str], Any]) -> Any:
-    """Calls `use` with a folder, or an s3:// URI, that holds the checkpoint. Raises SpecError when
-    it is no DCP folder."""
+    """Calls `use` with a folder, or a URI of object storage, that holds the checkpoint. Raises
+    SpecError when it is no DCP folder."""
     if not isinstance(checkpoint, ray.train.Checkpoint):
         raise SpecError(
             f"resume_from_checkpoint: it is a {type(checkpoint).__name__}; give a "
@@ -392,8 +395,8 @@ def read_checkpoint(checkpoint: ray.train.Checkpoint, use: Callable[[str], Any])
     kind = checkpoint.filesystem.type_name if checkpoint.filesystem is not None else "local"
     if kind == "local":
         return _used(checkpoint.path, checkpoint.path, use)
-    if kind == "s3":
-        return use(f"s3://{checkpoint.path}")
+    if kind in SCHEMES:
+        return use(f"{SCHEMES[kind]}://{checkpoint.path}")
     with checkpoint.as_directory() as folder:
         return _used(folder, f"{kind}:{checkpoint.path}", use)
 

@@ -1,5 +1,5 @@
-"""The files of one place in a fixed order, read by ranges: a folder or one file, also under s3://
-through the node's cache.
+"""The files of one place in a fixed order, read by ranges: a folder or one file, also in
+object storage through the node's cache.
 
 What is kept in memory is their names and sizes.
 """
@@ -115,7 +115,7 @@ def files_at(
     leave_out: tuple[str, ...] = LEFT_OUT,
 ) -> Files:
     """The files under a folder that match `pattern` (see `find_files`), or the one file that
-    `where` is; s3:// likewise.
+    `where` is; object storage likewise.
 
     Raises SpecError when there is none.
     """

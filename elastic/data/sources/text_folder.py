@@ -67,8 +67,8 @@ def split_files(files: Files, split: str, validation_share: float) -> Files:
 
 @dataclass(eq=False)
 class TextFolder:
-    """Windows over the bytes of the text files of a folder (also under s3://), which are read when
-    they are requested.
+    """Windows over the bytes of the text files of a folder (also in object storage), which are
+    read when they are requested.
 
     Files are taken in the order of their relative paths, a zero byte behind each, until there are
     `max_bytes` (None: all). Item i is {"input": int64 [seq], "target": int64 [seq]}: bytes i*seq ..

@@ -40,8 +40,11 @@ def names(place: Place, storage: str = "/s") -> tuple[set[str], dict[str, str]]:
 def test_each_way_is_tried_or_told_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, left = names(Place("cpu-gloo", 4, ray=True))
     assert tried == ALL - {ways_in.OBJECTS} and set(left) == {ways_in.OBJECTS}
-    assert left[ways_in.OBJECTS] == "the storage is a folder; give --storage s3://bucket/prefix"
-    assert names(Place("cpu-gloo", 4, ray=True), "s3://b/p") == (ALL, {})
+    assert left[ways_in.OBJECTS] == (
+        "the storage is a folder; give --storage s3://bucket/prefix (likewise gs://, az://)"
+    )
+    for uri in ("s3://b/p", "gs://b/p", "az://c/p"):
+        assert names(Place("cpu-gloo", 4, ray=True), uri) == (ALL, {})
     tried, left = names(Place("cpu-gloo", 4), "s3://b/p")
     assert tried == {ways_in.TORCHRUN} and "without Ray" in left[ways_in.OBJECTS]
     tried, left = names(Place("cpu-gloo", 4, ray=True, address="a:1"))

@@ -161,7 +161,8 @@ def test_a_filesystem_and_a_field_of_a_later_ray() -> None:
     import pyarrow.fs
 
     with pytest.raises(
-        SpecError, match=r"storage_filesystem=.*: give storage_path as a folder or an s3:// URI"
+        SpecError,
+        match=r"storage_filesystem=.*: give storage_path as a folder, or an s3://, gs:// or az:// URI",
     ):
         wanted(None, Run(storage_path="b", storage_filesystem=pyarrow.fs.LocalFileSystem()))
 
@@ -264,6 +265,19 @@ def test_a_checkpoint_that_is_no_dcp_folder(tmp_path: Path) -> None:
     (tmp_path / "c" / ".metadata").write_bytes(b"x")
     read_checkpoint(train.Checkpoint(str(tmp_path / "c")), seen.append)
     assert seen == [str(tmp_path / "c")]
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("s3", "s3"), ("gcs", "gs"), ("abfs", "az")])
+def test_a_checkpoint_in_object_storage_is_read_there(kind: str, scheme: str) -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    there = {
+        "s3": lambda: fs.S3FileSystem(anonymous=True, region="us-east-1"),
+        "gcs": lambda: fs.GcsFileSystem(anonymous=True),
+        "abfs": lambda: fs.AzureFileSystem(account_name="a", account_key="aGk="),
+    }[kind]()
+    seen: list[str] = []
+    read_checkpoint(train.Checkpoint("bucket/run/c", filesystem=there), seen.append)
+    assert seen == [f"{scheme}://bucket/run/c"]
 
 
 def test_a_run_becomes_a_result(tmp_path: Path) -> None:

@@ -133,7 +133,9 @@ COPIES = {
         "the newest is read back before an older one is removed", "", "checkpoints.md"
     ),
     "storage": Words(
-        "folder or `s3://bucket/prefix` of the runs; none = ./elastic_runs", "", "storage.md"
+        "folder of the runs, or `s3://bucket/prefix` (also `gs://`, `az://`); none = ./elastic_runs",
+        "",
+        "storage.md",
     ),
 }
 NODES = {

@@ -19,7 +19,6 @@ Kinds of faults, each at the next request that matches:
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import http.client
 import re
@@ -92,14 +91,17 @@ class Seen:
 class FaultyProxy:
     """`faults` are tried in order; one whose `times` are used up does nothing more.
 
-    `compares_md5`: what does not fit its Content-MD5 is refused, as S3 does it (moto does not).
+    What does not fit the SHA-256 that came with it is refused, as S3 does it (moto does not).
     """
 
     target_port: int
     faults: list[Fault] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
-    compares_md5: bool = True
     before: Callable[[str], None] | None = None  # called with each request, before it is passed on
+    # a path as the server reads it; headers as the server, or the client, names them
+    path: Callable[[str], str] = str
+    asks: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list
+    answers: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list
     _server: Any = None
 
     def __enter__(self) -> FaultyProxy:
@@ -127,7 +129,7 @@ class FaultyProxy:
     def reset(self) -> None:
         """As it was when it was made."""
         self.clear()
-        self.before, self.compares_md5 = None, True
+        self.before = None
 
     def count(self, match: str) -> int:
         """Requests so far that match."""
@@ -170,6 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _any(self) -> None:
         proxy = self.server.proxy
+        self.path = proxy.path(self.path)
         line = f"{self.command} {self.path}"
         body = bytearray(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
         if proxy.before is not None:
@@ -188,8 +191,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang()
         if fault and kind == "wrong_sent" and body:
             body[int((len(body) - 1) * fault.at)] ^= 0xFF
-        if self.server.proxy.compares_md5 and not self._as_sent(body):
-            return self._refuse(400, "BadDigest")
+        if not self._as_sent(body):
+            return self._refuse(400, "XAmzContentSHA256Mismatch")
         answer, data = self._ask(body)
         if kind == "lost" or (kind == "reset" and not data):
             return self._reset()
@@ -198,7 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
         whole = len(data)
         if fault and kind in ("short", "reset"):
             del data[int(whole * fault.at) :]
-        self._answer(answer.status, answer.getheaders(), bytes(data), whole)
+        headers = self.server.proxy.answers(answer.getheaders())
+        self._answer(answer.status, headers, bytes(data), whole)
         if kind == "reset":
             self._reset()
         elif kind == "short":
@@ -206,8 +210,8 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _as_sent(self, body: bytearray) -> bool:
-        wanted = self.headers.get("Content-MD5")
-        return wanted is None or wanted == base64.b64encode(hashlib.md5(body).digest()).decode()
+        wanted = self.headers.get("x-amz-content-sha256")
+        return wanted is None or wanted == hashlib.sha256(body).hexdigest()
 
     def _refuse(self, status: int, code: str) -> None:
         self._answer(status, [("Content-Type", "application/xml")], XML.format(code=code).encode())
@@ -217,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
             "127.0.0.1", self.server.proxy.target_port, timeout=HANG_S
         )
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():
+        for name, value in self.server.proxy.asks(self.headers.items()):
             if name.lower() not in ("expect", "connection"):
                 connection.putheader(name, value)
         connection.putheader("Connection", "close")

@@ -395,7 +395,10 @@ def test_storage_that_is_the_hosts_own_is_refused(hosts: tuple[Path, Path]) -> N
     ):
         with pytest.raises(NodeRejected) as refused:
             answer(mark(uri))
-        right = "give `storage` a folder that all nodes share and may write, or s3://bucket/prefix"
+        right = (
+            "give `storage` a folder that all nodes share and may write, or s3://bucket/prefix "
+            "(likewise gs://, az://)"
+        )
         assert str(refused.value) == f"{APART}: {says}{uri}; {right}"
     (hosts[1] / "admission" / "a1b2").write_text("another run's")
     with pytest.raises(NodeRejected, match="another file than the driver's is on this node"):
