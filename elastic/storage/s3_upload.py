@@ -3,10 +3,7 @@ when all are there."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
-import re
 import secrets
 import zlib
 from collections import deque
@@ -17,7 +14,7 @@ from typing import Any, cast
 from botocore import exceptions as aws
 
 from elastic.errors import InternalError, StorageFailed, StorageRefused
-from elastic.storage.objects import WrongBytes, settle, start
+from elastic.storage.objects import settle, start
 from elastic.storage.s3_calls import Calls, code_of, status_of
 
 PART_BYTES = 16 << 20
@@ -26,7 +23,6 @@ GROW_EVERY = 1000  # parts, after which the size doubles: S3 allows 10,000 parts
 N_IN_FLIGHT = 4
 # metadata: who wrote the object; the CRC-32 of one put in one piece
 WRITER, CRC32 = "elastic-writer", "elastic-crc32"
-_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
 def part_bytes(number: int) -> int:
@@ -34,34 +30,10 @@ def part_bytes(number: int) -> int:
     return min(MOST_PART_BYTES, PART_BYTES << ((number - 1) // GROW_EVERY))
 
 
-class Body:
-    """Bytes with their MD5, which the server compares (Content-MD5)."""
-
-    def __init__(self, data: bytes | bytearray) -> None:
-        self.data = data
-        digest = hashlib.md5(data, usedforsecurity=False)
-        self.md5, self.hex = base64.b64encode(digest.digest()).decode(), digest.hexdigest()
-
-    def check(self, answer: dict[str, Any]) -> None:
-        """Raises WrongBytes when the server took something else: an ETag is the MD5, unless a KMS
-        or a customer key is used."""
-        found = _MD5.fullmatch(str(answer.get("ETag", "")))
-        encrypted = answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm")
-        if (
-            found
-            and not encrypted
-            and "kms" not in str(answer.get("ServerSideEncryption", ""))
-            and found[1] != self.hex
-        ):
-            raise WrongBytes(
-                f"the server received other bytes than were sent (MD5 {found[1]}, sent {self.hex})"
-            )
-
-
 def put_whole(calls: Calls, key: str, data: bytes | bytearray, *, if_absent: bool) -> bool:
     """One request. False: `if_absent`, and the object was there and is not what an earlier try of
     this call wrote."""
-    body, writer, n_tries = Body(data), secrets.token_hex(8), 0
+    writer, n_tries = secrets.token_hex(8), 0
     wanted = {"IfNoneMatch": "*"} if if_absent else {}
     metadata = {WRITER: writer, CRC32: f"{zlib.crc32(data):08x}"}
 
@@ -69,14 +41,7 @@ def put_whole(calls: Calls, key: str, data: bytes | bytearray, *, if_absent: boo
         nonlocal n_tries
         n_tries += 1
         try:
-            answer = client.put_object(
-                Bucket=calls.bucket,
-                Key=key,
-                Body=body.data,
-                ContentMD5=body.md5,
-                Metadata=metadata,
-                **wanted,
-            )
+            client.put_object(Bucket=calls.bucket, Key=key, Body=data, Metadata=metadata, **wanted)
         except aws.ClientError as error:
             there = (
                 _head(client, calls.bucket, key)
@@ -84,9 +49,7 @@ def put_whole(calls: Calls, key: str, data: bytes | bytearray, *, if_absent: boo
                 else None
             )
             if there is None or _writer(there) != writer:
-                raise
-            answer = there  # an earlier try went through, and its answer was lost
-        body.check(answer)
+                raise  # else an earlier try went through, and its answer was lost
 
     try:
         calls.ask(key, put)
@@ -191,17 +154,14 @@ class Upload(io.RawIOBase):
         return str(answer["UploadId"])
 
     def _sent(self, number: int, data: bytearray) -> str:
-        body = Body(data)
-
-        def send(client: Any) -> str:
-            answer = client.upload_part(
+        answer = self._calls.ask(
+            self._key,
+            lambda client: client.upload_part(
                 Bucket=self._calls.bucket, Key=self._key, UploadId=self._upload, PartNumber=number,
-                Body=data, ContentMD5=body.md5,
-            )  # fmt: skip
-            body.check(answer)
-            return str(answer["ETag"])
-
-        return self._calls.ask(self._key, send)
+                Body=data,
+            ),
+        )  # fmt: skip
+        return str(answer["ETag"])
 
     def _complete(self) -> None:
         """Where the answer to a try was lost, the object itself says whether it went through."""
