@@ -9,20 +9,19 @@ the cloud: Azure does so after a week, Google by a lifecycle rule.
 
 from __future__ import annotations
 
-import io
 import re
 import secrets
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, ClassVar, cast
+from contextlib import suppress
+from typing import Any, ClassVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from elastic.errors import InternalError
 from elastic.storage.cloud_calls import CloudCalls, is_status
-from elastic.storage.objects import ObjectStorage, Patience, WrongBytes
+from elastic.storage.objects import ObjectStorage, PartsFile, Patience, WrongBytes
 
 PART_BYTES = 32 << 20  # Google takes 10,000 parts
 N_IN_FLIGHT = 4
@@ -88,15 +87,8 @@ class CloudStorage(ObjectStorage):
 
         return self._calls.ask(name, "writing", put)
 
-    @contextmanager
-    def create(self, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:
-        upload = CloudUpload(self, self._name(key), if_absent)
-        try:
-            yield cast(BinaryIO, upload)
-            upload.finish()
-        except BaseException:
-            upload.abandon()
-            raise
+    def _upload(self, name: str, if_absent: bool) -> PartsFile:
+        return CloudUpload(self, name, if_absent)
 
     def delete(self, key: str) -> None:
         self._delete(self._name(key))
@@ -176,38 +168,16 @@ def _writer(store: Any, name: str) -> str:
         return ""
 
 
-class CloudUpload(io.RawIOBase):
-    """What `create` gives to write to: small files go in one piece, others in parts, several at
-    once."""
+class CloudUpload(PartsFile):
+    """Through a writer of obstore, which sends the parts."""
 
     def __init__(self, storage: CloudStorage, name: str, if_absent: bool) -> None:
+        super().__init__()
         self._storage, self._name, self._if_absent = storage, name, if_absent
         self._mark = secrets.token_hex(8)
-        self._part = bytearray()
         self._parts: Any = None
-        self._n_bytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._n_bytes
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        at = 0
-        while at < len(view):
-            room = PART_BYTES - len(self._part)
-            self._part += view[at : at + room]
-            at += room
-            if len(self._part) == PART_BYTES:
-                self._send()
-        self._n_bytes += len(view)
-        return len(view)
 
     def finish(self) -> None:
-        """The object is there when this returns. Raises FileExistsError where it must not replace
-        another."""
         if self._parts is None:
             if not self._storage._put(self._name, self._part, self._if_absent):
                 raise FileExistsError(f"{self._storage.uri}: {self._name} is there already")
@@ -217,10 +187,12 @@ class CloudUpload(io.RawIOBase):
         self._ask(self._complete)
 
     def abandon(self) -> None:
-        """The parts that were sent are removed, where the cloud can still be told so."""
         if self._parts is not None:
             with suppress(BaseError, OSError):
                 self._parts.__exit__(InternalError, None, None)
+
+    def _part_bytes(self) -> int:
+        return PART_BYTES
 
     def _send(self) -> None:
         if self._if_absent:

@@ -3,13 +3,15 @@ read by several ranges at once. Nothing outside the prefix is read, written or r
 
 from __future__ import annotations
 
+import io
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Self, cast
 
 from elastic.errors import SpecError, StorageFailed
 from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
@@ -36,6 +38,49 @@ DEFAULT = Patience()
 
 class WrongBytes(Exception):
     """An answer does not hold what it should: fewer bytes, or another digest. Asked again."""
+
+
+class PartsFile(io.RawIOBase):
+    """What `create` gives to write to: a small file goes in one piece, another in parts, several at
+    once."""
+
+    def __init__(self) -> None:
+        self._part, self._n_bytes = bytearray(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._n_bytes
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        at = 0
+        while at < len(view):
+            room = self._part_bytes() - len(self._part)
+            self._part += view[at : at + room]
+            at += room
+            if len(self._part) == self._part_bytes():
+                self._send()
+        self._n_bytes += len(view)
+        return len(view)
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The object is there when this returns. Raises FileExistsError where it must not replace
+        another."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Removes the parts that were sent, as far as can be."""
+
+    @abstractmethod
+    def _part_bytes(self) -> int:
+        """Size of the part that is being filled."""
+
+    @abstractmethod
+    def _send(self) -> None:
+        """Takes the part, which is whole or the last one, and begins another."""
 
 
 class ObjectStorage(Storage):
@@ -134,7 +179,17 @@ class ObjectStorage(Storage):
     def free_bytes(self) -> int | None:
         return None
 
-    # ------------------------------------------------------------------------------------- removing
+    # ------------------------------------------------------------------------- writing and removing
+
+    @contextmanager
+    def create(self, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:
+        upload = self._upload(self._name(key), if_absent)
+        try:
+            yield cast(BinaryIO, upload)
+            upload.finish()
+        except BaseException:
+            upload.abandon()
+            raise
 
     def delete_folder(self, key: str = "") -> None:
         inside = f"{self._name(key)}/" if key else self._own()
@@ -154,6 +209,9 @@ class ObjectStorage(Storage):
                 f"in {self.uri}/run"
             )
         return self._inside
+
+    @abstractmethod
+    def _upload(self, name: str, if_absent: bool) -> PartsFile: ...
 
     @abstractmethod
     def _head(self, key: str) -> tuple[int, float]:

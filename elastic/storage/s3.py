@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from email.utils import parsedate_to_datetime
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import Any, ClassVar
 
 from botocore import exceptions as aws
 
-from elastic.storage.objects import ObjectStorage, Patience, WrongBytes
+from elastic.storage.objects import ObjectStorage, PartsFile, Patience, WrongBytes
 from elastic.storage.s3_calls import Calls, status_of
 from elastic.storage.s3_upload import CRC32, Upload, put_whole
 
@@ -60,15 +60,8 @@ class S3Storage(ObjectStorage):
     def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
         return put_whole(self._calls, self._name(key), data, if_absent=if_absent)
 
-    @contextmanager
-    def create(self, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:
-        upload = Upload(self._calls, self._name(key), if_absent)
-        try:
-            yield cast(BinaryIO, upload)
-            upload.finish()
-        except BaseException:
-            upload.abandon()
-            raise
+    def _upload(self, name: str, if_absent: bool) -> PartsFile:
+        return Upload(self._calls, name, if_absent)
 
     def delete(self, key: str) -> None:
         name = self._name(key)

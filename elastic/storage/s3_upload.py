@@ -3,7 +3,6 @@ when all are there."""
 
 from __future__ import annotations
 
-import io
 import secrets
 import zlib
 from collections import deque
@@ -14,7 +13,7 @@ from typing import Any, cast
 from botocore import exceptions as aws
 
 from elastic.errors import InternalError, StorageFailed, StorageRefused
-from elastic.storage.objects import settle, start
+from elastic.storage.objects import PartsFile, settle, start
 from elastic.storage.s3_calls import Calls, code_of, status_of
 
 PART_BYTES = 16 << 20
@@ -74,39 +73,18 @@ def _writer(head: dict[str, Any]) -> str:
     return str(head.get("Metadata", {}).get(WRITER, ""))
 
 
-class Upload(io.RawIOBase):
-    """What `create` gives to write to. Memory: the parts in flight and one more."""
+class Upload(PartsFile):
+    """Memory: the parts in flight and one more."""
 
     def __init__(self, calls: Calls, key: str, if_absent: bool) -> None:
+        super().__init__()
         self._calls, self._key, self._if_absent = calls, key, if_absent
         self._writer = secrets.token_hex(8)
         self._upload: str | None = None
-        self._part = bytearray()
         self._etags: list[str] = []
         self._sending: deque[Future[str]] = deque()
-        self._n_bytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._n_bytes
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        at = 0
-        while at < len(view):
-            room = part_bytes(self._number) - len(self._part)
-            self._part += view[at : at + room]
-            at += room
-            if len(self._part) == part_bytes(self._number):
-                self._send()
-        self._n_bytes += len(view)
-        return len(view)
 
     def finish(self) -> None:
-        """The object is there when this returns. Raises FileExistsError where it must not replace
-        another."""
         if self._upload is None:
             if not put_whole(self._calls, self._key, self._part, if_absent=self._if_absent):
                 raise FileExistsError(f"s3://{self._calls.bucket}/{self._key}: it is there already")
@@ -124,6 +102,9 @@ class Upload(io.RawIOBase):
         if self._upload is not None:
             with suppress(StorageFailed, StorageRefused, FileNotFoundError, aws.ClientError):
                 self._calls.ask(self._key, self._abort, attempts=3)
+
+    def _part_bytes(self) -> int:
+        return part_bytes(self._number)
 
     @property
     def _number(self) -> int:
