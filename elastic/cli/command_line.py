@@ -16,6 +16,7 @@ from elastic.cli import (
     plan_command,
     read_commands,
     run_command,
+    simulate_command,
 )
 from elastic.cli.parser import Parser, carry_out, verb
 
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     for group in (
         run_command,
         plan_command,
+        simulate_command,
         read_commands,
         order_commands,
         checkpoint_commands,

@@ -37,6 +37,9 @@ class SimGeneration:
     quiesce: bool = False
     save: bool = False
     step_s: float = 0.0  # of the step under way
+    batch: int = 1  # steps that are looked at as one, begun at `began_s`
+    began_s: float = 0.0
+    turn: int = 0  # of its batches; one that was cut short does not end twice
     # of its ranks, in multiples of the nominal time
     units: list[float] = field(default_factory=list)
     # from the step after this one on

@@ -138,6 +138,7 @@ class Generations(Breaks):
         source = self._groups.get(plan.resume.generation)
         if plan.resume.source == "live" and source is not None and not source.ended:
             source.leave_for = plan
+            self._cut_short(source)
         elif not group.ended:
             self._transition(group)
 
@@ -258,7 +259,7 @@ class Generations(Breaks):
 
     def _begin_step(self, group: SimGeneration) -> None:
         plan = group.plan
-        group.step_s = self.delays.work_s / len(plan.ranks)
+        group.step_s = self._plan_step_s(plan)
         if self.paces.on:
             group.plan = plan = replace(plan, samples=group.shares.pop(group.step, plan.samples))
             group.units = self.paces.units(plan, self._now_s)
@@ -269,7 +270,32 @@ class Generations(Breaks):
                 work_s=self.delays.work_s,
                 n_blocks=sum(plan.layers),
             )
-        self._after(group.step_s, lambda: self._step(group))
+        group.batch, group.began_s = self._batch(group), self._now_s
+        self._end_batch_after(group, group.batch * group.step_s)
+
+    def _batch(self, group: SimGeneration) -> int:
+        """How many steps are looked at as one."""
+        return 1
+
+    def _end_batch_after(self, group: SimGeneration, delay_s: float) -> None:
+        group.turn += 1
+        turn = group.turn
+
+        def ended() -> None:
+            if group.turn == turn:
+                self._step(group)
+
+        self._after(delay_s, ended)
+
+    def _cut_short(self, group: SimGeneration) -> None:
+        """An order counts at the end of the step that is really under way."""
+        done = int((self._now_s - group.began_s) / group.step_s) + 1 if group.step_s else 1
+        if group.entered and not group.ended and done < group.batch:
+            group.batch = done
+            self._end_batch_after(group, group.began_s + done * group.step_s - self._now_s)
+
+    def _plan_step_s(self, plan: Plan) -> float:
+        return self.delays.work_s / len(plan.ranks)
 
     def _tell_paces(self, group: SimGeneration) -> None:
         """What rank 0 has to tell of the ranks' speeds."""
@@ -303,16 +329,29 @@ class Generations(Breaks):
         if group.step + 1 in self._not_finite:
             self._gives_no_number(group)
             return
-        group.step += 1
+        before, group.step = group.step, group.step + group.batch
+
+        def reaches(every: int) -> bool:
+            """A multiple of it, among the steps of the batch."""
+            return bool(every) and group.step // every > before // every
+
         for rank in range(len(plan.ranks)):
             self._advance(group, rank, group.step)
-        copies = bool(plan.peer_every and group.step % plan.peer_every == 0)
+        copies = reaches(plan.peer_every)
         copy_s = self.delays.copy_s * 0.1 if copies else 0.0
         digest = f"sample-{group.step}"
         loss = self.functions.step(plan, group.step)
         self._tell(
             StepDone(
-                plan.generation, group.step, loss, 1000, took_s, 0.02 * took_s, copy_s, 1.0, digest
+                plan.generation,
+                group.step,
+                loss,
+                1000 * group.batch,
+                took_s,
+                0.02 * took_s,
+                copy_s,
+                1.0,
+                digest,
             )
         )
         if self.paces.on:
@@ -323,8 +362,7 @@ class Generations(Breaks):
         if copies:
             self._copy_to_peers(group)
         last = group.step >= self.job.steps
-        saves = plan.durable_every and group.step % plan.durable_every == 0
-        if last or group.save or saves:
+        if last or group.save or reaches(plan.durable_every):
             self._save(group)
         group.save = False
         if last or group.quiesce:
@@ -373,26 +411,26 @@ class Generations(Breaks):
         if not plan.copies_to or not plan.peer_every:
             return
 
-        def acknowledged() -> None:
-            if group.ended:
-                return
-            if (wait_s := self._cut_s(plan.ranks)) > 0:
-                self._after(wait_s, acknowledged)
-                return
-            fresh: dict[WorkerId, list[Holding]] = {worker: [] for worker in plan.ranks}
-            for rank, worker in enumerate(plan.ranks):
-                for keeper in (worker, *(plan.ranks[k] for k in plan.copies_to[rank])):
-                    fresh[keeper].append(Holding(keeper, plan.generation, rank, step, "peer"))
-            for worker, holdings in fresh.items():
-                held = self._held.get(worker, ())
-                live = tuple(
-                    h for h in held if h.kind == "live" and h.generation == plan.generation
-                )
-                self._held[worker] = (*live, *holdings)
-            copy = Copy(step, "peer", plan.generation, plan.layout, plan.layers)
-            self._tell(CopyStored(copy, self.delays.copy_s, 0.1 * self.delays.copy_s))
+        self._after(self.delays.copy_s, lambda: self._acknowledged(group, step))
 
-        self._after(self.delays.copy_s, acknowledged)
+    def _acknowledged(self, group: SimGeneration, step: int) -> None:
+        """Every partner has its copy of that step."""
+        plan = group.plan
+        if group.ended:
+            return
+        if (wait_s := self._cut_s(plan.ranks)) > 0:
+            self._after(wait_s, lambda: self._acknowledged(group, step))
+            return
+        fresh: dict[WorkerId, list[Holding]] = {worker: [] for worker in plan.ranks}
+        for rank, worker in enumerate(plan.ranks):
+            for keeper in (worker, *(plan.ranks[k] for k in plan.copies_to[rank])):
+                fresh[keeper].append(Holding(keeper, plan.generation, rank, step, "peer"))
+        for worker, holdings in fresh.items():
+            held = self._held.get(worker, ())
+            live = tuple(h for h in held if h.kind == "live" and h.generation == plan.generation)
+            self._held[worker] = (*live, *holdings)
+        copy = Copy(step, "peer", plan.generation, plan.layout, plan.layers)
+        self._tell(CopyStored(copy, self.delays.copy_s, 0.1 * self.delays.copy_s))
 
     def _save(self, group: SimGeneration) -> None:
         plan, step = group.plan, group.step
@@ -430,11 +468,13 @@ class Generations(Breaks):
         group = self._groups.get(action.generation)
         if group is not None:
             group.quiesce, group.save = True, action.save
+            self._cut_short(group)
 
     def _store(self, action: StoreCopy) -> None:
         group = self._groups.get(action.generation)
         if group is not None:
             group.save = True
+            self._cut_short(group)
 
     def _set_cadence(self, action: SetCadence) -> None:
         group = self._groups.get(action.generation)

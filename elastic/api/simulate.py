@@ -1,0 +1,276 @@
+"""What a job will cost and take on a spot market, before a dollar is spent: `elastic simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from elastic.api.planning.model_source import Subject, machines_of
+from elastic.api.planning.plan_nodes import MachineGroup, known_of
+from elastic.api.planning.query import Query
+from elastic.config.clusters import load_cluster
+from elastic.errors import InfeasiblePlan, SpecError
+from elastic.ledger.run_folder import JOURNAL
+from elastic.observe.find_runs import lines_of, open_run
+from elastic.planner.offers import Aim
+from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
+from elastic.sim.markets.calibration import Calibration, calibrated
+from elastic.sim.markets.generators import fitted, usual
+from elastic.sim.markets.market_run import RunResult, RunSubject
+from elastic.sim.markets.study import (
+    KNOWN,
+    USUAL,
+    PolicySummary,
+    Study,
+    carried_out,
+    checked,
+    run_once,
+    summary,
+)
+from elastic.sim.markets.traces import Trace, load_traces, of_run
+from elastic.sim.scripted_faults import Delays
+from elastic.types import Plan, Pool
+
+DRY_H = 0.25  # that a pool gives nothing in place of a node that it took, where no trace says more
+YEAR_S = 365 * 86400.0
+# Of nodes of a cloud, where no run has measured them: seconds to boot, to import the program, of a
+# change from live memory, to read and to store a checkpoint.
+USUAL_DELAYS = Delays(
+    boot_s=180.0, prepare_s=60.0, enter_s=3.0, restore_s=30.0, store_s=20.0, detect_s=1.0,
+    confirm_s=10.0, silent_s=30.0, quiesce_s=1.0, release_s=2.0, copy_s=1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step: as measured for the plan's layout, else as predicted, corrected by what
+    was measured (`ratio`). Of hardware that nobody knows a run predicts nothing: there `whole_s` is
+    a step on `workers`, fewer take longer in proportion."""
+
+    whole_s: float
+    workers: int
+    measured: Mapping[str, float] = field(default_factory=dict)
+    ratio: float = 1.0
+
+    def __call__(self, plan: Plan) -> float:
+        own = self.measured.get(str(plan.layout))
+        even_s = self.whole_s * self.workers / len(plan.ranks)
+        return own or self.ratio * plan.predicted_step_time_s or even_s
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What is asked for. `trace`: a file or a folder (a pool per file); '' = made up. `fit`: a
+    trace, of which others like it are made. `calibrate`: a run whose measured times are taken."""
+
+    subject: Subject
+    cluster: str | None = None
+    trace: str = ""
+    fit: str = ""
+    calibrate: str = ""
+    compare: tuple[str, ...] = USUAL
+    own_policy: str = ""
+    deadline_h: float = 0.0
+    n_starts: int = 16
+    unannounced: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """`policies`: by name; `notes`: where numbers come from that nobody gave."""
+
+    study: Study
+    policies: Mapping[str, PolicySummary]
+    steps: int
+    notes: tuple[str, ...]
+    fit: Mapping[str, float] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        study, subject = self.study, self.study.subject
+        return {
+            "job": subject.name, "steps": self.steps,
+            "ideal_h": round(subject.ideal_s / 3600, 3), "deadline_h": subject.job.deadline_h,
+            "starts": study.n_starts, "nodes": study.n_nodes,
+            "traces": {
+                pool: {"name": trace.name, "share": round(trace.share, 4),
+                       "days": round(trace.ends_s / 86400, 2)}
+                for pool, trace in study.traces.items()
+            },
+            "fit": dict(self.fit) if self.fit else None,
+            "policies": {name: one.plain() for name, one in self.policies.items()},
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    def one_run(self) -> RunResult:
+        """The project's own policy from the first start, with its history."""
+        return run_once(self.study, self.study.starts_s()[0], keep=True)
+
+
+def simulate(
+    asked: Simulation,
+    *,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Simulated:
+    """Raises SpecError, InfeasiblePlan."""
+    names = checked(asked.compare)
+    notes: list[str] = []
+    study = _study(asked, names, notes)
+    told = (lambda n: progress(n, study.n_starts)) if progress is not None else None
+    found = carried_out(study, processes=processes, progress=told)
+    quality = fitted(load_traces(asked.fit)[0]) if asked.fit else None
+    return Simulated(
+        study,
+        summary(found),
+        asked.subject.steps,
+        tuple(notes),
+        quality.quality(load_traces(asked.fit)[0]) if quality is not None else None,
+    )
+
+
+def _study(asked: Simulation, names: tuple[str, ...], notes: list[str]) -> Study:
+    source = asked.subject
+    pools = load_cluster(asked.cluster).pools if asked.cluster else source.pools
+    spot = [pool for pool in pools if pool.market_type == "spot"]
+    if not spot:
+        raise SpecError(
+            f"{asked.cluster or source.name}: it has no spot pool; nothing there depends on a market"
+        )
+    if not source.steps:
+        raise SpecError(f"{source.name}: it has no steps; give --set steps=N")
+    measured = _measured(asked, notes)
+    machines = machines_of(source, asked.cluster, {})
+    at_once = [each for each in machines if each.group.market_type != "on-demand"]
+    step_s, whole_s, ratio = _step_s(source, at_once, measured)
+    delays = measured.delays if measured is not None else USUAL_DELAYS
+    job = replace(source.job, eval_every=0, drill=(), check_numbers_every=0)
+    if asked.deadline_h:
+        job = replace(job, deadline_h=asked.deadline_h)
+    subject = RunSubject(
+        source.name,
+        job,
+        tuple(pools),
+        source.model,
+        StepTimes(
+            step_s,
+            sum(each.group.n_gpus for each in at_once),
+            measured.step_s if measured is not None else {},
+            ratio,
+        ),
+        whole_s,
+        delays,
+        known_of(pools),
+    )
+    traces = _traces(asked, spot, notes, length_s=40 * whole_s)
+    return Study(subject, traces, names, asked.n_starts, asked.unannounced, asked.own_policy)
+
+
+def _measured(asked: Simulation, notes: list[str]) -> Calibration | None:
+    if not asked.calibrate:
+        notes.append(
+            f"start-up ({USUAL_DELAYS.boot_s:.0f} s and {USUAL_DELAYS.prepare_s:.0f} s), changes "
+            f"({USUAL_DELAYS.enter_s:.0f} s) and checkpoints are usual ones; --calibrate RUN takes "
+            "those of a run"
+        )
+        return None
+    found = calibrated(_lines(asked.calibrate), USUAL_DELAYS)
+    seen = ", ".join(f"{name} of {n}" for name, n in sorted(found.seen.items()))
+    notes.append(f"measured by run {asked.calibrate}: {seen}; steps of {len(found.step_s)} layouts")
+    return found
+
+
+def _lines(run: str) -> Sequence[Any]:
+    return list(lines_of(open_run(run)))
+
+
+def _step_s(
+    source: Subject, machines: Sequence[MachineGroup], measured: Calibration | None
+) -> tuple[float, float, float]:
+    """Of a step on all nodes that the job may have at once; what all steps take there, or on fewer
+    nodes where each of them does more; and measured by predicted seconds."""
+    query = Query(source, Aim())
+    whole = query.offers(machines).best[0]
+    ratio = measured.ratio if measured is not None else 1.0
+    own = measured.step_s.get(str(whole.layout)) if measured is not None else None
+    step_s = own or whole.step_s * ratio
+    n_nodes = sum(each.group.n_nodes for each in machines)
+    best = step_s
+    for n in _fewer(n_nodes):
+        part = _share(machines, n / n_nodes)
+        try:
+            offer = query.offers(part).best[0]
+        except InfeasiblePlan:
+            continue
+        there = sum(each.group.n_nodes for each in part)
+        best = min(best, offer.step_s * ratio * there / n_nodes)
+    return step_s, best * source.steps, ratio
+
+
+def _fewer(n: int) -> list[int]:
+    found = []
+    while n > 1:
+        n //= 2
+        found.append(n)
+    return found
+
+
+def _share(machines: Sequence[MachineGroup], share: float) -> list[MachineGroup]:
+    counted = [each.with_nodes(int(each.group.n_nodes * share)) for each in machines]
+    return [each for each in counted if each.group.n_nodes] or [machines[0].with_nodes(1)]
+
+
+def _traces(
+    asked: Simulation, spot: Sequence[Pool], notes: list[str], *, length_s: float
+) -> dict[str, Trace]:
+    if asked.trace and asked.fit:
+        raise SpecError("--trace and --fit are two ways at once; give one of them")
+    if asked.fit:
+        like = fitted(load_traces(asked.fit)[0])
+        notes.append(f"markets are made up, {like.name}")
+        length = min(YEAR_S, 4 * length_s)
+        return {
+            pool.name: like.made(nodes=pool.max_nodes, length_s=length, seed=asked.seed + k)
+            for k, pool in enumerate(spot)
+        }
+    if not asked.trace:
+        rate = RECLAIMS_PER_NODE_H["spot"]
+        notes.append(
+            f"no --trace: markets are made up, a node is taken {rate:g} times an hour, and another "
+            f"one is there {60 * DRY_H:.0f} min later on average"
+        )
+        return {
+            pool.name: usual(
+                pool.name, nodes=pool.max_nodes, length_s=min(YEAR_S, 4 * length_s),
+                taken_per_node_h=rate, dry_h=DRY_H, seed=asked.seed,
+            )
+            for pool in spot
+        }  # fmt: skip
+    found = _given(asked.trace)
+    by_name = {trace.name: trace for trace in found}
+    if all(pool.name in by_name for pool in spot):
+        return {pool.name: by_name[pool.name] for pool in spot}
+    if len(found) == 1:
+        return {pool.name: found[0] for pool in spot}
+    if len(found) != len(spot):
+        names = ", ".join(pool.name for pool in spot)
+        raise SpecError(
+            f"{asked.trace}: {len(found)} traces for {len(spot)} spot pools ({names}); give one "
+            "for all, or one for each, called as the pool"
+        )
+    pairs = ", ".join(f"{pool.name}: {t.name}" for pool, t in zip(spot, found, strict=True))
+    notes.append(f"traces are taken in the order of the pools ({pairs})")
+    return {pool.name: trace for pool, trace in zip(spot, found, strict=True)}
+
+
+def _given(trace: str) -> list[Trace]:
+    """Of files, or what a past run has seen."""
+    place = Path(trace)
+    if place.is_file() or (place.is_dir() and not (place / JOURNAL).exists()):
+        return load_traces(place)
+    return list(of_run(_lines(trace)).values())
+
+
+__all__ = ["KNOWN", "USUAL", "Simulated", "Simulation", "simulate"]

@@ -1,0 +1,115 @@
+"""`elastic simulate`: its arguments, and the answer as plain data and as lines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from elastic.api import simulate
+from elastic.api.planning import model_source
+from elastic.api.planning.quantities import hours_of
+from elastic.cli.parser import show, verb
+from elastic.errors import SpecError
+from elastic.observe import simulated
+
+ABOUT = "what a job will cost and take on a spot market: the real policy on months of traces"
+MOST_STARTS = 10_000
+EPILOG = """examples:
+  elastic simulate jobs/llama3_8b_spot --cluster cluster_configs/aws_p5_p4d_spot.yaml
+  elastic simulate JOB --cluster FILE --trace traces/us-west-2.json --deadline 14d
+  elastic simulate JOB --cluster FILE --trace traces/ --compare greedy,uniform-progress,no-replicas
+  elastic simulate JOB --cluster FILE --fit traces/us-west-2.json --start-times 100
+  elastic simulate JOB --cluster FILE --calibrate my-last-run --png run.png
+
+A trace is a JSON file of ticks ({"metadata": {"gap_seconds": 300}, "data": [8, 8, 7, ...]}), a CSV
+file with the columns at_s,nodes (and usd_per_node_h) or at_s,event,node (add, remove), or a past
+run. A folder has one file for each spot pool. docs/simulate.md says what is simulated."""
+
+
+def add(verbs: Any) -> None:
+    made = verb(verbs, "simulate", _answered, about=ABOUT)
+    made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
+    made.add_argument("--cluster", metavar="FILE", help="its pools (default: the job's own)")
+    made.add_argument("--trace", metavar="PATH", default="", help="file, folder, or a past run")
+    made.add_argument("--fit", metavar="FILE", default="", help="make up markets like this trace")
+    made.add_argument(
+        "--calibrate", metavar="RUN", default="", help="start-up, pauses and steps as it measured"
+    )
+    made.add_argument(
+        "--deadline", metavar="TIME", default="", help="36h, 14d (default: the job's)"
+    )
+    made.add_argument(
+        "--compare", metavar="A,B", default="", help=f"of {', '.join(simulate.KNOWN)}"
+    )
+    made.add_argument(
+        "--policy", metavar="IMPORT", default="", help="module:function in the place of elastic's"
+    )
+    made.add_argument(
+        "--start-times", metavar="N", type=_starts, default=16, help="over the trace (default: 16)"
+    )
+    made.add_argument(
+        "--unannounced",
+        metavar="SHARE",
+        type=_part,
+        default=0.0,
+        help="of nodes taken without a notice (default: 0)",
+    )
+    made.add_argument("--seed", metavar="N", type=int, default=0, help="of made-up markets")
+    made.add_argument("--png", metavar="FILE", help="a picture of one simulated run")
+    made.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
+        help="over job.yaml",
+    )  # fmt: skip
+
+
+def _starts(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MOST_STARTS:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from 1 to {MOST_STARTS}")
+    return int(text)
+
+
+def _part(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a share from 0 to 1, as in 0.1")
+    return share
+
+
+def _answered(given: argparse.Namespace) -> int:
+    asked = simulate.Simulation(
+        model_source.of_job(given.job, given.overrides),
+        given.cluster,
+        trace=given.trace,
+        fit=given.fit,
+        calibrate=given.calibrate,
+        compare=tuple(filter(None, given.compare.split(","))) or simulate.USUAL,
+        own_policy=given.policy,
+        deadline_h=hours_of(given.deadline) if given.deadline else 0.0,
+        n_starts=given.start_times,
+        unannounced=given.unannounced,
+        seed=given.seed,
+    )
+    found = simulate.simulate(asked, progress=_told)
+    data = found.plain()
+    lines = simulated.table(data)
+    if given.png:
+        try:
+            data["png"] = str(simulated.save(found.one_run().history, data, given.png))
+        except (OSError, ValueError) as error:
+            raise SpecError(
+                f"--png {given.png}: cannot be written ({error}); give a file that ends in .png"
+            ) from error
+        lines.append(f"picture: {data['png']}")
+    show(given, data, lines)
+    return 0
+
+
+def _told(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if done == of else ""
+        print(f"\r{done} of {of} starts", end=end, file=sys.stderr, flush=True)

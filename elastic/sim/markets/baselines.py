@@ -1,0 +1,132 @@
+"""Policies to compare with, as they are published: all nodes or none, the same job, the same ticks.
+
+`greedy`, `time_sliced` and `uniform_progress` are the single-node policies of "Can't Be Late" (Wu
+et al., NSDI 2024, sections 3 and 4), used for a group of nodes of fixed size. All of them turn to
+on-demand nodes for good when the time left is no more than the rest of the work and two starts: so
+none of them misses a deadline that on-demand nodes can meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from elastic.sim.markets.tick_world import Choose, Mode, TickView
+
+SLICES = 10  # of the time until the deadline
+# From a kill to the next step of Ray Train 2.60's elastic trainer, and the steps it does again:
+# measured at its defaults; 10 steps of a few seconds, or what lies between two checkpoints.
+RAY_TRAIN_RESTART_S = 78.0
+
+
+def on_demand_only(view: TickView) -> tuple[Mode, int]:
+    return "on-demand", 0
+
+
+def must_end(view: TickView) -> bool:
+    """The safety net: on-demand nodes alone would just be done in time."""
+    return view.left_s - view.world.tick_s < view.rest_s + 2 * view.world.start_s
+
+
+def _spot(view: TickView) -> int | None:
+    """The zone to run in: where it runs already, else the first that has nodes."""
+    if view.mode == "spot":
+        return view.zone
+    return view.spot[0] if view.spot else None
+
+
+def greedy(view: TickView) -> tuple[Mode, int]:
+    """Spot whenever it is there, nothing when it is not, until the deadline forces on-demand."""
+    if must_end(view):
+        return _to_the_end(view)
+    zone = _spot(view)
+    return ("idle", 0) if zone is None else ("spot", zone)
+
+
+def _to_the_end(view: TickView) -> tuple[Mode, int]:
+    """On demand; spot nodes that work already may go on while they last, if a start would still be
+    in time after them."""
+    slack_s = view.left_s - view.world.tick_s - view.rest_s - view.world.start_s
+    if view.mode == "spot" and slack_s >= 0:
+        return "spot", view.zone
+    return "on-demand", 0
+
+
+def time_sliced(view: TickView) -> tuple[Mode, int]:
+    """The deadline is cut into slices, each with its part of the work: greedy in each of them."""
+    world = view.world
+    if must_end(view):
+        return _to_the_end(view)
+    slice_s = world.deadline_s / SLICES
+    end_s = (int(view.now_s // slice_s) + 1) * slice_s
+    target = world.work_node_s * end_s / world.deadline_s
+    rest_s = max(0.0, target - view.done_node_s) / world.n_nodes
+    zone = _spot(view)
+    if zone is not None:
+        return "spot", zone
+    if rest_s > 0 and end_s - view.now_s - world.tick_s < rest_s + 2 * world.start_s:
+        return "on-demand", 0
+    return "idle", 0
+
+
+def uniform_progress(view: TickView) -> tuple[Mode, int]:
+    """Progress is to grow evenly until the deadline: behind it, on-demand nodes stand in for spot,
+    and stay until progress is what is expected two starts later (hysteresis)."""
+    world = view.world
+    if must_end(view):
+        return _to_the_end(view)
+    zone = _spot(view)
+    if zone is not None:
+        return "spot", zone
+    ahead_s = 2 * world.start_s if view.mode == "on-demand" else 0.0
+    expected = world.work_node_s * (view.now_s + ahead_s) / world.deadline_s
+    return ("on-demand", 0) if view.done_node_s < expected else ("idle", 0)
+
+
+@dataclass
+class LongestZone:
+    """As SkyNomad does over regions: of the zones that have nodes, the one whose nodes have lasted
+    longest so far; uniform progress in time. One object per run."""
+
+    lived: dict[int, list[int]] = field(default_factory=dict)
+    _since: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, view: TickView) -> tuple[Mode, int]:
+        for zone in view.spot:
+            self._since.setdefault(zone, view.tick)
+        for zone in [zone for zone in self._since if zone not in view.spot]:
+            self.lived.setdefault(zone, []).append(view.tick - self._since.pop(zone))
+        mode, zone = uniform_progress(view)
+        if mode == "spot" and view.mode != "spot":
+            return "spot", max(view.spot, key=lambda one: self._expected(one, view.tick))
+        return mode, zone
+
+    def _expected(self, zone: int, tick: int) -> float:
+        """Mean life in ticks, the present one counted as far as it goes."""
+        lived = self.lived.get(zone, [])
+        return (sum(lived) + tick - self._since[zone]) / (len(lived) + 1)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """`made`: a policy for one run. `start_s`: of a group; None = the world's. `lost_s`: of the
+    progress, at every preemption."""
+
+    made: Callable[[], Choose]
+    about: str
+    start_s: float | None = None
+    lost_s: float = 0.0
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "on-demand": Baseline(lambda: on_demand_only, "all nodes on demand, from the first moment on"),
+    "greedy": Baseline(lambda: greedy, "spot while it is there, on demand when time runs out"),
+    "time-sliced": Baseline(lambda: time_sliced, f"greedy in each of {SLICES} slices of the time"),
+    "uniform-progress": Baseline(lambda: uniform_progress, "even progress, of Can't Be Late"),
+    "longest-zone": Baseline(LongestZone, "uniform progress where spot has lasted longest"),
+    "restart": Baseline(
+        lambda: greedy,
+        "greedy at fixed size, restarted from checkpoints as Ray Train does",
+        lost_s=RAY_TRAIN_RESTART_S,
+    ),
+}

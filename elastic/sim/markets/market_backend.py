@@ -1,0 +1,172 @@
+"""The simulated cluster with markets: pools give and take nodes as their traces say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elastic.sim.markets.traces import Trace
+from elastic.sim.scripted_faults import Delays, Moment
+from elastic.sim.sim_backend import SimBackend
+from elastic.sim.sim_breaks import SimGeneration
+from elastic.types import Job, Plan, Pool, PriceSeen, RequestFailed, RequestNodes
+
+ANSWER_S = 1.0  # of a pool that has nothing
+
+
+@dataclass(frozen=True)
+class Market:
+    """What a pool has: its trace, from `start_at_s` of it on. `unannounced`: the share of nodes
+    that are taken without the pool's notice."""
+
+    trace: Trace
+    start_at_s: float = 0.0
+    unannounced: float = 0.0
+
+    def nodes_at(self, at_s: float) -> int:
+        return self.trace.nodes_at(self.start_at_s + at_s)
+
+
+class MarketBackend(SimBackend):
+    """`markets`: pool -> what it has; a pool without one has all that it may. `step_s`: what a step
+    of a plan takes. `until_s`: the traces are followed so far. `batch_s`: so much undisturbed
+    training is one event; whatever happens in it happens at the step that it falls into.
+    Deterministic for a `seed`."""
+
+    def __init__(
+        self,
+        pools: tuple[Pool, ...],
+        job: Job,
+        markets: Mapping[str, Market],
+        *,
+        delays: Delays,
+        until_s: float,
+        step_s: Callable[[Plan], float] | None = None,
+        batch_s: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(pools, job, delays=delays)
+        self._batch_s = batch_s
+        self._markets, self._chance = dict(markets), random.Random(seed)
+        self._took_s = step_s
+        self.n_taken = 0
+        for pool in pools:
+            market = self._markets.get(pool.name)
+            if market is not None:
+                self._follow(pool, market, until_s)
+
+    def _follow(self, pool: Pool, market: Market, until_s: float) -> None:
+        """One change of the trace after the other: the next one is looked up when one has
+        happened."""
+        changes = iter(market.trace.changes(market.start_at_s, market.start_at_s + until_s))
+        usd = market.trace.usd_at(market.start_at_s)
+        if usd is not None:
+            self._prices[pool.name] = [(0.0, usd)]
+            self._tell(PriceSeen(pool.name, usd))
+
+        def follow() -> None:
+            at_s = next(changes, None)
+            if at_s is None:
+                return
+            ahead_s = max(self._now_s, at_s - pool.notice_s)
+            self._at(ahead_s, lambda: self._announce(pool, market, at_s))
+            self._at(at_s, lambda: self._change(pool, market, at_s))
+            self._at(at_s, follow)
+
+        follow()
+
+    def _alive(self, pool: Pool) -> list[str]:
+        lost = self._lost()
+        return [
+            name
+            for name, machine in self._machines.items()
+            if machine.node.pool == pool.name and name not in lost
+        ]
+
+    def _announce(self, pool: Pool, market: Market, at_s: float) -> None:
+        """Nodes that will be too many get the pool's notice, but for those that get none."""
+        there = self._alive(pool)
+        warned = [name for name in there if self._machines[name].deadline_s is not None]
+        n = len(there) - len(warned) - market.nodes_at(at_s)
+        free = [name for name in there if name not in warned]
+        for name in self._chance.sample(free, max(0, min(n, len(free)))):
+            if self._chance.random() >= market.unannounced and at_s > self._now_s:
+                self._notice(name, at_s - self._now_s)
+                self.n_taken += 1
+
+    def _change(self, pool: Pool, market: Market, at_s: float) -> None:
+        usd = market.trace.usd_at(market.start_at_s + at_s)
+        if usd is not None and usd != self._prices[pool.name][-1][1]:
+            self._prices[pool.name].append((self._now_s, usd))
+            self._tell(PriceSeen(pool.name, usd))
+        there = [name for name in self._alive(pool) if self._machines[name].deadline_s is None]
+        n = len(there) - market.nodes_at(at_s)
+        for name in self._chance.sample(there, max(0, min(n, len(there)))):
+            self._lose(name, "taken", self.delays.confirm_s)
+            self.n_taken += 1
+
+    def _room(self, pool: Pool) -> int:
+        """Nodes that the market has beyond those that are there and coming."""
+        market = self._markets.get(pool.name)
+        if market is None:
+            return pool.max_nodes
+        coming = self._coming.get(pool.name, 0)
+        return market.nodes_at(self._now_s) - len(self._alive(pool)) - coming
+
+    def _request(self, action: RequestNodes) -> None:
+        """As many as there are; for the rest the pool says no."""
+        pool = next(p for p in self.pools if p.name == action.pool)
+        room = self._room(pool)
+        if action.count <= room or action.count == 0:
+            super()._request(action)
+            return
+        if room > 0:
+            super()._request(RequestNodes(action.pool, room, action.request_id))
+        self._tell(RequestFailed(pool.name, action.request_id, "no capacity"), ANSWER_S)
+
+    def _come(self, pool: Pool, request_id: str) -> None:
+        """What has been taken while it started never comes."""
+        market = self._markets.get(pool.name)
+        if market is not None and len(self._alive(pool)) >= market.nodes_at(self._now_s):
+            self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)
+            if request_id not in self._withdrawn:
+                self._tell(RequestFailed(pool.name, request_id, "taken while it started"))
+            return
+        super()._come(pool, request_id)
+
+    def _plan_step_s(self, plan: Plan) -> float:
+        return self._took_s(plan) if self._took_s is not None else super()._plan_step_s(plan)
+
+    # ------------------------------------------------------------------------------- steps in batches
+
+    def _batch(self, group: SimGeneration) -> int:
+        """Up to a checkpoint, the last one that falls into it, and to the end of the job."""
+        n = int(self._batch_s / group.step_s) if group.step_s else 1
+        every = group.plan.durable_every
+        if every:
+            to_next = every - group.step % every
+            n = to_next + max(0, n - to_next) // every * every if n >= to_next else n
+        return max(1, min(n, self.job.steps - group.step))
+
+    def _lose(
+        self, node_id: str, cause: str, confirm_s: float, *, moment: Moment = "inside"
+    ) -> None:
+        """What was copied to peers since the batch began is there."""
+        for group in self._running():
+            if any(worker.node_id == node_id for worker in group.plan.ranks):
+                self._catch_up(group)
+        super()._lose(node_id, cause, confirm_s, moment=moment)
+
+    def _catch_up(self, group: SimGeneration) -> None:
+        plan = group.plan
+        if not plan.copies_to or not plan.peer_every or group.batch <= 1:
+            return
+        worked_s = self._now_s - group.began_s - self.delays.copy_s
+        step = group.step + max(0, int(worked_s / group.step_s))
+        step -= step % plan.peer_every
+        if step <= group.step:
+            return
+        group.batch = step - group.step
+        self._step(group)
+        self._acknowledged(group, step)

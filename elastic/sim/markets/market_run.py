@@ -1,0 +1,197 @@
+"""One run of the real fold, decide and driver loop on markets, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.driver import Decide, drive
+from elastic.ledger.journal import Line, MemoryJournal
+from elastic.policy.decide import decide as decide_by_default
+from elastic.policy.state.fold import State
+from elastic.sim.markets.market_backend import Market, MarketBackend
+from elastic.sim.scripted_faults import Delays
+from elastic.types import (
+    DriverStarted,
+    EnterPlan,
+    HardwareProfile,
+    Job,
+    ModelProfile,
+    NodeLost,
+    Plan,
+    PlanEntered,
+    Pool,
+    StepDone,
+)
+
+GIVEN_UP_TIMES = 40.0  # the time without faults, after which a run without a deadline is given up
+
+
+@dataclass(frozen=True)
+class RunSubject:
+    """What is simulated. `step_s`: of a plan. `ideal_s`: of the whole job on all that its pools may
+    have at once. `batch_s`: of training that is looked at as one event."""
+
+    name: str
+    job: Job
+    pools: tuple[Pool, ...]
+    model: ModelProfile
+    step_s: Callable[[Plan], float]
+    ideal_s: float
+    delays: Delays
+    hardware: tuple[HardwareProfile, ...] = ()
+    batch_s: float = 60.0
+
+    def with_deadline(self, hours: float) -> RunSubject:
+        return replace(self, job=replace(self.job, deadline_h=hours))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What changed at `at_s`: nodes by pool that are paid for, those that train, progress in
+    steps."""
+
+    at_s: float
+    nodes: Mapping[str, int]
+    used: int
+    step: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """`wall_s`: until it ended. `done`: all steps are, within the deadline where there is one.
+    `goodput`: of the GPU-seconds that were paid for, those of steps that count. `causes`: how often
+    a generation came of what."""
+
+    usd: float
+    wall_s: float
+    done: bool
+    goodput: float
+    taken: int
+    causes: Mapping[str, int]
+    reason: str
+    step: int
+    history: tuple[Moment, ...] = field(default=(), compare=False)
+    lines: tuple[Line, ...] = field(default=(), compare=False)
+    violations: tuple[str, ...] = ()
+
+
+class _Counted(MemoryJournal):
+    """Keeps what the result needs, and the lines themselves only where they are wanted."""
+
+    def __init__(self, keep: bool) -> None:
+        super().__init__()
+        self._keep = keep
+        self.causes: dict[str, int] = {}
+        self.useful_gpu_s = 0.0
+        self._world: dict[int, int] = {}  # generation -> ranks
+        self._steps: dict[int, float] = {}  # steps that may still be lost -> GPU-seconds
+        self.history: list[Moment] = []
+        self._nodes: dict[str, str] = {}
+        self._used, self._step = 0, 0
+
+    def append(self, at_s: float, events: Any, decision: Any = None) -> None:
+        if self._keep:
+            super().append(at_s, events, decision)
+        changed = False
+        for when_s, event in events:
+            changed |= self._see(event, when_s)
+        for action in decision.actions if decision is not None else ():
+            if isinstance(action, EnterPlan):
+                plan = action.plan
+                self._world[plan.generation] = plan.layout.world_size
+                self.causes[plan.cause] = self.causes.get(plan.cause, 0) + 1
+        if changed and self._keep:
+            nodes: dict[str, int] = {}
+            for pool in self._nodes.values():
+                nodes[pool] = nodes.get(pool, 0) + 1
+            self.history.append(Moment(at_s, nodes, self._used, self._step))
+
+    def _see(self, event: Any, at_s: float) -> bool:
+        if isinstance(event, StepDone):
+            world = self._world.get(event.generation, 0)
+            self._steps[event.step] = event.step_time_s * world * (event.step - self._step)
+            self._step = event.step
+            return False
+        if isinstance(event, PlanEntered):
+            self._used = self._world.get(event.generation, 0)
+            for step in [step for step in self._steps if step > event.step]:
+                del self._steps[step]
+            self.useful_gpu_s += sum(self._steps.values())
+            self._steps.clear()
+            self._step = event.step
+            return True
+        node = getattr(event, "node", None)
+        if node is not None:
+            self._nodes[node.node_id] = node.pool
+            return True
+        if isinstance(event, NodeLost):
+            self._nodes.pop(event.node_id, None)
+            return True
+        return False
+
+    def end(self) -> float:
+        """All GPU-seconds of steps that count."""
+        self.useful_gpu_s += sum(self._steps.values())
+        self._steps.clear()
+        return self.useful_gpu_s
+
+
+def run_on(
+    subject: RunSubject,
+    markets: Mapping[str, Market],
+    *,
+    seed: int = 0,
+    decide: Decide = decide_by_default,
+    keep: bool = False,
+) -> RunResult:
+    """`keep`: the result has its history and its journal."""
+    hours = subject.job.deadline_h
+    until_s = 3600 * hours if hours is not None else GIVEN_UP_TIMES * subject.ideal_s
+    plain = subject.job.plain() | {"drill": []}
+    job = Job.from_plain(plain)
+    backend = MarketBackend(
+        subject.pools,
+        job,
+        markets,
+        delays=subject.delays,
+        until_s=until_s,
+        step_s=subject.step_s,
+        batch_s=subject.batch_s,
+        seed=seed,
+    )
+    journal = _Counted(keep)
+    start = DriverStarted(subject.name, 1, plain, subject.pools, subject.model, subject.hardware)
+    state: State = drive(
+        backend, journal, start, decide=decide if hours is not None else _ending(decide, until_s)
+    )
+    paid = backend.gpu_seconds()
+    return RunResult(
+        backend.usd(),
+        backend.now_s(),
+        state.phase == "succeeded",
+        journal.end() / paid if paid else 0.0,
+        backend.n_taken,
+        dict(sorted(journal.causes.items())),
+        state.outcome_reason,
+        state.step,
+        tuple(journal.history),
+        tuple(journal.lines),
+        tuple(backend.violations),
+    )
+
+
+def _ending(decide: Decide, until_s: float) -> Decide:
+    """A run that no deadline ends is given up some time."""
+    from elastic.types import Decision, Stop
+
+    def decided(state: State, now_s: float) -> Decision:
+        if now_s < until_s:
+            found = decide(state, now_s)
+            wake_s = min(until_s, found.wake_at_s or until_s)
+            return replace(found, wake_at_s=wake_s)
+        text = f"given up after {until_s / 3600:.1f} h at step {state.step} of {state.steps}"
+        return Decision((Stop("stopped", text),), text)
+
+    return decided

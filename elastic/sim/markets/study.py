@@ -1,0 +1,341 @@
+"""Many starts over the same traces: each policy's cost, time and misses, as medians with their
+5th and 95th percentiles."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from elastic.driver import Decide
+from elastic.errors import SpecError
+from elastic.policy.decide import decide
+from elastic.sim.markets.baselines import BASELINES
+from elastic.sim.markets.bound import least_usd
+from elastic.sim.markets.market_backend import Market
+from elastic.sim.markets.market_run import GIVEN_UP_TIMES, RunResult, RunSubject, run_on
+from elastic.sim.markets.tick_world import TickWorld, play, tick_world
+from elastic.sim.markets.traces import Trace
+from elastic.types import Pool
+
+ELASTIC, BOUND, ON_DEMAND = "elastic", "bound", "on-demand"
+RESTART_S = 78.0  # of a whole group, where nothing is changed live
+TICKS_MOST = 4000  # of a bound: more are put together
+BOUND_NODES = 64  # beyond that the bound takes too long
+
+
+@dataclass(frozen=True)
+class Study:
+    """`traces`: spot pool -> its trace. `policies`: names of BASELINES, VARIANTS, elastic, bound.
+    `n_starts`: evenly over the traces. `unannounced`: share of nodes that are taken without a
+    notice."""
+
+    subject: RunSubject
+    traces: Mapping[str, Trace]
+    policies: tuple[str, ...]
+    n_starts: int = 16
+    unannounced: float = 0.0
+    own_policy: str = ""
+
+    @property
+    def spot(self) -> tuple[Pool, ...]:
+        return tuple(pool for pool in self.subject.pools if pool.name in self.traces)
+
+    @property
+    def n_nodes(self) -> int:
+        bound = self.subject.job.max_nodes
+        n = sum(pool.max_nodes for pool in self.spot)
+        return n if bound is None else min(n, bound)
+
+    @property
+    def deadline_s(self) -> float:
+        hours = self.subject.job.deadline_h
+        return 3600 * hours if hours else GIVEN_UP_TIMES * self.subject.ideal_s
+
+    def starts_s(self) -> list[float]:
+        """Where in the traces the runs begin."""
+        whole_s = min(trace.ends_s for trace in self.traces.values())
+        return [k * whole_s / self.n_starts for k in range(self.n_starts)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One policy from one start."""
+
+    usd: float
+    wall_s: float
+    done: bool
+    goodput: float
+    transitions: int = 0
+
+
+@dataclass(frozen=True)
+class StartResult:
+    """All policies from one start. `on_demand_usd`: of the job on demand alone; 0 = no price."""
+
+    start_at_s: float
+    on_demand_usd: float
+    trials: Mapping[str, Trial]
+
+
+# ------------------------------------------------------------------------------ what a part is worth
+
+
+def _whole_pool(subject: RunSubject) -> RunSubject:
+    """Runs on all nodes or on none."""
+    gpus = max(
+        (pool.gpus_per_node * pool.max_nodes for pool in subject.pools if pool.paid), default=1
+    )
+    most = subject.job.max_workers or gpus
+    return replace(subject, job=replace(subject.job, min_workers=min(most, gpus)))
+
+
+def _restarted(subject: RunSubject) -> RunSubject:
+    """Every change ends all processes and starts them from what is stored."""
+    slow = replace(subject.delays, enter_s=RESTART_S, restore_s=RESTART_S)
+    return replace(subject, delays=slow)
+
+
+def _no_replicas(subject: RunSubject) -> RunSubject:
+    return replace(subject, job=replace(subject.job, peer_copies=0))
+
+
+def _no_notice(subject: RunSubject) -> RunSubject:
+    pools = tuple(replace(pool, notice_s=0.0) for pool in subject.pools)
+    return replace(subject, pools=pools)
+
+
+def _no_on_demand(subject: RunSubject) -> RunSubject:
+    pools = tuple(pool for pool in subject.pools if pool.market_type != "on-demand")
+    return replace(subject, pools=pools)
+
+
+VARIANTS: Mapping[str, tuple[Callable[[RunSubject], RunSubject], str]] = {
+    "all-or-none": (_whole_pool, "elastic, but on all nodes or on none"),
+    "restarting": (_restarted, f"elastic, but each change restarts all ({RESTART_S:.0f} s)"),
+    "no-replicas": (_no_replicas, "elastic without replicas in other nodes' memory"),
+    "no-notice": (_no_notice, "elastic, every node taken without a notice"),
+    "no-on-demand": (_no_on_demand, "elastic on spot alone"),
+}
+KNOWN = (ELASTIC, *VARIANTS, *BASELINES, BOUND)
+USUAL = (ELASTIC, ON_DEMAND, "greedy", "uniform-progress", "restart", BOUND)
+
+
+def checked(names: Sequence[str]) -> tuple[str, ...]:
+    """Raises SpecError for a policy that nobody knows."""
+    for name in names:
+        if name not in KNOWN:
+            raise SpecError(f"--compare: no policy '{name}'; there are {', '.join(KNOWN)}")
+    return tuple(dict.fromkeys((ELASTIC, *names)))
+
+
+# ------------------------------------------------------------------------------------------ the runs
+
+
+def world_of(study: Study, start_at_s: float) -> TickWorld:
+    """What baselines and the bound see: the bound the lowest price. A group that no pool alone can
+    hold spans them all. Raises SpecError for a deadline that cannot be met, and for pools without a
+    price."""
+    spot, subject = study.spot, study.subject
+    fixed = [pool for pool in subject.pools if pool.market_type == "on-demand"]
+    for pool in (*spot, *fixed):
+        if not pool.usd_per_node_h:
+            raise SpecError(
+                f"pool {pool.name} has no price: dollars cannot be told; give usd_per_node_h"
+            )
+    gaps = [
+        min((b - a for a, b in zip(t.at_s, t.at_s[1:], strict=False)), default=t.ends_s)
+        for t in study.traces.values()
+    ]
+    tick_s = max(min(gaps), study.deadline_s / TICKS_MOST)
+    world = tick_world(
+        [study.traces[pool.name].scaled(pool.max_nodes) for pool in spot],
+        start_at_s=start_at_s,
+        n_nodes=study.n_nodes,
+        work_node_s=subject.ideal_s * study.n_nodes,
+        deadline_s=study.deadline_s,
+        spot_usd_per_h=min(pool.usd_per_node_h for pool in spot),
+        on_demand_usd_per_h=min(
+            (pool.usd_per_node_h for pool in fixed), default=spot[0].usd_per_node_h
+        ),
+        start_s=subject.delays.boot_s + subject.delays.prepare_s,
+        tick_s=min(tick_s, study.deadline_s),
+    )
+    if max(pool.max_nodes for pool in spot) >= study.n_nodes:
+        return world
+    together = tuple(sum(zone[tick] for zone in world.spot) for tick in range(world.n_ticks))
+    return replace(world, spot=(together,))
+
+
+def _mean_usd(spot: Sequence[Pool]) -> float:
+    """Per node and hour, of a group that spans the pools."""
+    n = sum(pool.max_nodes for pool in spot)
+    return sum(pool.max_nodes * pool.usd_per_node_h for pool in spot) / n
+
+
+def markets_of(study: Study, start_at_s: float) -> dict[str, Market]:
+    return {
+        pool.name: Market(
+            study.traces[pool.name].scaled(pool.max_nodes), start_at_s, study.unannounced
+        )
+        for pool in study.spot
+    }
+
+
+def policy_of(path: str) -> Decide:
+    """A policy of the user's own, by its import path `module:function`. Raises SpecError."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(
+            f"--policy {path}: {error}; give module:function, a (State, now_s) -> Decision"
+        ) from None
+    if not callable(found):
+        raise SpecError(f"--policy {path}: it is no function of (State, now_s)")
+    policy: Decide = found
+    return policy
+
+
+def run_once(study: Study, start_at_s: float, *, seed: int = 0, keep: bool = False) -> RunResult:
+    """The project's own policy, or `own_policy`."""
+    own = policy_of(study.own_policy) if study.own_policy else decide
+    return run_on(study.subject, markets_of(study, start_at_s), seed=seed, decide=own, keep=keep)
+
+
+def from_start(study: Study, numbered: tuple[int, float]) -> StartResult:
+    """Every policy from one start."""
+    seed, start_at_s = numbered
+    world = world_of(study, start_at_s)
+    priced = replace(world, spot_usd_per_h=_mean_usd(study.spot))
+    trials: dict[str, Trial] = {}
+    for name in study.policies:
+        if name == BOUND:
+            usd = least_usd(world) if world.n_nodes <= BOUND_NODES else float("nan")
+            trials[name] = Trial(usd, world.deadline_s, usd < float("inf"), 1.0)
+        elif name in BASELINES:
+            trials[name] = _baseline(priced, name)
+        else:
+            changed = VARIANTS[name][0](study.subject) if name in VARIANTS else study.subject
+            found = run_once(replace(study, subject=changed), start_at_s, seed=seed)
+            trials[name] = Trial(
+                found.usd, found.wall_s, found.done, found.goodput, sum(found.causes.values())
+            )
+    return StartResult(start_at_s, world.on_demand_usd, trials)
+
+
+def _baseline(world: TickWorld, name: str) -> Trial:
+    baseline = BASELINES[name]
+    made = replace(world, start_s=baseline.start_s) if baseline.start_s is not None else world
+    found = play(made, baseline.made(), baseline.lost_s)
+    wall_s = world.deadline_s if found.done_s is None else found.done_s
+    return Trial(found.usd, wall_s, found.done_s is not None, found.busy_share, found.starts)
+
+
+@contextmanager
+def _workers(n: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A map over processes; what is under way is given up when the caller is interrupted."""
+    if n <= 1:
+        yield map
+        return
+    pool = ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool.map
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def carried_out(
+    study: Study, *, processes: int | None = None, progress: Callable[[int], None] | None = None
+) -> list[StartResult]:
+    """All starts, over the cores of the machine; the same results for any number of processes."""
+    starts = list(enumerate(study.starts_s()))
+    world_of(study, starts[0][1])  # what is wrong with the question is said at once
+    n = min(len(starts), processes or len(os.sched_getaffinity(0)))
+    found: list[StartResult] = []
+    with _workers(n) as over:
+        for result in over(partial(from_start, study), starts):
+            found.append(result)
+            if progress is not None:
+                progress(len(found))
+    return found
+
+
+# --------------------------------------------------------------------------------------- in numbers
+
+
+@dataclass(frozen=True)
+class Spread:
+    median: float
+    p5: float
+    p95: float
+
+    def plain(self) -> dict[str, float]:
+        return {name: round(getattr(self, name), 4) for name in ("median", "p5", "p95")}
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """By linear interpolation between the values in order."""
+    rows = sorted(values)
+
+    def at(share: float) -> float:
+        place = share * (len(rows) - 1)
+        low = int(place)
+        high = min(low + 1, len(rows) - 1)
+        return rows[low] + (rows[high] - rows[low]) * (place - low)
+
+    return Spread(at(0.5), at(0.05), at(0.95))
+
+
+SPREADS = ("cost_usd", "cost_vs_on_demand", "cost_vs_bound", "wall_h", "goodput", "transitions")
+
+
+@dataclass(frozen=True)
+class PolicySummary:
+    """Of one policy over all starts; a spread is None where it cannot be told."""
+
+    cost_usd: Spread
+    wall_h: Spread
+    goodput: Spread
+    deadline_misses: int
+    transitions: Spread
+    cost_vs_on_demand: Spread | None = None
+    cost_vs_bound: Spread | None = None
+
+    def plain(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            name: value.plain() if (value := getattr(self, name)) is not None else None
+            for name in SPREADS
+        }
+        return found | {"deadline_misses": self.deadline_misses}
+
+
+def summary(results: Sequence[StartResult]) -> dict[str, PolicySummary]:
+    """Policy -> its numbers; `bound` is among them, where it was asked for."""
+    names = list(results[0].trials)
+    found: dict[str, PolicySummary] = {}
+    for name in names:
+        trials = [result.trials[name] for result in results]
+        bounds = [result.trials[BOUND].usd for result in results if BOUND in result.trials]
+        known = len(bounds) == len(results) and all(0 < usd < float("inf") for usd in bounds)
+        paid = [result.on_demand_usd for result in results]
+        found[name] = PolicySummary(
+            spread([trial.usd for trial in trials]),
+            spread([trial.wall_s / 3600 for trial in trials]),
+            spread([trial.goodput for trial in trials]),
+            sum(not trial.done for trial in trials),
+            spread([float(trial.transitions) for trial in trials]),
+            spread([t.usd / usd for t, usd in zip(trials, paid, strict=True)])
+            if all(paid)
+            else None,
+            spread([t.usd / usd for t, usd in zip(trials, bounds, strict=True)]) if known else None,
+        )
+    return found

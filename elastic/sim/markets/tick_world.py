@@ -1,0 +1,169 @@
+"""A market cut into ticks: nodes that can be had, prices, a job and its deadline. Baselines and the
+bound live in it.
+
+The job keeps up to `n_nodes` nodes busy and is linear in them. A node that is started is paid from
+then on and works after `start_s`. Progress is kept when a node goes (what a policy loses besides is
+its own `lost_s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from elastic.errors import SpecError
+from elastic.sim.markets.traces import Trace
+
+Mode = Literal["idle", "spot", "on-demand"]
+
+
+@dataclass(frozen=True)
+class TickWorld:
+    """`spot`: zone -> nodes that it has in each tick, as many ticks as the deadline has.
+    `work_node_s`: of the whole job, on one node. Prices are per node and hour."""
+
+    tick_s: float
+    spot: tuple[tuple[int, ...], ...]
+    n_nodes: int
+    work_node_s: float
+    spot_usd_per_h: float
+    on_demand_usd_per_h: float
+    start_s: float = 0.0
+
+    @property
+    def n_ticks(self) -> int:
+        return len(self.spot[0])
+
+    @property
+    def deadline_s(self) -> float:
+        return self.n_ticks * self.tick_s
+
+    @property
+    def ideal_s(self) -> float:
+        """On all nodes, from the first moment on."""
+        return self.work_node_s / self.n_nodes
+
+    @property
+    def least_s(self) -> float:
+        """On demand alone: the shortest deadline that can be met for sure."""
+        return self.ideal_s + self.start_s
+
+    @property
+    def on_demand_usd(self) -> float:
+        """Of the job on demand alone."""
+        return self.n_nodes * self.least_s / 3600 * self.on_demand_usd_per_h
+
+    def there(self, tick: int) -> int:
+        """Spot nodes of all zones, no more than the job uses."""
+        return min(self.n_nodes, sum(zone[tick] for zone in self.spot))
+
+
+def tick_world(
+    traces: Sequence[Trace],
+    *,
+    start_at_s: float,
+    n_nodes: int,
+    work_node_s: float,
+    deadline_s: float,
+    spot_usd_per_h: float,
+    on_demand_usd_per_h: float,
+    start_s: float,
+    tick_s: float,
+) -> TickWorld:
+    """What the traces have from `start_at_s` until the deadline. Raises SpecError where even
+    on-demand nodes alone cannot meet it, or a tick is longer than it."""
+    n_ticks = int(deadline_s // tick_s)
+    if n_ticks < 1:
+        raise SpecError(
+            f"a tick of {tick_s:.0f} s is longer than the deadline of {deadline_s:.0f} s; give a "
+            "finer trace, or a later deadline"
+        )
+    spot = tuple(
+        tuple(trace.nodes_at(start_at_s + k * tick_s) for k in range(n_ticks)) for trace in traces
+    )
+    world = TickWorld(
+        tick_s, spot, n_nodes, work_node_s, spot_usd_per_h, on_demand_usd_per_h, start_s
+    )
+    if world.least_s > world.deadline_s:
+        raise SpecError(
+            f"a deadline of {deadline_s / 3600:.2f} h cannot be met even on demand, which takes "
+            f"{world.least_s / 3600:.2f} h; give that or more"
+        )
+    return world
+
+
+@dataclass(frozen=True)
+class TickView:
+    """What a policy knows at the beginning of a tick. `spot`: zones that have all nodes now;
+    `mode`, `zone`: what it runs on, idle where that was taken; `starting_s`: until it works."""
+
+    world: TickWorld
+    tick: int
+    done_node_s: float
+    spot: tuple[int, ...]
+    mode: Mode
+    zone: int
+    starting_s: float
+
+    @property
+    def now_s(self) -> float:
+        return self.tick * self.world.tick_s
+
+    @property
+    def rest_s(self) -> float:
+        """Of the work, on all nodes."""
+        return (self.world.work_node_s - self.done_node_s) / self.world.n_nodes
+
+    @property
+    def left_s(self) -> float:
+        return self.world.deadline_s - self.now_s
+
+
+Choose = Callable[[TickView], tuple[Mode, int]]
+
+
+@dataclass(frozen=True)
+class TickResult:
+    """`done_s`: when the job was done, None = not within the deadline. `busy_share`: of what was
+    paid for, the part that made progress which counts."""
+
+    usd: float
+    done_s: float | None
+    starts: int
+    busy_share: float
+
+
+def play(world: TickWorld, choose: Choose, lost_s: float = 0.0) -> TickResult:
+    """A policy that runs on all nodes or on none. `lost_s`: of the progress, at every preemption."""
+    mode: Mode = "idle"
+    zone, starting_s, done, usd, starts, paid_s = 0, 0.0, 0.0, 0.0, 0, 0.0
+    whole = world.work_node_s
+    run_s = 0.0  # since it began to work on these nodes: no more than that can be lost
+    for tick in range(world.n_ticks):
+        full = tuple(k for k, row in enumerate(world.spot) if row[tick] >= world.n_nodes)
+        if mode == "spot" and zone not in full:
+            mode = "idle"
+            done = max(0.0, done - world.n_nodes * min(lost_s, run_s))
+        view = TickView(world, tick, done, full, mode, zone, starting_s)
+        wanted, where = choose(view)
+        if wanted == "spot" and where not in full:
+            wanted = "idle"
+        if wanted != "idle" and (wanted, where if wanted == "spot" else zone) != (mode, zone):
+            starting_s, starts, run_s = world.start_s, starts + 1, 0.0
+        mode, zone = wanted, where
+        if mode == "idle":
+            continue
+        price = world.spot_usd_per_h if mode == "spot" else world.on_demand_usd_per_h
+        need_s = starting_s + (whole - done) / world.n_nodes
+        used_s = min(world.tick_s, need_s)
+        usd += world.n_nodes * used_s / 3600 * price
+        paid_s += used_s
+        worked_s = max(0.0, used_s - starting_s)
+        starting_s = max(0.0, starting_s - used_s)
+        done += world.n_nodes * worked_s
+        run_s += worked_s
+        if done >= whole - 1e-6:
+            share = whole / (world.n_nodes * paid_s) if paid_s else 1.0
+            return TickResult(usd, tick * world.tick_s + used_s, starts, share)
+    return TickResult(usd, None, starts, done / (world.n_nodes * paid_s) if paid_s else 0.0)
