@@ -199,13 +199,7 @@ class SimMachines(Clock):
             self._lose(action.node_id, "released", self.delays.release_s)
 
     def _drain(self, action: DrainNode) -> None:
-        """The cluster drains it, and says so; a drain takes no node by itself."""
-        machine = self._machines.get(action.node_id)
-        if machine is not None and machine.deadline_s is None and machine.gone_s is None:
-            pool = next(p for p in self.pools if p.name == machine.node.pool)
-            self._tell(
-                Notice(action.node_id, pool.ends_at_s or self._now_s + pool.notice_s, "drained")
-            )
+        """A drain that the policy has ordered is no news to it, and takes no node by itself."""
 
     def _lose(
         self, node_id: str, cause: str, confirm_s: float, *, moment: Moment = "inside"

@@ -138,9 +138,19 @@ def refused(state: State, pool: str, request_id: str, *, reason: str, at_s: floa
     )
 
 
+def unanswered(state: State, pool: str) -> State:
+    """A request is withdrawn: the next one is waited for twice as long, since its nodes may only be
+    slow to start."""
+    seen = of(state, pool)
+    return _with(state, pool, replace(seen, unanswered=seen.unanswered + 1))
+
+
 def gave(state: State, node: Node, asked_s: float, *, at_s: float) -> State:
     """A node has come; how it starts is waited for."""
     seen = of(state, node.pool)
+    if seen.unanswered:
+        seen = replace(seen, unanswered=0)
+        state = _with(state, node.pool, seen)
     if seen.dry_since_s is not None:
         dry_s = seen.dry_s + max(0.0, at_s - seen.dry_since_s)
         state = _with(

@@ -20,6 +20,7 @@ from elastic.types import Layout, Node, Pool, is_auto, parse_layout
 
 ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
 REQUEST_LASTS_S = 900.0  # a request without an answer is withdrawn then
+REQUEST_MOST_S = 3600.0  # or then, where those before it were withdrawn too
 PATIENCE, PATIENCE_LEAST_S = 2.0, 60.0  # times an ordinary start, where another pool could give
 # of the spend, that the floor's default bears; and below which a floor is given up
 LOSS_SHARE, LOSS_SHARE_KEPT = 0.01, 0.005
@@ -142,10 +143,15 @@ def there(state: State) -> list[Node]:
 
 
 def patience_s(state: State, pool: str) -> float:
-    """How long an answer to a request is waited for."""
+    """How long an answer to a request is waited for: longer, each time that one was withdrawn in
+    vain."""
+    longer = 2.0 ** min(10, hazard.of(state, pool).unanswered)
     if not cheapest(state):
-        return REQUEST_LASTS_S
-    return min(REQUEST_LASTS_S, max(PATIENCE_LEAST_S, PATIENCE * hazard.start_s(state, pool)))
+        return min(REQUEST_MOST_S, longer * REQUEST_LASTS_S)
+    ordinary_s = min(
+        REQUEST_LASTS_S, max(PATIENCE_LEAST_S, PATIENCE * hazard.start_s(state, pool))
+    )
+    return min(REQUEST_MOST_S, longer * ordinary_s)
 
 
 def unanswered(state: State, request: Request, now_s: float) -> bool:

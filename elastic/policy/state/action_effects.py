@@ -40,7 +40,7 @@ def _ordered_nodes(state: State, action: RequestNodes, at_s: float) -> State:
         asked = state.requests.get(action.request_id)
         waited_s = at_s - asked.at_s if asked else 0.0
         return hazard.refused(
-            state,
+            hazard.unanswered(state, action.pool),
             action.pool,
             action.request_id,
             reason=f"no answer for {waited_s:.0f} s",

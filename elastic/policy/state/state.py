@@ -71,6 +71,7 @@ class PoolSeen:
     dry_since_s: float | None = None  # when it said no for the first time since it gave a node
     dry_s: float = 0.0  # of all droughts that have ended
     droughts: int = 0
+    unanswered: int = 0  # requests in a row that were withdrawn, since it gave a node
 
 
 @dataclass(frozen=True)
