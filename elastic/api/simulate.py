@@ -137,7 +137,7 @@ def _study(asked: Simulation, names: tuple[str, ...], notes: list[str]) -> Study
     spot = [pool for pool in pools if pool.market_type == "spot"]
     if not spot:
         raise SpecError(
-            f"{asked.cluster or source.name}: it has no spot pool; nothing there depends on a market"
+            f"{asked.cluster or source.name}: it has no spot pool; no market decides over it"
         )
     if not source.steps:
         raise SpecError(f"{source.name}: it has no steps; give --set steps=N")

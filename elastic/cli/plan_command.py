@@ -18,8 +18,10 @@ from elastic.api.planning import query as answers
 from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
+from elastic.api.simulate import Simulation, simulate
 from elastic.cli.parser import show, verb
 from elastic.errors import SpecError
+from elastic.observe import simulated
 from elastic.observe.plans import plan_bars, plan_tables
 from elastic.planner.offers import Aim, Purpose
 
@@ -28,6 +30,7 @@ ABOUT = (
     "anything is started"
 )
 MOST_SAMPLES = 1_000_000  # of a step: more is a slip of the finger
+TRACE_STARTS = 12
 KINDS = "A100-80GB,H100,H200,B200"  # that --within looks at, where --gpus names none
 EPILOG = """examples:
   elastic plan jobs/gpt2_124m --cluster cluster_configs/aws_p5_p4d_spot.yaml --explain
@@ -88,6 +91,11 @@ def add(verbs: Any) -> None:
         "--score",
         metavar="FILE",
         help="instead: predictions against the measurements of a CSV file",
+    )
+    shown.add_argument(
+        "--trace",
+        metavar="PATH",
+        help="a line on time and dollars on this spot trace (elastic simulate says more)",
     )
     shown.add_argument("--efficiency", metavar="X", type=_share, default=0.8, help="(default: 0.8)")
 
@@ -234,6 +242,17 @@ def _plan(
             f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more"
         )
     lines = plan_tables.plan(data)
+    if given.trace:
+        asked = Simulation(
+            query.subject,
+            given.cluster,
+            trace=given.trace,
+            compare=("on-demand",),
+            deadline_h=query.aim.deadline_h,
+            n_starts=TRACE_STARTS,
+        )
+        data["simulated"] = simulate(asked).plain()
+        lines += ["", simulated.one_line(data["simulated"])]
     if given.explain:
         width = min(100, shutil.get_terminal_size().columns)
         lines += ["", *_colored(plan_bars.explain(data, given.explain, width))]
@@ -285,6 +304,9 @@ def _check(given: argparse.Namespace) -> None:
         ("--nodes", given.nodes, "--gpus", given.gpus),
         ("--set", given.overrides, "--model", given.model),
         ("--check", given.check, "--model", given.model),
+        ("--trace", given.trace, "--model", given.model),
+        ("--trace", given.trace, "--gpus", given.gpus),
+        ("--trace", given.trace, "--nodes", given.nodes),
     )
     for name, one, other_name, other in pairs:
         if one and other:
@@ -304,7 +326,8 @@ def _check(given: argparse.Namespace) -> None:
 
 def _check_shown(given: argparse.Namespace, question: str) -> None:
     """Raises SpecError for what is shown of offers on given nodes only."""
-    for name, one in (("--explain", given.explain), ("--png", given.png)):
+    shown = (("--explain", given.explain), ("--png", given.png), ("--trace", given.trace))
+    for name, one in shown:
         if one:
             raise SpecError(
                 f"plan: {name} shows an offer on given nodes, {question} compares several; ask for "

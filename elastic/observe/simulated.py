@@ -34,8 +34,8 @@ def table(data: Mapping[str, Any]) -> list[str]:
         fit = data["fit"]
         lines += [
             "",
-            f"fit: {fit['share_made']:.0%} there on average where the trace has {fit['share']:.0%}, "
-            f"{fit['changes_per_day_made']:.1f} changes a day where it has "
+            f"fit: {fit['share_made']:.0%} there on average, of the trace {fit['share']:.0%}; "
+            f"{fit['changes_per_day_made']:.1f} changes a day, of the trace "
             f"{fit['changes_per_day']:.1f}",
         ]
     return [*lines, "", *data["notes"]]

@@ -148,9 +148,7 @@ def patience_s(state: State, pool: str) -> float:
     longer = 2.0 ** min(10, hazard.of(state, pool).unanswered)
     if not cheapest(state):
         return min(REQUEST_MOST_S, longer * REQUEST_LASTS_S)
-    ordinary_s = min(
-        REQUEST_LASTS_S, max(PATIENCE_LEAST_S, PATIENCE * hazard.start_s(state, pool))
-    )
+    ordinary_s = min(REQUEST_LASTS_S, max(PATIENCE_LEAST_S, PATIENCE * hazard.start_s(state, pool)))
     return min(REQUEST_MOST_S, longer * ordinary_s)
 
 

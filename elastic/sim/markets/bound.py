@@ -1,10 +1,10 @@
 """The least that the job can cost, for somebody who knows the whole trace: no policy can do better.
 
-Nodes are looked at one by one (the k-th spot node is there while the zones together have k). A node
-that is left idles; a start costs its seconds. Any use of n nodes is one of k single nodes whose
-starts are no more than its own, so the sum over single nodes bounds it from below. Each has a curve,
-dollars for so much work until the deadline, made by a dynamic program over the ticks; what they do
-together is the cheapest way to share the work between them.
+Nodes are looked at one by one (the k-th spot node is there while the zones together have k). Any
+use of n nodes is one of n single nodes with no more starts than its own, so the sum over single
+nodes bounds it from below. Each has a curve, dollars for so much work until the deadline, made by a
+dynamic program over the ticks; what they do together is the cheapest way to share the work between
+them.
 
 For one node the answer is exact in units of the world (a tick cut into `parts`); for several it may
 be below what is possible, never above.

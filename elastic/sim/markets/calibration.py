@@ -18,6 +18,7 @@ from elastic.types import (
     Plan,
     PlanEntered,
     Prepare,
+    RequestFailed,
     RequestNodes,
     StepDone,
 )
@@ -39,11 +40,23 @@ class Calibration:
 
 @dataclass
 class _Seen:
-    asked_s: dict[str, list[float]] = field(default_factory=dict)  # pool -> moments
+    # of nodes that may still come: pool, request, moment
+    asked: list[tuple[str, str, float]] = field(default_factory=list)
     preparing_s: dict[str, float] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
     steps: dict[int, list[float]] = field(default_factory=dict)  # generation -> seconds
     values: dict[str, list[float]] = field(default_factory=dict)  # delay -> what was seen of it
+
+    def withdraw(self, request_id: str) -> None:
+        """Nothing more comes of it."""
+        self.asked = [row for row in self.asked if row[1] != request_id]
+
+    def came(self, pool: str, at_s: float) -> None:
+        """The oldest request of the pool has given a node."""
+        row = next((row for row in self.asked if row[0] == pool), None)
+        if row is not None:
+            self.asked.remove(row)
+            self.note("boot_s", at_s - row[2])
 
     def note(self, name: str, seconds: float) -> None:
         self.values.setdefault(name, []).append(max(0.0, seconds))
@@ -56,8 +69,9 @@ def calibrated(lines: Iterable[Line], defaults: Delays | None = None) -> Calibra
         for at_s, event in line.events:
             _take(seen, event, at_s)
         for action in line.decision.actions if line.decision else ():
-            if isinstance(action, RequestNodes) and action.count:
-                seen.asked_s.setdefault(action.pool, []).extend([line.at_s] * action.count)
+            if isinstance(action, RequestNodes):
+                seen.withdraw(action.request_id)
+                seen.asked += [(action.pool, action.request_id, line.at_s)] * action.count
             elif isinstance(action, Prepare):
                 seen.preparing_s[action.node_id] = line.at_s
             elif isinstance(action, EnterPlan):
@@ -84,9 +98,9 @@ def calibrated(lines: Iterable[Line], defaults: Delays | None = None) -> Calibra
 
 def _take(seen: _Seen, event: object, at_s: float) -> None:
     if isinstance(event, NodeReady):
-        asked = seen.asked_s.get(event.node.pool)
-        if asked:
-            seen.note("boot_s", at_s - asked.pop(0))
+        seen.came(event.node.pool, at_s)
+    elif isinstance(event, RequestFailed):
+        seen.withdraw(event.request_id)
     elif isinstance(event, NodePrepared):
         began_s = seen.preparing_s.pop(event.node_id, None)
         if began_s is not None:

@@ -10,7 +10,7 @@ from elastic.sim.markets.traces import Trace
 from elastic.sim.scripted_faults import Delays, Moment
 from elastic.sim.sim_backend import SimBackend
 from elastic.sim.sim_breaks import SimGeneration
-from elastic.types import Job, Plan, Pool, PriceSeen, RequestFailed, RequestNodes
+from elastic.types import Job, Plan, Pool, PriceSeen, RequestFailed, RequestNodes, StopAsked
 
 ANSWER_S = 1.0  # of a pool that has nothing
 
@@ -76,6 +76,11 @@ class MarketBackend(SimBackend):
 
         follow()
 
+    def give_up_at(self, at_s: float) -> None:
+        """A run that no deadline ends is asked to stop then."""
+        text = f"given up after {at_s / 3600:.1f} h"
+        self._at(at_s, lambda: self._tell(StopAsked(text)))
+
     def _alive(self, pool: Pool) -> list[str]:
         lost = self._lost()
         return [
@@ -138,7 +143,7 @@ class MarketBackend(SimBackend):
     def _plan_step_s(self, plan: Plan) -> float:
         return self._took_s(plan) if self._took_s is not None else super()._plan_step_s(plan)
 
-    # ------------------------------------------------------------------------------- steps in batches
+    # ----------------------------------------------------------------------------- steps in batches
 
     def _batch(self, group: SimGeneration) -> int:
         """Up to a checkpoint, the last one that falls into it, and to the end of the job."""

@@ -163,9 +163,9 @@ def run_on(
     )
     journal = _Counted(keep)
     start = DriverStarted(subject.name, 1, plain, subject.pools, subject.model, subject.hardware)
-    state: State = drive(
-        backend, journal, start, decide=decide if hours is not None else _ending(decide, until_s)
-    )
+    if hours is None:
+        backend.give_up_at(until_s)
+    state: State = drive(backend, journal, start, decide=decide)
     paid = backend.gpu_seconds()
     return RunResult(
         backend.usd(),
@@ -180,18 +180,3 @@ def run_on(
         tuple(journal.lines),
         tuple(backend.violations),
     )
-
-
-def _ending(decide: Decide, until_s: float) -> Decide:
-    """A run that no deadline ends is given up some time."""
-    from elastic.types import Decision, Stop
-
-    def decided(state: State, now_s: float) -> Decision:
-        if now_s < until_s:
-            found = decide(state, now_s)
-            wake_s = min(until_s, found.wake_at_s or until_s)
-            return replace(found, wake_at_s=wake_s)
-        text = f"given up after {until_s / 3600:.1f} h at step {state.step} of {state.steps}"
-        return Decision((Stop("stopped", text),), text)
-
-    return decided

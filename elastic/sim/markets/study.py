@@ -84,7 +84,7 @@ class StartResult:
     trials: Mapping[str, Trial]
 
 
-# ------------------------------------------------------------------------------ what a part is worth
+# ----------------------------------------------------------------------------- what a part is worth
 
 
 def _whole_pool(subject: RunSubject) -> RunSubject:
@@ -135,7 +135,7 @@ def checked(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((ELASTIC, *names)))
 
 
-# ------------------------------------------------------------------------------------------ the runs
+# ----------------------------------------------------------------------------------------- the runs
 
 
 def world_of(study: Study, start_at_s: float) -> TickWorld:

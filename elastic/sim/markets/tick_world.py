@@ -135,7 +135,7 @@ class TickResult:
 
 
 def play(world: TickWorld, choose: Choose, lost_s: float = 0.0) -> TickResult:
-    """A policy that runs on all nodes or on none. `lost_s`: of the progress, at every preemption."""
+    """A policy that runs on all nodes or on none. `lost_s`: of progress, at every preemption."""
     mode: Mode = "idle"
     zone, starting_s, done, usd, starts, paid_s = 0, 0.0, 0.0, 0.0, 0, 0.0
     whole = world.work_node_s

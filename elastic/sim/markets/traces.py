@@ -109,7 +109,7 @@ def merged(
     )
 
 
-# ---------------------------------------------------------------------------------------- from files
+# --------------------------------------------------------------------------------------- from files
 
 
 def load_traces(path: str | Path) -> list[Trace]:
@@ -145,7 +145,7 @@ def _of_ticks(path: Path, text: str) -> Trace:
     except ValueError as error:
         raise SpecError(f"{path}: no JSON: {error}") from None
     metadata = found.get("metadata") if isinstance(found, dict) else None
-    gap_s = metadata.get("gap_seconds") if isinstance(metadata, Mapping) else None
+    gap_s: Any = metadata.get("gap_seconds") if isinstance(metadata, Mapping) else None
     if not _is_number(gap_s) or gap_s <= 0:
         raise SpecError(
             f"{path}: metadata.gap_seconds is {gap_s!r}; it must be the seconds of a tick, above 0"
@@ -171,7 +171,9 @@ def _of_rows(path: Path, text: str) -> Trace:
         )
     if len(rows) < 2:
         raise SpecError(f"{path}: {len(rows)} rows; a trace has two at least, the last is its end")
-    at_s, nodes, prices = [], [], []
+    at_s: list[float] = []
+    nodes: list[int] = []
+    prices: list[float] = []
     for k, row in enumerate(rows, 2):
         at_s.append(_moment(path, k, row["at_s"], after=at_s[-1] if at_s else None))
         nodes.append(_count(path, f"line {k}, nodes", _value(row["nodes"])))
@@ -258,7 +260,7 @@ def _price(path: Path, line: int, text: str) -> float:
     return float(value)
 
 
-# --------------------------------------------------------------------------------- from a past run
+# ---------------------------------------------------------------------------------- from a past run
 
 
 def of_run(lines: Iterable[Line]) -> dict[str, Trace]:

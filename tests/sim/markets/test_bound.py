@@ -1,0 +1,117 @@
+"""The bound: equal to trying everything, and below every policy."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elastic.errors import SpecError
+from elastic.sim.markets.baselines import BASELINES
+from elastic.sim.markets.bound import by_force, least_usd, least_usd_until
+from elastic.sim.markets.tick_world import TickWorld, play, tick_world
+from elastic.sim.markets.traces import Trace
+
+TICK_S = 300.0
+
+
+def small(chance: random.Random, most_ticks: int = 8) -> TickWorld:
+    n = chance.randint(3, most_ticks)
+    row = tuple(chance.randint(0, 1) for _ in range(n))
+    return TickWorld(
+        TICK_S,
+        (row,),
+        1,
+        chance.randint(1, n) * TICK_S,
+        1.0,
+        3.0,
+        chance.choice((0, 1, 2)) * TICK_S,
+    )
+
+
+def larger(chance: random.Random) -> TickWorld:
+    nodes, n = chance.randint(1, 4), 60
+    level, row = nodes, []
+    for _ in range(n):
+        if chance.random() < 0.2:
+            level = chance.randint(0, nodes)
+        row.append(level)
+    share = chance.choice((0.4, 0.6, 0.8))
+    start_s = chance.choice((0.0, 100.0, 450.0))
+    return TickWorld(TICK_S, (tuple(row),), nodes, share * n * TICK_S * nodes, 1.0, 3.0, start_s)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_is_what_trying_everything_finds(seed: int) -> None:
+    world = small(random.Random(seed))
+    assert least_usd(world, parts=1) == pytest.approx(by_force(world), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 103))
+def test_also_in_the_largest_worlds_that_can_be_tried(seed: int) -> None:
+    world = small(random.Random(seed), most_ticks=11)
+    assert least_usd(world, parts=1) == pytest.approx(by_force(world), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_policy_is_below_it(seed: int) -> None:
+    world = larger(random.Random(seed))
+    least = least_usd(world, parts=3)
+    for name, baseline in BASELINES.items():
+        found = play(world, baseline.made(), baseline.lost_s)
+        if found.done_s is not None:
+            assert found.usd >= least - 1e-9, name
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_deadline_that_can_be_met_is_met(seed: int) -> None:
+    """By every policy but for the one that loses progress."""
+    world = larger(random.Random(seed))
+    if world.least_s + 2 * world.start_s + 2 * TICK_S > world.deadline_s:
+        pytest.fail("the world of this seed is too tight to say anything; give it more slack")
+    for name, baseline in BASELINES.items():
+        assert play(world, baseline.made()).done_s is not None, name
+
+
+def test_several_deadlines_at_once_are_each_what_they_are_alone() -> None:
+    chance = random.Random(5)
+    row = tuple(chance.randint(0, 2) for _ in range(40))
+    world = TickWorld(TICK_S, (row,), 2, 20 * TICK_S, 1.0, 3.0, 150.0)
+    for ticks, usd in zip((20, 30, 40), least_usd_until(world, (20, 30, 40)), strict=True):
+        alone = TickWorld(TICK_S, (row[:ticks],), 2, 20 * TICK_S, 1.0, 3.0, 150.0)
+        assert usd == pytest.approx(least_usd(alone), rel=1e-12)
+
+
+def test_what_cannot_be_done_costs_without_end() -> None:
+    world = TickWorld(TICK_S, ((1, 1),), 1, 3 * TICK_S, 1.0, 3.0)
+    assert least_usd(world) == float("inf") and by_force(world) == float("inf")
+
+
+def test_a_start_is_paid_and_does_no_work() -> None:
+    """Ten minutes of work after five of start, on spot at a dollar an hour."""
+    world = TickWorld(TICK_S, ((1,) * 4,), 1, 2 * TICK_S, 1.0, 3.0, TICK_S)
+    assert least_usd(world) == pytest.approx(3 * TICK_S / 3600)
+    found = play(world, lambda view: ("spot", 0))
+    assert (found.usd, found.done_s, found.starts) == (pytest.approx(0.25), 900.0, 1)
+    assert found.busy_share == pytest.approx(2 / 3)
+
+
+def test_a_preemption_costs_what_the_policy_loses() -> None:
+    row = (1, 1, 0, 1, 1, 1)
+    world = TickWorld(TICK_S, (row,), 1, 3 * TICK_S, 1.0, 3.0)
+    greedy = BASELINES["greedy"]
+    assert play(world, greedy.made()).usd == pytest.approx(3 * TICK_S / 3600)
+    assert play(world, greedy.made(), 100.0).usd == pytest.approx((3 * TICK_S + 100) / 3600)
+
+
+def test_a_deadline_that_on_demand_alone_cannot_meet_is_said_at_once() -> None:
+    trace = Trace("t", (0.0,), (1,), 86400.0)
+    given = {
+        "start_at_s": 0.0, "n_nodes": 1, "work_node_s": 7200.0, "spot_usd_per_h": 1.0,
+        "on_demand_usd_per_h": 3.0, "start_s": 360.0,
+    }  # fmt: skip
+    with pytest.raises(SpecError, match=r"2\.00 h cannot be met even on demand, .* 2\.10 h"):
+        tick_world([trace], deadline_s=7200.0, tick_s=60.0, **given)
+    with pytest.raises(SpecError, match="longer than the deadline"):
+        tick_world([trace], deadline_s=7200.0, tick_s=9000.0, **given)

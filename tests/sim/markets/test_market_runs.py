@@ -1,0 +1,230 @@
+"""Runs of the real policy on markets: what the backend gives and takes, and that batches of steps
+change nothing but the time it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.errors import SpecError
+from elastic.sim.markets.calibration import calibrated
+from elastic.sim.markets.market_backend import Market
+from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
+from elastic.sim.markets.study import (
+    KNOWN,
+    USUAL,
+    Study,
+    carried_out,
+    checked,
+    policy_of,
+    spread,
+    summary,
+    world_of,
+)
+from elastic.sim.markets.traces import Trace
+from elastic.sim.replay import replay
+from elastic.sim.scripted_faults import Delays
+from elastic.types import (
+    Job,
+    ModelProfile,
+    NodeLost,
+    NodeReady,
+    Notice,
+    OptimizerSpec,
+    Plan,
+    Pool,
+    RequestFailed,
+    TensorSpec,
+)
+
+MODEL = ModelProfile(
+    4,
+    1_000_000,
+    (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+    (OptimizerSpec(("exp_avg",)),),
+    tp_limit=2,
+)
+DELAYS = Delays(boot_s=60.0, prepare_s=30.0, enter_s=2.0)
+HOUR = 3600.0
+
+
+class Even:
+    """Seconds of a step: `step_s` on all workers, in proportion on fewer."""
+
+    def __init__(self, step_s: float, workers: int) -> None:
+        self.step_s, self.workers = step_s, workers
+
+    def __call__(self, plan: Plan) -> float:
+        return self.step_s * self.workers / len(plan.ranks)
+
+
+def subject(nodes: int = 4, hours: float = 4.0, batch_s: float = 60.0, **keys: Any) -> RunSubject:
+    step_s = 10.0
+    job = Job.from_plain(
+        {
+            "name": "j", "steps": int(hours * HOUR / step_s), "global_batch": 240,
+            "layout": "auto", "min_workers": 1, "max_workers": nodes, "durable_every": 30,
+        } | keys
+    )  # fmt: skip
+    pools = (
+        Pool("spot", "CPU", 1, "spot", 1.0, 0, nodes, notice_s=120.0),
+        Pool("fixed", "CPU", 1, "on-demand", 3.0, 0, nodes),
+    )
+    return RunSubject(
+        "j", job, pools, MODEL, Even(step_s, nodes), hours * HOUR, DELAYS, batch_s=batch_s
+    )
+
+
+def day(*levels: int) -> Trace:
+    """An hour of each level, again and again."""
+    at_s = tuple(k * HOUR for k in range(len(levels)))
+    return Trace("t", at_s, levels, len(levels) * HOUR)
+
+
+def events(result: RunResult, kind: type) -> list[tuple[float, Any]]:
+    return [
+        (at_s, event)
+        for line in result.lines
+        for at_s, event in line.events
+        if isinstance(event, kind)
+    ]
+
+
+def test_nodes_come_and_go_as_the_trace_says() -> None:
+    result = run_on(
+        subject(purpose="cheapest", on_demand_floor=0), {"spot": Market(day(4, 2, 4))}, keep=True
+    )
+    assert result.done and result.violations == ()
+    notices = events(result, Notice)
+    assert [round(at_s) for at_s, _ in notices[:2]] == [3480, 3480]
+    lost = [at_s for at_s, event in events(result, NodeLost) if at_s < 2 * HOUR]
+    assert len(lost) == 2 and all(HOUR - 120 <= at_s <= HOUR + 10 for at_s in lost)
+    there = [at_s for at_s, _ in events(result, NodeReady)]
+    assert len([at_s for at_s in there if 2 * HOUR <= at_s < 2.5 * HOUR]) == 2
+    assert any(HOUR < at_s < 2 * HOUR for at_s, _ in events(result, RequestFailed))
+    again = replay(result.lines)
+    assert again.identical, again.first_difference
+
+
+def test_nodes_that_get_no_notice_are_lost_all_the_same() -> None:
+    market = Market(day(4, 2, 4), unannounced=1.0)
+    result = run_on(subject(purpose="cheapest", on_demand_floor=0), {"spot": market}, keep=True)
+    assert result.done and events(result, Notice) == [] and result.causes.get("loss", 0) >= 1
+
+
+@pytest.mark.parametrize("unannounced", [0.0, 1.0])
+def test_batches_of_steps_cost_and_take_what_single_steps_do(unannounced: float) -> None:
+    """Dollars and hours within 1 %, the same generations."""
+    market = {"spot": Market(day(4, 3, 1, 4), unannounced=unannounced)}
+    one = run_on(subject(batch_s=0.0, purpose="cheapest", on_demand_floor=0), market, keep=True)
+    many = run_on(subject(batch_s=300.0, purpose="cheapest", on_demand_floor=0), market, keep=True)
+    assert one.done and many.done
+    assert many.usd == pytest.approx(one.usd, rel=0.01)
+    assert many.wall_s == pytest.approx(one.wall_s, rel=0.01)
+    assert many.causes == one.causes
+    assert len(many.lines) < 0.5 * len(one.lines)
+
+
+def test_a_price_that_changes_is_paid() -> None:
+    trace = replace(day(1, 1), at_s=(0.0, HOUR), nodes=(1, 1), usd_per_node_h=(1.0, 5.0))
+    result = run_on(
+        subject(nodes=1, hours=1.5, purpose="cheapest", on_demand_floor=0), {"spot": Market(trace)}
+    )
+    assert result.done
+    # from its first minute on (boot), 59 minutes at $1, the rest at $5
+    rest_h = (result.wall_s - HOUR) / HOUR
+    assert result.usd == pytest.approx(59 / 60 + 5 * rest_h, rel=0.01)
+
+
+def test_slow_nodes_are_waited_for_longer_each_time_that_a_request_was_in_vain() -> None:
+    """Twenty minutes to boot, where a run that wants to be cheap waits for six at first."""
+    slow = replace(
+        subject(nodes=1, hours=0.5, purpose="cheapest", on_demand_floor=0),
+        delays=replace(DELAYS, boot_s=1200.0),
+    )
+    result = run_on(slow, {"spot": Market(day(1))}, keep=True)
+    assert result.done
+    reasons = [line.decision.reason for line in result.lines if line.decision]
+    assert any("has not answered for 360 s" in text for text in reasons)
+    assert any("has not answered for 720 s" in text for text in reasons)
+
+
+def test_a_deadline_is_met_where_on_demand_nodes_can_meet_it() -> None:
+    late = subject(hours=4.0, purpose="deadline").with_deadline(6.0)
+    result = run_on(late, {"spot": Market(day(0, 0, 0, 2, 1, 0))})
+    assert result.done and result.wall_s <= 6 * HOUR, result.reason
+
+
+def test_a_run_that_never_gets_a_node_is_given_up() -> None:
+    hopeless = subject(nodes=1, hours=0.1)
+    only_spot = replace(hopeless, pools=hopeless.pools[:1])
+    result = run_on(only_spot, {"spot": Market(Trace("t", (0.0, 1.0), (1, 0), 1e9))})
+    assert not result.done and "given up after 4.0 h" in result.reason
+
+
+def study(policies: tuple[str, ...] = ("elastic", "greedy", "bound"), n: int = 3) -> Study:
+    late = subject(hours=2.0, purpose="deadline").with_deadline(4.0)
+    return Study(late, {"spot": day(4, 2, 0, 4, 3)}, policies, n)
+
+
+def test_a_study_is_the_same_for_any_number_of_processes() -> None:
+    alone, several = (carried_out(study(n=2), processes=k) for k in (1, 2))
+    assert alone == several
+
+
+def test_what_a_study_says() -> None:
+    told: list[int] = []
+    found = summary(carried_out(study(), processes=1, progress=told.append))
+    assert told == [1, 2, 3] and list(found) == ["elastic", "greedy", "bound"]
+    assert found["elastic"].deadline_misses == 0
+    against = found["elastic"].cost_vs_bound
+    assert against is not None and against.p5 >= 1.0
+    plain = found["elastic"].plain()
+    assert set(plain["cost_usd"]) == {"median", "p5", "p95"}
+    assert plain["deadline_misses"] == 0 and 0 < plain["goodput"]["median"] <= 1
+
+
+def test_each_part_can_be_left_out() -> None:
+    names = tuple(name for name in KNOWN if name not in USUAL and name != "no-on-demand")
+    found = summary(carried_out(study(("elastic", *names), n=1), processes=1))
+    assert set(found) == {"elastic", *names}
+
+
+def test_policies_are_known_by_name() -> None:
+    assert checked(("greedy", "bound")) == ("elastic", "greedy", "bound")
+    with pytest.raises(SpecError, match=r"no policy 'gready'; there are elastic, "):
+        checked(("gready",))
+    assert policy_of("elastic.policy.decide:decide").__name__ == "decide"
+    for path in ("nowhere:at_all", "elastic.policy.decide:nothing", "elastic.policy.decide:"):
+        with pytest.raises(SpecError, match="--policy"):
+            policy_of(path)
+
+
+def test_pools_without_a_price_are_refused() -> None:
+    free = study()
+    pools = tuple(replace(pool, usd_per_node_h=0.0) for pool in free.subject.pools)
+    with pytest.raises(SpecError, match="pool spot has no price"):
+        world_of(replace(free, subject=replace(free.subject, pools=pools)), 0.0)
+
+
+def test_a_spread_is_between_the_values() -> None:
+    found = spread([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert (found.median, found.p5, found.p95) == (3.0, pytest.approx(1.2), pytest.approx(4.8))
+
+
+def test_a_run_says_how_long_things_take() -> None:
+    """What a simulated run is calibrated to is what it was made of."""
+    result = run_on(
+        subject(batch_s=0.0, purpose="cheapest", on_demand_floor=0),
+        {"spot": Market(day(4, 2, 4))},
+        keep=True,
+    )
+    found = calibrated(result.lines)
+    assert found.delays.boot_s == pytest.approx(DELAYS.boot_s, abs=2.0)
+    assert found.delays.prepare_s == pytest.approx(DELAYS.prepare_s, abs=0.5)
+    assert found.delays.store_s == DELAYS.store_s or "store_s" in found.seen
+    assert found.step_s["dp_shard=4"] == pytest.approx(10.0)
+    with pytest.raises(SpecError, match="measures nothing"):
+        calibrated(result.lines[:3])
