@@ -112,7 +112,7 @@ def save(history: Sequence[Any], data: Mapping[str, Any], path: str | Path) -> P
     if data["deadline_h"]:
         progress.axvline(data["deadline_h"], color="#c0392b", linewidth=1, label="deadline")
         progress.legend(loc="upper left", fontsize=8)
-    progress.set_ylabel("steps (of the simulation)")
+    progress.set_ylabel("optimizer steps")
     progress.set_xlabel("hours")
     figure.suptitle(f"{data['job']}, one simulated run", x=0.01, ha="left", fontsize=11)
     target = Path(path)

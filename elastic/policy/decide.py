@@ -321,7 +321,9 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
     return (
         more
         if more is not None and more.actions
-        else together(more or Decision(), cadence.adjust(state, now_s) or Decision())
+        else together(
+            more or Decision(), cadence.first(state) or cadence.adjust(state, now_s) or Decision()
+        )
     )
 
 

@@ -46,11 +46,14 @@ def options(
     parts: Sequence[str] = (),
     smoke_parts: Sequence[str] = (),
     flags: Mapping[str, str] | None = None,
+    values: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
     """Of a bench's command line. `parts`: what may be measured by itself; `smoke_parts`: those of
     `--smoke` where none is named (default: all); `flags`: more words that only this bench knows,
-    and what they do."""
+    and what they do; `values`: words that take a value, and its default."""
     made = parser(about)
+    for name, default in (values or {}).items():
+        made.add_argument(f"--{name}", default=default, help=f"(default: {default or 'none'})")
     for name, what in (flags or {}).items():
         made.add_argument(f"--{name}", action="store_true", help=what)
     made.add_argument(

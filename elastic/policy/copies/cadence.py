@@ -8,13 +8,14 @@ from math import ceil, sqrt
 from elastic.policy.copies.replica_placement import Copies
 from elastic.policy.pools.hazard import losses_per_h
 from elastic.policy.state.state import State
-from elastic.types import Decision, Node, SetCadence
+from elastic.types import Decision, Node, SetCadence, StoreCopy
 
 PEER_SHARE = 0.01  # of the step time
 PEER_UNMEASURED = 5
 BURST_BYTES = 8 << 20  # go unpaced (elastic/worker/state/replica_stream.py)
 DURABLE_LEAST, DURABLE_UNMEASURED, DURABLE_ALONE, DURABLE_COPIES = 20, 20, 10, 4
 STALL_UNMEASURED_S = 0.5
+FIRST_COPY_S = 240.0  # of steps without any checkpoint, after which one is taken
 CHANGE_FACTOR = 1.5  # another cadence is ordered when the best one differs by more
 # measured, and passed, since the plan was entered or changed last
 CHANGE_COPIES, CHANGE_WAIT_S = 3, 10.0
@@ -74,6 +75,24 @@ def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> i
 
 
 # -------------------------------------------------------------------------------- while a plan runs
+
+
+def first(state: State) -> Decision | None:
+    """The first checkpoint of a run is taken while what has been done would still be done again
+    from the start (recovery.REDO_S), however long its steps and its cadence are."""
+    plan, step_s = state.plan, state.step_time_s
+    if plan is None or state.durable or not plan.durable_every or not step_s:
+        return None
+    asked = state.copy_asked_step
+    since = state.step - (asked if asked <= state.step else 0)  # it may have gone back since
+    to_next = plan.durable_every - state.step % plan.durable_every
+    if since * step_s < FIRST_COPY_S or to_next * step_s < FIRST_COPY_S:
+        return None
+    text = (
+        f"no checkpoint is stored after {state.step * step_s:.0f} s of steps, the next one would "
+        f"come in {to_next * step_s:.0f} s: one is taken now"
+    )
+    return Decision((StoreCopy(plan.generation),), text)
 
 
 def adjust(state: State, now_s: float) -> Decision | None:

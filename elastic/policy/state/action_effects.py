@@ -153,7 +153,12 @@ def _ordered_quiesce(state: State, action: Quiesce, at_s: float) -> State:
 
 
 def _ordered_copy(state: State, action: StoreCopy, at_s: float) -> State:
-    return replace(state, stored_generation=action.generation)
+    """Of a generation whose nodes leave one such checkpoint is enough."""
+    state = replace(state, copy_asked_step=state.step)
+    leaves = any(
+        (node := state.nodes.get(name)) and node.status == "draining" for name in state.member_nodes
+    )
+    return replace(state, stored_generation=action.generation) if leaves else state
 
 
 def _ordered_cadence(state: State, action: SetCadence, at_s: float) -> State:

@@ -221,6 +221,7 @@ class State:
     sent: frozenset[tuple[int, WorkerId]] = frozenset()
     considered: tuple[str, ...] = ()  # the nodes that the newest plan was made from
     stored_generation: int = 0  # a checkpoint of this generation was ordered, because of a notice
+    copy_asked_step: int = 0  # at which a checkpoint out of turn was ordered last
 
     step: int = 0
     best_step: int = 0

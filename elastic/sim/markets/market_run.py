@@ -25,6 +25,7 @@ from elastic.types import (
     StepDone,
 )
 
+MOMENTS = 200  # of a history, at least, over the time without faults
 GIVEN_UP_TIMES = 40.0  # the time without faults, after which a run without a deadline is given up
 
 
@@ -80,13 +81,12 @@ class RunResult:
 class _Counted(MemoryJournal):
     """Keeps what the result needs, and the lines themselves only where they are wanted."""
 
-    def __init__(self, keep: bool) -> None:
+    def __init__(self, keep: bool, every_s: float) -> None:
         super().__init__()
-        self._keep = keep
+        self._keep, self._every_s = keep, every_s
         self.causes: dict[str, int] = {}
-        self.useful_gpu_s = 0.0
         self._world: dict[int, int] = {}  # generation -> ranks
-        self._steps: dict[int, float] = {}  # steps that may still be lost -> GPU-seconds
+        self._steps: dict[int, float] = {}  # last step of each batch -> GPU-seconds
         self.history: list[Moment] = []
         self._nodes: dict[str, str] = {}
         self._used, self._step = 0, 0
@@ -102,7 +102,8 @@ class _Counted(MemoryJournal):
                 plan = action.plan
                 self._world[plan.generation] = plan.layout.world_size
                 self.causes[plan.cause] = self.causes.get(plan.cause, 0) + 1
-        if changed and self._keep:
+        last_s = self.history[-1].at_s if self.history else float("-inf")
+        if self._keep and (changed or at_s >= last_s + self._every_s):
             nodes: dict[str, int] = {}
             for pool in self._nodes.values():
                 nodes[pool] = nodes.get(pool, 0) + 1
@@ -118,8 +119,6 @@ class _Counted(MemoryJournal):
             self._used = self._world.get(event.generation, 0)
             for step in [step for step in self._steps if step > event.step]:
                 del self._steps[step]
-            self.useful_gpu_s += sum(self._steps.values())
-            self._steps.clear()
             self._step = event.step
             return True
         node = getattr(event, "node", None)
@@ -131,11 +130,10 @@ class _Counted(MemoryJournal):
             return True
         return False
 
-    def end(self) -> float:
-        """All GPU-seconds of steps that count."""
-        self.useful_gpu_s += sum(self._steps.values())
-        self._steps.clear()
-        return self.useful_gpu_s
+    @property
+    def useful_gpu_s(self) -> float:
+        """Of steps that count."""
+        return sum(self._steps.values())
 
 
 def run_on(
@@ -161,7 +159,7 @@ def run_on(
         batch_s=subject.batch_s,
         seed=seed,
     )
-    journal = _Counted(keep)
+    journal = _Counted(keep, subject.ideal_s / MOMENTS)
     start = DriverStarted(subject.name, 1, plain, subject.pools, subject.model, subject.hardware)
     if hours is None:
         backend.give_up_at(until_s)
@@ -171,7 +169,7 @@ def run_on(
         backend.usd(),
         backend.now_s(),
         state.phase == "succeeded",
-        journal.end() / paid if paid else 0.0,
+        journal.useful_gpu_s / paid if paid else 0.0,
         backend.n_taken,
         dict(sorted(journal.causes.items())),
         state.outcome_reason,
