@@ -21,8 +21,7 @@ from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, token
 from elastic.api.simulate import Simulation, simulate
 from elastic.cli.parser import show, verb
 from elastic.errors import SpecError
-from elastic.observe import simulated
-from elastic.observe.plans import plan_bars, plan_tables
+from elastic.observe.plans import plan_bars, plan_tables, simulated
 from elastic.planner.offers import Aim, Purpose
 
 ABOUT = (

@@ -11,7 +11,7 @@ from elastic.api.planning import model_source
 from elastic.api.planning.quantities import hours_of
 from elastic.cli.parser import show, verb
 from elastic.errors import SpecError
-from elastic.observe import simulated
+from elastic.observe.plans import simulated
 
 ABOUT = "what a job will cost and take on a spot market: the real policy on months of traces"
 MOST_STARTS = 10_000

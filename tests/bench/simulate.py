@@ -20,7 +20,7 @@ import report
 from trial import Clock
 
 from elastic.sim.markets.generators import usual
-from elastic.sim.markets.market_backend import Market
+from elastic.sim.markets.market_backend import PoolMarket
 from elastic.sim.markets.market_run import RunSubject, run_on
 from elastic.sim.markets.study import Study, carried_out, summary
 from elastic.sim.markets.traces import Trace, load_traces
@@ -82,7 +82,7 @@ def speed(nodes: int, days: float) -> dict[str, float]:
         batch_s=HOUR,
     )
     began_s = perf_counter()
-    found = run_on(month, {"spot": Market(trace)}, keep=True)
+    found = run_on(month, {"spot": PoolMarket(trace)}, keep=True)
     took_s = perf_counter() - began_s
     assert found.done, found.reason
     events = sum(len(line.events) for line in found.lines)

@@ -56,6 +56,7 @@ SMOKES = (
     Smoke("unequal_plan"),
     Smoke("scale"),
     Smoke("month"),
+    Smoke("simulate"),
     Smoke("copies"),
     Smoke("reshard"),
     Smoke("radosgw"),

@@ -16,7 +16,7 @@ ANSWER_S = 1.0  # of a pool that has nothing
 
 
 @dataclass(frozen=True)
-class Market:
+class PoolMarket:
     """What a pool has: its trace, from `start_at_s` of it on. `unannounced`: the share of nodes
     that are taken without the pool's notice."""
 
@@ -38,7 +38,7 @@ class MarketBackend(SimBackend):
         self,
         pools: tuple[Pool, ...],
         job: Job,
-        markets: Mapping[str, Market],
+        markets: Mapping[str, PoolMarket],
         *,
         delays: Delays,
         until_s: float,
@@ -56,7 +56,7 @@ class MarketBackend(SimBackend):
             if market is not None:
                 self._follow(pool, market, until_s)
 
-    def _follow(self, pool: Pool, market: Market, until_s: float) -> None:
+    def _follow(self, pool: Pool, market: PoolMarket, until_s: float) -> None:
         """One change of the trace after the other: the next one is looked up when one has
         happened."""
         changes = iter(market.trace.changes(market.start_at_s, market.start_at_s + until_s))
@@ -89,7 +89,7 @@ class MarketBackend(SimBackend):
             if machine.node.pool == pool.name and name not in lost
         ]
 
-    def _announce(self, pool: Pool, market: Market, at_s: float) -> None:
+    def _announce(self, pool: Pool, market: PoolMarket, at_s: float) -> None:
         """Nodes that will be too many get the pool's notice, but for those that get none."""
         there = self._alive(pool)
         warned = [name for name in there if self._machines[name].deadline_s is not None]
@@ -100,7 +100,7 @@ class MarketBackend(SimBackend):
                 self._notice(name, at_s - self._now_s)
                 self.n_taken += 1
 
-    def _change(self, pool: Pool, market: Market, at_s: float) -> None:
+    def _change(self, pool: Pool, market: PoolMarket, at_s: float) -> None:
         usd = market.trace.usd_at(market.start_at_s + at_s)
         if usd is not None and usd != self._prices[pool.name][-1][1]:
             self._prices[pool.name].append((self._now_s, usd))

@@ -10,7 +10,7 @@ from elastic.driver import Decide, drive
 from elastic.ledger.journal import Line, MemoryJournal
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state.fold import State
-from elastic.sim.markets.market_backend import Market, MarketBackend
+from elastic.sim.markets.market_backend import MarketBackend, PoolMarket
 from elastic.sim.scripted_faults import Delays
 from elastic.types import (
     DriverStarted,
@@ -138,7 +138,7 @@ class _Counted(MemoryJournal):
 
 def run_on(
     subject: RunSubject,
-    markets: Mapping[str, Market],
+    markets: Mapping[str, PoolMarket],
     *,
     seed: int = 0,
     decide: Decide = decide_by_default,

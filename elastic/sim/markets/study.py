@@ -18,7 +18,7 @@ from elastic.errors import SpecError
 from elastic.policy.decide import decide
 from elastic.sim.markets.baselines import BASELINES
 from elastic.sim.markets.bound import least_usd
-from elastic.sim.markets.market_backend import Market
+from elastic.sim.markets.market_backend import PoolMarket
 from elastic.sim.markets.market_run import GIVEN_UP_TIMES, RunResult, RunSubject, run_on
 from elastic.sim.markets.tick_world import TickWorld, play, tick_world
 from elastic.sim.markets.traces import Trace
@@ -65,7 +65,7 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Trial:
+class PolicyTrial:
     """One policy from one start."""
 
     usd: float
@@ -81,7 +81,7 @@ class StartResult:
 
     start_at_s: float
     on_demand_usd: float
-    trials: Mapping[str, Trial]
+    trials: Mapping[str, PolicyTrial]
 
 
 # ----------------------------------------------------------------------------- what a part is worth
@@ -154,18 +154,20 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         for t in study.traces.values()
     ]
     tick_s = max(min(gaps), study.deadline_s / TICKS_MOST)
+    like = TickWorld(
+        min(tick_s, study.deadline_s),
+        (),
+        study.n_nodes,
+        subject.ideal_s * study.n_nodes,
+        min(pool.usd_per_node_h for pool in spot),
+        min((pool.usd_per_node_h for pool in fixed), default=spot[0].usd_per_node_h),
+        subject.delays.boot_s + subject.delays.prepare_s,
+    )
     world = tick_world(
+        like,
         [study.traces[pool.name].scaled(pool.max_nodes) for pool in spot],
         start_at_s=start_at_s,
-        n_nodes=study.n_nodes,
-        work_node_s=subject.ideal_s * study.n_nodes,
         deadline_s=study.deadline_s,
-        spot_usd_per_h=min(pool.usd_per_node_h for pool in spot),
-        on_demand_usd_per_h=min(
-            (pool.usd_per_node_h for pool in fixed), default=spot[0].usd_per_node_h
-        ),
-        start_s=subject.delays.boot_s + subject.delays.prepare_s,
-        tick_s=min(tick_s, study.deadline_s),
     )
     if max(pool.max_nodes for pool in spot) >= study.n_nodes:
         return world
@@ -179,9 +181,9 @@ def _mean_usd(spot: Sequence[Pool]) -> float:
     return sum(pool.max_nodes * pool.usd_per_node_h for pool in spot) / n
 
 
-def markets_of(study: Study, start_at_s: float) -> dict[str, Market]:
+def markets_of(study: Study, start_at_s: float) -> dict[str, PoolMarket]:
     return {
-        pool.name: Market(
+        pool.name: PoolMarket(
             study.traces[pool.name].scaled(pool.max_nodes), start_at_s, study.unannounced
         )
         for pool in study.spot
@@ -209,33 +211,33 @@ def run_once(study: Study, start_at_s: float, *, seed: int = 0, keep: bool = Fal
     return run_on(study.subject, markets_of(study, start_at_s), seed=seed, decide=own, keep=keep)
 
 
-def from_start(study: Study, numbered: tuple[int, float]) -> StartResult:
-    """Every policy from one start."""
-    seed, start_at_s = numbered
+def from_start(study: Study, seed: int) -> StartResult:
+    """Every policy from one start, the `seed`-th."""
+    start_at_s = study.starts_s()[seed]
     world = world_of(study, start_at_s)
     priced = replace(world, spot_usd_per_h=_mean_usd(study.spot))
-    trials: dict[str, Trial] = {}
+    trials: dict[str, PolicyTrial] = {}
     for name in study.policies:
         if name == BOUND:
             usd = least_usd(world) if world.n_nodes <= BOUND_NODES else float("nan")
-            trials[name] = Trial(usd, world.deadline_s, usd < float("inf"), 1.0)
+            trials[name] = PolicyTrial(usd, world.deadline_s, usd < float("inf"), 1.0)
         elif name in BASELINES:
             trials[name] = _baseline(priced, name)
         else:
             changed = VARIANTS[name][0](study.subject) if name in VARIANTS else study.subject
             found = run_once(replace(study, subject=changed), start_at_s, seed=seed)
-            trials[name] = Trial(
+            trials[name] = PolicyTrial(
                 found.usd, found.wall_s, found.done, found.goodput, sum(found.causes.values())
             )
     return StartResult(start_at_s, world.on_demand_usd, trials)
 
 
-def _baseline(world: TickWorld, name: str) -> Trial:
+def _baseline(world: TickWorld, name: str) -> PolicyTrial:
     baseline = BASELINES[name]
     made = replace(world, start_s=baseline.start_s) if baseline.start_s is not None else world
     found = play(made, baseline.made(), baseline.lost_s)
     wall_s = world.deadline_s if found.done_s is None else found.done_s
-    return Trial(found.usd, wall_s, found.done_s is not None, found.busy_share, found.starts)
+    return PolicyTrial(found.usd, wall_s, found.done_s is not None, found.busy_share, found.starts)
 
 
 @contextmanager
@@ -257,12 +259,11 @@ def carried_out(
     study: Study, *, processes: int | None = None, progress: Callable[[int], None] | None = None
 ) -> list[StartResult]:
     """All starts, over the cores of the machine; the same results for any number of processes."""
-    starts = list(enumerate(study.starts_s()))
-    world_of(study, starts[0][1])  # what is wrong with the question is said at once
-    n = min(len(starts), processes or len(os.sched_getaffinity(0)))
+    world_of(study, study.starts_s()[0])  # what is wrong with the question is said at once
+    n = min(study.n_starts, processes or len(os.sched_getaffinity(0)))
     found: list[StartResult] = []
     with _workers(n) as over:
-        for result in over(partial(from_start, study), starts):
+        for result in over(partial(from_start, study), range(study.n_starts)):
             found.append(result)
             if progress is not None:
                 progress(len(found))

@@ -9,7 +9,7 @@ its own `lost_s`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastic.errors import SpecError
@@ -60,19 +60,11 @@ class TickWorld:
 
 
 def tick_world(
-    traces: Sequence[Trace],
-    *,
-    start_at_s: float,
-    n_nodes: int,
-    work_node_s: float,
-    deadline_s: float,
-    spot_usd_per_h: float,
-    on_demand_usd_per_h: float,
-    start_s: float,
-    tick_s: float,
+    like: TickWorld, traces: Sequence[Trace], *, start_at_s: float, deadline_s: float
 ) -> TickWorld:
-    """What the traces have from `start_at_s` until the deadline. Raises SpecError where even
-    on-demand nodes alone cannot meet it, or a tick is longer than it."""
+    """What the traces have from `start_at_s` until the deadline; all else as in `like`. Raises
+    SpecError where even on-demand nodes alone cannot meet it, or a tick is longer than it."""
+    tick_s = like.tick_s
     n_ticks = int(deadline_s // tick_s)
     if n_ticks < 1:
         raise SpecError(
@@ -82,9 +74,7 @@ def tick_world(
     spot = tuple(
         tuple(trace.nodes_at(start_at_s + k * tick_s) for k in range(n_ticks)) for trace in traces
     )
-    world = TickWorld(
-        tick_s, spot, n_nodes, work_node_s, spot_usd_per_h, on_demand_usd_per_h, start_s
-    )
+    world = replace(like, spot=spot)
     if world.least_s > world.deadline_s:
         raise SpecError(
             f"a deadline of {deadline_s / 3600:.2f} h cannot be met even on demand, which takes "

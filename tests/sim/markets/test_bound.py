@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -107,11 +108,8 @@ def test_a_preemption_costs_what_the_policy_loses() -> None:
 
 def test_a_deadline_that_on_demand_alone_cannot_meet_is_said_at_once() -> None:
     trace = Trace("t", (0.0,), (1,), 86400.0)
-    given = {
-        "start_at_s": 0.0, "n_nodes": 1, "work_node_s": 7200.0, "spot_usd_per_h": 1.0,
-        "on_demand_usd_per_h": 3.0, "start_s": 360.0,
-    }  # fmt: skip
+    like = TickWorld(60.0, (), 1, 7200.0, 1.0, 3.0, 360.0)
     with pytest.raises(SpecError, match=r"2\.00 h cannot be met even on demand, .* 2\.10 h"):
-        tick_world([trace], deadline_s=7200.0, tick_s=60.0, **given)
+        tick_world(like, [trace], start_at_s=0.0, deadline_s=7200.0)
     with pytest.raises(SpecError, match="longer than the deadline"):
-        tick_world([trace], deadline_s=7200.0, tick_s=9000.0, **given)
+        tick_world(replace(like, tick_s=9000.0), [trace], start_at_s=0.0, deadline_s=7200.0)

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.errors import SpecError
 from elastic.sim.markets.calibration import calibrated
-from elastic.sim.markets.market_backend import Market
+from elastic.sim.markets.market_backend import PoolMarket
 from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
 from elastic.sim.markets.study import (
     KNOWN,
@@ -94,7 +94,9 @@ def events(result: RunResult, kind: type) -> list[tuple[float, Any]]:
 
 def test_nodes_come_and_go_as_the_trace_says() -> None:
     result = run_on(
-        subject(purpose="cheapest", on_demand_floor=0), {"spot": Market(day(4, 2, 4))}, keep=True
+        subject(purpose="cheapest", on_demand_floor=0),
+        {"spot": PoolMarket(day(4, 2, 4))},
+        keep=True,
     )
     assert result.done and result.violations == ()
     notices = events(result, Notice)
@@ -109,7 +111,7 @@ def test_nodes_come_and_go_as_the_trace_says() -> None:
 
 
 def test_nodes_that_get_no_notice_are_lost_all_the_same() -> None:
-    market = Market(day(4, 2, 4), unannounced=1.0)
+    market = PoolMarket(day(4, 2, 4), unannounced=1.0)
     result = run_on(subject(purpose="cheapest", on_demand_floor=0), {"spot": market}, keep=True)
     assert result.done and events(result, Notice) == [] and result.causes.get("loss", 0) >= 1
 
@@ -117,7 +119,7 @@ def test_nodes_that_get_no_notice_are_lost_all_the_same() -> None:
 @pytest.mark.parametrize("unannounced", [0.0, 1.0])
 def test_batches_of_steps_cost_and_take_what_single_steps_do(unannounced: float) -> None:
     """Dollars and hours within 1 %, the same generations."""
-    market = {"spot": Market(day(4, 3, 1, 4), unannounced=unannounced)}
+    market = {"spot": PoolMarket(day(4, 3, 1, 4), unannounced=unannounced)}
     one = run_on(subject(batch_s=0.0, purpose="cheapest", on_demand_floor=0), market, keep=True)
     many = run_on(subject(batch_s=300.0, purpose="cheapest", on_demand_floor=0), market, keep=True)
     assert one.done and many.done
@@ -130,7 +132,8 @@ def test_batches_of_steps_cost_and_take_what_single_steps_do(unannounced: float)
 def test_a_price_that_changes_is_paid() -> None:
     trace = replace(day(1, 1), at_s=(0.0, HOUR), nodes=(1, 1), usd_per_node_h=(1.0, 5.0))
     result = run_on(
-        subject(nodes=1, hours=1.5, purpose="cheapest", on_demand_floor=0), {"spot": Market(trace)}
+        subject(nodes=1, hours=1.5, purpose="cheapest", on_demand_floor=0),
+        {"spot": PoolMarket(trace)},
     )
     assert result.done
     # from its first minute on (boot), 59 minutes at $1, the rest at $5
@@ -144,7 +147,7 @@ def test_slow_nodes_are_waited_for_longer_each_time_that_a_request_was_in_vain()
         subject(nodes=1, hours=0.5, purpose="cheapest", on_demand_floor=0),
         delays=replace(DELAYS, boot_s=1200.0),
     )
-    result = run_on(slow, {"spot": Market(day(1))}, keep=True)
+    result = run_on(slow, {"spot": PoolMarket(day(1))}, keep=True)
     assert result.done
     reasons = [line.decision.reason for line in result.lines if line.decision]
     assert any("has not answered for 360 s" in text for text in reasons)
@@ -153,14 +156,14 @@ def test_slow_nodes_are_waited_for_longer_each_time_that_a_request_was_in_vain()
 
 def test_a_deadline_is_met_where_on_demand_nodes_can_meet_it() -> None:
     late = subject(hours=4.0, purpose="deadline").with_deadline(6.0)
-    result = run_on(late, {"spot": Market(day(0, 0, 0, 2, 1, 0))})
+    result = run_on(late, {"spot": PoolMarket(day(0, 0, 0, 2, 1, 0))})
     assert result.done and result.wall_s <= 6 * HOUR, result.reason
 
 
 def test_a_run_that_never_gets_a_node_is_given_up() -> None:
     hopeless = subject(nodes=1, hours=0.1)
     only_spot = replace(hopeless, pools=hopeless.pools[:1])
-    result = run_on(only_spot, {"spot": Market(Trace("t", (0.0, 1.0), (1, 0), 1e9))})
+    result = run_on(only_spot, {"spot": PoolMarket(Trace("t", (0.0, 1.0), (1, 0), 1e9))})
     assert not result.done and "given up after 4.0 h" in result.reason
 
 
@@ -218,7 +221,7 @@ def test_a_run_says_how_long_things_take() -> None:
     """What a simulated run is calibrated to is what it was made of."""
     result = run_on(
         subject(batch_s=0.0, purpose="cheapest", on_demand_floor=0),
-        {"spot": Market(day(4, 2, 4))},
+        {"spot": PoolMarket(day(4, 2, 4))},
         keep=True,
     )
     found = calibrated(result.lines)
