@@ -1,0 +1,123 @@
+"""`elastic simulate` as it is typed: what it answers, and what it says of wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.cli.calls import as_json, called
+from support.places import ROOT
+
+from elastic.api.simulate import StepTimes
+from elastic.types import Layout, Plan, WorkerId
+
+JOB = str(ROOT / "jobs" / "quickstart")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Two nodes, then one, then none, for twenty minutes each."""
+    path = tmp_path / "spot.json"
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 1200}, "data": [2, 2, 1, 0, 2, 1]}))
+    return str(path)
+
+
+def words(trace: str, *more: str) -> list[str]:
+    return [
+        "simulate", JOB, "--set", "steps=3000", "--set", "budget_usd=100", "--trace", trace,
+        "--start-times", "1", *more,
+    ]  # fmt: skip
+
+
+def test_it_says_dollars_time_and_misses_of_each_policy(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = as_json(capsys, *words(trace, "--compare", "on-demand,bound", "--deadline", "4h"))
+    assert list(data["policies"]) == ["elastic", "on-demand", "bound"]
+    assert (data["deadline_h"], data["starts"], data["nodes"], data["steps"]) == (4.0, 1, 2, 3000)
+    assert data["traces"] == {"spot": {"name": "spot", "share": 0.6667, "days": 0.08}}
+    own = data["policies"]["elastic"]
+    assert own["deadline_misses"] == 0 and own["cost_vs_bound"]["median"] >= 1
+    assert own["cost_vs_on_demand"]["median"] < 1 < own["wall_h"]["median"] * 10
+    assert data["policies"]["on-demand"]["cost_vs_on_demand"]["median"] == 1
+    assert any("--calibrate" in note for note in data["notes"])
+
+
+def test_its_table_and_its_picture(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "run.png"
+    code, out, _ = called(capsys, *words(trace, "--compare", "greedy", "--png", str(picture)))
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if "$" in line] == ["elastic", "greedy"]
+    assert "spot: spot, 67% there on average" in out
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in out
+
+
+def test_a_plan_has_it_in_one_line(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(
+        capsys, "plan", JOB, "--set", "steps=3000", "--set", "budget_usd=100", "--trace", trace
+    )
+    assert code == 0
+    line = out.splitlines()[-1]
+    assert line.startswith("on these traces: ") and "(p95 $" in line and "on demand $" in line
+
+
+def test_markets_are_made_up_where_no_trace_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["simulate", JOB, "--set", "steps=3000", "--start-times", "1", "--compare", "greedy"]
+    first, again = (as_json(capsys, *few) for _ in range(2))
+    assert first == again
+    assert any("no --trace: markets are made up" in note for note in first["notes"])
+    assert as_json(capsys, *few, "--seed", "1")["traces"] != first["traces"]
+
+
+def test_others_like_a_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["simulate", JOB, "--set", "steps=3000", "--start-times", "1", "--compare", "greedy"]
+    data = as_json(capsys, *few, "--fit", trace)
+    assert data["traces"]["spot"]["name"] == "like spot"
+    assert set(data["fit"]) == {
+        "share", "share_made", "changes_per_day", "changes_per_day_made",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--compare", "gready"], "no policy 'gready'; there are elastic"),
+        (["--deadline", "1h", "--set", "steps=300000"], "cannot be met even on demand"),
+        (["--fit", "TRACE"], "--trace and --fit are two ways at once"),
+        (["--policy", "nowhere:at_all"], "give module:function"),
+        (["--calibrate", "no-such-run"], "no run 'no-such-run'"),
+        (["--png", "/nowhere/at/all.png"], "cannot be written"),
+        (["--set", "steps=0"], "steps"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    more: list[str], said: str, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [trace if word == "TRACE" else word for word in more]
+    code, _, err = called(capsys, *words(trace, "--compare", "greedy", *given))
+    assert (code, err.count("\n")) == (2, 1) and said in err
+
+
+def test_a_folder_must_have_a_trace_for_each_pool(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "zones"
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        (folder / f"{name}.json").write_text(Path(trace).read_text())
+    code, _, err = called(capsys, *words(str(folder)))
+    assert code == 2 and "3 traces for 1 spot pools (spot)" in err
+    (folder / "spot.json").write_text(Path(trace).read_text())
+    assert as_json(capsys, *words(str(folder), "--compare", "greedy"))["traces"]["spot"]
+
+
+def test_steps_take_what_was_measured_then_what_was_predicted() -> None:
+    ranks = (WorkerId("a", 0), WorkerId("a", 1))
+    plan = Plan(1, Layout(dp_shard=2), ranks, (1, 1), (4,), predicted_step_time_s=3.0)
+    assert StepTimes(1.0, 4, {"dp_shard=2": 5.0}, 2.0)(plan) == 5.0
+    assert StepTimes(1.0, 4, {}, 2.0)(plan) == 6.0
+    unknown = Plan(1, Layout(dp_shard=2), ranks, (1, 1), (4,))
+    assert StepTimes(1.0, 4)(unknown) == 2.0
