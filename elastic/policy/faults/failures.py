@@ -82,8 +82,6 @@ def failed(state: State, failure: Failure) -> State:
     old = state.failure
     if old is None or _explains(failure, old):
         return replace(state, failure=failure)
-    if _explains(old, failure):
-        return state
     merged = replace(
         old,
         workers=old.workers | failure.workers,
