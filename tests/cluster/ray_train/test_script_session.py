@@ -91,7 +91,7 @@ class Group:
             generation, Layout(dp_replicate=len(self.workers)), self.workers, (), (),
             resume=Resume(source, step),
         )  # fmt: skip
-        rendezvous, self.stores[generation] = host_rendezvous(plan, "127.0.0.1", 20.0)
+        rendezvous, self.stores[generation] = host_rendezvous(plan, "127.0.0.1", 300.0)
         for session in self.sessions.values():
             session.order(WorkerOrder(EnterPlan(plan), rendezvous))
         return plan
