@@ -70,7 +70,7 @@ CLAIMS = (
     Claim(
         "script-restarted",
         ("plain script: kill",),
-        ("tests/e2e/test_script.py", "tests/cluster/ray_train/test_script_run.py"),
+        ("tests/e2e/test_script.py", "tests/policy/test_restarts.py"),
     ),
     Claim("torchrun", ("torchrun",), ("tests/worker/standalone/test_standalone_run.py",)),
     Claim(

@@ -130,6 +130,7 @@ class Terminal:
         view = self.view
         if (
             view.points
+            and not view.job.restarted  # a script prints its own
             and (last or view.at_s - self._said_at_s >= PLAIN_EVERY_S)
             and view.points[-1].at_s > self._said_at_s
         ):

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.layout_choice import Choice
-from elastic.policy import forming_groups, stopping, transition_cost
+from elastic.policy import forming_groups, restarts, stopping, transition_cost
 from elastic.policy.copies import cadence, recovery
 from elastic.policy.copies.retention import retention
 from elastic.policy.faults import corruption, retries
-from elastic.policy.plans import choice_of, count, enter, from_where, with_rehearsals
+from elastic.policy.plans import choice_of, enter, from_where, with_rehearsals
 from elastic.policy.pools import drain, hazard, limits
 from elastic.policy.pools.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.pools.release import back_to_spot
+from elastic.policy.restarts import count
 from elastic.policy.speed import relayout, share_rebalance
 from elastic.policy.state.state import ENDED, State
 from elastic.types import (
@@ -85,7 +86,7 @@ def decide(state: State, now_s: float) -> Decision:
         )
     if state.stop:
         return stopping.put_off(state, state.stop, found)
-    if state.phase == "running" and state.step >= state.steps:
+    if state.phase == "running" and state.rest_steps <= 0:
         return found
     found = found if state.away else together(found, retention(state))
     look = Decision(wake_at_s=min(limits.wakes(state, now_s), default=None))
@@ -116,17 +117,22 @@ def _breaking_off(state: State, now_s: float) -> Decision | None:
     failure = state.failure
     if failure is None:
         return None
+    if failure.cause == "program":
+        return restarts.verdict(failure, now_s)
     survivors = [worker for worker in state.members - set(failure.kill) if state.lives(worker)]
     copy = f"newest peer replica: step {state.peer.step}" if state.peer else "no peer replica"
     text = (
         f"generation {state.generation} is aborted after step {state.step}: {failure.reason}; "
-        f"{len(survivors)} of {len(state.members)} workers are still reachable; {copy}, "
-        f"checkpoint: step {state.saved_step}"
+        f"{len(survivors)} of {len(state.members)} workers are still reachable"
     )
+    if not state.job.restarted:
+        text += f"; {copy}, checkpoint: step {state.saved_step}"
     return Decision((Abort(state.generation, failure.kill),), text, now_s + _quiesced_most_s(state))
 
 
 def _quiesced_most_s(state: State) -> float:
+    if state.job.restarted:
+        return restarts.QUIESCED_MOST_S
     kinds = {pool.accelerator_type for pool in state.pools_of(state.member_nodes)}
     return QUIESCED_MOST_S if kinds <= {"CPU"} else QUIESCED_ON_GPUS_MOST_S
 
@@ -180,6 +186,8 @@ def _rolling_forward(state: State, now_s: float) -> Decision | None:
 def _entering(state: State, now_s: float) -> Decision | None:
     if state.phase != "entering":
         return None
+    if state.job.restarted:
+        return restarts.entering(state, now_s)
     bound_s = state.ordered_at_s + ENTER_MOST_S
     if now_s < bound_s:
         return Decision(wake_at_s=bound_s)
@@ -207,12 +215,10 @@ def _starting(state: State, now_s: float) -> Decision | None:
         choice = _startable(state, now_s)
     except InfeasiblePlan as error:
         return _not_yet(state, error, now_s)
-    if (
-        failure is None
-        and state.generation == 0
-        and _others_coming(state)
-        and now_s < state.prepared_at_s + START_WAIT_S
-    ):
+    first = failure is None and state.generation == 0 and _others_coming(state)
+    # another restart would take them in
+    first = first or (state.job.restarted and _others_starting(state))
+    if first and now_s < state.prepared_at_s + START_WAIT_S:
         wait = (
             f"{choice.layout.world_size} workers are prepared; more are joining: waiting up to "
             f"{START_WAIT_S:.0f} s"
@@ -229,6 +235,8 @@ def _starting(state: State, now_s: float) -> Decision | None:
     if unknown:
         choice = _without(state, unknown, now_s) or choice
     cause = CAUSES[failure.cause] if failure else "start"
+    if failure is None and state.asked is not None:
+        cause = state.asked.cause or cause
     why = failure.reason if failure else count(len(state.available), "node") + " prepared"
     why = f"rolled back: {why}" if cause == "rollback" else why
     back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
@@ -237,7 +245,8 @@ def _starting(state: State, now_s: float) -> Decision | None:
             f" (not step {newest.step}: nothing is known there that would tell whether "
             f"{choice.layout} computes the same)"
         )
-    return enter(state, choice, resume, cause=cause, why=f"{why}: {from_where(resume)}{back}")
+    begun = f": {from_where(resume)}{back}" if not state.job.restarted else ""
+    return enter(state, choice, resume, cause=cause, why=f"{why}{begun}")
 
 
 def _startable(state: State, now_s: float) -> Choice:
@@ -260,11 +269,11 @@ def _without(state: State, axes: Mapping[str, str], now_s: float) -> Choice | No
 
 
 def _others_coming(state: State) -> bool:
-    return bool(
-        state.requests
-        or state.preparing
-        or any(node.status == "ready" for node in state.nodes.values())
-    )
+    return bool(state.requests) or _others_starting(state)
+
+
+def _others_starting(state: State) -> bool:
+    return bool(state.preparing or any(node.status == "ready" for node in state.nodes.values()))
 
 
 def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
@@ -293,8 +302,12 @@ def _running(state: State, now_s: float) -> Decision | None:
     plan = state.plan
     if plan is None:
         return None
-    if state.step >= state.steps:
+    if state.rest_steps <= 0:
         return stopping.finishing(state, now_s)
+    if state.job.restarted:
+        return (
+            restarts.running(state, now_s) or back_to_spot(state, now_s) or _growing(state, now_s)
+        )
     leaving = [
         node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"
     ]
@@ -419,7 +432,7 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
     one more pause."""
     plan, nodes = state.plan, state.available
     assert plan is not None
-    if tuple(node.node_id for node in nodes) == state.considered or state.steps - state.step <= 1:
+    if tuple(node.node_id for node in nodes) == state.considered or state.rest_steps <= 1:
         return None
     nodes = drain.usable(state, now_s)
     new = [node.node_id for node in nodes if node.node_id not in plan.workers_per_node]
@@ -435,6 +448,8 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
     gpus = choice.layout.world_size
     if gpus <= plan.layout.world_size:
         return None
+    if state.job.restarted and (wait := restarts.too_soon(state, now_s)):
+        return wait
     why = f"{', '.join(new)} can join {len(plan.ranks)} workers"
     if act_s is not None:
         gain, price = (

@@ -12,9 +12,10 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.hetero import rank_placement
 from elastic.planner.layout_choice import Choice, plan_layout
 from elastic.planner.node_sets import LayoutLimits
-from elastic.policy import transition_cost
+from elastic.policy import restarts, transition_cost
 from elastic.policy.copies import cadence, replica_placement
 from elastic.policy.faults import refused_layouts
+from elastic.policy.restarts import count
 from elastic.policy.speed import speeds
 from elastic.policy.state.state import State
 from elastic.types import (
@@ -58,6 +59,8 @@ class _Question:
 def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
     """The planner's answer for these nodes; those of the newest plan come first, so that ranks stay
     where they are."""
+    if state.job.restarted:
+        return restarts.choice(state, nodes)
     found = _answered(_Question(state, tuple(nodes)))
     if isinstance(found, InfeasiblePlan):
         raise found.with_traceback(None)  # else each time adds its frames
@@ -74,9 +77,7 @@ def _answered(question: _Question) -> Choice | InfeasiblePlan:
 
 def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     assert state.model is not None
-    newest = state.plans.get(state.generation)
-    place = {name: i for i, name in enumerate(newest.nodes)} if newest else {}
-    ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
+    ordered = restarts.in_order(state, nodes)
     pools = {pool.name: pool for pool in state.pools}
     of_node = {node.node_id: pools[node.pool] for node in nodes if node.pool in pools}
     memory = {name: gpu_bytes(state, pool) for name, pool in of_node.items()}
@@ -157,7 +158,7 @@ def with_rehearsals(state: State, decision: Decision) -> Decision:
     """Nodes that are prepared rehearse what they may soon run: with all nodes that there are, and
     with one less. They must have the memory that one of the two needs."""
     wanted = [action for action in decision.actions if isinstance(action, Prepare)]
-    if not wanted:
+    if not wanted or state.job.restarted:
         return decision
     nodes = [node for node in state.nodes.values() if node.status in ("ready", "prepared")]
     choices = []
@@ -196,6 +197,8 @@ def _rehearsal(choice: Choice, node: Node) -> Rehearsal:
 
 
 def enter(state: State, choice: Choice, resume: Resume, *, cause: Cause, why: str) -> Decision:
+    if state.job.restarted:
+        return restarts.entered(state, choice, resume, cause=cause, why=why)
     choice = transition_cost.placed(state, choice, resume)
     used = {worker.node_id for worker in choice.ranks}
     nodes = [node for node in state.nodes.values() if node.node_id in used]
@@ -252,10 +255,6 @@ def _instead(choice: Choice) -> str:
     """Why it is no simpler layout of as many workers: what was tried first."""
     first = choice.rejected[0] if choice.rejected else ""
     return first if first.startswith("no ") else f"not {first}" if first else ""
-
-
-def count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _every(kind: str, steps: int) -> str:

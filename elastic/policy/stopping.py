@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic.policy import restarts
 from elastic.policy.copies import recovery
 from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal
 from elastic.policy.faults import retries
@@ -15,6 +16,10 @@ LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it ha
 def ended(state: State, now_s: float) -> Decision | None:
     if state.fatal:
         return stop("failed", state.fatal)
+    group = state.target or state.plan
+    if state.job.restarted and group is not None and state.script_ended >= group.workers:
+        done = f"the script has ended on all {len(group.ranks)} ranks"
+        return stop("succeeded", done)
     if state.steps and state.saved_step >= state.steps:
         done = f"all {state.steps} steps finished; the checkpoint of the last step is stored"
         return Decision((*removal(state).actions, Stop("succeeded", done)), done)
@@ -50,6 +55,8 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
     if wish is None:
         return None
     bound_s = wish.at_s + limits.stop_most_s(state)
+    if state.job.restarted:
+        return _end_script(state, wish, now_s, bound_s=bound_s)
     if state.durable_s:  # how long saving takes is known, and that much was kept for it
         bound_s = min(bound_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
     saved = f"step {state.step} reached, last checkpoint at step {state.saved_step}"
@@ -83,6 +90,19 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
     if left and state.copy_failed and state.copy_failed.step == state.step:
         return stop("stopped", f"{wish.reason}; {saved}: {state.copy_failed.reason}")
     return Decision((), f"{wish.reason}: waiting for the checkpoint of step {state.step}", bound_s)
+
+
+def _end_script(state: State, wish: StopWish, now_s: float, *, bound_s: float) -> Decision:
+    """A script that is restarted saves by itself when it gets SIGTERM."""
+    if state.phase == "waiting":
+        return stop("stopped", wish.reason)
+    if now_s >= bound_s:
+        late = f"some ranks had not ended after {now_s - wish.at_s:.0f} s"
+        return stop("stopped", f"{wish.reason}; {late}")
+    if state.asked is None or state.asked.cause is not None:
+        text = f"asked to stop ({wish.reason}): every rank gets SIGTERM"
+        return Decision((Quiesce(state.generation, grace_s=restarts.GRACE_S),), text, bound_s)
+    return Decision(wake_at_s=bound_s)
 
 
 def stop(outcome: str, reason: str) -> Decision:

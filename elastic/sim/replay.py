@@ -47,17 +47,17 @@ def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
     """Folds what is recorded, events and decisions, and compares each decision with the one that
     `decide` takes now.
 
-    Raises SpecError for a script that is restarted: Ray Train decides there.
+    Raises SpecError for a script that an older version has restarted: Ray Train decided there.
     """
     state = State()
     n_decisions = n_reworded = 0
     first: Difference | None = None
     for line in lines:
         for at_s, event in line.events:
-            if isinstance(event, DriverStarted) and event.job.get("restarted"):
+            if isinstance(event, DriverStarted) and _by_ray_train(event):
                 raise SpecError(
-                    f"run '{event.run}' restarts a script through Ray Train: no policy decided "
-                    "there; see elastic why"
+                    f"run '{event.run}' is of an older version, where Ray Train restarted scripts: "
+                    "no policy decided there; see elastic why"
                 )
             state = fold(state, event, at_s)
         if line.decision is None:
@@ -71,6 +71,10 @@ def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
                 first = Difference(line.at_s, line.decision, again)
         state = fold(state, Decided(line.decision), line.at_s)
     return Replay(n_decisions, first is None, first, state, n_reworded)
+
+
+def _by_ray_train(event: DriverStarted) -> bool:
+    return bool(event.job.get("restarted")) and "cwd" not in event.job
 
 
 def wordless(decision: Decision) -> Decision:

@@ -79,6 +79,7 @@ from elastic.types.events import (
     Quiesced,
     RanksTimed,
     RequestFailed,
+    ScriptEnded,
     ShardStored,
     SharesSet,
     Silent,
@@ -152,11 +153,11 @@ __all__ = [
     "Outcome", "PinningFailed", "Plan", "PlanEntered", "PlanFailed", "PlansFound", "Pool",
     "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed",
     "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume",
-    "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent",
-    "Source", "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec", "Terms",
-    "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "coarsest", "is_auto",
-    "named_after_auto", "names_of", "parse_layout", "redone_as_before", "repeats", "tolerance",
-    "version_differences", "with_loss", "worst",
+    "RollForward", "SampleProfile", "ScriptEnded", "SetCadence", "SetShares", "ShardStored",
+    "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy",
+    "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart",
+    "coarsest", "is_auto", "named_after_auto", "names_of", "parse_layout", "redone_as_before",
+    "repeats", "tolerance", "version_differences", "with_loss", "worst",
 ]  # fmt: skip
 
 

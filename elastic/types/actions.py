@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.types.events import Event
-from elastic.types.nouns import Outcome, Plan, Rehearsal, WorkerId
+from elastic.types.nouns import Cause, Outcome, Plan, Rehearsal, WorkerId
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,18 @@ class SetShares(Action):
 
 @dataclass(frozen=True)
 class Quiesce(Action):
-    """Stop the generation at its next step boundary; `save`: leave a checkpoint of it."""
+    """Stop the generation at its next step boundary; `save`: leave a checkpoint of it.
+
+    Of a script that is restarted: SIGTERM to every rank's process, SIGKILL after `grace_s`.
+    `cause`: of the generation that follows, None = the run is to stop. `leaving`: nodes that will
+    be preempted in `grace_s`; then only processes with a handler for SIGTERM get it, the others
+    train until their node goes."""
 
     generation: int
     save: bool = True
+    grace_s: float = 0.0
+    cause: Cause | None = None
+    leaving: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,15 @@ class GroupRan(Event):
 
 
 @dataclass(frozen=True)
+class ScriptEnded(Event):
+    """The worker's process of a script that is restarted has ended by itself, and well; nobody had
+    asked it to."""
+
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True)
 class Evaluated(Event):
     """`seconds`: for which the steps stalled meanwhile."""
 

@@ -201,7 +201,10 @@ class Job:
     script: str | None = None
     args: tuple[str, ...] = ()
 
-    restarted: bool = False  # `script` is restarted through Ray Train; it keeps its own copies
+    # `script` is started anew at each change of capacity, in the folder `cwd`; it keeps its own
+    # copies, and no key says how many steps it has
+    restarted: bool = False
+    cwd: str = ""
     fingerprint: Mapping[str, Any] | None = None  # see config/fingerprint.py; None = not taken
     # type of fewest bits that the model was seen to compute in; None = nobody looked
     computes_in: str | None = None
@@ -280,4 +283,4 @@ NESTED: Mapping[str, Callable[[Any], Any]] = {
     "pools": lambda value: tuple(map(_reader(Pool), value)), "trusted_axes": tuple, "drill": tuple,
     "args": tuple,
 }  # fmt: skip
-TOLD = ("restarted", "fingerprint", "computes_in", "n_samples", "ep")  # no keys of job.yaml
+TOLD = ("restarted", "cwd", "fingerprint", "computes_in", "n_samples", "ep")  # no keys of job.yaml

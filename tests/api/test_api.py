@@ -344,14 +344,15 @@ def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
         Options(run_name="r"),
         Options(run_name="r", supervised=True, allow_changed=True),
     ):
-        _ScriptRun(file, (), spec, options=options)._check_same(before, view_of(before))
+        run = _ScriptRun(file, (), spec, options=options)
+        assert run._start(2, before, restored(before)).job["restarted"]
     started = _ScriptRun(file, (), spec, options=Options(run_name="r", supervised=True))
     with pytest.raises(
         ProgramError,
         match="failed by its program, which is the same: rank 0 .exit code 1.: KeyError",
     ):
-        started._check_same(before, view_of(before))
-    started._check_same(before[:1], view_of(before[:1]))
+        started._start(2, before, restored(before))
+    assert started._start(2, before[:1], restored(before[:1])).job["script"] == str(file)
 
 
 def test_a_driver_that_attaches_says_until_when_nodes_may_have_been_paid_for(

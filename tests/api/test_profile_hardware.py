@@ -71,7 +71,7 @@ def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
     assert asked[0].samples == 8 and asked[0].seconds == 45 and asked[0].model.sample is not None
     assert len(asked[0].some) == 16 and asked[0].job is not None and asked[0].job.global_batch == 8
     assert asked[0].storage == str(Path("elastic_runs").absolute())
-    started = run._Run(run.job_given("tiny", None, Options()), Options())._start(1, [])
+    started = run.JobRun(run.job_given("tiny", None, Options()), Options())._start(1, [])
     assert started.hardware == (read_hardware(path),)
     assert started.hardware[0].crowded == ((1, 3e10), (2, 2e10))
     about = json.loads(path.read_text())
@@ -109,7 +109,9 @@ def test_json_and_another_place(
 
 
 def test_no_profile_no_hardware(asked: list[MeasureRequest]) -> None:
-    assert run._Run(run.job_given("tiny", None, Options()), Options())._start(1, []).hardware == ()
+    assert (
+        run.JobRun(run.job_given("tiny", None, Options()), Options())._start(1, []).hardware == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_a_bad_file_stops_a_run_before_it_begins(asked: list[MeasureRequest]) ->
     path_of("CPU").parent.mkdir()
     path_of("CPU").write_text("{}")
     with pytest.raises(SpecError, match="not a hardware profile"):
-        run._Run(run.job_given("tiny", None, Options()), Options())._start(1, [])
+        run.JobRun(run.job_given("tiny", None, Options()), Options())._start(1, [])
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 from support.places import ROOT
 
 from elastic.api.running import restarted_script
-from elastic.cluster.ray_train.script_state import START_S
 from elastic.config.script import enters_loop
+from elastic.policy.restarts import START_S
 
 PAGE = (ROOT / "docs" / "script.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -122,6 +122,28 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
 
 
 @pytest.mark.whole
+def test_a_script_that_is_restarted_trains_on_without_its_driver(on_cluster: Shell) -> None:
+    shell = on_cluster
+    (shell.root / "state").mkdir()
+    pools = '[{"name": "spot", "market_type": "spot", "max_nodes": 2}]'
+    words = (
+        "run", "--script", str(PROGRAMS / "plain_ddp.py"), "--run-name", "script", "--json",
+        "--set", f"pools={pools}", "--", str(shell.root / "state"), "150",
+    )  # fmt: skip
+    first = shell.start(*words)
+    until(lambda: any(e.step >= 20 for e in events(shell, "script", StepDone)), "step 20")
+    kill_driver(first)
+    code, out, err = shell.call(*words)
+    assert code == 0, err
+    found = last_line(out)
+    assert (found["outcome"], found["steps"]) == ("succeeded", 150)
+    assert [t["generation"] for t in found["transitions"]] == [1], "its processes are the same"
+    steps = [e.step for e in events(shell, "script", StepDone)]
+    assert sorted(set(steps)) == list(range(1, 151))
+    assert len(events(shell, "script", PlanEntered)) == 1
+
+
+@pytest.mark.whole
 def test_the_driver_and_a_node_are_lost_at_once(on_cluster: Shell) -> None:
     """The next driver finds the survivors waiting and resumes from the copies in their memory:
     nothing was ever stored."""

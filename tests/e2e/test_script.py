@@ -106,7 +106,7 @@ def test_losses_are_survived_by_restart_and_the_ledger_is_right(
         summary["final_loss"],
     )
     code, out, err = shell.here("why", "r")
-    assert "SIGTERM" in out and ("is lost" in out or "loss" not in by_cause)
+    assert "SIGTERM" in out and ("was lost" in out or "loss" not in by_cause)
     for verb in ("ledger", "report"):
         assert shell.here(verb, "r")[0] == 0
     code, out, err = shell.call(*words(shell, "--script", SCRIPT))

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -132,7 +132,7 @@ def run_job(
 ) -> Result:
     """Run a checked job to its end; `program`: as it was loaded already; `train_function`: what
     workers call instead of the job's script. Raises SpecError."""
-    return _Run(spec, options, program, train_function=train_function).to_the_end()
+    return JobRun(spec, options, program, train_function=train_function).to_the_end()
 
 
 def check_run_name(name: str) -> None:
@@ -245,8 +245,10 @@ def job_given(
     )
 
 
-class _Run:
+class JobRun:
     """One `run()`: what is known about it before the driver starts."""
+
+    session = ""  # import path of what its workers run; "" = the training session
 
     def __init__(
         self,
@@ -267,7 +269,7 @@ class _Run:
         name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(name)
         self.name = name
-        self.program = program or load_program(spec.program)
+        self._load(program)
         self.place = RunFolder.of(
             open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}")
         )
@@ -275,6 +277,9 @@ class _Run:
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
         self._cut: JournalCut | None = None
         self._damaged: list[CopyDamaged] = []  # copies whose markers cannot be read
+
+    def _load(self, program: Program | None) -> None:
+        self.program = program or load_program(self.spec.program)
 
     def _out(self) -> TextIO:
         return self.options.stream or sys.stdout
@@ -285,10 +290,7 @@ class _Run:
 
     def to_the_end(self) -> Result:
         with ExitStack() as stack:
-            layouts = LayoutCheck(
-                asked_of(self.spec, self.pools), self._out() if self.options.show else None
-            )
-            stack.callback(layouts.close)  # it is answered beside what follows
+            layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
             before, stored, state = self._before()
@@ -307,19 +309,30 @@ class _Run:
             last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
 
+    def _layouts(self, stack: ExitStack) -> LayoutCheck | None:
+        """It is answered beside what follows."""
+        layouts = LayoutCheck(
+            asked_of(self.spec, self.pools), self._out() if self.options.show else None
+        )
+        stack.callback(layouts.close)
+        return layouts
+
     def _before(self) -> tuple[list[Line], StoredJournal, State | None]:
         """The journal of earlier drivers of this run, and the state that it ends with (folding one
         of weeks takes minutes). Raises SpecError when the run is done and no more steps are
         requested."""
         lines, stored, self._cut = taken_over(self.place, self.options)
         state = restored(lines)
+        self._check_not_done(state)
+        return lines, stored, state
+
+    def _check_not_done(self, state: State | None) -> None:
         if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
             raise SpecError(
                 f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more "
                 "of them lets it continue; another --run-name (RunConfig(name=...)), or none, "
                 "starts over"
             )
-        return lines, stored, state
 
     def _start(
         self,
@@ -359,10 +372,7 @@ class _Run:
             ).plain(),
             self.pools,
             model,
-            attached=self.address is not None
-            and state is not None
-            and state.phase not in ENDED
-            and self._cut is None,
+            attached=self._attaches(state),
             durable=tuple(_copy(item) for item in found),
             hardware=known_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
@@ -382,6 +392,11 @@ class _Run:
         if n_samples is not None:
             check_cp(self.spec, self.program)
         return start
+
+    def _attaches(self, state: State | None) -> bool:
+        """Workers of an earlier driver may still be there."""
+        there = self.address is not None and state is not None and state.phase not in ENDED
+        return there and self._cut is None
 
     def _check_again(
         self,
@@ -420,6 +435,7 @@ class _Run:
     ) -> Backend:
         from elastic.cluster.backend.ray_backend import RayBackend
         from elastic.cluster.backend.ray_run import RayRun
+        from elastic.cluster.workers.worker_actor import SESSION
 
         plans = (
             tuple(before.plans[number] for number in sorted(before.plans))
@@ -442,10 +458,13 @@ class _Run:
             spared=self.options.spared,
             digests={**stored, **(before.digests if before else {})},
             train_function=self.train_function,
+            session=self.session or SESSION,
         )
-        return RayBackend(
-            run, cluster, lease, show=self.terminal.say if self.terminal is not None else None
-        )
+        return RayBackend(run, cluster, lease, show=self._shown())
+
+    def _shown(self) -> Callable[[str], None] | None:
+        """What takes the lines that rank 0 prints."""
+        return self.terminal.say if self.terminal is not None else None
 
     def _watch(self, stack: ExitStack, before: Sequence[Line]) -> None:
         if self.terminal is not None:
@@ -460,20 +479,31 @@ class _Run:
             stack.callback(self.terminal.stop)
 
     def _result(self, state: State) -> Result:
-        """Writes the report and prints it."""
+        """Writes the report and prints it. Raises StorageFailed or LostContact."""
         lines = self.place.lines()
         if state.phase == "failed" and self.terminal is not None:
             self._show_traceback(lines)
+        try:
+            data, shown = report.write(self.place, self._extras(state, lines))
+        except OSError as error:  # the run itself has ended
+            text = (
+                f"run '{self.name}' has ended, its report could not be written (elastic report "
+                f"{self.name} writes it)"
+            )
+            raise unwritten(error, text) from error
+        if self.options.show:
+            print("\n".join(["", *shown]), file=self._out())
+        return Result(self.name, _outcome(state), data, self.place.folder)
+
+    def _extras(self, state: State, lines: Iterable[Line]) -> dict[str, Any]:
+        """What the report says besides what the journal does."""
         extras: dict[str, Any] = {"launch_to_first_step_s": self._first_step_s(lines)}
         if state.phase == "succeeded":
             extras |= {
                 "samples_exact": sample_check.exact(lines, self.spec),
                 "sample": self._sample(state),
             }
-        data, shown = written_report(self.place, extras)
-        if self.options.show:
-            print("\n".join(["", *shown]), file=self._out())
-        return Result(self.name, _outcome(state), data, self.place.folder)
+        return extras
 
     def _show_traceback(self, lines: Iterable[Line]) -> None:
         """Of the program's error, unless rank 0 has told it."""
@@ -509,19 +539,6 @@ class _Run:
         from elastic.worker.checkpoint.finished_model import sample_text
 
         return sample_text(self.program, state.durable[0].uri) if state.durable else None
-
-
-def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """As report.write. Raises StorageFailed or LostContact where its files cannot be written: the
-    run itself has ended."""
-    try:
-        return report.write(place, extras)
-    except OSError as error:
-        text = (
-            f"run '{place.name}' has ended, its report could not be written (elastic report "
-            f"{place.name} writes it)"
-        )
-        raise unwritten(error, text) from error
 
 
 def _copy(found: CheckpointInfo) -> Copy:

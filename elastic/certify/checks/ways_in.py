@@ -32,6 +32,7 @@ from elastic.storage import Storage
 if TYPE_CHECKING:
     from elastic.cluster.local.local_cluster import LocalCluster
 
+WITHOUT_RAY = "without Ray (not installed, or --no-ray)"
 LIVE, RESTARTED, TORCHRUN, RAY_TRAIN = (
     "loop script: notice",
     "plain script: kill",
@@ -93,6 +94,7 @@ def tasks(lab: Lab) -> list[Task]:
                 where=OWN,
             )
         )
+    if place.ray:
         found.append(
             Task(
                 (RESTARTED,),
@@ -111,14 +113,14 @@ def left_out(lab: Lab) -> dict[str, str]:
     whys = {
         LIVE: why_no_ray(place), DRIVER: why_no_ray(place),
         OBJECTS: why_no_ray(place) or why_no_objects(lab), TORCHRUN: why_no_torchrun(),
-        RAY_TRAIN: why_no_train(place), RESTARTED: why_no_train(place),
+        RAY_TRAIN: why_no_train(place), RESTARTED: "" if place.ray else WITHOUT_RAY,
     }  # fmt: skip
     return {name: why for name, why in whys.items() if why}
 
 
 def why_no_ray(place: Place) -> str:
     if not place.ray:
-        return "without Ray (not installed, or --no-ray)"
+        return WITHOUT_RAY
     if place.address and len(place.nodes) < 2:
         return "it needs two nodes of the cluster at least; --local runs it on this host's own"
     return ""
@@ -142,7 +144,7 @@ def why_no_torchrun() -> str:
 
 def why_no_train(place: Place) -> str:
     if not place.ray:
-        return "without Ray (not installed, or --no-ray)"
+        return WITHOUT_RAY
     missing = [name for name in NEEDED if util.find_spec(name) is None]
     return (
         f"Ray Train is not installed ({', '.join(missing)} missing): pip install 'ray[train]'"
@@ -160,7 +162,7 @@ def _own_cluster() -> Iterator[LocalCluster]:
     worker, for any pool."""
     from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 
-    with LocalCluster(environments=True) as cluster:
+    with LocalCluster() as cluster:
         starting = [
             cluster.add(NodeOrder(f"own-{i}", 1, {"elastic-node": f"own-{i}"}))
             for i in range(OWN_NODES)

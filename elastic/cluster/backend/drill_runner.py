@@ -31,13 +31,15 @@ class DrillTargets(Protocol):
 @dataclass
 class DrillRunner:
     """`nodes`: those that stand, kept by the backend. `die`: the driver itself is to be killed,
-    once that is written down."""
+    once that is written down. `own_code`: the workers train by our code, and can be told to hurt
+    themselves; else a script does what it wants."""
 
     schedule: drills.Schedule
     provider: NodeProvider
     worker_group: DrillTargets
     nodes: Mapping[str, Node]
     pools: Sequence[Pool]
+    own_code: bool = True
     die: bool = False
     _deadlines: dict[str, float] = field(default_factory=dict)
 
@@ -105,7 +107,8 @@ class DrillRunner:
         for_s, sides = entry.get("for_s", PARTITION_S), entry.get("from", SIDES)
         sides = [sides] if isinstance(sides, str) else sides
         nodes, storage = "nodes" in sides, "storage" in sides
-        workers = self.worker_group.workers(node_id) if nodes or storage else []
+        told = self.own_code and (nodes or storage)
+        workers = self.worker_group.workers(node_id) if told else []
         order = WorkerOrder(Isolate(for_s, nodes, storage))
         cut = [self.worker_group.order(worker, order) for worker in workers]
         if "driver" in sides:
@@ -122,6 +125,7 @@ class DrillRunner:
         asked = [
             self.worker_group.order(worker, WorkerOrder(InjectFault("layout")))
             for worker in self.worker_group.workers()
+            if self.own_code
         ]
         return [
             DrillAsked(
@@ -137,7 +141,7 @@ class DrillRunner:
         chosen = [
             worker
             for worker in self.worker_group.workers(node_id)
-            if entry.get("gpu") in (None, worker.local_rank)
+            if self.own_code and entry.get("gpu") in (None, worker.local_rank)
         ]
         asked = [
             self.worker_group.order(worker, WorkerOrder(InjectFault(kind, **options)))

@@ -133,7 +133,9 @@ class RayBackend:
             self.storage, run.epoch, run.meta, write=self.commit, verify=verify, digests=run.digests
         )
         self.gather = Gather(self.copies.commit, self._workers_of)
-        self.liveness = Liveness(POLL_S, job.max_silence_s, patience_s(job))
+        # what a script that is restarted may take to start its group is no silence
+        most_s = None if job.restarted else job.max_silence_s
+        self.liveness = Liveness(POLL_S, most_s, patience_s(job))
         self.stores = RendezvousStores(self.worker_group, self.gather, self.liveness)
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
@@ -145,8 +147,9 @@ class RayBackend:
         )
         schedule = drills.Schedule(job.drill, self.storage.hasty(drills.MARK_MOST_S))
         self.drilling = DrillRunner(
-            schedule, self.provider, self.worker_group, self.nodes, run.pools
-        )
+            schedule, self.provider, self.worker_group, self.nodes, run.pools,
+            own_code=not job.restarted
+        )  # fmt: skip
         self.before = Attached(run, self.worker_group, outlives)
         for plan in self.before.plans:
             self.gather.expect(plan)
@@ -369,7 +372,7 @@ class RayBackend:
             self.stores.not_formed()
         if (
             isinstance(event, WorkerFailed)
-            and event.kind == "collective"
+            and event.kind in ("collective", "program")
             and self._plan is not None
         ):
             self._suspect(self._plan.nodes)

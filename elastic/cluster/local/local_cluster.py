@@ -40,7 +40,6 @@ SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500,
     "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 3,
 }  # fmt: skip
-ENVIRONMENTS = "ELASTIC_RUNTIME_ENVIRONMENTS"  # set where the nodes must offer them
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 LAST_WORDS = 400
 LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
@@ -77,11 +76,10 @@ class LocalCluster:
     """The driver's side. The constructor returns at once; `address` waits until the head is up.
 
     `python_path`: folders that the workers can import from, besides this package's and this
-    process's own PYTHONPATH. `environments`: actors may have a runtime_env of their own (Ray
-    Train's have); costs a process per node.
+    process's own PYTHONPATH.
     """
 
-    def __init__(self, python_path: Sequence[str] = (), environments: bool = False) -> None:
+    def __init__(self, python_path: Sequence[str] = ()) -> None:
         self._answers: dict[int, Future[dict[str, Any]]] = {0: Future()}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -90,7 +88,7 @@ class LocalCluster:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "elastic.cluster.local.supervisor"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True,
-            env=_environment(python_path) | ({ENVIRONMENTS: "1"} if environments else {}),
+            env=_environment(python_path),
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="embedded-cluster", daemon=True)
         self._reader.start()
@@ -266,7 +264,7 @@ class _Nodes:
         self.folder, self.out = folder, out
         self.python = sys.executable
         # what Ray starts its processes with
-        sys.executable = lean_python(folder, ENVIRONMENTS in os.environ, self._fork_server())
+        sys.executable = lean_python(folder, self._fork_server())
         self.cluster = Cluster(shutdown_at_exit=False)
         self.raylets: dict[str, int] = {}
         self.numbers = itertools.count()

@@ -29,7 +29,7 @@ for word in "$@"; do case "$word" in
 */ray/dashboard/dashboard.py) exit 1 ;;
 */ray/dashboard/agent.py)
     names="metrics_agent_port metrics_export_port dashboard_agent_listen_port" ;;
-*/ray/_private/runtime_env/agent/main.py) names=@RUNTIME_ENV@ ;;
+*/ray/_private/runtime_env/agent/main.py) names=runtime_env_agent_port ;;
 esac; done
 case "$1" in */ray/_private/workers/default_worker.py) exec @WORKER@ "$@" ;; esac
 test -n "$names" || exec @PYTHON@ "$@"
@@ -98,10 +98,10 @@ def mute_errors() -> None:
     global_worker.gcs_error_subscriber.close()  # type: ignore[attr-defined]
 
 
-def lean_python(folder: str, environments: bool = False, worker: Sequence[str] = ()) -> str:
-    """A Python for a cluster on one machine that needs no dashboard and no metrics, and no runtime
-    environments unless asked. `worker`: words to start one of Ray's worker processes by, in the
-    place of Python itself.
+def lean_python(folder: str, worker: Sequence[str] = ()) -> str:
+    """A Python for a cluster on one machine that needs no dashboard, no metrics and no runtime
+    environments. `worker`: words to start one of Ray's worker processes by, in the place of Python
+    itself.
 
     It naps where Ray starts its agents (two processes, 3 s of CPU and 200 MB per node; a raylet
     ends itself when they are not up within 15 s), after saying as they would that they offer
@@ -111,9 +111,7 @@ def lean_python(folder: str, environments: bool = False, worker: Sequence[str] =
     text = _LEAN_PYTHON.replace("@WORKER@", shlex.join(worker) or "@PYTHON@").replace(
         "@PYTHON@", shlex.quote(sys.executable)
     )
-    script.write_text(
-        text.replace("@RUNTIME_ENV@", "" if environments else "runtime_env_agent_port")
-    )
+    script.write_text(text)
     script.chmod(0o755)
     return str(script) if os.access(script, os.X_OK) else sys.executable
 
@@ -145,17 +143,6 @@ def read_environment_again() -> None:
     constants.ENABLE_RAY_CLUSTER = others
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-def count_nodes_again() -> None:
-    """Makes Ray Train's view of the nodes fresh, which it renews only every 20 s by itself. Does
-    not wait."""
-    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-        get_or_create_autoscaling_coordinator,
-    )
-
-    coordinator: Any = get_or_create_autoscaling_coordinator()
-    coordinator.get_reserved_resources.remote("elastic", recompute=True)
 
 
 def answer_preemption_info(ask: Callable[[], dict[str, Any] | None]) -> None:

@@ -1,1 +1,1 @@
-"""ray.train's types in and out, and scripts that Ray Train restarts."""
+"""ray.train's types in and out, and the session of scripts that are restarted."""

@@ -26,7 +26,8 @@ COMPILING_S = 300.0  # the same where blocks are compiled, anew for shares of an
 # the same within one batch of a validation set: the program may make whole texts of it
 EVALUATING_STUCK_S = 600.0
 TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
-BOUNDS_S = {"idle": 10.0, "starting": 120.0}
+# supervising: a script that is restarted, whose supervisor answers whatever that does
+BOUNDS_S = {"idle": 10.0, "starting": 120.0, "supervising": 10.0}
 OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
 GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own,
 OWN_LATE_MOST_S = 2.0  # and what is more, up to this, tells how late this machine is

@@ -83,7 +83,8 @@ class Worker:
     """See the module. Methods run in several threads at once; the session is thread-safe."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        settle()  # before torch is imported
+        if not setup.job.get("restarted"):  # a script has the environment of torchrun
+            settle()  # before torch is imported
         for folder in reversed((setup.job.get("folder", ""), *setup.python_path)):
             if folder and folder not in sys.path:
                 sys.path.insert(0, folder)

@@ -92,6 +92,8 @@ def newest(state: State) -> Resume:
     A run that has stored nothing yet starts again at step 0 when no more than REDO_S of steps, or
     REDO_STEPS, are lost by that.
     """
+    if state.job.restarted:  # what it has saved it knows itself
+        return Resume("durable" if state.generation else "fresh", state.step)
     memory, durable = _below(state, state.below_step)
     if state.below_step and memory is None and durable is None:
         memory, durable = _below(state, None)  # nothing older is left: the same state again

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elastic.policy import restarts
 from elastic.policy.faults import refused_layouts
 from elastic.policy.state.layered import with_entry, without_entry
 from elastic.policy.state.state import Failure, State
@@ -79,7 +80,7 @@ def failed(state: State, failure: Failure) -> State:
     if state.phase not in ("running", "entering"):
         return state
     old = state.failure
-    if old is None or (old.cause == "infrastructure" and failure.cause != "infrastructure"):
+    if old is None or _explains(failure, old):
         return replace(state, failure=failure)
     merged = replace(
         old,
@@ -89,6 +90,13 @@ def failed(state: State, failure: Failure) -> State:
     if failure.cause == "loss" and old.cause == "loss" and failure.reason not in old.reason:
         merged = replace(merged, reason=f"{old.reason}; {failure.reason}")
     return replace(state, failure=merged)
+
+
+def _explains(failure: Failure, old: Failure) -> bool:
+    """The processes of a script end with an error when one of them was killed."""
+    if old.cause == "program":
+        return failure.cause != "program"
+    return old.cause == "infrastructure" and failure.cause not in ("infrastructure", "program")
 
 
 def infeasible(
@@ -160,6 +168,8 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
         return _device_failed(state, event, text, at_s=at_s)
     if kind == "program" and event.do == "retry":
         return _asserted(state, event, text, at_s=at_s)
+    if kind == "program" and state.job.restarted:
+        return failed(state, Failure("program", event.error, at_s)) if current else state
     if kind == "program":
         node = state.nodes.get(worker.node_id)
         known = node is not None and node.status not in ("lost", "quarantined")
@@ -326,7 +336,8 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
     node, worker = state.nodes.get(event.worker.node_id), event.worker
     if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
         return state
-    state, told = seen(state, worker.node_id), _told(state, event)
+    state = seen(state, worker.node_id)
+    told = {} if state.job.restarted else _told(state, event)
     if state.aborting:
         forward = state.aborting.forward
         if forward and event.pending_step == forward.step:
@@ -334,6 +345,8 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
         return replace(
             state, **told, aborting=replace(state.aborting, owing=state.aborting.owing - {worker})
         )
+    if state.job.restarted:
+        return restarts.left(state, event, at_s)
     for current in (state.plan, state.target):
         if current and event.generation == current.generation and worker not in current.workers:
             sent = frozenset(s for s in state.sent if s[0] == event.generation) | {

@@ -7,6 +7,7 @@ from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State
 
 INFRASTRUCTURE_MOST = 5  # in a row without progress
+SCRIPTS_MOST = 3  # the same for the processes of a script that is restarted
 PROCESS_MOST = 3  # replacements per node and hour
 SILENT_MOST = 2  # times that a node stalls, per hour
 ROLLBACKS_MOST = 2
@@ -24,7 +25,8 @@ def gave_up(state: State) -> str:
     failure = state.aborting.failure if state.aborting else None
     if failure is None:
         return ""
-    if failure.cause == "infrastructure" and state.retries >= INFRASTRUCTURE_MOST:
+    most = SCRIPTS_MOST if state.job.restarted else INFRASTRUCTURE_MOST
+    if failure.cause == "infrastructure" and state.retries >= most:
         return (
             f"{state.retries} attempts in a row made no progress past step {state.best_step}; the "
             f"last one: {failure.reason}"

@@ -21,6 +21,9 @@ STEPS_BEFORE = 2  # the order may just miss the word of a step
 COPY_MOST_S = 5.0  # how long a generation that stops waits for a peer replica in flight
 NEAR = 3.0  # leads before a deadline from which on the coming move itself is predicted
 MARGIN_S = 3.0  # for notices and orders on their way
+# a script that is restarted is told so long before a deadline: all of the notice that a cloud
+# gives, since nobody knows what its saving takes
+SCRIPT_NOTICE_S = 120.0
 # a second transition must gain this many times the pause that it costs: first steps are slow, and
 # each is a risk
 WORTH = 2.0
@@ -109,7 +112,8 @@ def _copy_s(state: State, plan: Plan | None) -> float:
 def act_at_s(state: State, nodes: Sequence[Node], now_s: float) -> float:
     """When the transition that leaves the first of these nodes must begin."""
     deadlines = [now_s if node.deadline_s is None else node.deadline_s for node in nodes]
-    return min(deadlines) - lead_of(state).seconds
+    lead_s = SCRIPT_NOTICE_S if state.job.restarted else lead_of(state).seconds
+    return min(deadlines) - lead_s
 
 
 def price_gpu_s(state: State, gpus: int) -> float:

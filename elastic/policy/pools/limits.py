@@ -20,6 +20,8 @@ def save_s(state: State) -> float:
     runs."""
     if state.phase not in ("running", "entering"):
         return 0.0
+    if state.job.restarted:  # it saves when it is told to, not at the next step
+        return SAVE_SAFETY * (state.durable_s or SAVE_PRIOR_S)
     return SAVE_STEPS * step_s(state) + SAVE_SAFETY * (state.durable_s or SAVE_PRIOR_S)
 
 
@@ -72,7 +74,7 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
     end_s = deadline_s(state)
     if end_s is None or at_s < end_s - save_s(state) or (state.steps and state.step >= state.steps):
         return None
-    left = state.steps - state.step
+    left = state.rest_steps
     if state.phase == "running" and state.step_time_s and at_s + left * step_s(state) < end_s:
         return None  # it gets done
     # a script's steps are its own

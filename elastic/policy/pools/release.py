@@ -13,6 +13,7 @@ from elastic.policy.state.state import State
 from elastic.types import Decision, DrainNode, Node, Pool, ReleaseNode
 
 SETTLE_S = 2.0  # for nodes that are being prepared, after the last one was
+SCRIPT_REST_S = 3600.0  # believed of a script that is restarted, whose steps are its own
 
 
 def leaving(state: State, now_s: float) -> Decision:
@@ -125,7 +126,7 @@ def back_to_spot(state: State, now_s: float) -> Decision | None:
     """On-demand nodes of the plan are left when others do their work, and the move pays for itself:
     one transition that takes in the new nodes and leaves these; resharding from live memory."""
     plan = state.plan
-    if plan is None or not pool_allocation.cheapest(state) or state.steps - state.step <= 1:
+    if plan is None or not pool_allocation.cheapest(state) or state.rest_steps <= 1:
         return None
     fixed = _fixed(state)
     used = [
@@ -183,9 +184,10 @@ def pays(state: State, go: list[Node], stay: list[Node]) -> str:
     if less <= 0:
         return ""
     hazard_per_h = hazard.reclaims_per_h(state, others)
-    rest_s = (
-        (state.steps - state.step) * state.worker_step_s / max(1, sum(node.gpus for node in stay))
-    )
+    rest_s = SCRIPT_REST_S
+    if state.rest_steps < inf:
+        gpus_left = max(1, sum(node.gpus for node in stay))
+        rest_s = state.rest_steps * state.worker_step_s / gpus_left
     hours = min(1 / hazard_per_h if hazard_per_h else inf, rest_s / 3600)
     start_s = max(hazard.start_s(state, node.pool) for node in go)
     pause_usd = drain.WORTH * lead.pause_s / 3600 * state.usd_per_h

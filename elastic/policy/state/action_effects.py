@@ -102,6 +102,8 @@ def ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
     for generation in sorted(plans)[:-KEPT_PLANS]:
         del plans[generation]
     retried = failure is not None and failure.cause == "infrastructure"
+    if state.job.restarted:
+        state = replace(state, asked=None, quiesced=frozenset(), script_ended=frozenset())
     return replace(
         state, phase="entering", target=plan,
         plan=state.plan if plan.resume.source == "live" else None, plans=plans,
@@ -149,7 +151,8 @@ def _ordered_forward(state: State, action: RollForward, at_s: float) -> State:
 
 
 def _ordered_quiesce(state: State, action: Quiesce, at_s: float) -> State:
-    return replace(state, quiescing=(action.generation, at_s), repeat=())
+    asked = action if state.job.restarted else None
+    return replace(state, quiescing=(action.generation, at_s), repeat=(), asked=asked)
 
 
 def _ordered_copy(state: State, action: StoreCopy, at_s: float) -> State:

@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic.config.fingerprint import KEY
 from elastic.data.order import NO_STEP, chained
+from elastic.policy import restarts
 from elastic.policy.copies.retention import HANDLERS as COPIES
 from elastic.policy.faults import refused_layouts
 from elastic.policy.faults.corruption import HANDLERS as SUSPECTS
@@ -133,6 +134,9 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             },
             unusable=state.unusable,
             unrepeatable=state.unrepeatable,
+            # a script's own checkpoint may be of these steps; nothing else tells of them
+            step=state.step if known["job"].restarted else 0,
+            best_step=state.best_step if known["job"].restarted else 0,
             **_losses_before(state, event),
         )
     repeat: tuple[EnterPlan | Quiesce | Abort | DropGroups, ...] = ()
@@ -142,7 +146,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     elif state.target:
         repeat = (EnterPlan(state.target),)
     elif state.quiescing:
-        repeat = (Quiesce(state.quiescing[0]),)
+        repeat = (state.asked or Quiesce(state.quiescing[0]),)
     if state.forming:  # its store was the last driver's
         repeat = (*repeat, DropGroups(state.forming.plan.generation))
     unseen = frozenset(node.node_id for node in state.alive)
@@ -314,13 +318,16 @@ def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:
     ):
         failure = None  # only a sender went away, and its boxes had arrived
     digests = {step: text for step, text in state.digests.items() if step <= event.step}
+    if state.job.restarted:
+        state = restarts.started(state, at_s)
     return seen(
         replace(
             state, phase="running", plan=target, target=None, failure=failure, step=event.step,
             entered_step=event.step, entered_at_s=at_s, holdings={}, commits={}, pending={},
-            quiesced=frozenset(), digests=digests, probes=refused_layouts.until(state.probes,
-            event.step), peer=None, below_step=None, last_step=None, shares_ordered=None,
-            n_copies_timed=0, move_pace=paced(state, target, event),
+            quiesced=state.quiesced if state.job.restarted else frozenset(), digests=digests,
+            probes=refused_layouts.until(state.probes, event.step), peer=None, below_step=None,
+            last_step=None, shares_ordered=None, n_copies_timed=0,
+            move_pace=paced(state, target, event),
         ),
         *target.nodes,
     )  # fmt: skip
@@ -526,5 +533,5 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     StepDone: _step_done, CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,
     PinningFailed: _pinning_failed, StopAsked: _stop_asked, StorageSeen: _storage_seen,
     PlansFound: _plans_found, **FAILURES, **COPIES, **refused_layouts.HANDLERS, **SPEEDS,
-    **SUSPECTS, **AHEAD,
+    **SUSPECTS, **AHEAD, **restarts.HANDLERS,
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 from elastic.types import (
@@ -32,7 +33,7 @@ from elastic.types import (
 )  # fmt: skip
 
 Phase = Literal["waiting", "entering", "running", "succeeded", "failed", "stopped"]
-FailureCause = Literal["loss", "infrastructure", "infeasible", "rollback"]
+FailureCause = Literal["loss", "infrastructure", "infeasible", "rollback", "program"]
 ENDED: tuple[Phase, ...] = ("succeeded", "failed", "stopped")
 
 
@@ -219,6 +220,10 @@ class State:
     quiesced: frozenset[WorkerId] = frozenset()  # workers that have left the running generation
     # generation, worker that only sent to it and has left
     sent: frozenset[tuple[int, WorkerId]] = frozenset()
+    # of a script that is restarted: the order behind `quiescing`, kept until the next generation
+    asked: Quiesce | None = None
+    # the same: workers whose processes have ended by themselves, and well
+    script_ended: frozenset[WorkerId] = frozenset()
     considered: tuple[str, ...] = ()  # the nodes that the newest plan was made from
     stored_generation: int = 0  # a checkpoint of this generation was ordered, because of a notice
     copy_asked_step: int = 0  # at which a checkpoint out of turn was ordered last
@@ -235,7 +240,8 @@ class State:
     step_time_s: float = 0.0  # running mean; 0 = not measured
     # worker-seconds per step, data and copies included; 0 = not measured
     worker_step_s: float = 0.0
-    # of the newest live transitions: from step to step, less an ordinary one
+    # of the newest live transitions: from step to step, less an ordinary one; of a script that is
+    # restarted: what its starts took, and its end before
     pauses_s: tuple[float, ...] = ()
     copy_stall_s: float = 0.0  # of a peer replica; 0 = not measured
     copy_slowed_s: float = 0.0  # by which a peer replica made the steps of its flight longer
@@ -243,7 +249,9 @@ class State:
     n_copies_timed: int = 0  # since the plan was entered or its cadence changed
     cadence_at_s: float = 0.0  # when the running plan's cadence was changed
     durable_stall_s: float = 0.0
-    durable_s: float = 0.0  # from its boundary until a checkpoint was stored
+    # from its boundary until a checkpoint was stored; of a script that is restarted: from SIGTERM
+    # until all of its processes had ended
+    durable_s: float = 0.0
     peer: Copy | None = None  # the newest acknowledged peer replica
     durable: tuple[Copy, ...] = ()  # newest first
     verified: frozenset[str] = frozenset()  # URIs of checkpoints that were read back and are right
@@ -313,6 +321,11 @@ class State:
     @property
     def steps(self) -> int:
         return self.job.steps
+
+    @property
+    def rest_steps(self) -> float:
+        """That are still to be done; of a script that is restarted nobody knows."""
+        return inf if self.job.restarted else self.steps - self.step
 
     @property
     def digest(self) -> str:

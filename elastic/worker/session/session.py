@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from elastic.types.admission import Entry
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder, WriteShard
 from elastic.worker.checkpoint.checkpoint_format import Damaged
 from elastic.worker.process.allocator import settle_allocator, settle_cuda_allocator
-from elastic.worker.process.call_log import PartCalls
+from elastic.worker.process.beat import Beat
 from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import Doing
 from elastic.worker.process.fault_injection import DeviceFaults
@@ -67,25 +67,6 @@ log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 60.0  # while it does what has no steps
 SCRIPT_THREAD = "script"
-
-
-@dataclass(frozen=True)
-class Beat:
-    """Answer to a poll. `progress` changes whenever the worker makes progress; `arrived`: see
-    Generation.arrived. `doing`, `where`: what a worker is at that has made no progress since the
-    poll before; `calls`: what its script has called."""
-
-    messages: tuple[tuple[int, Event], ...]
-    generation: int
-    phase: str
-    step: int
-    progress: int
-    pid: int
-    said: tuple[str, ...] = ()  # lines that rank 0 has printed; put in by the actor's shell
-    arrived: tuple[tuple[str, int, int], ...] = ()
-    doing: Doing = ""
-    where: str = ""
-    calls: tuple[PartCalls, ...] = ()
 
 
 class Session:

@@ -14,7 +14,7 @@ import elastic
 from elastic import api, driver
 from elastic.api.planning.model_source import of_job
 from elastic.api.running import entry, run
-from elastic.api.running.run import Options, Result, _Run
+from elastic.api.running.run import JobRun, Options, Result
 from elastic.config import job as config_job
 from elastic.driver import drive
 from elastic.ledger import journal as journals
@@ -75,7 +75,7 @@ def test_job_yaml_is_read_once(name: str, folder: Path, monkeypatch: pytest.Monk
 def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = _Run(run.load_job(folder), Options(run_name="again", local=True, stream=io.StringIO()))
+    one = JobRun(run.load_job(folder), Options(run_name="again", local=True, stream=io.StringIO()))
     spec = one.spec
     start = DriverStarted("again", 1, spec.plain(), one.pools, profile_of(one.program, spec.job()))
     lines = MemoryJournal()
@@ -96,11 +96,13 @@ def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
         return fold(state, event, at_s)
 
     monkeypatch.setattr(driver, "fold", counted)
-    monkeypatch.setattr(_Run, "_cluster", lambda *_: None)
-    monkeypatch.setattr(_Run, "_backend", lambda *_, **__: SimBackend(one.pools, spec.job()))
+    monkeypatch.setattr(JobRun, "_cluster", lambda *_: None)
+    monkeypatch.setattr(JobRun, "_backend", lambda *_, **__: SimBackend(one.pools, spec.job()))
     monkeypatch.setattr(run, "drive", lambda backend, journal, start, state, found: state)
     monkeypatch.setattr(
-        _Run, "_result", lambda self, last: Result("again", "stopped", {"steps": last.step}, folder)
+        JobRun,
+        "_result",
+        lambda self, last: Result("again", "stopped", {"steps": last.step}, folder),
     )
     assert one.to_the_end().step > 0
     *first, last = written

@@ -71,28 +71,6 @@ def test_no_agent_runs_on_the_embedded_cluster(cluster: LocalCluster) -> None:
     ]
 
 
-def test_nodes_are_counted_again_when_asked(cluster: LocalCluster) -> None:
-    """A node that comes is seen by Ray Train's coordinator at once, which by itself looks only
-    every 20 s."""
-    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
-
-    actor = coordinator.get_or_create_autoscaling_coordinator()
-    asked = {"requester_id": "test", "resources": [{"CPU": 1}] * 64, "expire_after_s": 100}
-    ray.get(
-        actor.request_resources.remote(**asked, priority=coordinator.ResourceRequestPriority.HIGH)
-    )
-    before = ray.get(actor.get_reserved_resources.remote("test"))
-    ray_id = cluster.add(NodeOrder("counted", 1)).result(180)["ray_id"]
-    assert ray_id not in before
-
-    def counted() -> bool:
-        _ray_private.count_nodes_again()
-        return ray_id in ray.get(actor.get_reserved_resources.remote("test"))
-
-    until(counted, "the new node among those that are reserved")
-    ray.get(actor.cancel_request.remote("test"))
-
-
 def test_preemption_info_is_answered_by_us() -> None:
     text = """
 import ray.train
@@ -144,15 +122,6 @@ assert tokens == [True, True], tokens
         [sys.executable, "-c", text, *folders], capture_output=True, text=True, check=False, env=env
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_runtime_environments_are_offered_where_they_are_asked_for() -> None:
-    with LocalCluster(environments=True) as own:
-        assert own.address
-        commands = [" ".join(processes.command(pid)) for pid in processes.descendants(own.pid)]
-    assert sum("runtime_env/agent/main.py" in command for command in commands) >= 1
-    # the other agent of the head
-    assert sum(command.startswith("sleep infinity") for command in commands) == 1
 
 
 def test_the_launcher_says_what_it_refuses() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.cluster.ray_train.script_messages import ScriptOutput
 from elastic.cluster.ray_train.script_output import (
     BAR_EVERY_S,
     TRACEBACK,
@@ -12,8 +11,6 @@ from elastic.cluster.ray_train.script_output import (
     error_part,
     step_in,
 )
-from elastic.cluster.ray_train.script_state import Needs, ScriptRank, ScriptStart, ScriptState
-from elastic.types import StepDone, WorkerId
 
 
 @pytest.mark.parametrize(
@@ -51,13 +48,6 @@ HF = [
 def test_what_a_trainer_of_transformers_logs_are_steps() -> None:
     reader = StepReader()
     assert [found for line in HF if (found := reader.read(line))] == [(50, 3.899), (60, 3.9)]
-    group = ScriptStart(1, 0.0, 1, {0: ScriptRank(WorkerId("n0", 0), 1)}, formed_s=1.0)
-    script = ScriptState(Needs((), max_workers=1), generation=1, group=group)
-    for line in HF:
-        script.heard(ScriptOutput(1, 0, 2.0, (line,)))
-    done = [one[1] for one in script.log if isinstance(one, tuple)]
-    steps = [(e.step, e.train_loss) for e in done if isinstance(e, StepDone)]
-    assert steps == [(50, 3.899), (60, 3.9)]
 
 
 def test_a_person_is_shown_a_bar_now_and_then() -> None:

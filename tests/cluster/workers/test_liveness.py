@@ -63,6 +63,15 @@ def test_a_mute_worker_is_named_once_after_its_bound() -> None:
     assert [worker for _, worker in run.until(50, mute=(B,), moving=False)] == [B]
 
 
+def test_who_supervises_a_script_answers_whatever_that_does() -> None:
+    run = Run()
+    assert run.until(7200, phase="supervising", moving=False) == []
+    assert run.liveness.stuck_s(1) == 0.0, "a script may print nothing for hours"
+    found = run.until(7230, mute=(B,), phase="supervising", moving=False)
+    assert [worker for _, worker in found] == [B]
+    assert 7209 < found[0][0] < 7212
+
+
 def test_answers_that_came_late_make_it_patient_for_a_while() -> None:
     """A machine under load answers late without being silent: the bound follows the worst answer
     lately."""

@@ -18,9 +18,9 @@ MODEL = ModelProfile(1, 4, (TensorSpec("w", (2, 2), "float32"),))
 START = DriverStarted("tiny-1", 1, {"steps": 4, "global_batch": 8, "seed": 3}, (), MODEL)
 
 
-def prepared(folder: Path, **options: object) -> running._Run:
+def prepared(folder: Path, **options: object) -> running.JobRun:
     """A run of the folder's job that has not begun."""
-    return running._Run(running.job_given(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
+    return running.JobRun(running.job_given(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
 
 
 def steps(

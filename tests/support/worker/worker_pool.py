@@ -31,7 +31,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import Rendezvous, WorkerOrder
-from elastic.worker.session.session import Beat
+from elastic.worker.process.beat import Beat
 from elastic.worker.session.workplace import host_rendezvous
 
 # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
