@@ -219,10 +219,19 @@ def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
     have = any(node.pool == pool.name for node in there(state) for pool in fixed)
     if share <= (LOSS_SHARE_KEPT if have else LOSS_SHARE):
         return 0, ""
+    saved, more = share * state.usd_per_h, _more_usd_per_h(state, fixed[0], n)
+    if saved < (0.5 * more if have else more):
+        return 0, ""  # the nodes would cost more than what is done again
     return n, (
         f"{price}: with checkpoints alone more than {LOSS_SHARE:.0%} of the spend would be done "
         "again"
     )
+
+
+def _more_usd_per_h(state: State, fixed: Pool, n: int) -> float:
+    """What so many nodes on demand cost more than spot nodes that do their work."""
+    spot = [pool.usd_per_gpu_h for pool in state.pools if pool.market_type == "spot"]
+    return n * fixed.gpus_per_node * max(0.0, fixed.usd_per_gpu_h - min(spot, default=0.0))
 
 
 def _copy_nodes(state: State, pool: Pool) -> int:
