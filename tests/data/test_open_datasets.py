@@ -251,7 +251,7 @@ def test_under_s3(place: Path, s3: Storage) -> None:
         "data.train: .*absent: no index.json there"), ({"seq": 4},
         "key 'data.train': a source has exactly one of rows, folder, .* not none"), ({"folder": "a",
         "tokens": "b"}, "exactly one of .* not folder, tokens"), ({"folder": "a", "text": "b"},
-        "'text' belongs to jsonl or parquet or huggingface, not to folder"), ({"jsonl": "a",
+        "'text' belongs to jsonl or parquet or huggingface or dataset, not to folder"), ({"jsonl": "a",
         "columns": ["x"], "seq": 3}, "'columns' are fields of numbers"), ({"mixture": {}},
         "a mixture needs parts"), ({"mixture": {"a": {"folder": "x", "weight": 1},
         "b": {"folder": "y"}}}, "part 'b' of the mixture has no weight"), ({"folder": "a",
