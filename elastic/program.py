@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ class Adapter:
     alpha: float
     targets: tuple[str, ...]
     modules: tuple[str, ...]
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Of what the adapters give: alpha / r, with rsLoRA alpha / sqrt(r)."""
+        return self.alpha / (sqrt(self.r) if self.rslora else self.r)
 
 
 @known_keywords("elastic.Program")

@@ -43,8 +43,8 @@ class ElasticTrainer:
     job:                    keys of job.yaml, over those of the folder: steps, global_batch ...
     scaling_config:         num_workers=(least, most); without it `job` says what the nodes are.
     run_config:             name (a known one is resumed), storage_path, which checkpoints stay.
-    datasets:               "train" and "validation" as ray.data.Dataset: written once as indexed
-                            rows into the run's storage.
+    datasets:               "train" and "validation" as ray.data.Dataset, or as datasets.Dataset:
+                            written once as indexed rows into the run's storage.
     resume_from_checkpoint: of another trainer, saved by torch.distributed.checkpoint; where the run
                             has none of its own.
     no_budget:              paid pools may be used although the job has neither budget_usd nor

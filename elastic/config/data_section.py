@@ -11,15 +11,16 @@ from pydantic import Field, field_validator, model_validator
 from elastic.config.strict import GB_MOST, NODES_MOST, SAMPLES_MOST, STEPS_MOST, Strict
 from elastic.types.typed_job import DataKeys
 
-KINDS = ("rows", "folder", "jsonl", "parquet", "huggingface", "tokens", "mixture")
-WITH_TEXT = ("folder", "jsonl", "parquet", "huggingface")
+KINDS = ("rows", "folder", "jsonl", "parquet", "huggingface", "dataset", "tokens", "mixture")
+RECORDS = ("jsonl", "parquet", "huggingface", "dataset")
 PACKS = ("stream", "cut", "whole", "pad", "document")
 ONLY_FOR = {
-    "pattern": ("folder", "jsonl", "parquet", "tokens"),
+    "pattern": ("folder", "jsonl", "parquet", "dataset", "tokens"),
     "part": ("folder",),
-    "text": ("jsonl", "parquet", "huggingface"),
-    "columns": ("jsonl", "parquet", "huggingface"),
-    "split": ("huggingface",),
+    "text": RECORDS,
+    "columns": RECORDS,
+    "split": ("huggingface", "dataset"),
+    "format": ("dataset",),
     "dtype": ("tokens",),
     "samples": ("mixture",),
 }
@@ -34,6 +35,7 @@ class SourceSpec(Strict):
     jsonl: str | None = None
     parquet: str | None = None
     huggingface: str | None = None  # a folder that save_to_disk has written
+    dataset: str | None = None  # what the library `datasets` reads
     tokens: str | None = None  # .bin or .npy
     mixture: dict[str, SourceSpec] | None = None
     text: str | None = None  # the field that holds the text
@@ -45,6 +47,7 @@ class SourceSpec(Strict):
     pattern: str | None = None
     part: Literal["train", "validation", "all"] | None = None
     split: str | None = None
+    format: Literal["arrow", "json", "parquet", "csv", "text"] | None = None
     dtype: str | None = None
     weight: float | None = Field(None, gt=0)
     samples: int | None = Field(None, gt=0, le=STEPS_MOST)

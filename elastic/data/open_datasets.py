@@ -12,6 +12,7 @@ from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.data.budget import check_lengths
 from elastic.data.mixture import Mixture
 from elastic.data.packing import Documents, MaskedWindows, Padded, Whole, Windows
+from elastic.data.sources.arrow_datasets import ArrowRows, ArrowTokens
 from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenized, n_tokens
 from elastic.data.sources.files import Files, files_at
@@ -190,6 +191,10 @@ def _shapes(item: Mapping[str, Any], unequal: bool) -> str:
 def _records(where: str, source: SourceSpec, cache: BlockCache) -> Records:
     if source.kind == "huggingface":
         return HuggingFace(where, source.split, cache)
+    if source.kind == "dataset":
+        return ArrowRows(
+            where, source.format, split=source.split, pattern=source.pattern, cache=cache
+        )
     kind = Jsonl if source.kind == "jsonl" else Parquet
     return kind(where, cache, source.pattern) if source.pattern else kind(where, cache)
 
@@ -212,7 +217,8 @@ def _tokenized(texts: Any, name: str, source: SourceSpec, *, place: _Place) -> C
         source.tokenizer if source.tokenizer in ("bytes", "none") else place.path(source.tokenizer)
     )
     end = None if source.end_token is None else str(source.end_token)
-    return Tokenized(texts, name, tokenizer_of(path, end), cache=place.cache())
+    kind = ArrowTokens if isinstance(texts, ArrowRows) else Tokenized
+    return kind(texts, name, tokenizer_of(path, end), cache=place.cache())
 
 
 def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:

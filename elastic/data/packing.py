@@ -79,7 +79,7 @@ class Whole:
             np.save(into / FIRSTS, firsts)
 
         name = f"packed-{corpus.name}-{seq}-{LOOK_AHEAD}"
-        folder = (cache or BlockCache()).once(name, plan, lambda at: (at / FIRSTS).is_file())
+        folder = (cache or BlockCache()).once(name, plan)
         self._pieces: NDArray[np.int64] = np.load(folder / PIECES, mmap_mode="r")
         self._firsts: NDArray[np.int64] = np.load(folder / FIRSTS, mmap_mode="r")
 

@@ -9,7 +9,7 @@ own state exactly. What it gave has no sample ids: nobody can check that afterwa
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,24 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
+class FromTheStart:
+    """An `IterableDataset` of the library `datasets` begins each iteration where the last loaded
+    state was; this one begins there once."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self._start = source, deepcopy(source.state_dict())
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.source
+        self.source.load_state_dict(deepcopy(self._start))
+
+    def state_dict(self) -> Any:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.source.load_state_dict(state)
+
+
 class Stream:
     """An iterable dataset by positions, which must rise; position 0 can always be looked at. At its
     end it starts over.
@@ -44,7 +62,9 @@ class Stream:
     """
 
     def __init__(self, source: Any, global_batch: int) -> None:
-        self.source, self.global_batch = source, global_batch
+        library = type(source).__module__.partition(".")[0]
+        self.source = FromTheStart(source) if library == "datasets" else source
+        self.global_batch = global_batch
         self._lock = threading.Lock()
         self._items: Any = None
         self._first: Any = None

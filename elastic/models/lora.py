@@ -38,11 +38,24 @@ STYLES = {
     "sequence_colwise_loss": {DOWN: "sequence", UP: "sequence_colwise_loss"},
     "summed": {DOWN: "summed", UP: "summed"}, "sequence": {DOWN: "sequence", UP: "sequence"},
 }  # fmt: skip
+# fields of peft's LoraConfig: those that say how adapters are made, or nothing of it; values that
+# are as it is done here anyway; why others are not done
+TAKEN = (
+    "r", "lora_alpha", "target_modules", "use_rslora", "task_type", "auto_mapping", "peft_version",
+    "base_model_name_or_path", "revision", "inference_mode", "megatron_core", "qalora_group_size",
+)  # fmt: skip
+AS_HERE = (("bias", "none"), ("init_lora_weights", "True"), ("peft_type", "LORA"),
+           ("peft_type", "PeftType.LORA"))  # fmt: skip
+NOT_HERE = {
+    "lora_dropout": "the masks would depend on the layout; take 0",
+    "use_dora": "DoRA needs the norms of whole rows of the frozen weights, of which a rank has "
+    "parts; take use_rslora, or neither",
+}
 AROUND = ("gather", "scatter")  # styles of what a layer is given or gives: its adapters are inside
 
 
 class LoraLinear(nn.Module):
-    """base_layer(x) + alpha / r * lora_B(lora_A(x)); lora_B begins at 0."""
+    """base_layer(x) + scale * lora_B(lora_A(x)); lora_B begins at 0."""
 
     def __init__(self, base: nn.Linear, r: int, scale: float) -> None:
         super().__init__()
@@ -64,9 +77,17 @@ class LoraLinear(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(whole)) * self.scale  # type: ignore[no-any-return]
 
 
-def lora(program: Program, targets: Collection[str], r: int = 8, *, alpha: float = 16.0) -> Program:
+def lora(
+    program: Program,
+    targets: Collection[str],
+    r: int = 8,
+    *,
+    alpha: float = 16.0,
+    rslora: bool = False,
+) -> Program:
     """The same program with everything frozen but adapters on the linear layers whose names end in
-    one of `targets`.
+    one of `targets`, scaled by alpha / r; with `rslora` (Kalajdzievski 2023) by alpha / sqrt(r),
+    so that a larger r does not make them learn more slowly.
 
     Raises SpecError where a target names none, or one whose tp style adapters cannot follow.
     """
@@ -75,7 +96,7 @@ def lora(program: Program, targets: Collection[str], r: int = 8, *, alpha: float
     with torch.device("meta"):
         base: nn.Module = program.model()
     names = _linears(base, tuple(targets))
-    adapter = Adapter(r, alpha, tuple(targets), names)
+    adapter = Adapter(r, alpha, tuple(targets), names, rslora)
 
     def build() -> nn.Module:
         model: nn.Module = program.model()
@@ -83,7 +104,7 @@ def lora(program: Program, targets: Collection[str], r: int = 8, *, alpha: float
         for name in names:
             parent, _, leaf = name.rpartition(".")
             holder = model.get_submodule(parent)
-            setattr(holder, leaf, LoraLinear(getattr(holder, leaf), r, alpha / r))
+            setattr(holder, leaf, LoraLinear(getattr(holder, leaf), r, adapter.scale))
         return model
 
     def init(model: nn.Module) -> None:
@@ -100,6 +121,30 @@ def lora(program: Program, targets: Collection[str], r: int = 8, *, alpha: float
         tp=_tp(base, program.tp, set(names)),
         weights=_weights(program.weights) if program.weights is not None else None,
         adapter=adapter,
+    )
+
+
+def lora_of_peft(program: Program, config: Any) -> Program:
+    """`lora` as a LoraConfig of peft says it, or the mapping of its adapter_config.json. peft is
+    not imported. Raises SpecError for a field that says what is not done here."""
+    said = dict(config if isinstance(config, Mapping) else config.to_dict())
+    targets = said.get("target_modules")
+    if not isinstance(targets, Collection) or isinstance(targets, str) or not targets:
+        raise SpecError(
+            f"lora: target_modules is {targets!r}; name the linear layers, as in ['q_proj', "
+            "'v_proj']"
+        )
+    for name, value in said.items():
+        if name in TAKEN or not value or (name, str(value)) in AS_HERE:
+            continue
+        reason = NOT_HERE.get(name, "it has no counterpart here; leave it out")
+        raise SpecError(f"lora: {name} is {str(value)[:40]!r}: {reason}")
+    return lora(
+        program,
+        sorted(targets),
+        int(said.get("r", 8)),
+        alpha=float(said.get("lora_alpha", 8)),
+        rslora=bool(said.get("use_rslora")),
     )
 
 
@@ -183,6 +228,6 @@ def peft_config(adapter: Adapter, weights: Weights | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": adapter.r, "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0, "bias": "none", "target_modules": list(adapter.targets),
-        "fan_in_fan_out": False, "inference_mode": True,
+        "fan_in_fan_out": False, "inference_mode": True, "use_rslora": adapter.rslora,
         "base_model_name_or_path": None if weights is None else str(Path(weights.path)),
     }  # fmt: skip

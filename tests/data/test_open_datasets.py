@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,7 @@ def test_under_s3(place: Path, s3: Storage) -> None:
         "data.train: .*absent: no index.json there"), ({"seq": 4},
         "key 'data.train': a source has exactly one of rows, folder, .* not none"), ({"folder": "a",
         "tokens": "b"}, "exactly one of .* not folder, tokens"), ({"folder": "a", "text": "b"},
-        "'text' belongs to jsonl or parquet or huggingface, not to folder"), ({"jsonl": "a",
+        "'text' belongs to jsonl or parquet or huggingface or dataset, not to folder"), ({"jsonl": "a",
         "columns": ["x"], "seq": 3}, "'columns' are fields of numbers"), ({"mixture": {}},
         "a mixture needs parts"), ({"mixture": {"a": {"folder": "x", "weight": 1},
         "b": {"folder": "y"}}}, "part 'b' of the mixture has no weight"), ({"folder": "a",
@@ -262,6 +263,14 @@ def test_under_s3(place: Path, s3: Storage) -> None:
 def test_each_mistake_is_one_line(place: Path, train: Any, says: str) -> None:
     said = refused(place, train=train)
     assert re.search(says, said), said
+
+
+def test_without_the_library_it_is_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    said = refused(place, train={"dataset": "rows.jsonl", "tokenizer": "bytes", "seq": 2})
+    assert said == (
+        "data.train: the package 'datasets' is not there; pip install 'elastic-ray[datasets]'"
+    )
 
 
 class NoLength:

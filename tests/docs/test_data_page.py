@@ -89,10 +89,23 @@ def test_packed_documents_cost_what_each_costs_alone(folder: Path) -> None:
     assert abs(unmasked[0] - alone[0]) > 2e-5 * alone[0]
 
 
+def test_the_job_that_the_library_reads(folder: Path) -> None:
+    pytest.importorskip("datasets")
+    (folder / "job.yaml").write_text(block("data.md", "yaml", 1))
+    job, program = load_job(folder).job(), load_program(folder / "program.py")
+    text = b"".join(f"line {i} of ninety lines\0".encode() for i in range(1, 91))
+    for found, part in (
+        (dataset_of(program, job), text[: text.index(b"line 82")]),
+        (validation_of(program, job), text[text.index(b"line 82") :]),
+    ):
+        ids = [i for n in range(len(found)) for i in found[n]["input"].tolist()]
+        assert bytes(ids) == part[: len(ids)] and len(part) - len(ids) <= 97
+
+
 def unequal(folder: Path) -> JobSpec:
     """The job of the page on samples of unequal length."""
     subprocess.run(["bash", "-ec", block("data.md", "shell", 2)], cwd=folder, check=True)
-    (folder / "job.yaml").write_text(block("data.md", "yaml", 1))
+    (folder / "job.yaml").write_text(block("data.md", "yaml", 2))
     program = "".join(
         line for line in block("data.md", "python").splitlines(True) if "keywords=" not in line
     )

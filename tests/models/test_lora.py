@@ -10,7 +10,7 @@ from support.places import PROGRAMS
 
 from elastic.errors import SpecError
 from elastic.models.llama import tp_plan
-from elastic.models.lora import lora
+from elastic.models.lora import LoraLinear, lora, lora_of_peft, peft_config
 from elastic.program import Program, load_program
 from elastic.reshard.rank_boxes import boxes, reread_boxes
 from elastic.types import Layout
@@ -100,3 +100,47 @@ def test_targets_that_name_nothing_are_refused(base: Program) -> None:
         lora(base, ("attn_norm",))
     with pytest.raises(SpecError, match="r=0"):
         lora(base, ("wq",), r=0)
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
+def test_the_scale_of_adapters(base: Program, rslora: bool, scale: float) -> None:
+    program = lora(base, ("wq",), r=4, alpha=8, rslora=rslora)
+    layer = program.model().get_submodule("layers.0.attn.wq")
+    assert isinstance(layer, LoraLinear) and program.adapter is not None
+    assert layer.scale == program.adapter.scale == scale
+    assert peft_config(program.adapter, None)["use_rslora"] is rslora
+    torch.nn.init.ones_(layer.lora_B.weight)
+    x = torch.ones(1, layer.base_layer.in_features)
+    more = layer(x) - layer.base_layer(x)
+    torch.testing.assert_close(more, scale * layer.lora_A(x).sum() * torch.ones_like(more))
+
+
+def test_a_configuration_of_peft_is_taken_or_refused_by_name(base: Program) -> None:
+    said = {"r": 4, "lora_alpha": 8, "target_modules": ["wq", "wo"], "use_rslora": True}
+    mine = lora(base, ("wo", "wq"), r=4, alpha=8, rslora=True)
+    assert lora_of_peft(base, said).adapter == mine.adapter
+    assert lora_of_peft(base, peft_config(mine.adapter, None)).adapter == mine.adapter
+    for more, says in (
+        ({"use_dora": True}, "^lora: use_dora is 'True': DoRA needs the norms of whole rows"),
+        ({"lora_dropout": 0.05}, "lora_dropout is '0.05': the masks would depend on the layout"),
+        ({"bias": "all"}, "bias is 'all': it has no counterpart here"),
+        ({"rank_pattern": {"wq": 2}}, "rank_pattern is .*: it has no counterpart here"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"target_modules": "all-linear"}, "target_modules is 'all-linear'; name the linear"),
+        ({"target_modules": None}, "target_modules is None"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            lora_of_peft(base, said | more)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_configuration_object_of_peft(base: Program) -> None:
+    peft = pytest.importorskip("peft", reason="it is in the extra 'test'")
+    given = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["wq"], use_rslora=True)
+    assert (
+        lora_of_peft(base, given).adapter == lora(base, ("wq",), r=2, alpha=3, rslora=True).adapter
+    )
+    with pytest.raises(SpecError, match="use_dora"):
+        lora_of_peft(base, peft.LoraConfig(target_modules=["wq"], use_dora=True))

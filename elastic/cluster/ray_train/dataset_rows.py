@@ -1,5 +1,5 @@
-"""A `ray.data.Dataset` as the data of a run: written once as indexed rows into its storage, so that
-a sample has an id."""
+"""A `ray.data.Dataset`, or one of the library `datasets`, as the data of a run: written once as
+indexed rows into its storage, so that a sample has an id."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def _check(split: str, dataset: Any) -> None:
             f"datasets['{split}']: a run reads 'train' and 'validation'; name it one of these, or "
             "leave it out"
         )
+    if _is_map_style(dataset):
+        return  # its columns are looked at when they are written
     if not isinstance(dataset, ray.data.Dataset):
         more = ""
         if (
@@ -61,7 +63,8 @@ def _check(split: str, dataset: Any) -> None:
                 "resize changes could not be kept"
             )
         raise SpecError(
-            f"datasets['{split}']: it is a {type(dataset).__name__}, not a ray.data.Dataset{more}"
+            f"datasets['{split}']: it is a {type(dataset).__name__}, not a ray.data.Dataset nor a "
+            f"datasets.Dataset{more}"
         )
     schema = dataset.schema()
     for name, kind in zip(schema.names, schema.types) if schema is not None else ():
@@ -73,13 +76,22 @@ def _check(split: str, dataset: Any) -> None:
             )
 
 
+def _is_map_style(dataset: Any) -> bool:
+    """Is it a `datasets.Dataset`? (An IterableDataset of that library has no length.)"""
+    library = type(dataset).__module__.partition(".")[0]
+    return library == "datasets" and hasattr(dataset, "__len__")
+
+
 def _batches(dataset: Any, split: str, storage: Storage) -> Iterator[Mapping[str, Any]]:
     """In the dataset's own order. Raises SpecError before the storage is full: an endless dataset
     never ends otherwise."""
     free, n_bytes = storage.free_bytes(), 0
-    options = dataset.context.execution_options
-    options.preserve_order = True
-    for batch in with_rows(dataset.iter_batches(batch_size=BATCH_ROWS, batch_format="numpy")):
+    if _is_map_style(dataset):
+        batches = dataset.with_format("numpy").iter(BATCH_ROWS)
+    else:
+        dataset.context.execution_options.preserve_order = True
+        batches = dataset.iter_batches(batch_size=BATCH_ROWS, batch_format="numpy")
+    for batch in with_rows(batches):
         n_bytes += sum(int(getattr(values, "nbytes", 0)) for values in batch.values())
         if free is not None and n_bytes > FREE_SHARE * free:
             raise SpecError(

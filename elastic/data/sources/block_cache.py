@@ -2,8 +2,8 @@
 from data once.
 
 <folder>/blocks/ab/<digest of the file>-<number>   bytes of a block, then their 8-byte xxh3 sum
-<folder>/built/<name>/                             an index or tokenized text; not counted, removed
-                                                   by hand
+<folder>/built/<name>/                             an index or tokenized text, and the sizes of its
+                                                   files; not counted, removed by hand
 <folder>/built/.<name>-<8 digits>/                 being built; swept once its builder is gone
                                                    (nobody holds its lock)
 <folder>/locks/                                    between the node's processes; a builder that
@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import re
@@ -44,6 +45,7 @@ USED_EVERY_S = 60.0  # how exactly the last use of a block is noted
 ROOM = 0.9  # of the limit that is left when blocks had to go
 OLD_S = 3600.0  # unfinished files of this age belong to nobody
 WAIT_S = 0.1  # between looks at another process that builds
+SIZES = "sizes.json"  # of what is built: written last
 UNFINISHED = re.compile(r"\.(.+)-[0-9a-f]{8}")
 LOCK_MOST_S, LOCK_LOOK_S = 150.0, 0.02  # storage is retried for 120 s
 
@@ -216,18 +218,19 @@ class BlockCache:
 
     # --------------------------------------------------------------------------- what is built once
 
-    def once(self, name: str, build: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
-        """The folder built/<name>; where `whole` does not say that it is whole, `build` fills it,
-        in one of the node's processes while the others wait."""
+    def once(self, name: str, build: Callable[[Path], None]) -> Path:
+        """The folder built/<name>; where it is not there as it was left, `build` fills it, in one
+        of the node's processes while the others wait."""
         folder = self.folder / "built" / name
         with self._turn(name) as lock:
-            if not whole(folder):
+            if not _is_whole(folder):
                 self._sweep(name)
                 temporary = folder.with_name(f".{name}-{secrets.token_hex(4)}")
                 temporary.mkdir()
                 try:
                     with heard_by(lambda: os.utime(lock)):
                         build(temporary)
+                    (temporary / SIZES).write_text(json.dumps(_sizes(temporary)))
                     shutil.rmtree(folder, ignore_errors=True)
                     temporary.rename(folder)
                 finally:
@@ -283,6 +286,21 @@ class BlockCache:
             yield handle
         finally:
             os.close(handle)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file in it, by its relative path."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != SIZES)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _is_whole(folder: Path) -> bool:
+    """Does it hold what its builder has left? More may have come."""
+    try:
+        left = json.loads((folder / SIZES).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(left.items() <= _sizes(folder).items())
 
 
 def _locked(handle: int) -> bool:

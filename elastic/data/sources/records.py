@@ -65,9 +65,7 @@ class Records:
         def write(into: Path) -> None:
             np.save(into / INDEX, build())
 
-        folder = (self._cache or BlockCache()).once(
-            f"{name}-{self.digest}", write, lambda at: (at / INDEX).is_file()
-        )
+        folder = (self._cache or BlockCache()).once(f"{name}-{self.digest}", write)
         found: NDArray[np.int64] = np.load(folder / INDEX, mmap_mode="r")
         return found
 

@@ -46,7 +46,7 @@ class AdapterExport:
         return shapes, lambda name: iter([self._whole(names[name])])
 
     def merged(self) -> tuple[Shapes, Parts]:
-        """Every weight of the model, `base_layer` with alpha / r * lora_B lora_A added, in rows."""
+        """Every weight of the model, `base_layer` with the scaled lora_B lora_A added, in rows."""
         specs = [
             s
             for s in trace(self.program).specs
@@ -78,7 +78,7 @@ class AdapterExport:
             )
             part = self._base(spec, Box(MODEL + spec.fqn, offsets, sizes, spec.dtype), stored)
             if down is not None and up is not None:
-                part = part + (self.adapter.alpha / self.adapter.r) * (up[at : at + n] @ down)
+                part = part + self.adapter.scale * (up[at : at + n] @ down)
             yield part
 
     def _base(self, spec: TensorSpec, box: Box, stored: dict[str, str]) -> Tensor:

@@ -236,7 +236,7 @@ def test_datasets_that_are_none(tiny: Program, tmp_path: Path) -> None:
             {"train": iter([1])},
             r"datasets\['train'\]: it is a list_iterator, .*: a stream has no sample ids",
         ),
-        ({"train": [1]}, r"it is a list, not a ray.data.Dataset$"),
+        ({"train": [1]}, r"it is a list, not a ray.data.Dataset nor a datasets.Dataset$"),
         ({"test": 1}, r"datasets\['test'\]: a run reads 'train' and 'validation'"),
     ):
         trainer = elastic.ElasticTrainer(

@@ -163,9 +163,7 @@ def test_built_once_while_others_wait() -> None:
         (into / "done").write_text("yes")
 
     def once() -> None:
-        assert (
-            BlockCache().once("thing", build, lambda at: (at / "done").is_file()) / "done"
-        ).read_text() == "yes"
+        assert (BlockCache().once("thing", build) / "done").read_text() == "yes"
 
     threads = [threading.Thread(target=once) for _ in range(4)]
     for thread in threads:
@@ -173,9 +171,15 @@ def test_built_once_while_others_wait() -> None:
     for thread in threads:
         thread.join()
     assert built == [1]
-    (BlockCache().folder / "built" / "thing" / "done").unlink()
+    done = BlockCache().folder / "built" / "thing" / "done"
+    (done.parent / "more").write_text("what came later")
     once()
-    assert built == [1, 1]
+    assert built == [1]
+    for harm in (done.unlink, lambda: done.write_text("ye")):
+        built.clear()
+        harm()
+        once()
+        assert built == [1]
 
 
 def test_a_build_that_fails_leaves_nothing() -> None:
@@ -184,7 +188,7 @@ def test_a_build_that_fails_leaves_nothing() -> None:
         raise SpecError("no")
 
     with pytest.raises(SpecError, match="no"):
-        BlockCache().once("thing", build, lambda at: at.is_dir())
+        BlockCache().once("thing", build)
     assert not [*(BlockCache().folder / "built").iterdir()]
 
 
@@ -227,8 +231,8 @@ def test_what_a_killed_builder_has_left_is_swept_and_what_is_being_built_is_not(
         assert {path.name for path in shelf.iterdir()} == {into.name, ".busy-0123abcd"}
 
     with cache._lock("built-busy"):
-        cache.once("thing", build, lambda at: at.is_dir())
-    cache.once("third", lambda into: None, lambda at: at.is_dir())
+        cache.once("thing", build)
+    cache.once("third", lambda into: None)
     assert {path.name for path in shelf.iterdir()} == {"thing", "third"}
 
 
@@ -246,12 +250,12 @@ def test_a_builder_that_gets_on_is_heard_by_those_who_wait_for_it() -> None:
     def waits() -> None:
         assert began.wait(60)
         with heard_by(heard.set):
-            BlockCache().once("slow", build, lambda at: at.is_dir())
+            BlockCache().once("slow", build)
 
     thread = threading.Thread(target=waits)
     thread.start()
     with heard_by(lambda: here.append(1)):
-        BlockCache().once("slow", build, lambda at: at.is_dir())
+        BlockCache().once("slow", build)
     thread.join()
     assert here
 

@@ -115,18 +115,18 @@ from elastic.models.lora import lora
 
 adamw = lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-2)
 base = causal_lm({weights!r}, dataset=lambda: hf_qwen3.Padded(left=False), optimizer=adamw)
-program = lora(base, ("q_proj", "o_proj", "down_proj"), r=4, alpha=8)
+program = lora(base, ("q_proj", "o_proj", "down_proj"), r=4, {scale})
 """
 
 
-def adapter_job(folder: Path) -> dict[str, Any]:
+def adapter_job(folder: Path, scale: str) -> dict[str, Any]:
     """A job on the random weights in `folder`/made."""
     torch.manual_seed(2)
     load_program(PROGRAMS / "hf_qwen3.py").model().save_pretrained(
         folder / "made", max_shard_size="20KB"
     )
     (folder / "program.py").write_text(
-        PROGRAM.format(programs=str(PROGRAMS), weights=str(folder / "made"))
+        PROGRAM.format(programs=str(PROGRAMS), weights=str(folder / "made"), scale=scale)
     )
     return job_of(str(folder / "program.py"), steps=16)
 
@@ -152,10 +152,11 @@ def reference(program: Program, job: dict[str, Any]) -> list[float]:
 @pytest.mark.whole
 # peft asks transformers so
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scale", ["alpha=8", "alpha=4, rslora=True"])
+def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path, scale: str) -> None:
     """The frozen weights are in no checkpoint; transformers and peft read what comes out, alone and
     merged."""
-    job = adapter_job(tmp_path) | {"layout": {"4": "dp_shard=2,cp=2"}}
+    job = adapter_job(tmp_path, scale) | {"layout": {"4": "dp_shard=2,cp=2"}}
     program = load_program(job["program"])
     run = tmp_path / "run"
     layouts = [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(cp=2, tp=2), Layout(dp_shard=2, cp=2)]

@@ -62,6 +62,7 @@ COVER = [
     Case("tiny_sequence_lora.py", "dp_shard=2,tp=2", 13),
     Case("tiny_loss_lora.py", "cp=2,tp=2"),
     Case("tiny_few_lora.py", "pp=4"),
+    Case("tiny_rslora.py", "dp_shard=2,tp=2"),
     Case("tiny_few_lora.py", "pp=2,dp_shard=2,schedule=interleaved1f1b"),
     Case("tiny_loss_parallel.py", "pp=2,tp=2", steps=20),
     Case("tiny.py", "pp=2,schedule=gpipe", steps=20),
