@@ -393,7 +393,7 @@ def test_what_is_chosen_passes_the_checks_of_those_who_run_it(
     assert sum(found.samples) == batch and all(
         n and n % found.n_microbatches == 0 for n in found.samples
     )
-    assert grid.fills_rounds(layout, found.n_microbatches)
+    assert grid.fills_rounds(layout.pp, layout.n_stages, found.n_microbatches)
     for group in grid.axis_groups(layout, ("cp", "tp")):
         assert len({found.ranks[rank].node_id for rank in group}) == 1
     if model.sample is not None:
