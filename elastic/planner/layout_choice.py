@@ -47,7 +47,7 @@ class Choice:
     model_step_s: float = 0.0  # of a step, by the cost model; 0 = the model is not known
     hardware_known: bool = False  # else `model_step_s` is of default hardware, to compare layouts
     rejected: tuple[str, ...] = ()
-    not_planned: str = ""  # why it is not what was planned before anything had run; '' = it is
+    nodes: tuple[str, ...] = ()  # that it was chosen from, in their order
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +197,7 @@ def _choice(found: Candidate, ranked: Ranked) -> Choice:
         model_step_s=found.cost.step_s if search.every.timed else 0.0,
         hardware_known=search.every.hardware_known,
         rejected=tuple(_rejected(found, search)),
+        nodes=tuple(node.node_id for node in search.every.nodes),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nsmallest
 from itertools import groupby, islice
@@ -27,13 +27,14 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner import dollars, explain
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.step_cost import Cost, Site, bubble, step_cost
+from elastic.planner.cost.step_cost import Cost, Site, bubble
 from elastic.planner.hetero import hetero_shares
 from elastic.planner.hetero.hetero_assign import COMPUTED, HeteroAssignment, guessed_cost
 from elastic.planner.layout_space import Space, cut, n_options
 from elastic.planner.node_sets import NodeSet, SearchedNodes
-from elastic.planner.step_split import step_of
+from elastic.planner.step_split import check_axes, share_out, step_of
 from elastic.types import Job, Layout
+from elastic.types.replacing import replace
 
 PER_OPTION = 0.01  # that a layout must be faster for each axis or option that it has more
 PER_GUESSED_OPTION = 0.05
@@ -61,7 +62,8 @@ class Candidate:
     @cached_property
     def n_options(self) -> int:
         """Plain sharding has none; and each layout has a microbatch size."""
-        return n_options(replace(self.layout, dp_shard=1, microbatch_size=0))
+        layout = self.layout
+        return n_options(layout) - (layout.dp_shard != 1) - (layout.microbatch_size != 0)
 
 
 class Ranking(Protocol):
@@ -106,6 +108,8 @@ class LayoutSearch:
     _values: dict[Any, tuple[float, int]] = field(default_factory=dict)
     _pending: list[tuple[tuple[float, int], int, Candidate]] = field(default_factory=list)
     _worst: float = INF  # value of the last of the best
+    _checked: set[tuple[int, ...]] = field(default_factory=set)  # axes that can be had
+    _rooms: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes for torch
 
     def __post_init__(self) -> None:
         self.work, self.cache = self.every.work, self.every.cache
@@ -310,7 +314,7 @@ class LayoutSearch:
                 continue
             n_assigned += 1
             self.take(Candidate(there, layout, step, found.cost, found))
-        best = min(self.kept.values(), key=self.value, default=None)
+        best = self.kept[min(self.kept, key=self._values.__getitem__)] if self.kept else None
         return best is not None and best.assigned is not None and best.assigned.idle >= WAITING
 
     def even_cost(self, there: NodeSet, layout: Layout, step: Step) -> Cost:
@@ -321,8 +325,7 @@ class LayoutSearch:
             total = layout.world_size * there.reference / there.unit
             return guessed_cost(layout, parts, total)
         site = self._site(there, layout.world_size)
-        passes = self.cache.block_s(site, layout, step.n_rows)
-        found = step_cost(site, self.work, layout, step=step, passes=passes)
+        found = self.cache.step_cost(site, layout, step)
         if there.slower == 1.0:
             return found
         scaled = {k: s * there.slower if k in COMPUTED else s for k, s in found.parts.items()}
@@ -363,7 +366,11 @@ class LayoutSearch:
         return step
 
     def _step(self, there: NodeSet, layout: Layout) -> Step:
-        return step_of(self.model, self.job, layout, per_node=there.per_node)
+        axes = layout.tp, layout.cp, layout.pp, layout.n_stages, layout.dp
+        if axes not in self._checked:
+            check_axes(self.model, self.job, layout)
+            self._checked.add(axes)
+        return share_out(self.job, layout, per_node=there.per_node)
 
     def _computed_s(self, there: NodeSet, layout: Layout, step: Step) -> float:
         """Of a step the blocks' computation, perfectly shared out, recomputation counted."""
@@ -377,9 +384,10 @@ class LayoutSearch:
             raise InfeasiblePlan(
                 f"{step.n_microbatches} microbatches cannot fill {layout.pp} pipeline stages"
             )
-        if why := (self.every.limits.unusable or {}).get(str(layout)):
+        limits = self.every.limits
+        if limits.unusable and (why := limits.unusable.get(str(layout))):
             raise InfeasiblePlan(why)
-        measured = (self.every.limits.infeasible or {}).get(layout)
+        measured = limits.infeasible.get(layout) if limits.infeasible else None
         if measured is not None:
             raise InfeasiblePlan(f"did not fit ({measured / explain.GIB:.2f} GiB measured)")
         if not there.holds(layout):
@@ -396,7 +404,7 @@ class LayoutSearch:
         else:
             needs = float(self.needs(layout, step))
             if self.work.sample is not None:
-                usable = memory.usable_bytes(room, layout, self.every.limits.on_gpus)
+                usable = self._usable(room, layout)
             if room and there.uneven and needs > usable:  # who has least room may have less to do
                 there.assigner.check_rows(layout, step)
                 step = replace(step, largest_share=step.n_microbatches)
@@ -406,6 +414,12 @@ class LayoutSearch:
             raise InfeasiblePlan(explain.too_large(needs, usable, room))
         if layout.offload:
             self._check_host(there, layout)
+
+    def _usable(self, room: int, layout: Layout) -> float:
+        key = room, layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp
+        if key not in self._rooms:
+            self._rooms[key] = memory.usable_bytes(room, layout, self.every.limits.on_gpus)
+        return self._rooms[key]
 
     def _check_host(self, there: NodeSet, layout: Layout) -> None:
         host = self.every.limits.host_memory or {}
@@ -422,7 +436,7 @@ class LayoutSearch:
 
     def needs(self, layout: Layout, step: Step) -> int:
         """Bytes of a worker."""
-        state = memory.memory_bytes(self.work, layout, step.dtype)
+        state = int(self.cache.state_bytes(layout, step.dtype))
         return state + memory.activation_bytes(self.work, layout, step)
 
     def _needs(self, layout: Layout) -> int:

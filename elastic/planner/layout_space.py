@@ -4,12 +4,14 @@ then their kinds (replicas, ZeRO stage, schedule), then how much is kept and com
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
+from operator import attrgetter, ne
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.hetero import hetero_shares
 from elastic.types import Job, Layout, ModelProfile, Node
+from elastic.types.replacing import replace
 
 MOST_VIRTUAL = 4  # pipeline stages per rank
 
@@ -19,14 +21,13 @@ def cut(layout: Layout) -> int:
     return layout.tp * layout.pp * layout.cp
 
 
+_SAID = attrgetter(*(f.name for f in fields(Layout) if f.name != "virtual_stages"))
+_PLAIN = _SAID(Layout())
+
+
 def n_options(layout: Layout) -> int:
     """How much a layout says: axes and options that are not the plain ones."""
-    plain = Layout()
-    return sum(
-        getattr(layout, f.name) != getattr(plain, f.name)
-        for f in fields(layout)
-        if f.name != "virtual_stages"
-    )
+    return sum(map(ne, _SAID(layout), _PLAIN))
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Space:
     whole_share: bool = False  # the share of a step is computed at once (scripts)
     roomy: bool = False
     tight: bool = False
+    _sizes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -117,6 +119,12 @@ class Space:
             return (self.pins["microbatch_size"],)
         if not self.tight or self.whole_share or layout.dp > self.global_batch:
             return (0,)
+        key = layout.dp, layout.pp, layout.n_stages
+        if key not in self._sizes:
+            self._sizes[key] = self._halved(layout)
+        return self._sizes[key]
+
+    def _halved(self, layout: Layout) -> tuple[int, ...]:
         try:
             n = hetero_shares.microbatches(self.global_batch, layout)
         except InfeasiblePlan:

@@ -197,6 +197,7 @@ class NodeSet:
     every: SearchedNodes
     nodes: tuple[Node, ...]
     most: int
+    _in_zones: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -229,9 +230,13 @@ class NodeSet:
 
     def site(self, world: int = 0, kind: int | None = None) -> Site:
         """Of the slowest kind, with the slowest links there are."""
-        links = min(self.every.hardware[kind].link_bytes_per_s for kind in self.kinds)
         kind = self.slowest if kind is None else kind
-        return self.every.site(kind, links, self.per_node, world=world)
+        return self.every.site(kind, self._links, self.per_node, world=world)
+
+    @cached_property
+    def _links(self) -> float:
+        """Bytes a second of the slowest ones between nodes."""
+        return min(self.every.hardware[kind].link_bytes_per_s for kind in self.kinds)
 
     @cached_property
     def zones(self) -> Mapping[str, str]:
@@ -328,15 +333,21 @@ class NodeSet:
     def holds(self, layout: Layout) -> bool:
         """Are there groups of tp x cp workers inside of nodes for it, and replicas inside of
         zones?"""
-        inner, zones = layout.tp * layout.cp, self.zones
-        there: Counter[str] = Counter()
-        for (zone, gpus), n in self._classes.items():
-            there[zone] += n * (gpus // inner)
-        n_groups = layout.world_size // inner
-        if not zones:
-            return sum(there.values()) >= n_groups
+        inner = layout.tp * layout.cp
+        there, n_groups = self._groups(inner), layout.world_size // inner
+        if not self.zones:
+            return sum(there) >= n_groups
         size = n_groups // layout.dp_replicate
-        return sum(n // size for n in there.values()) >= layout.dp_replicate
+        return sum(n // size for n in there) >= layout.dp_replicate
+
+    def _groups(self, inner: int) -> tuple[int, ...]:
+        """Groups of so many workers inside of nodes, by zone."""
+        if inner not in self._in_zones:
+            there: Counter[str] = Counter()
+            for (zone, gpus), n in self._classes.items():
+                there[zone] += n * (gpus // inner)
+            self._in_zones[inner] = tuple(there.values())
+        return self._in_zones[inner]
 
     @cached_property
     def _classes(self) -> Counter[tuple[str, int]]:

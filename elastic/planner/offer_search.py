@@ -12,6 +12,7 @@ from elastic.planner import dollars, explain
 from elastic.planner.cost import default_hardware, memory
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
+from elastic.planner.hetero import hetero_shares
 from elastic.planner.hetero.hetero_assign import HeteroAssignment
 from elastic.planner.layout_choice import Ranked, ranked_layouts
 from elastic.planner.layout_search import PER_OPTION, Candidate, Ranking
@@ -241,22 +242,24 @@ def _assigned_parts(
     layout, place = found.layout, found.there.place
     ranks: dict[int, list[int]] = {}
     busy: list[float] = []
-    for rank, worker in enumerate(assigned.ranks):
-        at = grid.coordinates(layout, rank)
-        blocks = sum(assigned.layers[stage] for stage in grid.stages_at(layout, at.pp))
-        busy.append(assigned.samples[at.dp(layout)] * max(1, blocks) / place.rates[worker])
+    blocks, places = (
+        hetero_shares.blocks_at(layout, assigned.layers),
+        grid.stages_and_shares(layout),
+    )
+    for rank, (worker, (pp, dp)) in enumerate(zip(assigned.ranks, places, strict=True)):
+        busy.append(assigned.samples[dp] * max(1, blocks[pp]) / place.rates[worker])
         ranks.setdefault(id(of[worker.node_id]), []).append(rank)
     pools, parts = {id(group): group.pool for group in of.values()}, []
     for key, mine in ranks.items():
-        places = [grid.coordinates(layout, rank) for rank in mine]
-        stages = sorted({stage for one in places for stage in grid.stages_at(layout, one.pp)})
+        there = {places[rank] for rank in mine}
+        stages = sorted({stage for pp, _ in there for stage in grid.stages_at(layout, pp)})
         whole = len(stages) == layout.n_stages
         layers = (
             (found.there.every.work.n_blocks,)
             if whole
             else tuple(assigned.layers[stage] for stage in stages)
         )
-        samples = max(assigned.samples[one.dp(layout)] for one in places)
+        samples = max(assigned.samples[dp] for _, dp in there)
         share = max(busy[rank] for rank in mine) / max(busy)
         parts.append(OfferPart(pools[key], len(mine), samples, layers, share))
     return parts
@@ -276,11 +279,10 @@ def _fullest(found: Candidate) -> tuple[Mapping[str, float], int]:
     if assigned is None:
         return memory.parts(work, layout, step), found.there.memory_bytes
     asked = set()
-    for rank, worker in enumerate(assigned.ranks):
-        at = grid.coordinates(layout, rank)
-        blocks = sum(assigned.layers[stage] for stage in grid.stages_at(layout, at.pp))
+    blocks_at = hetero_shares.blocks_at(layout, assigned.layers)
+    for worker, (pp, dp) in zip(assigned.ranks, grid.stages_and_shares(layout), strict=True):
         room = found.there.memory.get(worker.node_id, 0)
-        asked.add((room, assigned.samples[at.dp(layout)], blocks))
+        asked.add((room, assigned.samples[dp], blocks_at[pp]))
     even = -(-work.n_blocks // layout.pp)
 
     def held(share: int, blocks: int) -> Mapping[str, float]:

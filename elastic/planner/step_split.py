@@ -11,7 +11,21 @@ from elastic.types import Job, Layout, ModelProfile
 def step_of(model: ModelProfile, job: Job, layout: Layout, *, per_node: int) -> Step:
     """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the
     model, the job or the batch cannot have this layout."""
+    check_axes(model, job, layout)
+    return share_out(job, layout, per_node=per_node)
+
+
+def share_out(job: Job, layout: Layout, *, per_node: int) -> Step:
+    """Of a layout whose axes model and job can have. Raises InfeasiblePlan."""
     global_batch = job.global_batch
+    m = hetero_shares.microbatches(global_batch, layout)
+    share = -(-(global_batch // m) // layout.dp) * m
+    return Step(m, share, global_batch, per_node, job.precision)
+
+
+def check_axes(model: ModelProfile, job: Job, layout: Layout) -> None:
+    """Whether model, job and batch can have its axes, whatever its other options are but for the
+    number of stages. Raises InfeasiblePlan."""
     if why := model.refusal(layout):
         raise InfeasiblePlan(why)
     if layout.tp > 1 and model.tp_limit % layout.tp:
@@ -39,13 +53,11 @@ def step_of(model: ModelProfile, job: Job, layout: Layout, *, per_node: int) -> 
         )
     if layout.n_stages > 1:
         hetero_shares.stage_layers(model.n_blocks, layout.n_stages)
-    if layout.dp > global_batch:
+    if layout.dp > job.global_batch:
         raise InfeasiblePlan(
-            f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step"
+            f"{layout.dp} data-parallel ranks are more than the {job.global_batch} samples of a "
+            "step"
         )
-    m = hetero_shares.microbatches(global_batch, layout)
-    share = -(-(global_batch // m) // layout.dp) * m
-    return Step(m, share, global_batch, per_node, job.precision)
 
 
 def _check_sequence(model: ModelProfile, layout: Layout) -> None:

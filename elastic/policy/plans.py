@@ -16,7 +16,7 @@ from elastic.policy import restarts, transition_cost
 from elastic.policy.copies import cadence, replica_placement
 from elastic.policy.faults import refused_layouts
 from elastic.policy.restarts import count
-from elastic.policy.speed import speeds
+from elastic.policy.speed import measured_steps, speeds
 from elastic.policy.state.state import State
 from elastic.types import (
     Action,
@@ -76,12 +76,15 @@ def _answered(question: _Question) -> Choice | InfeasiblePlan:
 
 
 def _searched(state: State, nodes: Sequence[Node]) -> Choice:
-    assert state.model is not None
-    ordered = restarts.in_order(state, nodes)
+    ordered, usable = restarts.in_order(state, nodes), refused_layouts.usable_model(state)
+    return plan_layout(usable, state.job, ordered, limits=_limits(state, nodes))
+
+
+def _limits(state: State, nodes: Sequence[Node]) -> LayoutLimits:
     pools = {pool.name: pool for pool in state.pools}
     of_node = {node.node_id: pools[node.pool] for node in nodes if node.pool in pools}
     memory = {name: gpu_bytes(state, pool) for name, pool in of_node.items()}
-    limits = LayoutLimits(
+    return LayoutLimits(
         infeasible=state.infeasible,
         hardware=_hardware(state, nodes),
         rates=speeds.rates(state, nodes),
@@ -91,16 +94,15 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
         on_gpus=on_gpus(state, of_node),
         host_memory={name: pool.host_memory_bytes for name, pool in of_node.items()},
     )
-    choice = plan_layout(refused_layouts.usable_model(state), state.job, ordered, limits=limits)
-    return replace(choice, not_planned=_not_planned(state, choice, ordered, limits=limits))
 
 
-def _not_planned(
-    state: State, choice: Choice, nodes: Sequence[Node], *, limits: LayoutLimits
-) -> str:
-    """Why it is not what `elastic plan` offers first on these nodes, which knows nothing of what
-    this run has found out; '' = it is."""
-    assert state.model is not None
+def not_planned(state: State, choice: Choice) -> str:
+    """Why it is not what `elastic plan` offers first on its nodes, which knows nothing of what this
+    run has found out; '' = it is."""
+    if state.model is None or not choice.nodes:  # the planner was not asked
+        return ""
+    nodes = [state.nodes[name] for name in choice.nodes]
+    limits = _limits(state, nodes)
     kinds = rank_placement.kinds_of(limits.rates or {})
     if not (limits.infeasible or state.unusable or any(kinds.values())):
         return ""
@@ -242,7 +244,7 @@ def enter(state: State, choice: Choice, resume: Resume, *, cause: Cause, why: st
     ) + "".join(
         f"; {more}"
         for more in (
-            choice.not_planned or _instead(choice),
+            not_planned(state, choice) or _instead(choice),
             transition_cost.transfer_message(move),
             copies.note,
         )
@@ -263,9 +265,12 @@ def _every(kind: str, steps: int) -> str:
 
 
 def _expected_step_s(state: State, choice: Choice) -> float:
-    """The measured step time, scaled as the cost model says that the two layouts differ (where the
-    hardware is not known: by the number of ranks). Before the first measurement what the cost model
-    says, where the hardware is known; else 0."""
+    """What was measured of such plans, or follows from what was. Where too little was, and for
+    drivers that knew nothing else: the measured step time, scaled as the cost model says that the
+    two layouts differ (where the hardware is not known: by the number of ranks). Before the first
+    measurement what the cost model says, where the hardware is known; else 0."""
+    if measured_s := measured_steps.expected_s(state, choice):
+        return measured_s
     newest = state.plans.get(state.generation)
     if newest is None or not state.step_time_s:
         return choice.model_step_s if choice.hardware_known else 0.0

@@ -9,13 +9,14 @@ tensors are whole on every rank that holds them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from elastic.errors import SpecError
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.types.grid import coordinates
+from elastic.types.replacing import replace
 
 RNG = "elastic.rng"
 LOSS_SCALE = "elastic.loss_scale"
@@ -84,10 +85,17 @@ def first_values(model: ModelProfile) -> dict[str, float]:
 
 
 def boxes(
-    model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int
+    model: ModelProfile,
+    layout: Layout,
+    layers: tuple[int, ...],
+    rank: int,
+    *,
+    state: Sequence[Placed] = (),
 ) -> tuple[Box, ...]:
-    """What `rank` holds, empty boxes left out; `layers[i]` = number of blocks of stage i."""
-    return _boxes(model, layout, layers, rank=rank, state=placements(model), owned_only=False)
+    """What `rank` holds, empty boxes left out; `layers[i]` = number of blocks of stage i. `state`:
+    the model's `placements`, where they are known already."""
+    placed = state or placements(model)
+    return _boxes(model, layout, layers, rank=rank, state=placed, owned_only=False)
 
 
 def reread_boxes(

@@ -25,7 +25,9 @@ class DriverStarted(Event):
     missing before this one, in one sentence; '' = none. `paid_until_s`: until when nodes of the
     driver before may have been paid for, whatever this one's clock says; None = until it attached,
     or no longer than that driver lived. `forms_ahead`: groups of an announced change are made while
-    the generation before it trains.
+    the generation before it trains. `expects_measured`: a step of a plan is expected to take what
+    steps of such plans took in this run (else as the newest one, scaled: journals of drivers that
+    knew nothing else).
     """
 
     run: str
@@ -39,6 +41,7 @@ class DriverStarted(Event):
     cut: str = ""
     paid_until_s: float | None = None
     forms_ahead: bool = False
+    expects_measured: bool = False
 
 
 @dataclass(frozen=True)

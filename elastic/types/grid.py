@@ -46,6 +46,12 @@ def coordinates(layout: Layout, rank: int) -> Coordinates:
     return Coordinates(*reversed(values))
 
 
+def stages_and_shares(layout: Layout) -> list[tuple[int, int]]:
+    """Of each rank its place on the pp axis and its data-parallel rank, as `coordinates` tells."""
+    inner = layout.cp * layout.tp
+    return [(p, d) for p in range(layout.pp) for d in range(layout.dp) for _ in range(inner)]
+
+
 def rank_of(layout: Layout, at: Coordinates) -> int:
     """The inverse of `coordinates`."""
     rank = 0
@@ -82,11 +88,10 @@ def stages_at(layout: Layout, pp: int) -> range:
     return range(pp, layout.n_stages, layout.pp)
 
 
-def fills_rounds(layout: Layout, n_microbatches: int) -> bool:
+def fills_rounds(pp: int, n_stages: int, n_microbatches: int) -> bool:
     """interleaved1f1b sends microbatches through the stages of a rank in rounds of about pp: are
     the rounds of equal size?"""
-    interleaved = layout.n_stages > layout.pp
-    return not interleaved or n_microbatches % max(1, n_microbatches // layout.pp) == 0
+    return n_stages <= pp or n_microbatches % max(1, n_microbatches // pp) == 0
 
 
 def each_microbatches(
@@ -114,15 +119,19 @@ def each_microbatches(
                 ),
                 1,
             )
-            n = n_microbatches * (more if fills_rounds(layout, n_microbatches * more) else 1)
+            n = n_microbatches * (
+                more if fills_rounds(layout.pp, layout.n_stages, n_microbatches * more) else 1
+            )
         found += [n] * shard
     return tuple(found)
 
 
 def replica_key(layout: Layout, rank: int) -> tuple[int, int, int, int]:
     """Ranks with equal keys hold equal boxes (they differ in dp_replicate only)."""
-    at = coordinates(layout, rank)
-    return (at.pp, at.dp_shard, at.cp, at.tp)
+    cp, tp, shards = layout.cp, layout.tp, layout.dp_shard
+    inner = cp * tp
+    pp, rest = divmod(rank, layout.dp_replicate * shards * inner)
+    return pp, rest // inner % shards, rest // tp % cp, rest % tp
 
 
 def stage_blocks(layers: tuple[int, ...], stage: int) -> range:

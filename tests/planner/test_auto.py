@@ -310,9 +310,12 @@ def test_gathered_parameters_by_stage() -> None:
     )
     step = memory.Step(4, 4, 32, dtype="bfloat16")
     idle = compute.BlockTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # nothing to hide under
+    layouts = [Layout(dp_shard=8, zero_stage=stage) for stage in (3, 2, 1)]
     three, two, one = (
-        step_cost._fsdp_s(site, work, Layout(dp_shard=8, zero_stage=stage), step=step, passes=idle)
-        for stage in (3, 2, 1)
+        step_cost._fsdp_s(
+            site, layout, idle, m=4, blocks=32, of=step_cost.shards(site, work, layout, step=step)
+        )
+        for layout in layouts
     )
     # per block, in units of a gather in bfloat16 (gradients in float32 are two): 8 + 8, 4 + 8, 1 +
     # 2; of one block more each microbatch nothing is hidden
@@ -393,7 +396,7 @@ def test_what_is_chosen_passes_the_checks_of_those_who_run_it(
     assert sum(found.samples) == batch and all(
         n and n % found.n_microbatches == 0 for n in found.samples
     )
-    assert grid.fills_rounds(layout, found.n_microbatches)
+    assert grid.fills_rounds(layout.pp, layout.n_stages, found.n_microbatches)
     for group in grid.axis_groups(layout, ("cp", "tp")):
         assert len({found.ranks[rank].node_id for rank in group}) == 1
     if model.sample is not None:

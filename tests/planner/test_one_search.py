@@ -15,9 +15,10 @@ from elastic.planner.layout_choice import Choice, plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.planner.offers import Aim, Offer
 from elastic.planner.published.decoder import Decoder
-from elastic.policy.plans import choice_of
+from elastic.policy import plans
+from elastic.policy.plans import choice_of, not_planned
 from elastic.policy.state.state import State
-from elastic.types import Job, Node, Pool, WorkerId
+from elastic.types import Job, Node, Pool, Resume, WorkerId
 
 ONE_B = Decoder(16, 2048, 32, 8, 8192, 128256, 2048)
 LONG = replace(LLAMA_8B, seq=131072)
@@ -139,7 +140,7 @@ def test_the_first_offer_is_what_a_run_enters(case: int) -> None:
     assert choice.n_microbatches == offer.step.n_microbatches
     samples = dict.fromkeys(dict.fromkeys(worker.node_id for worker in choice.ranks), 0)
     assert len(choice.ranks) == offer.n_gpus and samples
-    assert not choice.not_planned
+    assert not not_planned(state, choice)
 
 
 def test_a_70b_on_128_h100_runs_at_the_pace_that_is_offered() -> None:
@@ -154,12 +155,31 @@ def test_what_this_run_found_out_takes_the_next_offer_and_says_so() -> None:
     tried = replace(state, infeasible={first.layout: 81 * GiB})
     second = entered(tried)
     assert second.layout != first.layout
-    assert (
-        second.not_planned == f"not as planned ({first.layout}): did not fit (81.00 GiB measured)"
-    )
-    closed = entered(replace(state, unusable={"cp": "steps differ", "tp": "steps differ"}))
-    assert closed.layout.tp == closed.layout.cp == 1 and closed.not_planned.endswith("steps differ")
-    assert not first.not_planned
+    said = f"not as planned ({first.layout}): did not fit (81.00 GiB measured)"
+    assert not_planned(tried, second) == said
+    without = replace(state, unusable={"cp": "steps differ", "tp": "steps differ"})
+    closed = entered(without)
+    assert closed.layout.tp == closed.layout.cp == 1
+    assert not_planned(without, closed).endswith("steps differ")
+    assert not not_planned(state, first)
+
+
+def test_what_was_planned_is_searched_only_for_a_plan_that_is_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = asked(*CASES[0])
+    tried = replace(state, infeasible={entered(state).layout: 81 * GiB}, generation=1)
+    searches: list[LayoutLimits | None] = []
+
+    def counted(*given: Any, limits: LayoutLimits) -> Choice:
+        searches.append(limits)
+        return plan_layout(*given, limits=limits)
+
+    monkeypatch.setattr(plans, "plan_layout", counted)
+    choice = entered(tried)
+    assert len(searches) == 1
+    said = plans.enter(tried, choice, Resume(), cause="start", why="it").reason
+    assert "did not fit (81.00 GiB measured)" in said and len(searches) == 2
 
 
 def test_measured_rates_count_for_a_run_alone() -> None:

@@ -377,6 +377,7 @@ class JobRun:
             hardware=known_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
             forms_ahead=True,
+            expects_measured=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

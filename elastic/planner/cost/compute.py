@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import ceil
 
 from elastic.planner.cost.kernels import TILE, Kernels
@@ -21,6 +21,14 @@ class ComputeTarget:
     gpu: HardwareProfile
     kernels: Kernels
     dtype: str = "bfloat16"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: profiles are long to hash, and each product is looked up by it."""
+        return hash((self.gpu, self.kernels, self.dtype))
 
     @property
     def on_gpu(self) -> bool:

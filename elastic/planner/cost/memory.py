@@ -4,7 +4,7 @@ count as none."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from elastic.planner.cost.model_cost import ModelCost
@@ -59,22 +59,25 @@ class HeldBytes:
     experts: float
 
 
-def held(work: ModelCost, layout: Layout) -> HeldBytes:
+def held(work: ModelCost, layout: Layout, depth: int | None = None) -> HeldBytes:
     """Of the stage that has most: the first or the last one. Experts are not cut by tp where ep
-    cuts them."""
-    blocks = ceil(work.n_blocks / layout.pp)
+    cuts them. `depth`: blocks of a stage, None = of an even one."""
+    blocks = ceil(work.n_blocks / layout.pp) if depth is None else depth
     ends = work.first + work.last - work.tied if layout.pp == 1 else max(work.first, work.last)
     experts = blocks * work.experts / (layout.ep if layout.ep > 1 else layout.tp)
     return HeldBytes((blocks * work.block + ends) / layout.tp, experts)
 
 
-def state_parts(work: ModelCost, layout: Layout, low: float) -> dict[str, float]:
+def state_parts(
+    work: ModelCost, layout: Layout, low: float, *, depth: int | None = None
+) -> dict[str, float]:
     """Bytes of a rank without activations. Its shard of parameters, gradients and optimizer entries
     (in host memory under `offload`: not counted); where they are sharded, also what is gathered, in
     the dtype of the computation (`low` of the stored one), as in ZeRO (Rajbhandari et al. 2020,
     section 3): at stage 3 one block twice (the running one and the prefetched one), at stage 2 all
-    parameters, at stage 1 all gradients too. Stage 0: nothing is sharded."""
-    n, stage, mine = layout.dp_shard * layout.cp, zero_stage(layout), held(work, layout)
+    parameters, at stage 1 all gradients too. Stage 0: nothing is sharded. `depth`: as in `held`."""
+    n, stage = layout.dp_shard * layout.cp, zero_stage(layout)
+    mine = held(work, layout, depth)
     whole, ranks = mine.dense + mine.experts, max(1, n // layout.ep)
     own = mine.dense / n + mine.experts / ranks if stage else whole
     parts = {
@@ -132,15 +135,17 @@ def ends_bytes(sample: SampleProfile, layout: Layout) -> float:
     return sample.ends_bytes / layout.cp / (layout.tp if sample.loss_parallel else 1)
 
 
-def activation_parts(work: ModelCost, layout: Layout, step: Step) -> dict[str, float]:
+def activation_parts(
+    work: ModelCost, layout: Layout, step: Step, *, depth: int | None = None
+) -> dict[str, float]:
     """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last
     has the logits. Where blocks are computed again, one of them has all of its activations for that
-    time (Chen et al. 2016, section 3); by then the logits are gone."""
+    time (Chen et al. 2016, section 3); by then the logits are gone. `depth`: as in `held`."""
     sample, mode = work.sample, layout.activation_checkpointing
     if sample is None:
         return {"activations": 0.0, "logits": 0.0, "again": 0.0}
     kept, none = kept_bytes(sample, layout, mode), kept_bytes(sample, layout, "none")
-    blocks = ceil(work.n_blocks / layout.pp) * kept
+    blocks = (ceil(work.n_blocks / layout.pp) if depth is None else depth) * kept
     first, ends = blocks * in_flight(layout, step.n_microbatches), ends_bytes(sample, layout)
     rows, again = step.n_rows, max(0.0, none - kept)
     if layout.pp > 1 and first >= blocks + ends:
@@ -160,8 +165,13 @@ def parts(work: ModelCost, layout: Layout, step: Step) -> Mapping[str, float]:
 
 def memory_bytes(work: ModelCost, layout: Layout, dtype: str = "float32") -> int:
     """Of a rank without activations."""
+    return int(state_bytes(work, layout, dtype))
+
+
+def state_bytes(work: ModelCost, layout: Layout, dtype: str, *, depth: int | None = None) -> float:
+    """Of a rank without activations, where its stage has so many blocks (None = an even one)."""
     low = Step(1, 1, 1, dtype=dtype).compute_bytes / max(1.0, work.element_bytes)
-    return int(sum(state_parts(work, layout, low).values()))
+    return sum(state_parts(work, layout, low, depth=depth).values())
 
 
 def activation_bytes(work: ModelCost, layout: Layout, step: Step) -> int:
@@ -171,9 +181,5 @@ def activation_bytes(work: ModelCost, layout: Layout, step: Step) -> int:
 def stage_bytes(work: ModelCost, layout: Layout, step: Step, *, n_blocks: int) -> int:
     """Of a rank that has so many blocks, and the larger one of what is before and what is behind
     them; as many microbatches in flight as at the first stage."""
-    low = step.compute_bytes / max(1.0, work.element_bytes)
-    deep = replace(work, n_blocks=n_blocks * layout.pp)
-    return int(
-        sum(state_parts(deep, layout, low).values())
-        + sum(activation_parts(deep, layout, step).values())
-    )
+    active = sum(activation_parts(work, layout, step, depth=n_blocks).values())
+    return int(state_bytes(work, layout, step.dtype, depth=n_blocks) + active)

@@ -4,6 +4,7 @@ them thousands of times."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from elastic.types import DTYPE_BYTES, ModelProfile, SampleProfile, TensorSpec
@@ -61,7 +62,7 @@ class ModelCost:
     def sample(self) -> SampleProfile | None:
         return self.model.sample
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> float:
         """Of all parameters, tied ones once."""
         return self.n_blocks * (self.block + self.experts) + self.first + self.last - self.tied
@@ -70,7 +71,7 @@ class ModelCost:
     def gradient_bytes(self) -> float:
         return self.parameter_bytes * self.trained
 
-    @property
+    @cached_property
     def state_bytes(self) -> float:
         """Of parameters, gradients and optimizer entries."""
         return self.parameter_bytes * (1 + self.trained * (1 + self.entries))
@@ -80,7 +81,7 @@ class ModelCost:
         """Of parameters and optimizer entries: what a copy of the training state holds."""
         return self.parameter_bytes * (1 + self.trained * self.entries)
 
-    @property
+    @cached_property
     def element_bytes(self) -> float:
         """Of a parameter as it is stored."""
         return self.parameter_bytes / max(1, self.model.n_params)

@@ -189,18 +189,22 @@ def offload_s(site: Site, work: ModelCost, layout: Layout, *, m: int) -> float:
     return shard * (2 * m + work.trained) / link + updated
 
 
-def accumulate_s(site: Site, work: ModelCost, layout: Layout, *, m: int) -> float:
+def added_bytes(work: ModelCost, layout: Layout) -> float:
     """Gradients of each further microbatch are read in the computation's dtype and added to the
     sum, which stage 2 and 3 have cut already."""
     mine, cut = held(work, layout), 1 if zero_stage(layout) < 2 else layout.dp_shard * layout.cp
-    rate = site.chip.gpu.memory_bytes_per_s * site.kernels.bandwidth
-    n_bytes = (
+    return (
         (mine.dense + mine.experts)
         * work.trained
         / cut
         / max(1.0, work.element_bytes)
         * (2 + 2 * GRADIENT_BYTES)
     )
+
+
+def accumulate_s(site: Site, n_bytes: float, m: int) -> float:
+    """`n_bytes` as added_bytes, for m microbatches."""
+    rate = site.chip.gpu.memory_bytes_per_s * site.kernels.bandwidth
     return (m - 1) * n_bytes / rate if rate else 0.0
 
 
@@ -216,41 +220,92 @@ class Cost:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class BlockCost:
+    """Seconds of a microbatch in one block, whatever else the layout says: its passes, attention
+    with what cp adds, tp, cp, ep; and of the head (`ends`)."""
+
+    passes: BlockTimes
+    attends: float
+    tp: float
+    cp: float
+    ep: float
+    ends: float
+
+    @classmethod
+    def of(
+        cls, site: Site, work: ModelCost, layout: Layout, *, step: Step, passes: BlockTimes
+    ) -> BlockCost:
+        sample = work.sample
+        assert sample is not None
+        attends = passes.attention + passes.backward - 2 * (passes.products + passes.moved)
+        cp = under(attends, cp_s(site, sample, layout, step), site.kernels.crowd) - attends
+        tp, ep = tp_s(site, sample, layout, step), ep_s(site, sample, layout, step)
+        ends = compute.ends_s(site.chip, sample, layout, n_rows=step.n_rows)
+        return cls(passes, attends, tp, cp, ep, ends)
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """What of a step hangs neither on microbatches nor on activation checkpointing: seconds, and of
+    gradients the bytes that are moved where those of one more microbatch are added."""
+
+    shards: Shards
+    commit: float
+    optimizer: float
+    added_bytes: float
+
+    @classmethod
+    def of(cls, site: Site, work: ModelCost, layout: Layout, *, step: Step) -> LayoutCost:
+        return cls(
+            shards(site, work, layout, step=step),
+            commit_s(site.links, layout.world_size),
+            0.0 if layout.offload else optimizer_s(site, work, layout),
+            added_bytes(work, layout),
+        )
+
+
 def step_cost(
-    site: Site, work: ModelCost, layout: Layout, *, step: Step, passes: BlockTimes | None = None
+    site: Site,
+    work: ModelCost,
+    layout: Layout,
+    *,
+    step: Step,
+    block: BlockCost | None = None,
+    whole: LayoutCost | None = None,
 ) -> Cost:
     """Of a model whose sample profile is known. The pipeline runs at the pace of its slowest stage,
-    the last one with the head or one with a block more; the others wait."""
+    the last one with the head or one with a block more; the others wait. `block`, `whole`: where
+    they are known already."""
     sample, m = work.sample, step.n_microbatches
     assert sample is not None
-    passes = passes or compute.block_s(
-        site.chip, sample, layout, n_rows=step.n_rows, n_blocks=work.n_blocks
-    )
-    blocks = work.n_blocks / layout.pp
-    ends = compute.ends_s(site.chip, sample, layout, n_rows=step.n_rows)
-    tp, cp, ep = (of(site, sample, layout, step) for of in (tp_s, cp_s, ep_s))
-    attends = passes.attention + passes.backward - 2 * (passes.products + passes.moved)
-    cp = under(attends, cp, site.kernels.crowd) - attends
-    one = passes.busy + tp + cp + ep
+    if block is None:
+        passes = compute.block_s(
+            site.chip, sample, layout, n_rows=step.n_rows, n_blocks=work.n_blocks
+        )
+        block = BlockCost.of(site, work, layout, step=step, passes=passes)
+    whole = whole or LayoutCost.of(site, work, layout, step=step)
+    passes, ends, blocks = block.passes, block.ends, work.n_blocks / layout.pp
+    one = passes.busy + block.tp + block.cp + block.ep
     mean = blocks * one + ends / layout.pp
     slowest = slowest_stage(work.n_blocks, layout, ends / one) * one if layout.pp > 1 else mean
-    fsdp = _fsdp_s(site, work, layout, step=step, passes=passes)
     pp = pp_s(site, sample, layout, step=step) + (
         site.kernels.microbatch_s if layout.pp > 1 else 0.0
     )
     parts = {
         "products": m * (blocks * 3 * passes.products + ends / layout.pp),
-        "attention": m * blocks * attends,
+        "attention": m * blocks * block.attends,
         "moved": m * blocks * 3 * passes.moved,
         "recomputed": m * blocks * passes.again,
-        "tp": m * blocks * tp, "cp": m * blocks * cp, "ep": m * blocks * ep, "pp": m * pp,
+        "tp": m * blocks * block.tp, "cp": m * blocks * block.cp, "ep": m * blocks * block.ep,
+        "pp": m * pp,
         "uneven": m * (slowest - mean),
-        "accumulate": accumulate_s(site, work, layout, m=m),
+        "accumulate": accumulate_s(site, whole.added_bytes, m),
         "bubble": (layout.pp * mean - slowest + (layout.pp - 1) * pp) * layout.pp / layout.n_stages,
-        "fsdp": fsdp,
-        "replicas": _replicas_s(site, work, layout, step=step, passes=passes),
-        "commit": commit_s(site.links, layout.world_size),
-        "optimizer": 0.0 if layout.offload else optimizer_s(site, work, layout),
+        "fsdp": _fsdp_s(site, layout, passes, m=m, blocks=blocks, of=whole.shards),
+        "replicas": _replicas_s(site, work, layout, passes=passes, of=whole.shards),
+        "commit": whole.commit,
+        "optimizer": whole.optimizer,
         "offload": offload_s(site, work, layout, m=m),
     }  # fmt: skip
     nodes = max(1.0, layout.world_size / site.per_node)
@@ -259,15 +314,14 @@ def step_cost(
 
 
 def _fsdp_s(
-    site: Site, work: ModelCost, layout: Layout, *, step: Step, passes: BlockTimes
+    site: Site, layout: Layout, passes: BlockTimes, *, m: int, blocks: float, of: Shards
 ) -> float:
     """What gathering and scattering add to the computation that they run under, block by block
     (Zhao et al. 2023, section 3.3); as often as the ZeRO stage says (docs/memory.md; Rajbhandari et
     al. 2020, section 7)."""
     if layout.dp_shard * layout.cp == 1:
         return 0.0
-    of, m, crowd = shards(site, work, layout, step=step), step.n_microbatches, site.kernels.crowd
-    blocks, stage = work.n_blocks / layout.pp, zero_stage(layout)
+    crowd, stage = site.kernels.crowd, zero_stage(layout)
     ahead, back = passes.forward, passes.backward + passes.again
     gathered = under(ahead, of.gather, crowd) - ahead
     regathered = under(back, of.gather + of.scatter, crowd) - back
@@ -284,11 +338,11 @@ def _fsdp_s(
 
 
 def _replicas_s(
-    site: Site, work: ModelCost, layout: Layout, *, step: Step, passes: BlockTimes
+    site: Site, work: ModelCost, layout: Layout, *, passes: BlockTimes, of: Shards
 ) -> float:
     """What the sum over replicas adds to the last microbatch's backward pass."""
     if layout.dp_replicate == 1:
         return 0.0
-    alone = shards(site, work, layout, step=step).replicas
+    alone = of.replicas
     covered = min(alone, site.kernels.dp_hidden * work.n_blocks / layout.pp * passes.backward)
     return alone - covered + site.kernels.crowd * covered

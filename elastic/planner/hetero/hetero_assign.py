@@ -10,22 +10,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
 from itertools import islice
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.cost import compute, memory
+from elastic.planner.cost import memory
 from elastic.planner.cost.block_cost_cache import BlockCostCache
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.cost.step_cost import Cost, Site, step_cost
+from elastic.planner.cost.step_cost import Cost, Site
 from elastic.planner.hetero import rank_placement
 from elastic.planner.hetero.hetero_shares import most_that
 from elastic.planner.hetero.hetero_split import Split, SplitTask, split
 from elastic.planner.hetero.rank_placement import Slot
 from elastic.types import Layout, WorkerId
+from elastic.types.replacing import replace
 
 COMPUTED = ("products", "attention", "moved", "recomputed", "tp", "cp", "ep")
 # of the step, where the model is not known
@@ -101,7 +102,8 @@ class HeteroAssigner:
     ) -> HeteroAssignment:
         inner, dp, m = layout.tp * layout.cp, layout.dp, step.n_microbatches
         stages = range(layout.pp)
-        speeds = tuple(tuple(slots[p * dp + d].rate * inner for p in stages) for d in range(dp))
+        rates = [slot.rate * inner for slot in slots]
+        speeds = tuple(zip(*(rates[p * dp : (p + 1) * dp] for p in stages), strict=True))
         ends = self.ends(layout, step)
         task = SplitTask(layout, self.work.n_blocks, step.global_batch, m, ends)
         try:
@@ -137,9 +139,7 @@ class HeteroAssigner:
         if sample is None or not sample.flop:
             return 0.0
         one = self.cache.block_s(self.site, layout, step.n_rows).busy
-        return (
-            compute.ends_s(self.site.chip, sample, layout, n_rows=step.n_rows) / one if one else 0.0
-        )
+        return self.cache.ends_s(self.site, layout, step.n_rows) / one if one else 0.0
 
     def cost(self, layout: Layout, step: Step, made: Split, *, total: float) -> Cost:
         """On workers of these rates in `total`."""
@@ -150,8 +150,7 @@ class HeteroAssigner:
         if sample is None or not sample.flop:
             parts = {"busy": 1.0} | {name: s / ideal for name, s in waits.items()}
             return guessed_cost(layout, parts, total / self.unit)
-        passes = self.cache.block_s(self.site, layout, step.n_rows)
-        base = step_cost(self.site, self.work, layout, step=step, passes=passes)
+        base = self.cache.step_cost(self.site, layout, step)
         computed = self.slower * sum(base.parts[name] for name in COMPUTED)
         mean = step.n_rows * m * (self.work.n_blocks + ends)
         mean /= layout.pp * (layout.tp * layout.cp * self.reference)
@@ -195,10 +194,9 @@ class HeteroAssigner:
 
     def _bound(self, task: SplitTask, step: Step, slots: tuple[Slot, ...]) -> SplitTask:
         layout, dp = task.layout, task.layout.dp
-        rooms = [
-            tuple(self.room.get(slots[p * dp + d].node_id, 0) for p in range(layout.pp))
-            for d in range(dp)
-        ]
+        room = [self.room.get(slot.node_id, 0) for slot in slots]
+        stages = (room[p * dp : (p + 1) * dp] for p in range(layout.pp))
+        rooms = list(zip(*stages, strict=True))
         kinds = set(rooms)
         least = [
             min((room for room in there if room), default=0) for there in zip(*kinds, strict=True)
@@ -226,7 +224,7 @@ class HeteroAssigner:
         if key not in self._rows:
 
             def fits(n: int) -> bool:
-                return memory.stage_bytes(self.work, layout, step, n_blocks=n) <= room
+                return self._stage_bytes(layout, step, n) <= room
 
             n_blocks = self.work.n_blocks
             self._rows[key] = most_that(fits, n_blocks) if room else n_blocks
@@ -240,7 +238,7 @@ class HeteroAssigner:
 
             def needs(n_rows: int) -> int:
                 more = replace(step, largest_share=n_rows * m)
-                return memory.stage_bytes(self.work, layout, more, n_blocks=n_blocks)
+                return self._stage_bytes(layout, more, n_blocks)
 
             limit = step.global_batch // m
             # replicas without stages have more of them
@@ -253,6 +251,11 @@ class HeteroAssigner:
                 limit = min(limit, (room - one) // (two - one) + 1)
             self._rows[key] = limit
         return self._rows[key]
+
+    def _stage_bytes(self, layout: Layout, step: Step, n_blocks: int) -> int:
+        """As memory.stage_bytes."""
+        active = memory.activation_parts(self.work, layout, step, depth=n_blocks)
+        return int(self.cache.state_bytes(layout, step.dtype, n_blocks) + sum(active.values()))
 
 
 def guessed_cost(layout: Layout, parts: Mapping[str, float], total: float) -> Cost:

@@ -4,8 +4,9 @@ Integers only."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from heapq import heapify, heappop, heapreplace
 
 from elastic.errors import InfeasiblePlan
@@ -98,29 +99,36 @@ def microbatches(global_batch: int, layout: Layout) -> int:
     the largest divisor that is at most 2 pp (from pp on the pipeline is full) and leaves each
     data-parallel rank a sample per microbatch.
     """
-    found = [
-        d
-        for d in divisors(global_batch)
-        if global_batch // d >= layout.dp and grid.fills_rounds(layout, d)
-    ]
+    dp = layout.dp
+    found = _dividing(global_batch, dp, layout.pp, n_stages=layout.n_stages)
     if not found:
         raise InfeasiblePlan(
             f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks"
         )
     if layout.microbatch_size:
-        fitting = [
-            d for d in found if -(-(global_batch // d) // layout.dp) <= layout.microbatch_size
-        ]
-        if not fitting:
+        most = layout.microbatch_size * dp
+        fewest = bisect_left(found, -most, key=lambda d: -(global_batch // d))
+        if fewest == len(found):
             raise InfeasiblePlan(
                 f"microbatch_size={layout.microbatch_size}: no number of microbatches divides "
                 f"{global_batch} samples over "
                 f"{layout.dp} data-parallel ranks into pieces of at most that size"
             )
-        return fitting[0]
+        return found[fewest]
     if layout.pp == 1:
         return 1
     return max(d for d in found if d <= 2 * layout.pp)
+
+
+@lru_cache(4096)
+def _dividing(global_batch: int, dp: int, pp: int, *, n_stages: int) -> tuple[int, ...]:
+    """Numbers of microbatches that divide the batch, feed each rank and fill a pipeline's rounds;
+    rising."""
+    return tuple(
+        d
+        for d in divisors(global_batch)
+        if global_batch // d >= dp and grid.fills_rounds(pp, n_stages, d)
+    )
 
 
 def most_that(fits: Callable[[int], bool], limit: int) -> int:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import nlargest
 from itertools import combinations, islice
 from math import comb
+from operator import le
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.hetero import hetero_shares
@@ -54,7 +56,7 @@ class SplitTask:
     most_blocks: tuple[int, ...] | None = None
     most_rows: Callable[[tuple[int, ...]], Sequence[int]] | None = None
 
-    @property
+    @cached_property
     def per_rank(self) -> int:
         """Stages of a rank."""
         return self.layout.n_stages // self.layout.pp
@@ -172,10 +174,8 @@ def _starts(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> list[tupl
 
 
 def _allowed(task: SplitTask, blocks: Sequence[int]) -> bool:
-    return min(blocks) >= task.per_rank and (
-        task.most_blocks is None
-        or all(n <= most for n, most in zip(blocks, task.most_blocks, strict=True))
-    )
+    most = task.most_blocks
+    return min(blocks) >= task.per_rank and (most is None or all(map(le, blocks, most)))
 
 
 def _moved(

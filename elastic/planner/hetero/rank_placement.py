@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 from elastic.errors import InfeasiblePlan
 from elastic.types import Layout, Node, WorkerId
@@ -18,14 +19,11 @@ CLEAR = 0.05  # by which rates must differ to count as different
 class Slot:
     """A tp x cp group: workers of one node, as fast as the slowest of them."""
 
+    node_id: str
     workers: tuple[WorkerId, ...]
     rate: float
     kind: int
     zone: str = ""
-
-    @property
-    def node_id(self) -> str:
-        return self.workers[0].node_id
 
 
 def speed_kinds(found: Iterable[tuple[float, int]]) -> dict[tuple[float, int], int]:
@@ -91,10 +89,12 @@ class PlacementSite:
         if self.uneven:
             groups = sorted(tuple(sorted(group)) for group in groups)
         zone = self.zones.get(node.node_id, "")
+        rates, kinds = self.rates, self.kinds
         return [
-            Slot(group, min(self.rates[w] for w in group), max(self.kinds[w] for w in group), zone)
+            Slot(node.node_id, group, min(rates[w] for w in group), max(kinds[w] for w in group),
+            zone)
             for group in groups
-        ]
+        ]  # fmt: skip
 
     def arrangements(self, layout: Layout, max_workers: int = 0) -> Iterator[tuple[Slot, ...]]:
         """Orders of slots along pp x dp, the given one first. Raises InfeasiblePlan with the
@@ -124,7 +124,7 @@ class PlacementSite:
         yield slots
         if not self.uneven:
             return
-        falling = sorted(slots, key=lambda slot: slot.kind)
+        falling = sorted(slots, key=attrgetter("kind"))
         if not self.zones:
             fastest = set(falling[:n])
             slots, falling = [slot for slot in slots if slot in fastest], falling[:n]

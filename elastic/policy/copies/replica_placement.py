@@ -9,7 +9,7 @@ from math import ceil
 
 from elastic.planner.layout_choice import Choice
 from elastic.policy.state.state import State
-from elastic.reshard.rank_boxes import boxes
+from elastic.reshard.rank_boxes import boxes, placements
 from elastic.types import HardwareProfile, Layout, ModelProfile, Node, WorkerId
 from elastic.types.grid import replica_key, stage_ranks
 
@@ -205,13 +205,11 @@ def rank_bytes(model: ModelProfile, choice: Choice, rounded: bool = False) -> li
     """Host bytes of each rank's boxes, at most: those of the first rank of its stage, whose chunks
     are the largest. `rounded`: up to a power of two, as torch allocates pinned memory unless it is
     told otherwise."""
-    layout = choice.layout
+    layout, layers, state = choice.layout, choice.layers, placements(model)
+    firsts = [stage_ranks(layout, stage)[0] for stage in range(layout.pp)]
     per_stage = [
-        sum(
-            -(-box.n_bytes // 8) * 8
-            for box in boxes(model, layout, choice.layers, stage_ranks(layout, stage)[0])
-        )
-        for stage in range(layout.pp)
+        sum(-(-box.n_bytes // 8) * 8 for box in boxes(model, layout, layers, first, state=state))
+        for first in firsts
     ]
     per_stage = [1 << (n - 1).bit_length() if rounded and n else n for n in per_stage]
     return [

@@ -32,6 +32,7 @@ from elastic.policy.faults.failures import (
 )
 from elastic.policy.forming_groups import HANDLERS as AHEAD
 from elastic.policy.pools import hazard, limits
+from elastic.policy.speed.measured_steps import with_step
 from elastic.policy.speed.speeds import HANDLERS as SPEEDS
 from elastic.policy.speed.speeds import forget
 from elastic.policy.state.action_effects import ordered_plan
@@ -110,6 +111,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "run": event.run, "epoch": event.epoch, "job": Job.from_plain(event.job),
         "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
         "billed_at_s": at_s, "forms_ahead": event.forms_ahead,
+        "expects_measured": event.expects_measured,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
@@ -117,6 +119,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         text = state.digests.get(saved) or (durable[0].samples if durable else "")
         return State(
             validation=state.validation,
+            measured=state.measured if state.pools == event.pools else (),
             **known,
             started_at_s=at_s,
             generation=generation,
@@ -419,7 +422,10 @@ def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
     if first and plan.resume.source == "live" and state.last_step_at_s:
         pause_s = at_s - state.last_step_at_s - plan.predicted_step_time_s
         pauses_s = (*pauses_s, max(0.0, pause_s))[-KEPT_PAUSES:]
-    return replace(state, step_time_s=step_time_s, pauses_s=pauses_s, worker_step_s=worker_step_s)
+    return replace(
+        state, step_time_s=step_time_s, pauses_s=pauses_s, worker_step_s=worker_step_s,
+        measured=with_step(state, plan, event),
+    )  # fmt: skip
 
 
 def digested(digests: Mapping[int, str], event: StepDone) -> dict[int, str]:

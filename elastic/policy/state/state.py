@@ -145,6 +145,14 @@ class Window:
 
 
 @dataclass(frozen=True)
+class MeasuredSteps:
+    """What steps of a plan took, data and copies left out; the newest last."""
+
+    plan: Plan
+    seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Moved:
     """Shares or stages that were made to follow the measured speeds: when, and after how many
     measured steps."""
@@ -213,6 +221,7 @@ class State:
     plans: Mapping[int, Plan] = field(default_factory=dict)
     failure: Failure | None = None
     forms_ahead: bool = False  # see DriverStarted
+    expects_measured: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
@@ -238,6 +247,7 @@ class State:
     busy_at_s: float = 0.0
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
+    measured: tuple[MeasuredSteps, ...] = ()  # by plan, the newest last
     # worker-seconds per step, data and copies included; 0 = not measured
     worker_step_s: float = 0.0
     # of the newest live transitions: from step to step, less an ordinary one; of a script that is

@@ -5,8 +5,7 @@ Reading takes that record where it lies, so that nothing is unpickled and nothin
 that is laid out otherwise goes through torch.load(weights_only=True).
 
 Digests of blobs: `xxh3:<32 hex digits>` (XXH3-128, 13 GB/s on a core where SHA-256 makes 1 and
-CRC-32 makes 2), and the `crc32:<8 hex digits>` of files of version 1. They find accidents; who can
-write the files can also write the digests.
+CRC-32 makes 2). They find accidents; who can write the files can also write the digests.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from pickle import UnpicklingError
 from typing import Protocol
 
@@ -139,17 +137,6 @@ class Xxh3:
         return f"xxh3:{self._state.hexdigest()}"
 
 
-class Crc32:
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: memoryview, /) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def text(self) -> str:
-        return f"crc32:{self._value:08x}"
-
-
 class Unchecked:
     """For files that come without digests (those of plain DCP)."""
 
@@ -160,8 +147,8 @@ class Unchecked:
 
 
 UNCHECKED = "none:"
-KINDS: dict[str, type[Hasher]] = {"xxh3": Xxh3, "crc32": Crc32, "none": Unchecked}
-LENGTHS = {"xxh3": 32, "crc32": 8, "none": 0}
+KINDS: dict[str, type[Hasher]] = {"xxh3": Xxh3, "none": Unchecked}
+LENGTHS = {"xxh3": 32, "none": 0}
 
 
 def hasher_for(digest: str) -> Hasher:

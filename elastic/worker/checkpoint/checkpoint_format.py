@@ -8,7 +8,6 @@ checkpoints/step-00000040.g0003/
                    here
     commit.json    the marker, written last: size and SHA-256 of every other file, and of itself
 
-Version 1 (still readable) has a CRC-32 per blob and the SHA-256 of each shard's bytes.
 docs/checkpoints.md is the reference.
 """
 
@@ -30,7 +29,6 @@ MARKER = "commit.json"
 METADATA = ".metadata"
 SAMPLES = "sample_digest"  # in a marker's meta: the running digest of the sample ids up to its step
 VERSION = 2
-READABLE = (1, 2)
 FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})")
 
 T = TypeVar("T")
@@ -48,8 +46,8 @@ class Fenced(ElasticError):
 class BlobEntry:
     """A box (or some rows of one) as a blob of `length` bytes at `offset` of its rank's file.
 
-    The tensor's memory lies at `data` of the blob; -1 = not known (version 1). `digest` is that of
-    the whole blob.
+    The tensor's memory lies at `data` of the blob; -1 = not known (files of plain DCP). `digest` is
+    that of the whole blob.
     """
 
     box: Box
@@ -61,14 +59,12 @@ class BlobEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What rank `rank` has written. `sha256`: of the blobs' digests (version 1: of the shard's
-    bytes)."""
+    """What rank `rank` has written. `sha256`: of the blobs' digests."""
 
     rank: int
     n_bytes: int
     sha256: str
     entries: tuple[BlobEntry, ...]
-    version: int = VERSION
 
 
 @dataclass(frozen=True)
@@ -135,13 +131,12 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """Raises Damaged, naming `where`, for anything but a manifest whose blobs fill the file."""
 
     def build(raw: dict[str, Any]) -> Manifest:
-        version, n_bytes = raw["version"], _natural(raw["n_bytes"])
-        entries = tuple(_entry(row, n_bytes, version) for row in raw["boxes"])
-        if version > 1:
-            _check_tiling(entries, n_bytes)
-            if root_of(entries) != raw["sha256"]:
-                raise ValueError("its SHA-256 is not that of the blobs' digests")
-        return Manifest(_natural(raw["rank"]), n_bytes, _text(raw["sha256"]), entries, version)
+        n_bytes = _natural(raw["n_bytes"])
+        entries = tuple(_entry(row, n_bytes) for row in raw["boxes"])
+        _check_tiling(entries, n_bytes)
+        if root_of(entries) != raw["sha256"]:
+            raise ValueError("its SHA-256 is not that of the blobs' digests")
+        return Manifest(_natural(raw["rank"]), n_bytes, _text(raw["sha256"]), entries)
 
     return _decode(data, where, build)
 
@@ -169,7 +164,7 @@ def decode_marker(data: bytes, where: str) -> Marker:
     return _decode(data, where, build)
 
 
-def _entry(raw: dict[str, Any], n_bytes: int, version: int) -> BlobEntry:
+def _entry(raw: dict[str, Any], n_bytes: int) -> BlobEntry:
     offsets, sizes = (tuple(_natural(value) for value in raw[key]) for key in ("offsets", "sizes"))
     if raw["dtype"] not in DTYPE_BYTES or len(offsets) != len(sizes):
         raise ValueError(f"the box of {raw['fqn']} makes no sense")
@@ -180,8 +175,6 @@ def _entry(raw: dict[str, Any], n_bytes: int, version: int) -> BlobEntry:
     )
     if offset + length > n_bytes:
         raise ValueError(f"the box of {box.fqn} lies beyond the end of the file")
-    if version == 1:
-        return BlobEntry(box, offset, length, f"crc32:{_natural(raw['crc32']):08x}")
     hasher_for(_text(raw["digest"]))
     if not raw["digest"].startswith("xxh3:"):
         raise ValueError(f"the digest of {box.fqn} is {raw['digest']!r}")
@@ -206,11 +199,8 @@ def _check_tiling(entries: Iterable[BlobEntry], n_bytes: int) -> None:
 def _decode(data: bytes, where: str, build: Callable[[dict[str, Any]], T]) -> T:
     try:
         raw = json.loads(data)
-        if raw["version"] not in READABLE:
-            raise ValueError(
-                f"version {raw['version']} is not known (this program writes {VERSION}, reads "
-                f"{READABLE})"
-            )
+        if raw["version"] != VERSION:
+            raise ValueError(f"version {raw['version']} is not known (it would be {VERSION})")
         return build(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where}: not readable ({type(error).__name__}: {error})") from error

@@ -150,7 +150,7 @@ class Checkpoint:
                 check_size(self._storage, note, sizes)
                 self._storage.forget(note.name)
                 manifest = shards.get(note.name)
-                if manifest is not None and manifest.version > 1:
+                if manifest is not None:
                     for entry in manifest.entries:
                         self._verify_blob(note.name, entry, paced)
                 elif _file_sha256(self._storage, note, paced) != note.sha256:

@@ -108,7 +108,7 @@ def n_microbatches(spec: JobSpec, layout: Layout) -> int:
         for n in range(1, spec.global_batch + 1)
         if not spec.global_batch % n and spec.global_batch // n >= layout.dp
     ]
-    fits = [n for n in fits if fills_rounds(layout, n)]
+    fits = [n for n in fits if fills_rounds(layout.pp, layout.n_stages, n)]
     if layout.microbatch_size:
         enough = [
             n for n in fits if -(-(spec.global_batch // n) // layout.dp) <= layout.microbatch_size

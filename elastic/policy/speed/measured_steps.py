@@ -1,0 +1,84 @@
+"""What steps of a run took under each plan, and what a step of another one will take.
+
+A plan like one that was measured (layout, shares and stages, on the same nodes or on as many of the
+same pools) is expected to take what that took. Any other takes the time of the measured plan that
+is nearest by the cost model (where it knows the hardware, else by the number of ranks), times the
+power of the two predictions' ratio that the measured plans follow: 1 where they differ as
+predicted, 0 where they take equally long, as processes do that share the cores of one machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from math import exp, log
+from statistics import linear_regression, median
+
+from elastic.planner.layout_choice import Choice
+from elastic.policy.state.state import MeasuredSteps, State
+from elastic.types import Plan, StepDone, WorkerId
+from elastic.types.replacing import replace
+
+KEPT_PLANS = 32
+KEPT_STEPS = 31  # of a plan, the newest
+LEAST_STEPS = 3  # that are believed
+SAME = 0.01  # of each other: predictions that say nothing of how times follow them
+
+
+def with_step(state: State, plan: Plan, event: StepDone) -> tuple[MeasuredSteps, ...]:
+    """What is measured, with one step more; not a plan's first one, which builds and compiles."""
+    ordinary_s = event.step_time_s - event.data_s - event.copy_s
+    if event.step <= state.entered_step + 1 or ordinary_s <= 0:
+        return state.measured
+    *before, last = state.measured or (MeasuredSteps(plan),)
+    if last.plan.generation != plan.generation or last.plan.samples is not plan.samples:
+        before, last = [*before, last], MeasuredSteps(plan)
+    seconds = (*last.seconds, ordinary_s)[-KEPT_STEPS:]
+    return (*before[1 - KEPT_PLANS :], replace(last, seconds=seconds))
+
+
+def expected_s(state: State, choice: Choice) -> float:
+    """0 = nothing was measured."""
+    seen = [one for one in reversed(state.measured) if len(one.seconds) >= LEAST_STEPS]
+    if not state.expects_measured or not seen:
+        return 0.0
+    same = [one for one in seen if _parts(one.plan) == _parts(choice)]
+    for like in (_nodes, lambda ranks: _pools(state, ranks)):
+        wanted = like(choice.ranks)
+        for one in same:
+            if like(one.plan.ranks) == wanted:
+                return median(one.seconds)
+    return _scaled(choice, seen)
+
+
+def _parts(of: Plan | Choice) -> tuple[object, ...]:
+    return of.layout, sorted(of.samples), of.layers
+
+
+def _nodes(ranks: Iterable[WorkerId]) -> Counter[str]:
+    return Counter(worker.node_id for worker in ranks)
+
+
+def _pools(state: State, ranks: Iterable[WorkerId]) -> Counter[str]:
+    """Workers by pool; of nodes that nobody knows any more by their names."""
+    pools = {name: node.pool for name, node in state.nodes.items()}
+    return Counter(pools.get(worker.node_id, worker.node_id) for worker in ranks)
+
+
+def _scaled(choice: Choice, seen: Sequence[MeasuredSteps]) -> float:
+    modelled = choice.hardware_known and all(one.plan.model_step_s for one in seen)
+    of: Callable[[Plan | Choice], float]
+    of = (lambda it: it.model_step_s) if modelled else (lambda it: 1 / it.layout.world_size)
+    wanted = log(of(choice))
+    points = [(log(of(one.plan)), log(median(one.seconds))) for one in seen]
+    at, measured = min(points, key=lambda point: abs(point[0] - wanted))
+    return exp(measured + _power(points) * (wanted - at))
+
+
+def _power(points: Sequence[tuple[float, float]]) -> float:
+    """Between 0 and 1; 1 until two plans were measured that should differ."""
+    predicted = [at for at, _ in points]
+    if max(predicted) - min(predicted) < SAME:
+        return 1.0
+    slope, _ = linear_regression(predicted, [measured for _, measured in points])
+    return min(1.0, max(0.0, slope))
