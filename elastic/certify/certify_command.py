@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from elastic.certify import tasks
 from elastic.certify.harness import cluster_place
 from elastic.certify.harness.place import NO_RAY, Place, find
-from elastic.certify.result import CertifyReport, Check, not_run, place_lines
+from elastic.certify.result import CertifyReport, place_lines
 from elastic.errors import SpecError
+from elastic.scenarios.check import Check, not_run
 from elastic.storage import open_storage
 
 if TYPE_CHECKING:

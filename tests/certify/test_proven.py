@@ -10,8 +10,9 @@ from support.places import ROOT
 from elastic.certify import proven
 from elastic.certify.claims import CLAIMS, Claim, stated
 from elastic.certify.proven import cell, page, read_results, read_whole_run
-from elastic.certify.result import CertifyReport, Check
+from elastic.certify.result import CertifyReport
 from elastic.errors import SpecError
+from elastic.scenarios.check import Check
 
 README = (ROOT / "README.md").read_text()
 CLAIM = Claim("one", ("layout *", "kill"), ())

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import N_BLOCKS, job_of, layouts, live, plan_of
 from elastic.certify.harness.worker_pool import WorkerPool
-from elastic.certify.reference.one_process import losses, program_file, worst_difference
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Task
+from elastic.certify.tasks import Task
 from elastic.policy.copies.recovery import covered
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit
+from elastic.scenarios.one_process import losses, program_file, worst_difference
 from elastic.types import (
     CopyStored,
     DigestPart,

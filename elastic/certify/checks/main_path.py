@@ -22,12 +22,13 @@ from elastic.certify.harness import child, cluster_place
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
 from elastic.certify.harness.place import Place
-from elastic.certify.reference.one_process import losses, program_file, worst_difference
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Task
+from elastic.certify.tasks import Task
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.ledger.journal import Line, read
 from elastic.ledger.run_folder import RunFolder
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit
+from elastic.scenarios.one_process import losses, program_file, worst_difference
 from elastic.storage import Storage, open_storage
 
 NAME, RUN = "main path", "certify"

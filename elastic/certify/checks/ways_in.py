@@ -23,10 +23,11 @@ from elastic.certify.harness import child, cluster_place
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
 from elastic.certify.harness.place import Place
-from elastic.certify.reference.one_process import losses, program_file, worst_difference
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Task
+from elastic.certify.tasks import Task
 from elastic.ledger.run_folder import RunFolder
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit
+from elastic.scenarios.one_process import losses, program_file, worst_difference
 from elastic.storage import Storage
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ def next_loss(folder: str, step: int) -> float:
 def _restarted(lab: Lab, limit: Limit) -> Iterator[Check]:
     """A DDP script that knows nothing of elastic; a node is killed, it resumes from its own
     checkpoint."""
-    from elastic.certify.programs import plain_script
+    from elastic.scenarios.programs import plain_script
 
     lab.drop()
     folder = lab.folder / "plain-script"

@@ -28,11 +28,12 @@ from elastic.certify.checks.main_path import (
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
 from elastic.certify.harness.place import Place
-from elastic.certify.tasks import Failed, Limit, Tasks
+from elastic.certify.tasks import Tasks
 from elastic.cluster.ray import processes
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.driver import drive
 from elastic.ledger.journal import MemoryJournal
+from elastic.scenarios.limit import Failed, Limit
 from elastic.sim.scripted_faults import Fault
 from elastic.sim.sim_backend import SimBackend
 from elastic.types import DriverStarted, Job, ModelProfile, OptimizerSpec, Pool, TensorSpec

@@ -18,9 +18,10 @@ from elastic.certify.checks.main_path import TRAINS, Trial, Where
 from elastic.certify.harness import child
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.place import Place
-from elastic.certify.programs import plain_script
-from elastic.certify.tasks import Failed, Limit, OutOfTime, Tasks
+from elastic.certify.tasks import Tasks
 from elastic.cluster.ray import processes
+from elastic.scenarios.limit import Failed, Limit, OutOfTime
+from elastic.scenarios.programs import plain_script
 
 ALL = {
     ways_in.LIVE,

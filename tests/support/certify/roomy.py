@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.certify.result import Check
+from elastic.scenarios.check import Check
 
 # times the bound; 0 stays 0
 ROOM = {"freed_s": 15.0, "pause_vs_start": 15.0, "pause_vs_cold_start": 15.0, "steps_lost": 4.0}
