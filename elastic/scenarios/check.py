@@ -112,3 +112,70 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)
+
+
+# ------------------------------------------------------------- what several checks are held against
+
+# float32, absolute: sums in another order, over a whole run of AdamW that was resized
+TOLERANCE = 5e-4
+LOSS = Bound(
+    "worst_loss_difference",
+    "of any step, from that of one process in plain torch (absolute, float32), over a whole run of "
+    "AdamW that was resized",
+    most=TOLERANCE,
+)
+NONE_LOST = Bound("steps_lost", "a change that is known beforehand costs no step", most=0)
+KEPT = Bound(
+    "steps_before_acknowledged_copy",
+    "a loss costs at most the steps since the last acknowledged peer replica",
+    most=0,
+)
+CONTENT = Bound(
+    "content_equal", "position-keyed digests of all tensors before and after the move", least=1
+)
+FROM_MEMORY = Bound(
+    "from_memory", "the state comes from the memory of those that hold it, not from disk", least=1
+)
+FASTER = Bound(
+    "pause_vs_start",
+    "a change must take less than starting the run did, launch to first step, in the same run",
+    most=1.0,
+)
+FOUND = Bound(
+    "wrongly_found",
+    "what was done is found out, of the workers that it was done to and of no others",
+    most=0,
+)
+MEASURED = Bound(
+    "not_measured", "a node is measured before it takes part, one that joins with its link", most=0
+)
+NOT_STARTED = Bound(
+    "workers_started_again",
+    "workers that were not hit keep their processes, whatever happens to others and to the driver",
+    most=0,
+)
+ENDED = Bound("ended_otherwise", "it ends as it was asked to", most=0)
+ORDERS = Bound(
+    "orders_wrong",
+    "each order has a reason, generations only rise, and no plan has a node that is known as lost",
+    most=0,
+)
+SAMPLES = Bound(
+    "wrong_samples",
+    "each step counts once, on the samples that seed and step give, whatever the nodes",
+    most=0,
+)
+CONTENTS = Bound(
+    "contents_that_differ",
+    "position-keyed digests of all tensors before and after each transition",
+    most=0,
+)
+REPLAY = Bound(
+    "decisions_that_differ", "every decision of the run taken again from its journal alone", most=0
+)
+BILL = Bound(
+    "bill_wrong",
+    "the ledger's sum is what the policy counted, no part is below zero, nothing is paid later",
+    most=0,
+)
+LEFT = Bound("processes_left", "nothing that the run started may outlive it", most=0)
