@@ -54,6 +54,7 @@ FAULTY = Scenario(
     FOUR,
     {"check_numbers_every": 10, "durable_every": 10},
     also=("growth",),
+    least_s=90.0,
 )
 WORST_MOMENTS = Scenario(
     "worst moments",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from elastic.certify.harness import cluster_place
 from elastic.certify.harness.lab import Lab
@@ -23,7 +24,7 @@ from elastic.scenarios.stories import MAIN_PATH, SCENARIOS
 from elastic.scenarios.watched_run import Stage
 
 NO_RAY = "without Ray (not installed, or --no-ray)"
-FIRST, LATER = 3.5, 0.3  # weights: the main path, and what is played with the time that is left
+FIRST, LATER = 3.5, 0.05  # weights: the main path, and what is played with the time that is left
 OWN = f"{OWN_NODES} Ray nodes of its own on this host"
 
 
@@ -32,7 +33,7 @@ def tasks(lab: Lab) -> list[Task]:
     return [
         Task(
             scenario.checks,
-            lambda limit, scenario=scenario: played(lab, scenario, limit),  # type: ignore[misc]
+            partial(played, lab, scenario),
             scenario.least_s,
             FIRST if scenario is MAIN_PATH else LATER,
             where(lab.place, scenario),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import util
@@ -252,7 +253,9 @@ def next_loss(folder: str, step: int) -> float:
     program: Any = load_program(program_file("unpaced"))
     model = program.model()
     state = {"model": model.state_dict()}
-    load(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():  # that it loads in one process is what is wanted
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
     dataset = program.dataset()
     items = [dataset[i] for i in sample_ids(len(dataset), GLOBAL_BATCH, SEED, step=step)]
