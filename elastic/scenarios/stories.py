@@ -48,7 +48,10 @@ FAULTY = Scenario(
     "since the last comparison are done again), and one that is stopped.",
     (
         Act("faulty worker: stall", "stall=rank:0 gpu=0", "loss", pause_most_s=STALL_MOST_S),
+        # awaited: a transition with corrupt results would be found out by its own checks
+        Act("faulty worker: stalled one replaced", "", "growth", back=True),
         Act("faulty worker: corrupt", "corrupt=rank:2 gpu=0", "rollback"),
+        Act("faulty worker: corrupt one replaced", "", "growth", back=True),
         Act("faulty worker: hang", "hang=any-spot", "loss", pause_most_s=STALL_MOST_S),
     ),
     FOUR,

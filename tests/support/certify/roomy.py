@@ -23,4 +23,4 @@ def wrong(check: Check) -> str:
         for b in check.bounds
     ]
     broken = [text for text in (bound.broken_by(check.figures) for bound in wide) if text]
-    return f"{check.name}: {'; '.join(broken)}" if broken else ""
+    return f"{check.name}: {'; '.join(broken)}: {check.why}" if broken else ""
