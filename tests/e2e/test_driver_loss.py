@@ -21,7 +21,7 @@ from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 from elastic.cluster.ray import processes
 from elastic.ledger.journal import read
 from elastic.storage import open_storage
-from elastic.types import CopyStored, NodePrepared, StepDone
+from elastic.types import CopyStored, NodePrepared, PlanEntered, StepDone
 from elastic.worker.checkpoint import checkpoint_index
 
 pytestmark = pytest.mark.e2e
