@@ -5,7 +5,7 @@ processes of this machine.
     python tests/chaos.py --seed 84 --runs 1            # that run again
     python tests/chaos.py --engine processes --minutes 10
 
-Each run is judged by tests/support/chaos/judge.py. The exit code is 1 where one was wrong; its seed
+Each run is judged by elastic/scenarios/judge.py. The exit code is 1 where one was wrong; its seed
 is said, and belongs into KEPT of tests/sim/test_random_runs.py, or SEEDS of
 tests/e2e/test_chaos_runs.py.
 """

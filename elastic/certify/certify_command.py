@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from elastic.certify import tasks
 from elastic.certify.harness import cluster_place
 from elastic.certify.harness.place import NO_RAY, Place, find
-from elastic.certify.result import CertifyReport, Check, not_run, place_lines
+from elastic.certify.result import CertifyReport, place_lines
 from elastic.errors import SpecError
+from elastic.scenarios.check import Check, not_run
 from elastic.storage import open_storage
 
 if TYPE_CHECKING:
@@ -224,8 +225,8 @@ def _tasks(lab: Lab) -> list[tasks.Task]:
     from elastic.certify.checks import (
         fault_checks,
         layout_checks,
-        main_path,
         move_checks,
+        scenario_checks,
         speed_checks,
         storage_checks,
         ways_in,
@@ -240,11 +241,8 @@ def _tasks(lab: Lab) -> list[tasks.Task]:
     ]
     found += [fault_checks.story_task(lab), move_checks.task(lab)] if several else []
     found += [speed_checks.task(lab), *gpu_checks.tasks(lab)]
-    return [
-        *found,
-        *([] if main_path.why_not(lab.place) else [main_path.task(lab)]),
-        *ways_in.tasks(lab),
-    ]
+    played = scenario_checks.tasks(lab)  # the main path is the first one
+    return [*found, *played[:1], *ways_in.tasks(lab), *played[1:]]
 
 
 def _chosen(found: list[tasks.Task], only: Sequence[str]) -> list[tasks.Task]:
@@ -257,7 +255,7 @@ def _chosen(found: list[tasks.Task], only: Sequence[str]) -> list[tasks.Task]:
 
 def _left_out(lab: Lab) -> list[Check]:
     """What cannot be run here."""
-    from elastic.certify.checks import main_path, ways_in
+    from elastic.certify.checks import scenario_checks, ways_in
     from elastic.certify.gpu import gpu_checks
 
     several = lab.place.ranks > 1
@@ -266,12 +264,8 @@ def _left_out(lab: Lab) -> list[Check]:
         for name in ("abort", "kill", "growth", "notice", "reshard")
         if not several
     ]
-    why = main_path.why_not(lab.place)
-    out += [not_run(name, why) for name in main_path.NAMES if why]
-    out += [
-        not_run(name, why)
-        for name, why in (ways_in.left_out(lab) | gpu_checks.left_out(lab.place)).items()
-    ]
+    whys = scenario_checks.left_out(lab.place) | ways_in.left_out(lab)
+    out += [not_run(name, why) for name, why in (whys | gpu_checks.left_out(lab.place)).items()]
     return [*out, not_run("planner error", NO_PLANNER)]
 
 

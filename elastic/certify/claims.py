@@ -32,12 +32,12 @@ CLAIMS = (
     Claim(
         "goes-on",
         ("main path: kill", "main path: growth", "main path: notice", "kill", "growth", "notice"),
-        ("tests/e2e/test_stories.py", "tests/worker/session/test_peer_recovery.py"),
+        ("tests/e2e/test_scenarios.py", "tests/worker/session/test_peer_recovery.py"),
     ),
     Claim(
         "same-curve",
         ("layout *", "main path: samples", "main path: kill"),
-        ("tests/worker/session/test_chain.py", "tests/e2e/test_stories.py"),
+        ("tests/worker/session/test_chain.py", "tests/e2e/test_scenarios.py"),
     ),
     Claim(
         "same-function",
@@ -51,7 +51,7 @@ CLAIMS = (
     Claim(
         "replayed",
         ("main path: replay",),
-        ("tests/sim/test_replay.py", "tests/e2e/test_stories.py"),
+        ("tests/sim/test_replay.py", "tests/e2e/test_scenarios.py"),
     ),
     Claim("bad-input", (), ("tests/e2e/test_bad_input.py", "tests/config/test_job.py")),
     Claim(
@@ -82,7 +82,11 @@ CLAIMS = (
     Claim(
         "driver-loss",
         ("driver loss",),
-        ("tests/e2e/test_driver_loss.py", "tests/cluster/backend/test_attach.py"),
+        (
+            "tests/e2e/test_scenarios.py",
+            "tests/e2e/test_driver_loss.py",
+            "tests/cluster/backend/test_attach.py",
+        ),
     ),
     Claim(
         "pauses",
@@ -93,7 +97,7 @@ CLAIMS = (
     Claim(
         "hang",
         ("abort *",),
-        ("tests/e2e/test_stories.py", "tests/worker/process_groups/test_groups.py"),
+        ("tests/e2e/test_scenarios.py", "tests/worker/process_groups/test_groups.py"),
         ("freed_s",),
     ),
     Claim(
@@ -107,12 +111,13 @@ CLAIMS = (
     ),
     Claim(
         "sick",
-        (),
+        ("faulty worker: stall", "faulty worker: corrupt", "faulty worker: hang"),
         (
             "tests/bench/sickness.py",
-            "tests/e2e/test_stories.py",
+            "tests/e2e/test_scenarios.py",
             "tests/worker/step/test_sdc_check.py",
         ),
+        ("pause_s",),
     ),
     Claim(
         "checkpoint-speed",

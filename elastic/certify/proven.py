@@ -15,9 +15,10 @@ from typing import Any
 
 from elastic.certify.claims import Claim, stated
 from elastic.certify.harness.place import Kind
-from elastic.certify.result import CertifyReport, Check, shown
+from elastic.certify.result import CertifyReport
 from elastic.certify.tasks import HERE
 from elastic.errors import SpecError
+from elastic.scenarios.check import Check, shown
 
 README, RESULTS, PAGE = "README.md", "docs/certified", "docs/proven.md"
 TESTS = "tests/whole_run.json"  # what `make test-all` keeps of its last run

@@ -7,42 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic.certify.result import Check, failed, not_run
+from elastic.scenarios.check import Check, failed, not_run
+from elastic.scenarios.limit import Failed as Failed
+from elastic.scenarios.limit import Limit as Limit
+from elastic.scenarios.limit import OutOfTime as OutOfTime
 
 HERE = "this host"
 MORE = 1.5  # times the time that was not enough: only then another try may help
 
 
-class Failed(Exception):
-    """A check could not be carried to its end: the message says what happened instead."""
-
-
-class OutOfTime(Exception):
-    """The task's share of the minutes is spent. Neither pass nor fail."""
-
-
 class TaskRefused(Exception):
     """The machine does not offer what the task needs; the message says what it says."""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """Until when a task may take, on the monotonic clock."""
-
-    end_s: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Limit:
-        return cls(time.monotonic() + seconds)
-
-    @property
-    def left_s(self) -> float:
-        return self.end_s - time.monotonic()
-
-    def look(self, what: str) -> None:
-        """Raises OutOfTime."""
-        if self.left_s <= 0:
-            raise OutOfTime(f"aborted at '{what}': its share of the minutes was spent")
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from elastic.certify.checks import shared_gpu
 from elastic.certify.harness import place
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.place import Place, find
-from elastic.certify.result import CertifyReport, Check
-from elastic.certify.tasks import Failed, Limit, OutOfTime, Tasks
+from elastic.certify.result import CertifyReport
+from elastic.certify.tasks import Tasks
 from elastic.cli import command_line
 from elastic.errors import SpecError
+from elastic.scenarios.check import Check
+from elastic.scenarios.limit import Failed, Limit, OutOfTime
 
 BLOCKED = """
 import importlib, sys

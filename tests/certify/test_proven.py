@@ -10,8 +10,9 @@ from support.places import ROOT
 from elastic.certify import proven
 from elastic.certify.claims import CLAIMS, Claim, stated
 from elastic.certify.proven import cell, page, read_results, read_whole_run
-from elastic.certify.result import CertifyReport, Check
+from elastic.certify.result import CertifyReport
 from elastic.errors import SpecError
+from elastic.scenarios.check import Check
 
 README = (ROOT / "README.md").read_text()
 CLAIM = Claim("one", ("layout *", "kill"), ())
@@ -78,29 +79,12 @@ def test_every_claim_is_stated_once_and_has_tests_that_are_there() -> None:
 
 def test_every_check_that_a_claim_names_is_one() -> None:
     from elastic.certify.checks import ways_in
-    from elastic.certify.checks.main_path import NAMES
+    from elastic.scenarios.stories import SCENARIOS
 
-    ways = {
-        ways_in.LIVE,
-        ways_in.RESTARTED,
-        ways_in.TORCHRUN,
-        ways_in.RAY_TRAIN,
-        ways_in.DRIVER,
-        ways_in.OBJECTS,
-    }
-    names = {
-        *NAMES,
-        *ways,
-        "kill",
-        "growth",
-        "notice",
-        "checkpoint",
-        "reshard",
-        "step time",
-        "groups",
-        "layout *",
-        "abort *",
-    }
+    names = {name for scenario in SCENARIOS for name in scenario.checks}
+    names |= {ways_in.RESTARTED, ways_in.TORCHRUN, ways_in.RAY_TRAIN, ways_in.OBJECTS}
+    names |= {"kill", "growth", "notice", "checkpoint", "reshard", "step time", "groups"}
+    names |= {"layout *", "abort *"}
     assert {check for claim in CLAIMS for check in claim.checks} <= names
 
 

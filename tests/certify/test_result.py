@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.certify.result import Bound, CertifyReport, Check, failed, judge, not_run
+from elastic.certify.result import CertifyReport
 from elastic.errors import InternalError, SpecError
+from elastic.scenarios.check import Bound, Check, failed, judge, not_run
 
 MOST = Bound("seconds", "here", most=2.0)
 LEAST = Bound("rate", "here", least=0.5)

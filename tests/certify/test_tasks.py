@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, OutOfTime, Task, TaskRefused, Tasks
+from elastic.certify.tasks import Task, TaskRefused, Tasks
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit, OutOfTime
 
 FINE = Bound("n", "here", most=1)
 

@@ -58,6 +58,9 @@ OTHERS = {
     "checkpoints.md": {
         "import torch, torch.distributed": "worker/session/test_pages_trained.py::test_plain_dcp_loads_a_copy"
     },
+    "certify.md": {
+        "Scenario(": "scenarios/test_story_checks.py::test_the_entry_of_the_page_is_a_scenario"
+    },
     "data.md": {
         "mkdir -p notes": "docs/test_data_page.py::test_the_job_of_the_page_trains",
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",

@@ -9,24 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.e2e.runs import SLOW
 from support.e2e.shell import Shell, children
-from support.places import ROOT
 from support.waiting import until
-
-from elastic.cluster.local.local_cluster import LocalCluster
-
-
-@pytest.fixture(scope="session")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """One embedded cluster for all stories: each run starts nodes of its own on it, and takes them
-    away."""
-    folder = tmp_path_factory.mktemp("embedded")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SLOW, str(folder / "slow"))  # its nodes take their environment from here
-        with LocalCluster((str(ROOT),)) as made:
-            assert made.address
-            yield made
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""SIGKILL of the driver: embedded it resumes from storage, on a cluster it attaches; without one
-the workers save and go."""
+"""SIGKILL of the driver: embedded the next one resumes from storage; with a node it resumes from
+memory; without one the workers save and go. That it attaches is a scenario (test_scenarios.py)."""
 
 from __future__ import annotations
 
@@ -97,28 +97,6 @@ def start_and_wait(
         process.kill()
         raise
     return process, [pid for e in events(shell, run, NodePrepared) for pid in e.pids]
-
-
-def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
-    shell = on_cluster
-    name = shell.job(steps=70, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0)
-    first, pids = start_and_wait(shell, name, "attach", 20)
-    kill_driver(first)
-    seen = max(e.step for e in events(shell, "attach", StepDone))
-    assert len(pids) == 2
-    code, out, err = shell.call("run", name, "--run-name", "attach", "--json")
-    assert code == 0, err
-    found = last_line(out)
-    assert (found["steps"], found["samples_exact"]) == (70, True)
-    assert [t["generation"] for t in found["transitions"]] == [1], (
-        "the generation that ran continued"
-    )
-    steps = [e.step for e in events(shell, "attach", StepDone)]
-    assert sorted(set(steps)) == list(range(1, 71))
-    assert max(steps) > seen
-    assert {pid for e in events(shell, "attach", NodePrepared) for pid in e.pids} == set(pids)
-    assert len(events(shell, "attach", PlanEntered)) == 1
-    until(lambda: not any(processes.started(pid) for pid in pids), "the end of the workers")
 
 
 @pytest.mark.whole

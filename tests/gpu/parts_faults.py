@@ -17,7 +17,8 @@ from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import job_of, plan_of
 from elastic.certify.harness.place import Place, find
 from elastic.certify.harness.worker_pool import WorkerPool
-from elastic.certify.tasks import Limit, Tasks
+from elastic.certify.tasks import Tasks
+from elastic.scenarios.limit import Limit
 from elastic.types import Action, Layout, Quiesced, StepDone, WorkerFailed, WorkerId
 from elastic.types.orders import InjectFault, WorkerOrder
 
@@ -53,7 +54,7 @@ class FaultySession(RealFaultSession):
 
 def _open(lab: Lab, worker_pool: WorkerPool) -> Any:
     """Both train, with peer replicas."""
-    from elastic.certify.reference.one_process import program_file
+    from elastic.scenarios.one_process import program_file
 
     worker_pool.open(job_of("faults", program_file("paced"), MANY), lab.run_folder())
     plan = plan_of(1, Layout(dp_shard=2), worker_pool.workers, n_blocks=SHORT_BLOCKS, peer_every=2)

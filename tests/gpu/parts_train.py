@@ -81,8 +81,8 @@ def _of_the_gpu(tell: Tell, torch: Any) -> None:
 def _first_steps(tell: Tell, cpu: bool) -> None:
     """Three steps of certify's small program at dp_shard=1, as in one process on the CPU."""
     from elastic.certify.harness.layouts_tried import GLOBAL_BATCH, N_BLOCKS, job_of
-    from elastic.certify.reference.one_process import losses, program_file
-    from elastic.certify.tasks import Limit
+    from elastic.scenarios.limit import Limit
+    from elastic.scenarios.one_process import losses, program_file
 
     job = job_of("first", program_file("small"), MANY)
     alone = losses("small", job, 3, limit=Limit.after(60.0))
@@ -224,8 +224,8 @@ def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any, int]:
     import torch
 
     os.environ.setdefault("CERTIFY_SIZE", "tiny" if cpu else "1b")
-    from elastic.certify.programs.sized import CONFIG
     from elastic.models.llama import Block
+    from elastic.scenarios.programs.sized import CONFIG
     from elastic.worker.parallel.compiled import compile_blocks, settle_compiler
 
     device = device_of(cpu)

@@ -1,1 +1,1 @@
-"""What certify tries: layouts, faults, moves, speed, storage, the main path, the ways in."""
+"""What certify tries: layouts, faults, moves, speed, storage, the scenarios, the ways in."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import N_BLOCKS, job_of, layouts, live, plan_of
 from elastic.certify.harness.worker_pool import WorkerPool
-from elastic.certify.reference.one_process import losses, program_file, worst_difference
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Task
+from elastic.certify.tasks import Task
 from elastic.policy.copies.recovery import covered
+from elastic.scenarios.check import CONTENT, KEPT, LOSS, NONE_LOST, Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit
+from elastic.scenarios.one_process import losses, program_file, worst_difference
 from elastic.types import (
     CopyStored,
     DigestPart,
@@ -44,26 +45,11 @@ FREED = Bound(
     "timeout of 60 s",
     most=2.0,
 )
-LOSS = Bound(
-    "worst_loss_difference",
-    "tests/support/e2e/runs.py holds 5e-4 (absolute, float32) over a whole run of AdamW that was "
-    "resized",
-    most=5e-4,
-)
-NONE_LOST = Bound("steps_lost", "a change that is known beforehand costs no step", most=0)
-KEPT = Bound(
-    "steps_before_acknowledged_copy",
-    "a loss costs at most the steps since the last acknowledged peer replica",
-    most=0,
-)
 FUNCTION = Bound(
     "probe_difference",
     "the loss of one fixed sample, in the layout before and the one after, must agree within "
     "float32's tolerance (relative)",
     most=tolerance(Job()),
-)
-CONTENT = Bound(
-    "content_equal", "position-keyed digests of all tensors before and after the move", least=1
 )
 
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.certify.result import Check
 from elastic.errors import SpecError
+from elastic.scenarios.check import Check
 
 
 def certify_job(folder: str, as_json: bool) -> int:

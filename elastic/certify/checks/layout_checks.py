@@ -9,9 +9,10 @@ from statistics import median
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import N_BLOCKS, all_layouts, job_of, plan_of
 from elastic.certify.harness.worker_pool import WorkerPool
-from elastic.certify.reference.one_process import losses, program_file, worst_difference
-from elastic.certify.result import Bound, Check, failed, judge, not_run
-from elastic.certify.tasks import Failed, Limit, OutOfTime, Task
+from elastic.certify.tasks import Task
+from elastic.scenarios.check import Bound, Check, failed, judge, not_run
+from elastic.scenarios.limit import Failed, Limit, OutOfTime
+from elastic.scenarios.one_process import losses, program_file, worst_difference
 from elastic.types import Layout, PlanEntered, StepDone
 
 STEPS = 4

@@ -10,9 +10,10 @@ from elastic.certify.checks.fault_checks import MANY, digests_agree, leave
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import job_of, layouts, live, plan_of
 from elastic.certify.reference.bare_runs import wire
-from elastic.certify.reference.one_process import program_file
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Task
+from elastic.certify.tasks import Task
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit
+from elastic.scenarios.one_process import program_file
 from elastic.types import DigestPart, Layout, Plan
 
 LARGE_BLOCKS = 8

@@ -10,8 +10,9 @@ from datetime import timedelta
 
 from elastic.certify.harness.lab import Lab
 from elastic.certify.reference import bare_runs
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Task, TaskRefused
+from elastic.certify.tasks import Task, TaskRefused
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit
 
 SUM = Bound("sum_is_right", "the sum of the ranks' numbers, added by hand", least=1)
 MOST_S = 60.0

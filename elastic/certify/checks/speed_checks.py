@@ -13,9 +13,10 @@ from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import job_of, plan_of
 from elastic.certify.harness.place import Place
 from elastic.certify.reference import bare_runs
-from elastic.certify.reference.one_process import program_file
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Limit, Task
+from elastic.certify.tasks import Task
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Limit
+from elastic.scenarios.one_process import program_file
 from elastic.types import Layout
 
 STEPS, WARM = 10, 2

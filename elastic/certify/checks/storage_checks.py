@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from elastic.certify.harness.lab import remove
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Task
+from elastic.certify.tasks import Task
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit
 from elastic.storage import Storage, open_storage
 from elastic.types import Box
 from elastic.worker.checkpoint import checkpoint_format, checkpoint_index, checkpoint_writer

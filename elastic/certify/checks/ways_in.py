@@ -1,8 +1,8 @@
-"""The other ways in, each tried once: a loop script, a plain one, `torchrun`, Ray Train; a killed
-driver; object storage.
+"""The other ways in, each tried once: a loop script (and with it a killed driver and object
+storage), a plain one, `torchrun`, Ray Train.
 
 Those that need nodes run on a small Ray cluster of their own on this host. On a user's cluster the
-loop script, and with it the loss of the driver and object storage, run there.
+loop script runs there.
 """
 
 from __future__ import annotations
@@ -10,49 +10,35 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from elastic.certify.checks.fault_checks import CONTENT, LOSS, NONE_LOST
-from elastic.certify.checks.main_path import SAMPLES, TRAINS, Trial, Where, replayed, wrong_samples
-from elastic.certify.harness import child, cluster_place
+from elastic.certify.checks import scenario_checks
+from elastic.certify.checks.scenario_checks import NO_RAY, OWN
+from elastic.certify.harness import child
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
 from elastic.certify.harness.place import Place
-from elastic.certify.reference.one_process import losses, program_file, worst_difference
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Task
+from elastic.certify.tasks import Task
 from elastic.ledger.run_folder import RunFolder
+from elastic.scenarios.check import LOSS, Bound, Check, judge
+from elastic.scenarios.limit import Failed, Limit
+from elastic.scenarios.one_process import losses, program_file, worst_difference
+from elastic.scenarios.scenario import Act, Nodes, Scenario
+from elastic.scenarios.stages import OWN_NODES, cluster_pools, on_cluster, own_cluster
+from elastic.scenarios.stories import LOOP_SCRIPT
 from elastic.storage import Storage
 
-if TYPE_CHECKING:
-    from elastic.cluster.local.local_cluster import LocalCluster
-
-WITHOUT_RAY = "without Ray (not installed, or --no-ray)"
-LIVE, RESTARTED, TORCHRUN, RAY_TRAIN = (
-    "loop script: notice",
-    "plain script: kill",
-    "torchrun",
-    "Ray Train",
-)
-DRIVER, OBJECTS = "driver loss", "object storage"
+RESTARTED, TORCHRUN, RAY_TRAIN = "plain script: kill", "torchrun", "Ray Train"
+OBJECTS = "object storage"
 STEPS = 12
 SEED = 7
-OWN_NODES = 2
-OWN = f"{OWN_NODES} Ray nodes of its own on this host"
-# should certify itself be killed, the workers leave a user's cluster after this
-ORPHAN_LEASE_S = 120.0
 SAVED_EVERY = 5  # steps, of programs/plain_script.py
 NEEDED = ("pandas", "pyarrow", "fsspec")  # of ray[train]
-NOT_STARTED = Bound(
-    "workers_started_again",
-    "the workers outlive their driver: the next one finds the same processes",
-    most=0,
-)
 FINISHED = Bound("steps", "those that were asked for", least=STEPS)
 DAMAGED = Bound("damaged_files", "elastic checkpoint verify: every byte against its digest", most=0)
 COPIES = Bound("checkpoints", "a run that is stopped saves its state", least=1)
@@ -68,17 +54,29 @@ REDONE = Bound(
     most=8,
 )
 RESTARTS = Bound("starts", "one at first, one after the kill", least=2)
+PLAIN_SCRIPT = Scenario(
+    "plain script",
+    "A script that knows nothing of elastic is started again, from its own checkpoint.",
+    (Act(RESTARTED, "kill=any", "loss"),),
+    Nodes(OWN_NODES, {}),
+    on_cluster=True,
+)
 
 
 def tasks(lab: Lab) -> list[Task]:
     """Those that can be tried here."""
     place = lab.place
     found = []
-    if not why_no_ray(place):
-        where = place.where if place.address else f"{OWN}, as a cluster that was there"
-        names = (LIVE, DRIVER, *([] if why_no_objects(lab) else [OBJECTS]))
+    if not scenario_checks.why_not(place, LOOP_SCRIPT):
+        names = (*LOOP_SCRIPT.checks, *([] if why_no_objects(lab) else [OBJECTS]))
         found.append(
-            Task(names, lambda limit: _loop(lab, limit), least_s=45.0, weight=1.5, where=where)
+            Task(
+                names,
+                lambda limit: _loop(lab, limit),
+                least_s=LOOP_SCRIPT.least_s,
+                weight=1.5,
+                where=scenario_checks.where(place, LOOP_SCRIPT),
+            )
         )
     if not why_no_torchrun():
         found.append(
@@ -110,20 +108,13 @@ def tasks(lab: Lab) -> list[Task]:
 def left_out(lab: Lab) -> dict[str, str]:
     """Name -> why it cannot be tried here."""
     place = lab.place
+    why_no_loop = scenario_checks.why_not(place, LOOP_SCRIPT)
     whys = {
-        LIVE: why_no_ray(place), DRIVER: why_no_ray(place),
-        OBJECTS: why_no_ray(place) or why_no_objects(lab), TORCHRUN: why_no_torchrun(),
-        RAY_TRAIN: why_no_train(place), RESTARTED: "" if place.ray else WITHOUT_RAY,
+        **dict.fromkeys(LOOP_SCRIPT.checks, why_no_loop),
+        OBJECTS: why_no_loop or why_no_objects(lab), TORCHRUN: why_no_torchrun(),
+        RAY_TRAIN: why_no_train(place), RESTARTED: "" if place.ray else NO_RAY,
     }  # fmt: skip
     return {name: why for name, why in whys.items() if why}
-
-
-def why_no_ray(place: Place) -> str:
-    if not place.ray:
-        return WITHOUT_RAY
-    if place.address and len(place.nodes) < 2:
-        return "it needs two nodes of the cluster at least; --local runs it on this host's own"
-    return ""
 
 
 def why_no_objects(lab: Lab) -> str:
@@ -144,7 +135,7 @@ def why_no_torchrun() -> str:
 
 def why_no_train(place: Place) -> str:
     if not place.ray:
-        return WITHOUT_RAY
+        return NO_RAY
     missing = [name for name in NEEDED if util.find_spec(name) is None]
     return (
         f"Ray Train is not installed ({', '.join(missing)} missing): pip install 'ray[train]'"
@@ -153,105 +144,31 @@ def why_no_train(place: Place) -> str:
     )
 
 
-# --------------------------------------------------------------------------------- nodes of its own
-
-
-@contextmanager
-def _own_cluster() -> Iterator[LocalCluster]:
-    """As if somebody else had started it: what uses it is given its address. CPU nodes of one
-    worker, for any pool."""
-    from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
-
-    with LocalCluster() as cluster:
-        starting = [
-            cluster.add(NodeOrder(f"own-{i}", 1, {"elastic-node": f"own-{i}"}))
-            for i in range(OWN_NODES)
-        ]
-        for answer in starting:
-            answer.result(90)
-        yield cluster
-
-
-def _pools() -> list[dict[str, Any]]:
-    return [
-        {
-            "name": "certify", "market_type": "spot", "accelerator_type": "CPU", "gpus_per_node": 1,
-            "max_nodes": OWN_NODES, "notice_s": 20,
-        }
-    ]  # fmt: skip
-
-
-# -------------------------------------------------------------------------- a loop script, a driver
+# ------------------------------------------------------------------------------------ a loop script
 
 
 def _loop(lab: Lab, limit: Limit) -> Iterator[Check]:
     """A script that enters elastic.loop; its driver is killed, the next one attaches; then a
     notice."""
     lab.drop()
-    place = lab.place
-    if place.address:
-        where = Where(address=place.address, world=cluster_place.world(place), connected=True)
-        yield from _loop_at(lab, limit, where, pools=cluster_place.pools(place))
-        return
-    with _own_cluster() as cluster:
-        where = Where(address=cluster.address, world=OWN_NODES, environment=cluster.environment)
-        yield from _loop_at(lab, limit, where, pools=_pools())
-
-
-def _loop_at(lab: Lab, limit: Limit, at: Where, *, pools: list[dict[str, Any]]) -> Iterator[Check]:
     on_objects = not why_no_objects(lab)
-    with lab.room(configured=on_objects) as (name, storage):
-        where = replace(at, name=name, storage=storage)
-        way = {**TRAINS, "script": program_file("loop_script"), "orphan_lease_s": ORPHAN_LEASE_S}
-        trial = Trial(lab.folder / "loop", pools, limit, where, way)
-        try:
-            away_s = trial.without_driver()
-            summary = trial.notice_and_stop()
-        finally:
-            trial.end()
-        steps = trial.curve()
-        alone = losses(
-            "unpaced",
-            {"seed": SEED, "global_batch": GLOBAL_BATCH, "clip_grad_norm": 1.0},
-            max(steps),
-            limit=limit,
-        )
-        worst = worst_difference({step: loss for step, (loss, _) in steps.items()}, alone)
-        wrong = wrong_samples({step: text for step, (_, text) in steps.items()}, SEED)
-        yield _live(summary, worst)
-        figures = {
-            "workers_started_again": len(trial.pids - trial.first_pids), "away_s": away_s,
-            "steps": max(steps), "wrong_samples": wrong, "worst_loss_difference": worst,
-        }  # fmt: skip
-        yield judge(DRIVER, figures, [NOT_STARTED, SAMPLES, LOSS])
+    with scenario_checks.stage(lab, LOOP_SCRIPT, configured=on_objects) as at:
+        yield from scenario_checks.checks_at(LOOP_SCRIPT, at, limit)
         if on_objects:
-            yield _objects(trial.run)
-
-
-def _live(summary: Mapping[str, Any], worst: float) -> Check:
-    found = [t for t in summary["transitions"] if t["cause"] == "notice"]
-    if len(found) != 1 or found[0]["source"] != "live":
-        raise Failed(
-            "one live change by notice was expected; the run's were "
-            f"{[t['cause'] for t in summary['transitions']]}"
-        )
-    figures = {
-        "pause_s": found[0]["pause_s"], "steps_lost": found[0]["steps_lost"],
-        "worst_loss_difference": worst, "content_equal": int(found[0]["digest_ok"] is True),
-    }  # fmt: skip
-    return judge(LIVE, figures, [NONE_LOST, CONTENT, LOSS])
+            yield _objects(at.run)
 
 
 def _objects(run: Storage) -> Check:
     """What the storage alone has of the run: its checkpoints, and a journal that is replayed
     without this host's folder."""
+    from elastic.scenarios.judge import replayed
     from elastic.worker.checkpoint import checkpoint_index
 
     found = checkpoint_index.find(run)
     problems = [problem for item in found for problem in checkpoint_index.verify(item.uri)]
     place = RunFolder.of(run)
     shutil.rmtree(place.folder, ignore_errors=True)
-    again = replayed(place.lines())
+    again = replayed(list(place.lines()))
     figures = {"checkpoints": len(found), "damaged_files": len(problems), **again.figures}
     return judge(OBJECTS, figures, [COPIES, DAMAGED, *again.bounds])
 
@@ -304,7 +221,7 @@ def _ray_train(lab: Lab, limit: Limit) -> Iterator[Check]:
     lab.drop()
     folder = lab.folder / "ray-train"
     folder.mkdir(parents=True)
-    with _own_cluster() as cluster:
+    with own_cluster() as cluster:
         words = [sys.executable, program_file("fit"), str(folder), str(STEPS)]
         text = child.run(
             words,
@@ -336,7 +253,9 @@ def next_loss(folder: str, step: int) -> float:
     program: Any = load_program(program_file("unpaced"))
     model = program.model()
     state = {"model": model.state_dict()}
-    load(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():  # that it loads in one process is what is wanted
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
     dataset = program.dataset()
     items = [dataset[i] for i in sample_ids(len(dataset), GLOBAL_BATCH, SEED, step=step)]
@@ -353,31 +272,26 @@ def next_loss(folder: str, step: int) -> float:
 def _restarted(lab: Lab, limit: Limit) -> Iterator[Check]:
     """A DDP script that knows nothing of elastic; a node is killed, it resumes from its own
     checkpoint."""
-    from elastic.certify.programs import plain_script
+    from elastic.ledger.accounts import account
+    from elastic.scenarios.kept_steps import events
+    from elastic.scenarios.play import play
+    from elastic.scenarios.programs import plain_script
+    from elastic.types import StepDone
 
     lab.drop()
     folder = lab.folder / "plain-script"
     state = folder / "state"
     state.mkdir(parents=True)
-    with _own_cluster() as cluster:
-        where = Where(
-            "plain",
-            str(folder / "runs"),
-            cluster.address,
-            OWN_NODES,
-            environment=cluster.environment,
-        )
-        way = {"script": program_file("plain_script"), "args": [str(state)]}
-        trial = Trial(folder, _pools(), limit, where, way)
-        try:
-            summary = trial.kill_and_stop()
-        finally:
-            trial.end()
-    steps = {step: loss for step, (loss, _) in trial.curve().items()}
-    found = [t for t in summary["transitions"] if t["cause"] == "loss"]
+    with own_cluster() as cluster:
+        keys = {"script": program_file("plain_script"), "args": [str(state)]}
+        job = {**keys, "pools": cluster_pools()}
+        seen = play(PLAIN_SCRIPT, replace(on_cluster(cluster, job, folder), name="plain"), limit)
+    steps = {event.step: event.train_loss for event in events(seen.lines, StepDone)}
+    moves = account(seen.lines).transitions
+    found = [move for move in moves if move.cause == "loss"]
     figures = {
-        "starts": len(summary["transitions"]), "pause_s": sum(t["pause_s"] or 0.0 for t in found),
-        "steps_lost": sum(t["steps_lost"] for t in found), "steps": max(steps),
+        "starts": len(moves), "pause_s": sum(move.pause_s for move in found),
+        "steps_lost": sum(move.steps_lost for move in found), "steps": max(steps),
         "worst_loss_difference": worst_difference(steps, plain_script.losses(max(steps))),
     }  # fmt: skip
     yield judge(RESTARTED, figures, [RESTARTS, REDONE, LOSS])

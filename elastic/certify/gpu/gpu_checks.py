@@ -10,8 +10,9 @@ from functools import partial
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.place import Place
 from elastic.certify.reference import bare_runs
-from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Limit, Task
+from elastic.certify.tasks import Task
+from elastic.scenarios.check import Bound, Check, judge
+from elastic.scenarios.limit import Limit
 
 NO_GPU = "no GPU here"
 ON_A_CLUSTER = "it is tried on this host's own GPU: elastic certify --local"

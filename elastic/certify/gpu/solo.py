@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from elastic.certify.harness.layouts_tried import job_of
-from elastic.certify.reference.one_process import program_file
 from elastic.program import load_program
+from elastic.scenarios.one_process import program_file
 from elastic.types import (
     EnterPlan,
     Layout,

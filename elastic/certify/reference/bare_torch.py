@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import default_collate
 
 from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
-from elastic.certify.reference.one_process import program_file
 from elastic.program import load_program
+from elastic.scenarios.one_process import program_file
 
 MESSAGE_BYTES = 4 << 20
 ROUNDS = 5

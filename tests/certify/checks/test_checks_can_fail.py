@@ -14,8 +14,8 @@ from elastic.certify.checks.layout_checks import _groups, groups_bound
 from elastic.certify.harness import member
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.place import Place
-from elastic.certify.result import Check
 from elastic.certify.tasks import Task, Tasks
+from elastic.scenarios.check import Check
 
 PLACE = Place("cpu-gloo", 2)
 

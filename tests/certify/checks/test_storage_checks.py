@@ -12,8 +12,9 @@ import pytest
 
 from elastic.certify.checks import storage_checks
 from elastic.certify.checks.storage_checks import checkpoint, task
-from elastic.certify.result import Check
-from elastic.certify.tasks import Limit, Tasks
+from elastic.certify.tasks import Tasks
+from elastic.scenarios.check import Check
+from elastic.scenarios.limit import Limit
 from elastic.storage import LocalStorage
 from elastic.worker.checkpoint import checkpoint_reader
 

@@ -12,7 +12,7 @@ from elastic.certify.gpu import gpu_checks, one_gpu
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.place import Place
 from elastic.certify.reference import bare_runs
-from elastic.certify.tasks import Limit
+from elastic.scenarios.limit import Limit
 from elastic.worker.step.optimizer_step import Stepper
 
 GPUS = Place("several-gpus", 2, ("3", "5"), ("X", "X"))

@@ -14,8 +14,8 @@ from elastic.certify.harness.layouts_tried import (
     layouts,
     plan_of,
 )
-from elastic.certify.programs.small import CONFIG
-from elastic.certify.reference.one_process import worst_difference
+from elastic.scenarios.one_process import worst_difference
+from elastic.scenarios.programs.small import CONFIG
 from elastic.types import Layout, WorkerId
 
 

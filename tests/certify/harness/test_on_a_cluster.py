@@ -16,13 +16,13 @@ from support.certify.roomy import wrong
 from support.places import ROOT, TESTS
 
 from elastic.certify.harness import cluster_place
-from elastic.certify.result import Bound, Check
 from elastic.cli import command_line
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray import processes
 from elastic.cluster.workers import remote_processes
 from elastic.errors import SpecError
+from elastic.scenarios.check import Bound, Check
 
 GPU = {"ray.io/accelerator-type": "A100"}
 

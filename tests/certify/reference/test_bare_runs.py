@@ -11,9 +11,9 @@ import pytest
 from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
 from elastic.certify.harness.place import Place
 from elastic.certify.reference import bare_runs
-from elastic.certify.reference.one_process import program_file
-from elastic.certify.tasks import Failed, Limit, OutOfTime
 from elastic.cluster.ray import processes
+from elastic.scenarios.limit import Failed, Limit, OutOfTime
+from elastic.scenarios.one_process import program_file
 
 PLACE = Place("cpu-gloo", 2)
 

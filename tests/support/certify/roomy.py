@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.certify.result import Check
+from elastic.scenarios.check import Check
 
 # times the bound; 0 stays 0
 ROOM = {"freed_s": 15.0, "pause_vs_start": 15.0, "pause_vs_cold_start": 15.0, "steps_lost": 4.0}
@@ -23,4 +23,4 @@ def wrong(check: Check) -> str:
         for b in check.bounds
     ]
     broken = [text for text in (bound.broken_by(check.figures) for bound in wide) if text]
-    return f"{check.name}: {'; '.join(broken)}" if broken else ""
+    return f"{check.name}: {'; '.join(broken)}: {check.why}" if broken else ""

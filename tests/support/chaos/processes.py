@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from support.chaos.judge import Undisturbed, wrong
-from support.e2e.runs import MARK, TOLERANCE
+from support.e2e.runs import MARK
 from support.e2e.shell import Shell, last_line
 from support.e2e.soak import Before, Seen
 from support.places import PROGRAMS
@@ -34,6 +33,8 @@ from elastic.data.order import digest, digest_text, sample_ids
 from elastic.driver import restored
 from elastic.ledger.journal import Line, read
 from elastic.program import load_program
+from elastic.scenarios.check import TOLERANCE
+from elastic.scenarios.judge import Undisturbed, wrong
 from elastic.sim.scripted_faults import Fault
 from elastic.types import DrillAsked
 
@@ -61,6 +62,8 @@ OUTSIDE = ("process", "driver", "freeze", "storage", "full", "damage")
 PROGRAM = """from dataclasses import replace
 import torch
 from elastic.program import load_program
+from elastic.scenarios.check import TOLERANCE
+from elastic.scenarios.judge import Undisturbed, wrong
 slow, base = load_program({slow!r}), load_program({base!r})
 def optimizer(named):
     return torch.optim.{optimizer}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chaos.judge import Undisturbed, wrong
 from support.sim.scenario import MODEL, scenario
 
 from elastic.driver import drive, restored
@@ -17,6 +16,7 @@ from elastic.errors import LostContact
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, MemoryJournal, parse_line, read, write_line
 from elastic.policy.state.fold import ENDED, State
+from elastic.scenarios.judge import Undisturbed, wrong
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
 from elastic.sim.sim_nodes import SimMachine
@@ -453,7 +453,12 @@ def judged(played: Played) -> list[str]:
     digests = [f"sample-{step}" for step in range(1, steps + 1)]
     found = wrong(
         played.lines,
-        Undisturbed([1.0] * steps, digests, 0.0, "corrupt" in kinds, bool(kinds & WEATHER)),
+        Undisturbed(
+            [1.0] * steps,
+            digests,
+            content_harmed="corrupt" in kinds,
+            end_waits=bool(kinds & WEATHER),
+        ),
     )
     # An order waits for storage, and a node that it names may be known as lost by then.
     found += [

@@ -59,8 +59,8 @@ def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, RankSite
     }
 
 
-# cluster/workers/test_absent_ranks.py has the arithmetic, e2e/test_stories.py a rank that does not
-# come
+# cluster/workers/test_absent_ranks.py has the arithmetic, the scenario "faulty worker" a rank that
+# does not come
 @pytest.mark.whole
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_rank_that_does_not_come_is_told_apart(

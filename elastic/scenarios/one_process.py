@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from elastic.certify.tasks import Limit
 from elastic.data.order import sample_ids
 from elastic.program import load_program
+from elastic.scenarios.limit import Limit
 from elastic.version import PACKAGE
 
-PROGRAMS = PACKAGE / "certify" / "programs"
+PROGRAMS = PACKAGE / "scenarios" / "programs"
 
 
 def program_file(name: str) -> str:

@@ -5,10 +5,10 @@ import time
 import torch
 
 import elastic
-from elastic.certify.programs.paced import PACE_S
-from elastic.certify.programs.small import LEARNING_RATE, Strides
-from elastic.certify.programs.unpaced import SHORT
 from elastic.models.llama import Llama, init_weights, loss_sum
+from elastic.scenarios.programs.paced import PACE_S
+from elastic.scenarios.programs.small import LEARNING_RATE, Strides
+from elastic.scenarios.programs.unpaced import SHORT
 
 SEED, GLOBAL_BATCH = 7, 48
 

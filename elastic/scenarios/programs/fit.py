@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import elastic
-from elastic.certify.programs.unpaced import program
+from elastic.scenarios.programs.unpaced import program
 
 if __name__ == "__main__":
     train: Any = import_module("ray.train")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from elastic.certify.programs.unpaced import program as unpaced
 from elastic.models.llama import loss_sum
+from elastic.scenarios.programs.unpaced import program as unpaced
 
 PACE_S = 0.05
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from elastic.certify.programs.small import CONFIG
-from elastic.certify.programs.small import program as small
 from elastic.models.llama import Llama
+from elastic.scenarios.programs.small import CONFIG
+from elastic.scenarios.programs.small import program as small
 
 SHORT = replace(CONFIG, n_layers=4)
 

@@ -1,4 +1,4 @@
-"""The run of main_path.py in a process of its own: `elastic.api.run`, whose summary is printed as
+"""A run of watched_run.py in a process of its own: `elastic.api.run`, whose summary is printed as
 one JSON line at the end."""
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ with."""
 
 from dataclasses import replace
 
-from elastic.certify.programs.small import Strides
-from elastic.certify.programs.small import program as small
 from elastic.models.llama import Llama, LlamaConfig
+from elastic.scenarios.programs.small import Strides
+from elastic.scenarios.programs.small import program as small
 
 SEQ = 16
 CONFIG = LlamaConfig(

@@ -1,4 +1,4 @@
-"""The judge of random runs sees each thing that may be wrong with one."""
+"""The judge sees each thing that may be wrong with a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support.chaos.judge import Undisturbed, kept, wrong
 from support.chaos.simulated import play
 
 from elastic.ledger.journal import Line
+from elastic.scenarios.judge import Undisturbed, wrong
+from elastic.scenarios.kept_steps import kept
 from elastic.types import EnterPlan, Event, NodeLost, StepDone
 
 # aborted, rolled back, and resumed from a checkpoint that is newer than what was resumed from

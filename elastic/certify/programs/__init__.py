@@ -1,1 +1,0 @@
-"""Built-in programs: what certify trains."""

@@ -1,0 +1,1 @@
+"""Built-in programs: what scenarios and certify train."""
