@@ -1,5 +1,4 @@
-"""`torchrun ... -m elastic.worker JOB`: a job at a fixed layout, without Ray and without a
-driver."""
+"""`torchrun ... -m elastic.worker JOB`: a job at a fixed layout, without Ray. Rank 0 drives it."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -128,7 +128,8 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
             alone.stop("a signal asked it to stop")
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
-    ended = alone.to_the_end()
+    # not in the main thread: torchrun and the terminal both send a signal, which is one wish
+    ended = ThreadPoolExecutor(1, "run").submit(alone.to_the_end).result()
     stopped.set()
     if alone.leads or (ended.outcome == "failed" and not alone.peer_is_gone):
         where = "" if alone.leads else f" (rank {alone.me.rank})"
