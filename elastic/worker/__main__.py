@@ -63,6 +63,11 @@ def parser() -> argparse.ArgumentParser:
         help="resume although program, data or mathematics have changed",
     )
     made.add_argument(
+        "--from-checkpoint",
+        action="store_true",
+        help="of a run whose journal is damaged: set that aside, resume from the newest checkpoint",
+    )
+    made.add_argument(
         "--every", metavar="N", type=int, default=10, help="a line per N steps (default: 10)"
     )
     made.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -117,7 +122,12 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
         spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch
     )
     wishes = StandaloneOptions(
-        given.layout, given.run_name, given.storage, given.allow_changed, lines.hear
+        given.layout,
+        given.run_name,
+        given.storage,
+        given.allow_changed,
+        given.from_checkpoint,
+        lines.hear,
     )
     alone = StandaloneRun(spec, wishes)
     stopped = threading.Event()

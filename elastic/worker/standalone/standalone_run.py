@@ -23,6 +23,7 @@ from elastic.data.batches import few_samples
 from elastic.data.budget import budget_of
 from elastic.driver import drive, restored
 from elastic.errors import ElasticError, SpecError
+from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, RunFolder
 from elastic.policy.state.fold import State
 from elastic.storage import Storage, open_storage
@@ -51,6 +52,7 @@ from elastic.types.orders import WorkerOrder
 from elastic.worker.equivalence.small_batch import batch_of
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.hosting.resume_checks import (
+    FoundCopies,
     check_layouts,
     check_not_done,
     check_same,
@@ -90,6 +92,7 @@ class StandaloneOptions:
     run_name: str | None = None
     storage: str | None = None
     allow_changed: bool = False
+    from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside
     hear: Callable[[Event | str], None] = lambda event: None
     on_copy: Callable[[CommittedCheckpoint], None] | None = None
 
@@ -147,7 +150,8 @@ class StandaloneRun:
         root = (
             wishes.storage or spec.storage or environment.get("ELASTIC_STORAGE") or DEFAULT_STORAGE
         )
-        self.storage: Storage = open_storage(f"{open_storage(root).uri}/{self.name}")
+        self.folder = RunFolder.of(open_storage(f"{open_storage(root).uri}/{self.name}"))
+        self.storage: Storage = self.folder.storage
         self.seen = Seen()
         self._began_s = time.monotonic()
         self._stop_reason = ""
@@ -221,7 +225,12 @@ class StandaloneRun:
             put(message)
 
         threading.Thread(target=_forward, args=(session, noted), name="beats", daemon=True).start()
-        self._passes_on(lambda reason: put(Said(0, StopAsked(f"rank {self.me.rank}: {reason}"))))
+
+        def ask(reason: str) -> None:
+            with suppress(OSError):  # rank 0 is gone: there is nothing to stop
+                put(Said(0, StopAsked(f"rank {self.me.rank}: {reason}")))
+
+        self._passes_on(ask)
         while True:
             try:
                 word = link.recv().what
@@ -238,7 +247,7 @@ class StandaloneRun:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, WorkerFailed):
-            self._failure = self._failure or event
+            self._failure = event  # one before it was recovered from
 
     def _without_rank_0(self, meeting: Meeting) -> StandaloneResult:
         gone = WorkerFailed(meeting.worker, 0, "collective", "rank 0 is gone")
@@ -278,21 +287,19 @@ class StandaloneRun:
         if place is None:
             assert self._failure is not None
             return self._result(None, "failed", self._failure.error)
-        model = self._checked(place)
+        n_samples = own.session.job.n_samples
+        model = with_few(self._checked(place), self.spec, n_samples)
+        if few := few_samples(n_samples, self.spec.global_batch):
+            self.wishes.hear(few)
         with ExitStack() as stack:
             lease = taken(self.storage, self.name, patient=True)
             stack.callback(lease.release)
-            folder = RunFolder.of(self.storage)
-            lines, stored = folder.take_over()
-            state = restored(lines)
-            found = found_copies(self.storage)
-            saved = max((copy.step for copy in found.copies), default=0)
-            if state is None or state.phase == "succeeded":
-                check_not_done(self.name, self.spec.steps, saved)
-            n_samples = own.session.job.n_samples
-            if few := few_samples(n_samples, self.spec.global_batch):
-                self.wishes.hear(few)
-            model = with_few(model, self.spec, n_samples)
+            folder, cut = self.folder, None
+            if self.wishes.from_checkpoint:
+                lines, stored, cut = folder.without_damage()
+            else:
+                lines, stored = folder.take_over()
+            state, found = restored(lines), found_copies(self.storage)
             job = self.spec.job()
             mark = fingerprint(self.spec.program, job, model, n_samples=n_samples)
             start = DriverStarted(
@@ -302,12 +309,9 @@ class StandaloneRun:
                 (self._pool(meeting),),
                 model,
                 durable=found.copies,
+                cut=cut.said if cut is not None else "",
             )
-            check_layouts(self.spec, model)
-            warn_of_clock(lines, time.time())
-            check_same(lines, start, found.meta, allow_changed=self.wishes.allow_changed)
-            for damaged in found.damaged:
-                self.wishes.hear(damaged.reason)
+            self._may_go_on(start, lines, state, found=found)
             known = {copy.step: copy.samples for copy in found.copies if copy.samples}
             backend = ProcessBackend(
                 hosted,
@@ -321,7 +325,7 @@ class StandaloneRun:
             )
             stack.callback(backend.close)
             self._passes_on(backend.ask_stop)
-            journal = folder.open_journal(lease.epoch, stored)
+            journal = folder.open_journal(lease.epoch, stored, cut)
             stack.callback(journal.close)
             there = [*found.damaged, *(NodeReady(node) for node in meeting.nodes)]
             try:
@@ -330,6 +334,19 @@ class StandaloneRun:
                 self._failure = WorkerFailed(meeting.worker, 0, "collective", str(error))
                 return self._result(None, "failed", str(error))
             return self._of(last)
+
+    def _may_go_on(
+        self, start: DriverStarted, lines: list[Line], state: State | None, *, found: FoundCopies
+    ) -> None:
+        """Raises SpecError where a run of this name is done, or another one."""
+        if state is None or state.phase == "succeeded":
+            saved = max((copy.step for copy in found.copies), default=0)
+            check_not_done(self.name, self.spec.steps, saved)
+        check_layouts(self.spec, start.model)
+        warn_of_clock(lines, time.time())
+        check_same(lines, start, found.meta, allow_changed=self.wishes.allow_changed)
+        for damaged in found.damaged:
+            self.wishes.hear(damaged.reason)
 
     def _prepared(self, own: OwnSession) -> Workplace | None:
         """This rank's place, once the program is open; None = that has failed. What it has said so
@@ -369,8 +386,6 @@ class StandaloneRun:
 
     def _hear(self, event: Event, hosted: SessionProcesses) -> None:
         self.seen.hear(event)
-        if isinstance(event, WorkerFailed) and event.worker == hosted.workers[0]:
-            self._note(event)
         if isinstance(event, CopyDamaged):
             self.wishes.hear(f"{event.reason}; the copy before it is taken")
         if isinstance(event, TOLD):

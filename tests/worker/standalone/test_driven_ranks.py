@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from support.worker.torchrun import SLOW, command, elastic, environment, job, lo
 
 from elastic.certify.harness.place import free_port
 from elastic.config.job import load_job
+from elastic.errors import JournalDamaged
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.sim.replay import replay
+from elastic.sim.replay import replay as replayed
 from elastic.storage import open_storage
 from elastic.types import CopyRemoved, CopyStored, DriverStarted, EnterPlan, Event, RemoveCopy
 from elastic.worker.checkpoint import checkpoint_index
@@ -58,7 +60,7 @@ def test_a_killed_rank_ends_all_and_torchrun_starts_them_anew(rank: int, tmp_pat
     lines = lines_of(folder)
     assert [e.epoch for e in events(lines) if isinstance(e, DriverStarted)] == [1, 2]
     assert [plan.plan.generation for plan in actions(lines, EnterPlan)] == [1, 2]
-    assert replay(lines).identical
+    assert replayed(lines).identical
     why = elastic("why", str(folder / "runs" / "tiny"))
     if rank:  # the driver lives to tell of it
         assert "worker node-0/1 failed (process): its process is gone" in why
@@ -130,7 +132,7 @@ def test_old_checkpoints_are_removed_by_the_policy(tmp_path: Path) -> None:
     assert removed and {e.uri for e in events(lines) if isinstance(e, CopyRemoved)} <= {*removed}
     found = checkpoint_index.find(open_storage(folder / "runs" / "tiny"))
     assert [item.step for item in found] == [40, 20]
-    assert not {*removed} & {item.uri for item in found} and replay(lines).identical
+    assert not {*removed} & {item.uri for item in found} and replayed(lines).identical
 
 
 @pytest.mark.slow
@@ -141,4 +143,21 @@ def test_the_deadline_of_the_job_ends_it_with_its_state_saved(tmp_path: Path) ->
     ).to_the_end()
     assert ended.outcome == "stopped" and "the deadline of 0.002 h is over" in ended.reason
     (found,) = checkpoint_index.find(open_storage(folder / "runs" / "tiny"))
-    assert found.step == ended.step > 0 and replay(lines_of(folder)).identical
+    assert found.step == ended.step > 0 and replayed(lines_of(folder)).identical
+
+
+@pytest.mark.slow
+def test_a_damaged_journal_is_set_aside_where_that_is_asked_for(tmp_path: Path) -> None:
+    folder = job(tmp_path, program=str(SLOW))
+    wishes = StandaloneOptions(storage=str(folder / "runs"))
+    StandaloneRun(load_job(folder), wishes, {}).to_the_end()
+    journal = folder / "runs" / "tiny" / "journal.jsonl"
+    text = journal.read_bytes().split(b"\n")
+    text[1] = text[1].replace(b":", b";", 1)
+    journal.write_bytes(b"\n".join(text))
+    more = load_job(folder, ["steps=14"])
+    with pytest.raises(JournalDamaged):
+        StandaloneRun(more, wishes, {}).to_the_end()
+    ended = StandaloneRun(more, replace(wishes, from_checkpoint=True), {}).to_the_end()
+    assert (ended.outcome, ended.step, ended.resumed_at) == ("succeeded", 14, 12)
+    assert "its journal was damaged" in elastic("why", str(folder / "runs" / "tiny"))
