@@ -34,10 +34,23 @@ def joining(rank: int, port: int, joined: list[Any]) -> threading.Thread:
     return thread
 
 
-def test_all_ranks_come_in_their_order_and_are_told_who_they_are() -> None:
+def test_all_ranks_come_in_their_order_and_are_told_who_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever comes first."""
     joined: list[Any] = []
+    threads: list[threading.Thread] = []
+    welcomed = meeting._welcomed
     with listening("127.0.0.1") as listener:
-        threads = [joining(rank, listener.getsockname()[1], joined) for rank in (2, 1)]
+        port = listener.getsockname()[1]
+
+        def welcomes(*known: Any) -> RankHello | None:
+            if len(threads) < 2:
+                threads.append(joining(1, port, joined))
+            return welcomed(*known)
+
+        monkeypatch.setattr(meeting, "_welcomed", welcomes)
+        threads.append(joining(2, port, joined))
         found = meeting._gathered(listener, SECRET, 3, until_s=time.monotonic() + 20.0)
     for i, (hello, link) in enumerate(found, 1):
         assert hello.rank == i
