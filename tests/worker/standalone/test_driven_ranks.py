@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -161,3 +162,40 @@ def test_a_damaged_journal_is_set_aside_where_that_is_asked_for(tmp_path: Path) 
     ended = StandaloneRun(more, replace(wishes, from_checkpoint=True), {}).to_the_end()
     assert (ended.outcome, ended.step, ended.resumed_at) == ("succeeded", 14, 12)
     assert "its journal was damaged" in elastic("why", str(folder / "runs" / "tiny"))
+
+
+TRAINER = """
+import json, os, sys
+import torch, torch.distributed as dist
+from elastic.config.job import load_job
+from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
+
+told = []
+dist.init_process_group("gloo")
+options = StandaloneOptions(storage=sys.argv[2], on_copy=told.append)
+ended = StandaloneRun(load_job(sys.argv[1]), options).to_the_end()
+ranks = torch.ones(1)
+dist.all_reduce(ranks)  # its own group is there again
+rank = os.environ["RANK"]
+found = {"told": [copy.step for copy in told], "losses": [copy.metrics["train_loss"] for copy in told],
+    "ranks": int(ranks), **ended.summary()}
+with open(f"{sys.argv[2]}/{rank}.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.mark.e2e
+def test_inside_another_trainer_all_ranks_are_told_the_same(tmp_path: Path) -> None:
+    folder = job(tmp_path, program=str(SLOW), durable_every=5)
+    script, runs = tmp_path / "trainer.py", tmp_path / "runs"
+    script.write_text(TRAINER)
+    runs.mkdir()
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*words, str(script), str(folder), str(runs)], capture_output=True, text=True,
+        env=environment(), timeout=300
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    first, second = (json.loads((runs / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second and first["told"] == [5, 10, 12] and first["ranks"] == 2
+    assert (first["outcome"], first["final_loss"]) == ("succeeded", first["losses"][-1])
