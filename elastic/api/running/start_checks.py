@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,8 +10,6 @@ from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
-
-log = logging.getLogger(__name__)
 
 
 def paid_until_s(before: Sequence[Line], orphan_lease_s: float, embedded: bool) -> float | None:
