@@ -7,7 +7,7 @@ import hmac
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ from elastic.worker.standalone.rank_link import RankLink
 ADDRESS = "elastic/address"
 LOOPBACK = "127.0.0.1"
 HELLO_MOST_S, HELLO_MOST_BYTES = 10.0, 4096
+LOOK_S = 0.1
 POOL = "ranks"
 
 
@@ -135,7 +136,7 @@ def meet(me: Started, timeout_s: float) -> Meeting:
         store.port if store is not None else 0,
         new_secret(),
     )
-    until_s = time.monotonic() + timeout_s
+    until_s, ask = time.monotonic() + timeout_s, lambda: here
     if backend:
         here = _broadcast(here)
         dist.destroy_process_group()
@@ -148,9 +149,9 @@ def meet(me: Started, timeout_s: float) -> Meeting:
         meeting_point, _, _ = next(rendezvous("env://", me.rank, me.world_size, timeout=timeout))
         if listener is not None:
             meeting_point.set(ADDRESS, json.dumps(asdict(here)))
-        here = _Address(**json.loads(meeting_point.get(ADDRESS)))
+        ask = lambda: _Address(**json.loads(meeting_point.get(ADDRESS)))  # noqa: E731
     if me.rank > 0:
-        link, worker = _joined(me, here, until_s)
+        link, worker = _found(me, ask, until_s)
         return Meeting(me, worker, links=(link,), backend=backend, store=store)
     if listener is None:
         (found,), workers = _nodes([RankHello.of(me)])
@@ -229,6 +230,18 @@ def _welcomed(link: Connection, secret: str) -> RankHello | None:
             link.send_bytes(proof(secret, "rank 0"))
             return RankHello(**json.loads(text))
     return None
+
+
+def _found(me: Started, ask: Callable[[], _Address], until_s: float) -> tuple[RankLink, WorkerId]:
+    """As `_joined`. The launcher's store may still hold the address of a rank 0 that is gone, until
+    the one that was started in its place has written its own. Raises LostContact."""
+    while True:
+        try:
+            return _joined(me, ask(), until_s)
+        except LostContact:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(LOOK_S)
 
 
 def _joined(me: Started, there: _Address, until_s: float) -> tuple[RankLink, WorkerId]:

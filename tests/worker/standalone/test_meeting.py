@@ -63,6 +63,27 @@ def test_all_ranks_come_in_their_order_and_are_told_who_they_are(
     assert not links[WorkerId("node-0", 1)].poll(0)
 
 
+def test_the_address_of_a_rank_0_that_is_gone_is_asked_for_again() -> None:
+    """A launcher that starts all ranks anew may keep its store."""
+    with listening("127.0.0.1") as gone:
+        stale = meeting._Address(gone.getsockname()[1], 0, SECRET)
+    joined: list[Any] = []
+    with listening("127.0.0.1") as listener:
+        answers = [stale, stale, meeting._Address(listener.getsockname()[1], 0, SECRET)]
+        until_s = time.monotonic() + 20.0
+        thread = threading.Thread(
+            target=lambda: joined.append(
+                meeting._found(Started(1, 0, 2), lambda: answers.pop(0), until_s)
+            ),
+            daemon=True,
+        )
+        thread.start()
+        ((hello, link),) = meeting._gathered(listener, SECRET, 2, until_s=until_s)
+    link.send(Said(0, WorkerId("node-0", 1)))
+    thread.join(20.0)
+    assert (hello.rank, joined[0][1], answers) == (1, WorkerId("node-0", 1), [])
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     with listening("127.0.0.1") as listener:
         joining(1, listener.getsockname()[1], [])
