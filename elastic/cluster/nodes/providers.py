@@ -21,7 +21,7 @@ from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible
 from elastic.cluster.ray import _ray_private, processes
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
-from elastic.worker.process.thread_boundary import ThreadBoundary
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 

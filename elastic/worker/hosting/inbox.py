@@ -14,7 +14,7 @@ from typing import Any
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError, StorageRefused
 from elastic.storage import Storage
-from elastic.worker.process.thread_boundary import ThreadBoundary
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 

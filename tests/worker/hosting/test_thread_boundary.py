@@ -22,7 +22,7 @@ from elastic.cluster.notices.sources.watch import Watch
 from elastic.cluster.prices import market
 from elastic.cluster.prices.market import Market, Ticker
 from elastic.types import Pool
-from elastic.worker.process.thread_boundary import ThreadBoundary
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 
 class Odd(Exception):
