@@ -352,6 +352,12 @@ class JobSpec(Strict):
     def job(self) -> Job:
         return Job.from_plain(self.plain())
 
+    def at(self, layout: Layout) -> JobSpec:
+        """The same at one layout, and without a drill. Raises SpecError."""
+        found = _checked(JobSpec, {**self.plain(), "layout": str(layout), "drill": []}, self._where)
+        found._where = self._where
+        return found
+
 
 def _no_budget(layout: Layout) -> str:
     """Why it does not go with microbatch_tokens."""

@@ -1,1 +1,1 @@
-"""Inside one GPU process: torch, no ray, no policy."""
+"""Inside one GPU process: torch, no ray; no policy, but for ranks that drive themselves."""

@@ -1,5 +1,4 @@
-"""`torchrun ... -m elastic.worker JOB`: a job at a fixed layout, without Ray and without a
-driver."""
+"""`torchrun ... -m elastic.worker JOB`: a job at a fixed layout, without Ray. Rank 0 drives it."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -61,6 +61,11 @@ def parser() -> argparse.ArgumentParser:
         "--allow-changed",
         action="store_true",
         help="resume although program, data or mathematics have changed",
+    )
+    made.add_argument(
+        "--from-checkpoint",
+        action="store_true",
+        help="of a run whose journal is damaged: set that aside, resume from the newest checkpoint",
     )
     made.add_argument(
         "--every", metavar="N", type=int, default=10, help="a line per N steps (default: 10)"
@@ -117,7 +122,12 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
         spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch
     )
     wishes = StandaloneOptions(
-        given.layout, given.run_name, given.storage, given.allow_changed, lines.hear
+        given.layout,
+        given.run_name,
+        given.storage,
+        given.allow_changed,
+        given.from_checkpoint,
+        lines.hear,
     )
     alone = StandaloneRun(spec, wishes)
     stopped = threading.Event()
@@ -128,7 +138,8 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
             alone.stop("a signal asked it to stop")
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
-    ended = alone.to_the_end()
+    # not in the main thread: torchrun and the terminal both send a signal, which is one wish
+    ended = ThreadPoolExecutor(1, "run").submit(alone.to_the_end).result()
     stopped.set()
     if alone.leads or (ended.outcome == "failed" and not alone.peer_is_gone):
         where = "" if alone.leads else f" (rank {alone.me.rank})"

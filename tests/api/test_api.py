@@ -14,7 +14,7 @@ import elastic
 from elastic import api
 from elastic.api import Options
 from elastic.api.running import run as running
-from elastic.api.running import sample_check, start_checks
+from elastic.api.running import sample_check
 from elastic.api.running.restarted_script import FILLED, _ScriptRun
 from elastic.cli.command_line import main
 from elastic.cluster.nodes.demand import LEAVE_MOST_S
@@ -46,6 +46,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.worker.checkpoint.checkpoint_format import Marker, encode_marker
+from elastic.worker.hosting import resume_checks
 
 
 def test_names_and_places(folder: Path) -> None:
@@ -218,13 +219,13 @@ def test_the_journal_is_gone_through_once_and_of_a_state_in_it_only_parts_are_re
     later = Line(5.0, 1, state=plain(fold(State(), start, 0.0)))
     # no whole State
     monkeypatch.setattr(
-        start_checks, "built", lambda kind, data: {ModelProfile: built}[kind](kind, data)
+        resume_checks, "built", lambda kind, data: {ModelProfile: built}[kind](kind, data)
     )
-    start_checks.check_same([later], start, {})
+    resume_checks.check_same([later], start, {})
     with pytest.raises(SpecError, match="was started with other values: seed"):
-        start_checks.check_same([later], replace(start, job={**start.job, "seed": 9}), {})
+        resume_checks.check_same([later], replace(start, job={**start.job, "seed": 9}), {})
     with pytest.raises(SpecError, match="was started with another model: w was"):
-        start_checks.check_same(
+        resume_checks.check_same(
             [later],
             replace(start, model=ModelProfile(1, 4, (TensorSpec("w", (2, 3), "float32"),))),
             {},

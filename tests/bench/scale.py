@@ -36,7 +36,6 @@ import scale_cluster
 import scale_groups
 from trial import Clock
 
-from elastic.cluster.backend.aggregate import Gather
 from elastic.driver import drive
 from elastic.ledger.journal import MemoryJournal
 from elastic.planner.published import known_decoders
@@ -64,6 +63,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import Rendezvous, WorkerOrder
+from elastic.worker.hosting.aggregate import Gather
 
 PER_NODE = 8
 PARTS = (

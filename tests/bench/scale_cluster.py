@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from elastic.cluster.backend import driver_hold, ray_backend, rendezvous_stores
+from elastic.cluster.backend import driver_hold, ray_backend
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.local.local_cluster import NodeOrder
@@ -268,7 +268,6 @@ def made_up(step_s: float) -> Iterator[MadeUpCluster]:
     ends = patch.object(worker_group, "_kill", lambda actor: None)
     with (
         patch.object(driver_hold, "ray", cluster),
-        patch.object(rendezvous_stores, "ray", cluster),
         patch.object(worker_group, "ray", cluster),
         patch.object(neighbor_links, "ray", cluster),
     ):

@@ -10,12 +10,12 @@ import torch
 from botocore.client import BaseClient
 from support.places import ROOT
 
-from elastic.cluster.backend.aggregate import CheckpointParts
-from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter
 from elastic.storage.s3 import S3Storage
 from elastic.storage.s3_calls import ACTIONS
 from elastic.types import Box, CopyRemoved, CopyStored, Layout, Plan, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.hosting.aggregate import CheckpointParts
+from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter
 
 PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
 ITEMS = [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))]

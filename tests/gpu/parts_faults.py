@@ -12,7 +12,6 @@ from typing import Any
 from one_shot_rows import FORK, Tell, guarded
 
 from elastic.certify.gpu.real_faults import BACK, RealFaultSession
-from elastic.certify.harness import member
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import job_of, plan_of
 from elastic.certify.harness.place import Place, find
@@ -21,6 +20,7 @@ from elastic.certify.tasks import Tasks
 from elastic.scenarios.limit import Limit
 from elastic.types import Action, Layout, Quiesced, StepDone, WorkerFailed, WorkerId
 from elastic.types.orders import InjectFault, WorkerOrder
+from elastic.worker.hosting import session_processes
 
 MANY, SHORT_BLOCKS = 1_000_000, 4  # steps; blocks of the paced program
 NAMED_MOST_S = 20.0
@@ -86,7 +86,7 @@ def _sticky(tell: Tell, lab: Lab, worker_pool: WorkerPool) -> None:
         broken=True,
     )
     offered = [h for e in worker_pool.events(Quiesced) if e.worker == lost for h in e.holdings]
-    tell("sticky.process_alive", not worker_pool._member(lost).ended)
+    tell("sticky.process_alive", not worker_pool.hosted.process(lost).ended)
     tell("sticky.lost_offers_live", any(h.kind == "live" for h in offered))
     after = plan_of(
         2,
@@ -109,7 +109,7 @@ def _sticky(tell: Tell, lab: Lab, worker_pool: WorkerPool) -> None:
 def _endless(tell: Tell, name: str, lab: Lab, worker_pool: WorkerPool) -> None:
     """`name`: of the fault, and of its rows."""
     from elastic.certify.checks.fault_checks import _quiet
-    from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
+    from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks
 
     plan = _open(lab, worker_pool)
     hangs, other = plan.ranks[1], plan.ranks[0]
@@ -158,7 +158,7 @@ def _said(worker_pool: WorkerPool, since: int) -> dict[WorkerId, Stands]:
 
 def faults(tell: Tell, cpu: bool, seconds: float) -> None:
     if cpu:
-        member.get_context = lambda _: FORK  # type: ignore[attr-defined,assignment]
+        session_processes.get_context = lambda _: FORK  # type: ignore[attr-defined,assignment]
     place = Place("cpu-gloo", 2) if cpu else replace(find(1, True), ranks=2)
     limit = Limit.after(seconds)
 

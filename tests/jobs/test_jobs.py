@@ -7,13 +7,13 @@ import pytest
 import torch
 from support.places import ROOT
 
-from elastic.api.running.start_checks import check_layouts
 from elastic.config.job import load_job
 from elastic.config.pool_checks import check_fit
 from elastic.planner.layout_choice import plan_layout
 from elastic.program import load_program
 from elastic.reshard.rank_boxes import boxes, reread_boxes
 from elastic.types import Node, parse_layout
+from elastic.worker.hosting.resume_checks import check_layouts
 from elastic.worker.program.model_profile import build_meta, trace
 
 JOBS = ROOT / "jobs"

@@ -11,12 +11,7 @@ from typing import Any
 
 from elastic.api.running.layout_question import LayoutCheck
 from elastic.api.running.run import JobRun, Options, Result
-from elastic.api.running.start_checks import (
-    check_not_failed,
-    failed_by_itself,
-    paid_until_s,
-    warn_of_clock,
-)
+from elastic.api.running.start_checks import failed_by_itself, paid_until_s
 from elastic.config.job import JobSpec, job_of
 from elastic.config.key_names import place_of
 from elastic.errors import SpecError
@@ -25,6 +20,7 @@ from elastic.policy.restarts import never_met
 from elastic.policy.state.fold import State
 from elastic.program import Program
 from elastic.types import DriverStarted, ModelProfile
+from elastic.worker.hosting.resume_checks import check_not_failed, warn_of_clock
 
 KEYS = (
     "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h",

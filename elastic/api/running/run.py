@@ -18,18 +18,7 @@ from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
 from elastic.api.running.local_pools import here
 from elastic.api.running.program_file import file_of
-from elastic.api.running.start_checks import (
-    check_cp,
-    check_drill,
-    check_layouts,
-    check_loss,
-    check_not_failed,
-    check_same,
-    paid_until_s,
-    taken,
-    warn_of_clock,
-    with_few,
-)
+from elastic.api.running.start_checks import check_drill, paid_until_s
 from elastic.api.running.watched_journal import WatchedJournal
 from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.fingerprint import fingerprint
@@ -38,7 +27,7 @@ from elastic.config.pool_checks import check_budget, check_fit
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
-from elastic.errors import SpecError, StateLost, known_keywords, unwritten
+from elastic.errors import SpecError, known_keywords, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut, RunFolder
@@ -52,20 +41,30 @@ from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
 from elastic.types import (
     COMPUTES_IN,
-    Copy,
     CopyDamaged,
     DriverStarted,
-    Layout,
     Outcome,
     Pool,
     StepDone,
     WorkerFailed,
 )
 from elastic.version import PACKAGE
+from elastic.worker.hosting.resume_checks import (
+    FoundCopies,
+    check_cp,
+    check_layouts,
+    check_loss,
+    check_not_done,
+    check_not_failed,
+    check_same,
+    found_copies,
+    taken,
+    warn_of_clock,
+    with_few,
+)
 
 if TYPE_CHECKING:
     from elastic.cluster.local.local_cluster import LocalCluster
-    from elastic.worker.checkpoint.checkpoint_index import CheckpointInfo
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -276,7 +275,7 @@ class JobRun:
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
         self._cut: JournalCut | None = None
-        self._damaged: list[CopyDamaged] = []  # copies whose markers cannot be read
+        self._damaged: tuple[CopyDamaged, ...] = ()  # copies whose markers cannot be read
 
     def _load(self, program: Program | None) -> None:
         self.program = program or load_program(self.spec.program)
@@ -327,12 +326,8 @@ class JobRun:
         return lines, stored, state
 
     def _check_not_done(self, state: State | None) -> None:
-        if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
-            raise SpecError(
-                f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more "
-                "of them lets it continue; another --run-name (RunConfig(name=...)), or none, "
-                "starts over"
-            )
+        if state is not None and state.phase == "succeeded":
+            check_not_done(self.name, self.spec.steps, state.saved_step)
 
     def _start(
         self,
@@ -342,28 +337,19 @@ class JobRun:
         *,
         layouts: LayoutCheck | None = None,
     ) -> DriverStarted:
-        from elastic.worker.checkpoint import checkpoint_index
-        from elastic.worker.checkpoint.checkpoint_format import MARKER
         from elastic.worker.step.loss_scale import profile_of
 
         # an unreadable corpus is found here, once
         n_samples = self._n_samples() if self.address is None else None
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
-        job, problems = self.spec.job(), list[str]()
+        job = self.spec.job()
         model = profile_of(self.program, job)
         if n_samples is not None:
             check_loss(self.spec, self.program, n_samples)
             model = with_few(model, self.spec, n_samples)
-        found = checkpoint_index.find(self.storage, problems)
-        if problems and not found:
-            raise StateLost(
-                f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic "
-                "checkpoint rm"
-            )
-        self._damaged = [
-            CopyDamaged(problem.partition(f"/{MARKER}:")[0], problem) for problem in problems
-        ]
+        found = found_copies(self.storage)
+        self._damaged = found.damaged
         start = DriverStarted(
             self.name,
             epoch,
@@ -373,7 +359,7 @@ class JobRun:
             self.pools,
             model,
             attached=self._attaches(state),
-            durable=tuple(_copy(item) for item in found),
+            durable=found.copies,
             hardware=known_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
             forms_ahead=True,
@@ -400,19 +386,16 @@ class JobRun:
         return there and self._cut is None
 
     def _check_again(
-        self,
-        before: list[Line],
-        start: DriverStarted,
-        state: State | None,
-        *,
-        found: Sequence[CheckpointInfo],
+        self, before: list[Line], start: DriverStarted, state: State | None, *, found: FoundCopies
     ) -> None:
         """May a run of this name go on with this job? Raises SpecError or ProgramError."""
         failed = state is not None and state.phase == "failed"
         supervised, changes = self.options.supervised, self.options.allow_changed
         # a person mends a program that ended its run before a step was done under the same name
-        unused = failed and not supervised and state is not None and not (state.step or found)
-        check_same(before, start, found[0].meta if found else {}, allow_changed=changes or unused)
+        unused = (
+            failed and not supervised and state is not None and not (state.step or found.copies)
+        )
+        check_same(before, start, found.meta, allow_changed=changes or unused)
         if supervised and not changes:
             check_not_failed(self.name, state.fatal if failed and state is not None else "")
 
@@ -540,23 +523,6 @@ class JobRun:
         from elastic.worker.checkpoint.finished_model import sample_text
 
         return sample_text(self.program, state.durable[0].uri) if state.durable else None
-
-
-def _copy(found: CheckpointInfo) -> Copy:
-    """A checkpoint as the policy knows it; how it is cut matters to nobody who reads it."""
-    from elastic.worker.checkpoint.checkpoint_format import SAMPLES
-
-    layout, said = Layout(dp_shard=found.world_size), found.meta.get(SAMPLES)
-    text = said if isinstance(said, str) else ""
-    return Copy(
-        found.step,
-        "durable",
-        found.generation,
-        layout,
-        uri=found.uri,
-        n_bytes=found.n_bytes,
-        samples=text,
-    )
 
 
 def _outcome(state: State) -> Outcome:

@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.certify.harness.member import LocalMember, Member
 from elastic.certify.harness.place import Place
 from elastic.certify.harness.worker_pool import WorkerPool
-from elastic.certify.harness.worker_process import SESSION
 from elastic.certify.tasks import Limit, OutOfTime
 from elastic.ledger.run_folder import RunFolder
 from elastic.storage import Storage, open_storage
+from elastic.worker.hosting.served_session import SERVED, SESSION
+from elastic.worker.hosting.session_processes import ChildProcess, SessionProcess, SessionProcesses
 
 if TYPE_CHECKING:
     from elastic.cluster.workers.remote_processes import ProcessSignals
-
-SERVED = "elastic.certify.harness.worker_process:Served"
 
 
 def remove(storage: Storage) -> None:
@@ -77,20 +75,22 @@ class Lab:
     def _made(self, limit: Limit) -> WorkerPool:
         environments = self.place.environments()
         if not self.place.address:
-            return WorkerPool(
-                len(environments), lambda i: LocalMember(environments[i], self.session), limit=limit
+            here = SessionProcesses(
+                len(environments), lambda i: ChildProcess(environments[i], (self.session,))
             )
+            return WorkerPool(here, limit)
         from elastic.cluster.workers import remote_processes
 
         if self._hands is None:
             self._hands = remote_processes.ProcessSignals(self.place.seats)
         hands, seats = self._hands, self.place.seats
 
-        def start(i: int) -> Member:
+        def start(i: int) -> SessionProcess:
             order = remote_processes.ProcessOrder(SERVED, (self.session,), environments[i])
             return remote_processes.RemoteProcess(seats[i], hands, order)
 
-        return WorkerPool(len(seats), start, remote_processes.own_address(), limit)
+        there = SessionProcesses(len(seats), start, remote_processes.own_address())
+        return WorkerPool(there, limit)
 
     def make_room(self) -> None:
         """For other processes on the same GPUs: Ray gives a GPU to one at a time."""

@@ -3,34 +3,28 @@ is a generation."""
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
 
-from elastic.certify.harness.member import Member
-from elastic.certify.harness.worker_process import Opening
 from elastic.certify.tasks import Failed, Limit, TaskRefused
 from elastic.types import (
-    Abort,
     Action,
     EnterPlan,
     Event,
     NodePrepared,
     Plan,
     PlanEntered,
-    Prepare,
     Quiesced,
     StepDone,
     WorkerFailed,
     WorkerId,
 )
-from elastic.types.orders import Rendezvous, WorkerOrder
-from elastic.worker.session.workplace import host_rendezvous
+from elastic.types.orders import WorkerOrder
+from elastic.worker.hosting.session_processes import SessionProcess, SessionProcesses
 
-# for anything that is waited for; a worker's bound in elastic.cluster.workers.liveness
+# for anything that is waited for; a worker's bound in elastic.worker.hosting.liveness
 MOST_S = 60.0
 MEETS_S = 30.0  # that a worker waits for another at the store of a generation
 PLACED_S = 60.0  # for a place on a node of a cluster
@@ -40,21 +34,22 @@ E = TypeVar("E", bound=Event)
 
 @dataclass
 class WorkerPool:
-    """`n` workers; `start` starts the i-th. `host`: this host as they reach it. Use as a `with`
-    block; everything is gone afterwards."""
+    """Use as a `with` block; everything is gone afterwards."""
 
-    n: int
-    start: Callable[[int], Member]
-    host: str = "127.0.0.1"
+    hosted: SessionProcesses
     limit: Limit = field(default_factory=lambda: Limit.after(float("inf")))
     # of the sessions that are open now
     log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
-    workers: list[WorkerId] = field(default_factory=list)
     started_s: float = 0.0  # when the processes were started
-    _members: list[Member] = field(default_factory=list)
-    _stores: dict[int, Any] = field(default_factory=dict)
-    _serial: int = 0
     _begun: bool = False
+
+    @property
+    def n(self) -> int:
+        return self.hosted.n
+
+    @property
+    def workers(self) -> list[WorkerId]:
+        return self.hosted.workers
 
     @property
     def entered_any(self) -> bool:
@@ -63,21 +58,11 @@ class WorkerPool:
 
     def __enter__(self) -> WorkerPool:
         self.started_s = time.monotonic()
-        try:
-            for i in range(self.n):
-                self._members.append(self.start(i))
-        except BaseException:
-            self.__exit__()
-            raise
+        self.hosted.begin()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for member in self._members:
-            member.end()
-        for member in self._members:
-            member.join()
-            member.pipe.close()
-        self._members, self._stores = [], {}
+        self.hosted.end()
 
     # --------------------------------------------------------------------------------------- orders
 
@@ -87,59 +72,42 @@ class WorkerPool:
 
         Raises Refused where there is no place for one of them.
         """
-        self._serial += 1
         self._begun = False
         self.log.clear()
-        self._stores.clear()
-        self.workers = [WorkerId(f"node{i}", 0) for i in range(self.n)]
-        for i in range(self.n):
-            self._wait_for_place(self._members[i])
+        self.hosted.renew([WorkerId(f"node{i}", 0) for i in range(self.n)])
+        for i, process in enumerate(self.hosted.processes):
+            self._wait_for_place(process)
             self.reopen(i, job, run)
         self.until(lambda: len(self.events(NodePrepared)) >= self.n, "all workers prepared")
 
-    def _wait_for_place(self, member: Member) -> None:
-        why = member.ready(min(PLACED_S, max(0.0, self.limit.left_s)))
+    def _wait_for_place(self, process: SessionProcess) -> None:
+        why = process.ready(min(PLACED_S, max(0.0, self.limit.left_s)))
         self.limit.look("a place for each worker")
         if why:
-            raise Failed(why) if member.ended else TaskRefused(why)
+            raise Failed(why) if process.ended else TaskRefused(why)
 
     def reopen(self, i: int, job: Mapping[str, Any], run: str) -> None:
         """Worker `i` gets a new session, in a new process where the old one is gone."""
-        if self._members[i].ended:
-            self._members[i].pipe.close()
-            self._members[i] = self.start(i)
-        me = self.workers[i]
-        self._members[i].send(Opening(self._serial, me, dict(job), run))
-        self.order(me, Prepare(me.node_id))
+        self.hosted.open(i, job, run)
 
-    def order(self, worker: WorkerId, action: Action, rendezvous: Rendezvous | None = None) -> None:
-        self._member(worker).send(WorkerOrder(action, rendezvous))
+    def order(self, worker: WorkerId, action: Action) -> None:
+        self.hosted.order(worker, WorkerOrder(action))
 
     def enter(self, plan: Plan) -> None:
         """Orders the generation to its ranks and to those that only hold state."""
-        rendezvous, self._stores[plan.generation] = host_rendezvous(
-            plan, self.host, MOST_S, store_s=MEETS_S
-        )
         self._begun = True
-        for worker in rendezvous.participants:
-            self.order(worker, EnterPlan(plan), rendezvous)
+        self.hosted.meet(EnterPlan(plan), self.hosted.meeting(plan, MOST_S, MEETS_S))
 
-    def abort(self, generation: int, workers: Iterable[WorkerId]) -> None:
-        self._stores.pop(generation, None)
-        for worker in workers:
-            self.order(worker, Abort(generation))
+    def abort(self, generation: int, workers: Collection[WorkerId]) -> None:
+        self.hosted.abort(generation, workers)
 
     def stop(self, worker: WorkerId) -> None:
         """SIGSTOP: it hangs."""
-        self._member(worker).signal(signal.SIGSTOP)
+        self.hosted.stop(worker)
 
     def kill(self, worker: WorkerId) -> None:
         """SIGKILL; returns when it is gone."""
-        self._member(worker).end()
-        self._member(worker).join()
-
-    def _member(self, worker: WorkerId) -> Member:
-        return self._members[self.workers.index(worker)]
+        self.hosted.kill(worker)
 
     # ----------------------------------------------------------------------------------------- news
 
@@ -160,20 +128,10 @@ class WorkerPool:
 
     def drain(self) -> None:
         """Takes in what has come, waiting for a moment."""
-        pipes: dict[Any, WorkerId] = {
-            member.pipe: self.workers[i]
-            for i, member in enumerate(self._members)
-            if not member.pipe.closed
-        }
-        ready: list[Any] = wait_for(list(pipes), timeout=LOOK_S)
-        for pipe in ready:
-            try:
-                while pipe.poll():
-                    serial, event = pipe.recv()
-                    if serial == self._serial:
-                        self.log.append((time.monotonic(), pipes[pipe], event))
-            except (EOFError, ConnectionResetError):
-                pipe.close()
+        for heard in self.hosted.collect(LOOK_S):
+            if heard.said is not None:
+                now_s = time.monotonic()
+                self.log += [(now_s, heard.worker, event) for _, event in heard.said.messages]
 
     def until(
         self, holds: Callable[[], bool], what: str, most_s: float = MOST_S, *, broken: bool = False
@@ -200,7 +158,7 @@ class WorkerPool:
                 )
 
     def _look_for_dead(self, what: str, broken: bool) -> None:
-        dead = [str(self.workers[i]) for i, m in enumerate(self._members) if m.ended]
+        dead = [str(worker) for worker in self.workers if self.hosted.process(worker).ended]
         if dead and not broken:
             raise Failed(f"while waiting for '{what}': the process of {', '.join(dead)} ended")
 

@@ -18,21 +18,17 @@ from typing import Any
 
 from elastic.cluster.backend import drills
 from elastic.cluster.backend.attach import Attached
-from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter, Commit, write_late_parts
 from elastic.cluster.backend.cloud_feed import CloudFeed
 from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.backend.driver_hold import DriverHold, connect
 from elastic.cluster.backend.ray_run import RayRun
-from elastic.cluster.backend.rendezvous_stores import RendezvousStores
 from elastic.cluster.local.local_cluster import LAST_WORDS, LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
 from elastic.cluster.nodes.demand import DemandReport, left_paid
 from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.workers.admission_links import Entrance
-from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.cluster.workers.output import last_words
-from elastic.cluster.workers.poll_pacing import Pacing
 from elastic.cluster.workers.worker_actor import WorkerSetup
 from elastic.cluster.workers.worker_group import (
     POLL_S,
@@ -80,6 +76,11 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
+from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter, Commit, write_late_parts
+from elastic.worker.hosting.inbox import Inbox
+from elastic.worker.hosting.liveness import Liveness, patience_s
+from elastic.worker.hosting.poll_pacing import Pacing
+from elastic.worker.hosting.rendezvous_stores import RendezvousStores
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class RayBackend:
     _closed: bool = field(init=False, default=False)
 
     def __post_init__(self, lease: Lease | None) -> None:
-        from elastic.cluster.backend.aggregate import Gather
+        from elastic.worker.hosting.aggregate import Gather
 
         threading.Thread(
             target=importlib.import_module, args=("torch.distributed",), daemon=True
@@ -116,7 +117,7 @@ class RayBackend:
         self._anchor_s = time.time() - time.monotonic()
         connected = connect(run, self.cluster)
         self.storage = open_storage(run.uri)
-        self.inbox = drills.Inbox(self.storage)
+        self.inbox = Inbox(self.storage)
         outlives = self.cluster is None
         nobody = WorkerId("", 0)
         setup = WorkerSetup(
@@ -470,7 +471,9 @@ class RayBackend:
         for order in again:
             self._prepare(order)
         events += refused
-        write_late_parts(self.gather.late(time.monotonic()), self.worker_group)
+        if late := self.gather.late(time.monotonic()):
+            group = self.worker_group
+            write_late_parts(late, group.workers(), group.order)
         self.drilling.pass_deadlines(now_s)
         ray_ids = {
             node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))

@@ -29,8 +29,8 @@ from elastic.cluster.nodes.autoscaler_agent import (
 from elastic.cluster.nodes.demand import DemandReport
 from elastic.cluster.nodes.providers import ClusterNodes, NodeProvider, RayNode, living
 from elastic.cluster.ray import _ray_private
-from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Event, InstancesSeen, RequestFailed
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 

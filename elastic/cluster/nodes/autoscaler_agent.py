@@ -34,8 +34,8 @@ from elastic.cluster.nodes.node_types import (
 )
 from elastic.cluster.nodes.providers import RayNode, living, pool_of
 from elastic.cluster.ray import _ray_private
-from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Pool
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 

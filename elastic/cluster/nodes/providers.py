@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible_gpus
 from elastic.cluster.ray import _ray_private, processes
-from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 

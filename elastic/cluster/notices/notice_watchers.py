@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.notices.sources.detect import ProbedMachine, sources_of
 from elastic.cluster.notices.sources.watch import NoticeReport, Watch
 from elastic.cluster.ray import _ray_private, processes
-from elastic.cluster.ray.thread_boundary import ThreadBoundary
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 

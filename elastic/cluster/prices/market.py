@@ -18,8 +18,8 @@ from typing import Any
 
 from elastic import catalog
 from elastic.cluster.prices.aws_prices import AwsPrices, NoAnswer, NoCredentials
-from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Event, Pool, PriceSeen
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 

@@ -40,6 +40,8 @@ ASKED_MOST = 16  # workers: a driver that attaches speaks to all of them
 PASSPORT_MOST_S = 10.0
 STARTERS = 8  # actors that are made at once
 TEXT_MOST = 400
+# orders of more workers, which grow with their number, go over the object store: once to each node
+SENT_EACH_MOST = 64
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,14 @@ class WorkerGroup:
             ref = member.actor.order.remote(self.setup.epoch, order)
             self._calls[ref] = worker
         return True
+
+    def shared(self, order: WorkerOrder, n: int) -> Any:
+        """The order as it goes to each of so many workers."""
+        return ray.put(order) if n > SENT_EACH_MOST else order
+
+    def address(self) -> str:
+        """Of this host, as workers reach it."""
+        return str(ray.util.get_node_ip_address())
 
     def order_all(self, action: Action) -> None:
         for worker in self.workers():

@@ -29,7 +29,6 @@ from elastic.worker.equivalence.forward_trace import (
     told,
 )
 from elastic.worker.equivalence.small_copy import whole_model
-from elastic.worker.equivalence.static_plan import even
 from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.parallel.pipeline import cut_stage
 from elastic.worker.program.calls import inputs_of, keywords_of
@@ -300,3 +299,9 @@ def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def even(total: int, parts: int) -> tuple[int, ...]:
+    """The first parts take one more."""
+    base, more = divmod(total, parts)
+    return tuple(base + (i < more) for i in range(parts))

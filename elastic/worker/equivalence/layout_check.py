@@ -9,10 +9,8 @@ processes (layout_values.py).
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import sysconfig
 import time
@@ -39,6 +37,7 @@ from elastic.worker.equivalence.small_batch import batch_of, check_rows, shorten
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
 from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.parallel.context_parallel import check_calls, check_possible
+from elastic.worker.process.parent_death import die_with_parent
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 
@@ -52,7 +51,6 @@ READS_MOST = 10_000
 SETTINGS = (".py", ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini")
 READ_MOST_BYTES = 1 << 20  # of a file that counts as part of the program; larger ones are data
 COMPARE_S = 40.0
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -288,11 +286,6 @@ def packages() -> dict[str, str]:
         except (PackageNotFoundError, ValueError):  # the program's own, or one of another name
             continue
     return found
-
-
-def die_with_parent() -> None:
-    """Linux ends this process when the one that has started it is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(arguments: Iterable[str]) -> int:

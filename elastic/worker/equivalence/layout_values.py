@@ -23,12 +23,12 @@ from elastic.errors import ElasticError
 from elastic.types import Job, Layout, Plan, WorkerId
 from elastic.types.grid import coordinates
 from elastic.types.orders import Rendezvous
+from elastic.worker.equivalence.blocks_in_stages import even
 from elastic.worker.equivalence.forward_trace import Batch, python_random, told
 from elastic.worker.equivalence.no_randomness import Still, draws_left
 from elastic.worker.equivalence.reference_pass import Outputs, Pass
 from elastic.worker.equivalence.small_batch import first_positions, longest, positions
 from elastic.worker.equivalence.small_copy import ROWS, SmallCopy
-from elastic.worker.equivalence.static_plan import even
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.rendezvous import host_store, new_secret
 from elastic.worker.process_groups.transport import is_collective_error

@@ -50,6 +50,18 @@ def host_store(host: str, timeout_s: float = STORE_S) -> TCPStore:
     )  # fmt: skip
 
 
+def listening(host: str) -> socket.socket:
+    """A socket that listens at `host` only, or at all addresses as `host_store` does."""
+    found = _listener("127.0.0.1" if host == "localhost" else host)
+    if found is not None:
+        return found
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+        )
+    return socket.create_server(("", 0), backlog=BACKLOG)
+
+
 def _listener(host: str) -> socket.socket | None:
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET

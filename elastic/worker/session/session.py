@@ -262,6 +262,10 @@ class Session:
         self._preparation.close()
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def place(self) -> Workplace | None:
         """The open program, data and storage; None until a Prepare has succeeded."""
         return self._preparation.place

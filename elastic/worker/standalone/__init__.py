@@ -1,1 +1,1 @@
-"""The same session under torchrun: a static plan, no Ray, no driver."""
+"""Ranks that torchrun has started: a driver among them, on a Backend of processes, no Ray."""

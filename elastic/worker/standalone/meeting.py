@@ -1,24 +1,42 @@
-"""Ranks that somebody else has started (torchrun, another trainer) find each other and a store of
-their own."""
+"""Ranks that somebody else has started (torchrun, another trainer) find each other: each has a
+connection to rank 0, over which orders and beats go."""
 
 from __future__ import annotations
 
+import hmac
+import json
+import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from elastic.errors import SpecError
-from elastic.worker.process_groups.rendezvous import host_store
+from elastic.errors import LostContact, SpecError
+from elastic.types import Node, WorkerId
+from elastic.worker.hosting.served_session import Said
+from elastic.worker.process.free_memory import free_host_bytes
+from elastic.worker.process_groups.rendezvous import (
+    PROOF_BYTES,
+    SECRET_BYTES,
+    host_store,
+    listening,
+    new_secret,
+    proof,
+)
+from elastic.worker.standalone.rank_link import RankLink
 
 ADDRESS = "elastic/address"
-READ_MOST_S, READ_LOOK_S = 30.0, 0.02
 LOOPBACK = "127.0.0.1"
+HELLO_MOST_S, HELLO_MOST_BYTES = 10.0, 4096
+LOOK_S = 0.1
+POOL = "ranks"
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,7 @@ class Started:
     local_rank: int = 0
     world_size: int = 1
     host: str = LOOPBACK  # of rank 0
-    attempt: int = 0  # how often the launcher has started all ranks anew
+    node: str = ""  # which of the launcher's nodes this is; '' = it says nothing of nodes
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Started:
@@ -53,8 +71,8 @@ class Started:
                 f"WORLD_SIZE={world_size} and no MASTER_ADDR: the host of rank 0 is missing; "
                 "start it by torchrun"
             )
-        attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        return cls(rank, local_rank, world_size, host, attempt)
+        node = environment.get("GROUP_RANK") or environment.get("NODE_RANK") or ""
+        return cls(rank, local_rank, world_size, host, node)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -68,91 +86,200 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-@dataclass
+@dataclass(frozen=True)
+class RankHello:
+    """What a rank says of itself. `node`: the launcher's, else its host's name; `host_bytes`: of
+    memory that is free there."""
+
+    rank: int
+    node: str
+    host_bytes: int
+
+    @classmethod
+    def of(cls, me: Started) -> RankHello:
+        return cls(me.rank, me.node or socket.gethostname(), free_host_bytes())
+
+
+@dataclass(frozen=True)
 class Meeting:
-    """All ranks, around a store that rank 0 hosts. `store` is for single words; the generation's
-    groups hang on `address`."""
+    """All ranks. `worker`: who this one is among the `nodes`; `links`: on rank 0 to each of the
+    others, in order, on those to rank 0. `backend`: of the default group that was there before, ''
+    = none; `store`: in which they meet to set it up again."""
 
     me: Started
-    address: tuple[str, int]
-    store: Store
-    backend: str  # of the default group that was there before; '' = none
-
-    def decided(self, key: str, decide: Callable[[], str]) -> str:
-        """What rank 0 has decided, for everyone. What `decide` raises on rank 0 belongs to the
-        caller, who tells the others."""
-        if self.me.rank == 0:
-            self.store.set(key, decide())
-        return self.store.get(key).decode()
-
-    def all_said(self, key: str) -> dict[int, str] | None:
-        """What each rank has said under `key`; None until all have."""
-        keys = [f"{key}/{rank}" for rank in range(self.me.world_size)]
-        if not self.store.check(keys):
-            return None
-        return {rank: self.store.get(name).decode() for rank, name in enumerate(keys)}
-
-    def say(self, key: str, words: str) -> None:
-        self.store.set(f"{key}/{self.me.rank}", words)
-
-    def said(self, key: str) -> str | None:
-        """What anyone has set under `key`."""
-        return self.store.get(key).decode() if self.store.check([key]) else None
-
-    def tell(self, key: str, words: str) -> None:
-        self.store.set(key, words)
-
-    def all_have_read(self, key: str) -> None:
-        """Every rank says that it has; rank 0 waits for that before it goes, a bounded time: the
-        others would find its store gone, in the middle of a call."""
-        self.say(f"read/{key}", "")
-        until_s = time.monotonic() + READ_MOST_S
-        while self.me.rank == 0 and self.all_said(f"read/{key}") is None:
-            if time.monotonic() > until_s:
-                return
-            time.sleep(READ_LOOK_S)
+    worker: WorkerId
+    nodes: tuple[Node, ...] = ()
+    workers: tuple[WorkerId, ...] = ()  # in the order of the ranks
+    links: tuple[RankLink, ...] = ()
+    backend: str = ""
+    store: Store | None = None
 
     def give_back(self) -> None:
         """Sets up a default group again where there was one before."""
-        if self.backend and not dist.is_initialized():
-            store = PrefixStore("elastic/after", self.store)
+        if self.store is not None and not dist.is_initialized():
             dist.init_process_group(
-                self.backend, store=store, rank=self.me.rank, world_size=self.me.world_size
+                self.backend,
+                store=PrefixStore("elastic/after", self.store),
+                rank=self.me.rank,
+                world_size=self.me.world_size,
             )
 
 
 def meet(me: Started, timeout_s: float) -> Meeting:
     """Blocks until all ranks are there. A default process group that stands is used to meet, and
-    then taken down."""
-    timeout = timedelta(seconds=timeout_s)
-    server = host_store(me.host, timeout_s) if me.rank == 0 else None
-    port, backend = server.port if server is not None else 0, ""
-    if dist.is_initialized():
-        backend = str(dist.get_backend())
-        port = _broadcast(port)
-        dist.destroy_process_group()
-    elif me.world_size > 1:
-        meeting_point, _, _ = next(rendezvous("env://", me.rank, me.world_size, timeout=timeout))
-        if server is not None:
-            meeting_point.set(ADDRESS, str(port))
-        port = int(meeting_point.get(ADDRESS))
-    store = server or TCPStore(
-        me.host, port, is_master=False, timeout=timeout, wait_for_workers=False
+    then taken down. Raises LostContact."""
+    backend = str(dist.get_backend()) if dist.is_initialized() else ""
+    store = host_store(me.host, timeout_s) if backend and me.rank == 0 else None
+    listener = listening(me.host) if me.rank == 0 and me.world_size > 1 else None
+    here = _Address(
+        listener.getsockname()[1] if listener is not None else 0,
+        store.port if store is not None else 0,
+        new_secret(),
     )
-    meeting = Meeting(me, (me.host, port), PrefixStore("elastic/words", store), backend)
-    meeting.say("here", "")
-    for rank in range(me.world_size):
-        store_key = f"here/{rank}"
-        meeting.store.get(store_key)  # the launcher's own store is not needed any more
-    return meeting
+    until_s, ask = time.monotonic() + timeout_s, lambda: here
+    if backend:
+        here = _broadcast(here)
+        dist.destroy_process_group()
+        timeout = timedelta(seconds=timeout_s)
+        store = store or TCPStore(
+            me.host, here.store, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    elif me.world_size > 1:
+        timeout = timedelta(seconds=timeout_s)
+        meeting_point, _, _ = next(rendezvous("env://", me.rank, me.world_size, timeout=timeout))
+        if listener is not None:
+            meeting_point.set(ADDRESS, json.dumps(asdict(here)))
+        ask = lambda: _Address(**json.loads(meeting_point.get(ADDRESS)))  # noqa: E731
+    if me.rank > 0:
+        link, worker = _found(me, ask, until_s)
+        return Meeting(me, worker, links=(link,), backend=backend, store=store)
+    if listener is None:
+        (found,), workers = _nodes([RankHello.of(me)])
+        return Meeting(me, workers[0], (found,), workers, (), backend, store)
+    with listener:
+        met = _gathered(listener, here.secret, me.world_size, until_s=until_s)
+    nodes, workers = _nodes([RankHello.of(me), *(hello for hello, _ in met)])
+    for worker, (_, link) in zip(workers[1:], met, strict=True):
+        link.send(Said(0, worker))
+    return Meeting(me, workers[0], nodes, workers, tuple(link for _, link in met), backend, store)
 
 
-def _broadcast(port: int) -> int:
+@dataclass(frozen=True)
+class _Address:
+    """Where rank 0 listens, and what those who come must know."""
+
+    port: int
+    store: int
+    secret: str
+
+
+def _nodes(hellos: Sequence[RankHello]) -> tuple[tuple[Node, ...], tuple[WorkerId, ...]]:
+    """The nodes that the ranks are on, and each rank's worker there."""
+    names = list(dict.fromkeys(hello.node for hello in hellos))
+    width = len(str(len(names) - 1))
+    on: dict[str, list[RankHello]] = {name: [] for name in names}
+    workers = []
+    for hello in hellos:
+        node = f"node-{names.index(hello.node):0{width}}"
+        workers.append(WorkerId(node, len(on[hello.node])))
+        on[hello.node].append(hello)
+    nodes = tuple(
+        Node(
+            f"node-{i:0{width}}",
+            POOL,
+            len(on[name]),
+            host_memory_bytes=min(hello.host_bytes for hello in on[name]),
+        )
+        for i, name in enumerate(names)
+    )
+    return nodes, tuple(workers)
+
+
+def _gathered(
+    listener: socket.socket, secret: str, world_size: int, *, until_s: float
+) -> list[tuple[RankHello, RankLink]]:
+    """Whoever knows the secret, until all other ranks are there, in their order."""
+    found: dict[int, tuple[RankHello, RankLink]] = {}
+    while len(found) < world_size - 1:
+        left_s = until_s - time.monotonic()
+        try:
+            listener.settimeout(max(0.0, left_s))
+            link = _connection(listener.accept()[0])
+        except (TimeoutError, BlockingIOError) as error:
+            missing = sorted({*range(1, world_size)} - {*found})
+            raise LostContact(
+                f"of {world_size} ranks {len(missing)} did not come (the first of them: rank "
+                f"{missing[0]}); start all of them anew"
+            ) from error
+        hello = _welcomed(link, secret)
+        if hello is None:
+            link.close()
+        else:
+            found[hello.rank] = hello, RankLink(link)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _welcomed(link: Connection, secret: str) -> RankHello | None:
+    """Nothing that a stranger sends is looked into."""
+    with suppress(OSError, EOFError):
+        if not link.poll(HELLO_MOST_S):
+            return None
+        said = link.recv_bytes(HELLO_MOST_BYTES)
+        mark, text = said[:PROOF_BYTES], said[PROOF_BYTES:].decode(errors="replace")
+        if hmac.compare_digest(mark, proof(secret, text)):
+            link.send_bytes(proof(secret, "rank 0"))
+            return RankHello(**json.loads(text))
+    return None
+
+
+def _found(me: Started, ask: Callable[[], _Address], until_s: float) -> tuple[RankLink, WorkerId]:
+    """As `_joined`. The launcher's store may still hold the address of a rank 0 that is gone, until
+    the one that was started in its place has written its own. Raises LostContact."""
+    while True:
+        try:
+            return _joined(me, ask(), until_s)
+        except LostContact:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(LOOK_S)
+
+
+def _joined(me: Started, there: _Address, until_s: float) -> tuple[RankLink, WorkerId]:
+    """The connection to rank 0, and who this one is. Raises LostContact."""
+    left_s = max(1.0, until_s - time.monotonic())
+    try:
+        link = _connection(socket.create_connection((me.host, there.port), left_s))
+        text = json.dumps(asdict(RankHello.of(me)))
+        link.send_bytes(proof(there.secret, text) + text.encode())
+        known = link.recv_bytes(HELLO_MOST_BYTES)
+        if not hmac.compare_digest(known, proof(there.secret, "rank 0")):
+            raise LostContact(f"{me.host}:{there.port} is not rank 0; start all ranks anew")
+        joined = RankLink(link)
+        worker: WorkerId = joined.recv().what
+    except (OSError, EOFError) as error:
+        raise LostContact(
+            f"rank 0 does not answer at {me.host}:{there.port} ({error or 'it has hung up'}); "
+            "start all ranks anew"
+        ) from error
+    return joined, worker
+
+
+def _connection(made: socket.socket) -> Connection:
+    made.settimeout(None)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(made.detach())
+
+
+def _broadcast(here: _Address) -> _Address:
+    """Rank 0's, over the default group that stands."""
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if "nccl" in str(dist.get_backend())
         else torch.device("cpu")
     )
-    told: Any = torch.tensor([port], device=device)
+    numbers = [here.port, here.store, *bytes.fromhex(here.secret)]
+    told: Any = torch.tensor(numbers, device=device)
     dist.broadcast(told, 0)
-    return int(told[0])
+    port, store, *secret = told.tolist()
+    return _Address(port, store, bytes(secret[:SECRET_BYTES]).hex())

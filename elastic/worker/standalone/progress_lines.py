@@ -1,4 +1,4 @@
-"""What rank 0 of a run without a driver prints."""
+"""What rank 0 prints of a run that drives itself."""
 
 from __future__ import annotations
 

@@ -1,71 +1,85 @@
-"""A job at a fixed layout without a driver: ranks that torchrun, or another trainer, has started.
+"""A job at a fixed layout on ranks that torchrun, or another trainer, has started.
 
-Each rank runs one Session for one generation. Rank 0 holds the run's lease, decides where the run
-begins, commits the checkpoints once every rank has said that its part is stored, and removes old
-ones. There are no peer replicas: a loss ends all ranks, and whoever started them starts them anew
-from the newest checkpoint.
+Each rank runs a Session. Rank 0 also holds the run's lease and drives the run: the same loop and
+the same policy as on a cluster, over the sessions of all ranks. A loss ends all ranks, and whoever
+started them starts them anew from the newest checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from elastic.config.fingerprint import KEY, batch_changed, differences, fingerprint
+from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec
+from elastic.config.layout_started import layout_of
 from elastic.data.batches import few_samples
 from elastic.data.budget import budget_of
-from elastic.errors import ElasticError, LostContact, SpecError
-from elastic.ledger.lease import Lease
-from elastic.ledger.run_folder import DEFAULT_STORAGE
+from elastic.driver import drive, restored
+from elastic.errors import ElasticError, SpecError
+from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import DEFAULT_STORAGE, RunFolder
+from elastic.policy.state.fold import State
 from elastic.storage import Storage, open_storage
 from elastic.types import (
     CopyDamaged,
     CopyFailed,
+    CopyStored,
+    DriverStarted,
     EnterPlan,
     Evaluated,
     Event,
     GuardTripped,
-    Job,
     Layout,
     ModelProfile,
-    NodePrepared,
+    NodeReady,
     Outcome,
-    Plan,
     PlanEntered,
+    Pool,
     Prepare,
-    Quiesce,
-    Quiesced,
-    Resume,
-    ShardStored,
     StepDone,
-    StoreCopy,
+    StopAsked,
     WorkerFailed,
-    WorkerId,
     WrongNumbers,
 )
-from elastic.types.orders import Rendezvous, WorkerOrder
-from elastic.worker.checkpoint import checkpoint_index
+from elastic.types.orders import WorkerOrder
 from elastic.worker.equivalence.small_batch import batch_of
-from elastic.worker.equivalence.static_plan import layout_of, plan_of
 from elastic.worker.equivalence.structure import structure_of
+from elastic.worker.hosting.resume_checks import (
+    FoundCopies,
+    check_layouts,
+    check_not_done,
+    check_same,
+    found_copies,
+    taken,
+    warn_of_clock,
+    with_few,
+)
+from elastic.worker.hosting.served_session import Put, Said, forward, put_into
+from elastic.worker.hosting.session_processes import SessionProcess, SessionProcesses
+from elastic.worker.profile.measure import accelerator_here
 from elastic.worker.session.session import Session
 from elastic.worker.session.workplace import Workplace
-from elastic.worker.standalone.meeting import Meeting, Started, meet
-from elastic.worker.standalone.static_checkpoints import CommittedCheckpoint, StaticCheckpoints
+from elastic.worker.standalone.meeting import POOL, Meeting, Started, meet
+from elastic.worker.standalone.process_backend import (
+    LinkedRank,
+    OwnSession,
+    ProcessBackend,
+    RankLost,
+)
+from elastic.worker.standalone.rank_link import CommittedCheckpoint, EndOfRun, StandaloneResult
 
 TICK_S = 0.1
-TIMEOUT_S = 300.0  # of the meeting and of the groups: the last resort
-TOLD = StepDone | Evaluated | CopyFailed | PlanEntered | GuardTripped | WrongNumbers
-SETTLE_MOST_S = 600.0  # from the last step until its checkpoint is committed
-AUTO_EVERY_S = 600.0  # between checkpoints where the job says "auto"
+MEET_MOST_S = 300.0
 GOODBYE_S = 10.0
+TOLD = StepDone | Evaluated | CopyFailed | PlanEntered | GuardTripped | WrongNumbers
+OTHERS = "another rank was told to stop"
 
 
 @dataclass(frozen=True)
@@ -78,55 +92,47 @@ class StandaloneOptions:
     run_name: str | None = None
     storage: str | None = None
     allow_changed: bool = False
+    from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside
     hear: Callable[[Event | str], None] = lambda event: None
     on_copy: Callable[[CommittedCheckpoint], None] | None = None
 
 
-@dataclass
-class StandaloneResult:
-    """How it ended; the numbers are known to rank 0."""
-
-    run: str
-    outcome: Outcome
-    reason: str
-    step: int = 0
-    layout: str = ""
-    world_size: int = 1
-    resumed_at: int = 0
-    final_loss: float | None = None
-    tokens: int = 0
-    wall_s: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    checkpoint: str = ""
-
-    def summary(self) -> dict[str, Any]:
-        rate = self.tokens / self.wall_s if self.wall_s else 0.0
-        plain = {
-            **asdict(self),
-            "steps": self.step,
-            "wall_s": round(self.wall_s, 3),
-            "tokens_per_s": round(rate, 1),
-        }
-        return {key: value for key, value in plain.items() if key != "step"}
-
-
-@dataclass(frozen=True)
-class StartDecision:
-    """What rank 0 has decided before the first step."""
-
-    generation: int
-    epoch: int
-    step: int = 0
-    uri: str = ""
-    error: str = ""
-
-    @property
-    def resume(self) -> Resume:
-        return Resume("durable", self.step, uri=self.uri) if self.uri else Resume()
-
-
 class StartRefused(SpecError):
     """Rank 0 says why, once; the others only leave with the same exit code."""
+
+
+@dataclass
+class Seen:
+    """What rank 0 has heard of the run. `copies`: committed, and not told of yet."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    resumed_at: int | None = None
+    newest: str = ""
+    copies: list[CopyStored] = field(default_factory=list)
+
+    def hear(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                self.losses[event.step] = event.train_loss
+                self.tokens += event.tokens
+            case Evaluated():
+                self.metrics.update(event.metrics)
+            case PlanEntered() if self.resumed_at is None:
+                self.resumed_at = event.step
+            case CopyStored() if event.copy.kind == "durable":
+                self.copies.append(event)
+                self.newest = event.copy.uri
+
+    def committed(self) -> list[CommittedCheckpoint]:
+        """Those whose step was heard of, each once."""
+        found: list[CommittedCheckpoint] = []
+        while self.copies and (copy := self.copies[0].copy).step in self.losses:
+            metrics = {"train_loss": self.losses[copy.step], **self.metrics, "step": copy.step}
+            found.append(CommittedCheckpoint(copy.step, copy.uri, metrics))
+            del self.copies[0]
+        return found
 
 
 class StandaloneRun:
@@ -136,59 +142,56 @@ class StandaloneRun:
     def __init__(
         self, spec: JobSpec, wishes: StandaloneOptions, environment: Mapping[str, str] = os.environ
     ) -> None:
-        self.spec, self.wishes = spec, wishes
+        self.wishes = wishes
         self.me = Started.of(environment)
         self.layout: Layout = layout_of(spec, self.me.world_size, wishes.layout)
+        self.spec = spec.at(self.layout)
         self.name = wishes.run_name or spec.name
         root = (
             wishes.storage or spec.storage or environment.get("ELASTIC_STORAGE") or DEFAULT_STORAGE
         )
-        self.storage: Storage = open_storage(f"{open_storage(root).uri}/{self.name}")
-        self.ended = StandaloneResult(
-            self.name, "failed", "", layout=str(self.layout), world_size=self.me.world_size
-        )
+        self.folder = RunFolder.of(open_storage(f"{open_storage(root).uri}/{self.name}"))
+        self.storage: Storage = self.folder.storage
+        self.seen = Seen()
+        self._began_s = time.monotonic()
         self._stop_reason = ""
-        self._ack = 0
-        self._losses: dict[int, float] = {}
-        self._left: Quiesced | None = None
-        self._failure: WorkerFailed | None = None
-        self._damaged = ""
-        self._entered = False
-        self._lease: Lease | None = None  # of rank 0, once all ranks have met
-        self._asked_copy_s = time.monotonic()
+        self._ask: Callable[[str], None] | None = None  # passes a wish to stop on
+        self._failure: WorkerFailed | None = None  # of this rank, or what ends all
 
     def stop(self, reason: str) -> None:
         """Save at the next step boundary and leave."""
-        self._stop_reason = self._stop_reason or reason
+        if not self._stop_reason:
+            self._stop_reason = reason
+            if self._ask is not None:
+                self._ask(reason)
 
     @property
     def leads(self) -> bool:
         return self.me.rank == 0
 
+    @property
+    def peer_is_gone(self) -> bool:
+        """The failure is only what others have left behind: they have said why."""
+        if self._failure is not None:
+            return self._failure.kind == "collective"
+        return not self.leads
+
     def to_the_end(self) -> StandaloneResult:
-        began = time.monotonic()
-        job = self.spec.plain() | {"drill": [], "layout": str(self.layout)}
-        self.session = session = Session(self._worker(), job, self.storage.uri)
-        session.device = self._device()
-        meeting: Meeting | None = None
+        self._began_s = time.monotonic()
+        device = self._device()
+        meeting = meet(self.me, MEET_MOST_S)
+        session = Session(meeting.worker, self.spec.plain(), self.storage.uri)
+        session.device = device
+        session.order(WorkerOrder(Prepare(meeting.worker.node_id)))
         try:
-            session.order(WorkerOrder(Prepare(self._worker().node_id)))
-            while session.place is None and self._failure is None:
-                self._hear(None)
-            if self._failure is not None:
-                return self._result(began)
-            meeting = meet(self.me, TIMEOUT_S)
-            self._train(meeting, session.job)
-            return self._result(began)
+            if self.leads:
+                return self._led(meeting, session)
+            return self._followed(meeting, session)
         finally:
             session.close(GOODBYE_S)  # the process groups are another trainer's again
-            if self._lease is not None:
-                self._lease.release()
-            if meeting is not None:
-                meeting.give_back()
-
-    def _worker(self) -> WorkerId:
-        return WorkerId(f"rank-{self.me.rank}", 0)
+            for link in meeting.links:
+                link.close()
+            meeting.give_back()
 
     def _device(self) -> torch.device | None:
         """The GPU of this process among those that it sees. Raises SpecError when there are too
@@ -203,38 +206,156 @@ class StandaloneRun:
             )
         return torch.device("cuda", index)
 
-    # -------------------------------------------------------------------------------------- the run
+    def _passes_on(self, ask: Callable[[str], None]) -> None:
+        """From now on a wish to stop goes there, also one that came before."""
+        self._ask = ask
+        if self._stop_reason:
+            ask(self._stop_reason)
 
-    def _train(self, meeting: Meeting, job: Job) -> None:
-        """Generations, until one has begun to step: a checkpoint that turns out damaged is passed
-        over."""
-        assert self.session.place is not None
-        profile = self._checked(self.session.place)
-        mark = fingerprint(self.spec.program, job, profile, n_samples=job.n_samples)
-        if self.leads and (few := few_samples(job.n_samples, self.spec.global_batch)):
-            self.wishes.hear(few)
-        passed: list[str] = []
+    # ---------------------------------------------------------------------------------- other ranks
+
+    def _followed(self, meeting: Meeting, session: Session) -> StandaloneResult:
+        """Carries out what rank 0 orders, until that says how the run has ended."""
+        (link,) = meeting.links
+        put = put_into(link)
+
+        def noted(message: Said) -> None:
+            for _, event in message.what.messages:
+                self._note(event)
+            put(message)
+
+        threading.Thread(target=_forward, args=(session, noted), name="beats", daemon=True).start()
+
+        def ask(reason: str) -> None:
+            with suppress(OSError):  # rank 0 is gone: there is nothing to stop
+                put(Said(0, StopAsked(f"rank {self.me.rank}: {reason}")))
+
+        self._passes_on(ask)
         while True:
-            begin = self._begin(meeting, mark, passed)
-            plan = plan_of(
-                self.spec, profile, self.layout, generation=begin.generation, resume=begin.resume
+            try:
+                word = link.recv().what
+            except (EOFError, OSError):
+                return self._without_rank_0(meeting)
+            if isinstance(word, WorkerOrder):
+                session.order(word)
+            elif isinstance(word, CommittedCheckpoint) and self.wishes.on_copy is not None:
+                self.wishes.on_copy(word)
+            elif isinstance(word, EndOfRun):
+                if word.result is None:
+                    raise _refused(word)
+                return self._mine(word.result)
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, WorkerFailed):
+            self._failure = event  # one before it was recovered from
+
+    def _without_rank_0(self, meeting: Meeting) -> StandaloneResult:
+        gone = WorkerFailed(meeting.worker, 0, "collective", "rank 0 is gone")
+        self._failure = self._failure or gone
+        return StandaloneResult(
+            self.name, "failed", self._failure.error, 0, str(self.layout), self.me.world_size
+        )
+
+    def _mine(self, result: StandaloneResult) -> StandaloneResult:
+        """As this rank says it."""
+        if result.outcome == "failed" and self._failure is not None:
+            return replace(result, reason=self._failure.error)
+        return result
+
+    # --------------------------------------------------------------------------------------- rank 0
+
+    def _led(self, meeting: Meeting, session: Session) -> StandaloneResult:
+        own = OwnSession(session)
+        ranks: list[SessionProcess] = [own, *(LinkedRank(link) for link in meeting.links)]
+        hosted = SessionProcesses(
+            len(ranks), ranks.__getitem__, self.me.host, list(meeting.workers), ranks
+        )
+        try:
+            result = self._driven(meeting, hosted, own)
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, ElasticError) else 1
+            _goodbye(hosted, EndOfRun(None, " ".join(str(error).split()), code))
+            raise
+        _goodbye(hosted, EndOfRun(result))
+        own.pipe.close()
+        return result
+
+    def _driven(
+        self, meeting: Meeting, hosted: SessionProcesses, own: OwnSession
+    ) -> StandaloneResult:
+        place = self._prepared(own)
+        if place is None:
+            assert self._failure is not None
+            return self._result(None, "failed", self._failure.error)
+        n_samples = own.session.job.n_samples
+        model = with_few(self._checked(place), self.spec, n_samples)
+        if few := few_samples(n_samples, self.spec.global_batch):
+            self.wishes.hear(few)
+        with ExitStack() as stack:
+            lease = taken(self.storage, self.name, patient=True)
+            stack.callback(lease.release)
+            folder, cut = self.folder, None
+            if self.wishes.from_checkpoint:
+                lines, stored, cut = folder.without_damage()
+            else:
+                lines, stored = folder.take_over()
+            state, found = restored(lines), found_copies(self.storage)
+            job = self.spec.job()
+            mark = fingerprint(self.spec.program, job, model, n_samples=n_samples)
+            start = DriverStarted(
+                self.name,
+                lease.epoch,
+                replace(job, fingerprint=mark).plain(),
+                (self._pool(meeting),),
+                model,
+                durable=found.copies,
+                cut=cut.said if cut is not None else "",
             )
-            meta = {"run": self.name, KEY: mark}
-            copies = StaticCheckpoints(
-                self.storage, meeting, plan, begin.epoch, meta, self.spec, self._metrics
+            self._may_go_on(start, lines, state, found=found)
+            known = {copy.step: copy.samples for copy in found.copies if copy.samples}
+            backend = ProcessBackend(
+                hosted,
+                meeting.nodes,
+                self.storage,
+                lease,
+                start,
+                lambda event: self._hear(event, hosted),
+                self._ordered,
+                {**known, **(state.digests if state is not None else {})},
             )
-            self.ended.resumed_at = begin.step
-            self._generation(meeting, plan, copies)
-            if self._entered or not begin.uri:
-                break
-            why = self._damage(meeting, plan)
-            if not why:
-                break
-            passed.append(begin.uri)
-            if self.leads:
-                self.wishes.hear(f"{why}; the copy before it is taken")
-            self._failure = self._left = None
-        self._leave(meeting, copies)
+            stack.callback(backend.close)
+            self._passes_on(backend.ask_stop)
+            journal = folder.open_journal(lease.epoch, stored, cut)
+            stack.callback(journal.close)
+            there = [*found.damaged, *(NodeReady(node) for node in meeting.nodes)]
+            try:
+                last = drive(backend, journal, start, state=state, found=there)
+            except RankLost as error:
+                self._failure = WorkerFailed(meeting.worker, 0, "collective", str(error))
+                return self._result(None, "failed", str(error))
+            return self._of(last)
+
+    def _may_go_on(
+        self, start: DriverStarted, lines: list[Line], state: State | None, *, found: FoundCopies
+    ) -> None:
+        """Raises SpecError where a run of this name is done, or another one."""
+        if state is None or state.phase == "succeeded":
+            saved = max((copy.step for copy in found.copies), default=0)
+            check_not_done(self.name, self.spec.steps, saved)
+        check_layouts(self.spec, start.model)
+        warn_of_clock(lines, time.time())
+        check_same(lines, start, found.meta, allow_changed=self.wishes.allow_changed)
+        for damaged in found.damaged:
+            self.wishes.hear(damaged.reason)
+
+    def _prepared(self, own: OwnSession) -> Workplace | None:
+        """This rank's place, once the program is open; None = that has failed. What it has said so
+        far the driver need not hear: it asks again."""
+        while own.session.place is None and self._failure is None:
+            if own.pipe.poll(TICK_S):
+                for _, event in own.pipe.recv().what.messages:
+                    self._note(event)
+        return own.session.place
 
     def _checked(self, place: Workplace) -> ModelProfile:
         """With what the program's structure says against layouts. (Their values are compared by
@@ -244,200 +365,82 @@ class StandaloneRun:
         one = batch_of(place.dataset, budget_of(place.job, place.dataset, 4), 1)
         profile = structure_of(place.program, place.profile, one).close(place.profile)
         if why := profile.refusal(self.layout):
-            text = f"{self.spec.name}: layout '{self.layout}': {why}"
-            raise SpecError(text) if self.leads else StartRefused(text)
+            raise SpecError(f"{self.spec.name}: layout '{self.layout}': {why}")
         return profile
 
-    def _begin(self, meeting: Meeting, mark: Mapping[str, Any], passed: list[str]) -> StartDecision:
-        def decide() -> str:
-            try:
-                return json.dumps(asdict(self._found(mark, passed)))
-            except (ElasticError, OSError) as error:
-                return json.dumps(asdict(StartDecision(0, 0, error=" ".join(str(error).split()))))
+    def _pool(self, meeting: Meeting) -> Pool:
+        most = max(node.gpus for node in meeting.nodes)
+        return Pool(POOL, accelerator_here(), most, "owned", max_nodes=len(meeting.nodes))
 
-        key = f"begin/{len(passed)}"
-        begin = StartDecision(**json.loads(meeting.decided(key, decide)))
-        if begin.error:
-            meeting.all_have_read(key)
-            raise SpecError(begin.error) if self.leads else StartRefused(begin.error)
-        if self.leads:
-            where = (
-                f"resumes from step {begin.step} ({begin.uri})" if begin.uri else "begins at step 0"
-            )
-            self.wishes.hear(
-                f"run {self.name}: {self.layout} on {self.me.world_size} ranks, {where}; copies "
-                f"in {self.storage.uri}"
-            )
-        return begin
-
-    def _found(self, mark: Mapping[str, Any], passed: list[str]) -> StartDecision:
-        """The newest checkpoint that has not been passed over. Raises SpecError when the run is
-        done, is another run, or is driven by somebody else."""
-        self._taken()
-        problems: list[str] = []
-        found = checkpoint_index.find(self.storage, problems)
-        for problem in problems:
-            self.wishes.hear(problem)
-        generation = max((item.generation for item in found), default=0) + 1 + self.me.attempt
-        epoch = max([self._taken(), *(item.epoch for item in found)])
-        checkpoint_index.clean(self.storage, epoch)  # what an interrupted save has left
-        left = [item for item in found if item.uri not in passed]
-        if not left and (found or problems):
-            raise SpecError(
-                f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another "
-                "--run-name"
-            )
-        for item in left:
-            wrong = checkpoint_index.verify(item.uri, deep=False)
-            if wrong:
-                self.wishes.hear(f"{wrong[0]}; the copy before it is taken")
-                continue
-            if item.step >= self.spec.steps:
-                raise SpecError(
-                    f"run '{self.name}' is done ({item.step} steps); give another --run-name, or "
-                    "more steps"
-                )
-            was = item.meta.get(KEY) or {}
-            batch = batch_changed(self.name, was, mark)
-            if batch:
-                raise SpecError(batch)
-            changed = differences(was, mark)
-            if changed and not self.wishes.allow_changed:
-                raise SpecError(
-                    f"run '{self.name}' was started with other values: {changed}; change them "
-                    "back, give another --run-name, or continue with --allow-changed"
-                )
-            return StartDecision(generation + len(passed), epoch, item.step, item.uri)
-        if left:
-            raise SpecError(
-                f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another "
-                "--run-name"
-            )
-        return StartDecision(generation, epoch)
-
-    def _taken(self) -> int:
-        """Epoch of this run's lease, which rank 0 holds from here on. Raises SpecError while
-        another process has it."""
-        if self._lease is None:
-            self._lease = Lease(self.storage, self.name, patient=True)
-        return self._lease.epoch
-
-    def _hold(self) -> None:
-        if self._lease is not None and self._lease.lost:
-            raise LostContact(
-                f"run '{self.name}': its lease (epoch {self._lease.epoch}) was taken over by "
-                "another process"
-            )
-
-    def _generation(self, meeting: Meeting, plan: Plan, copies: StaticCheckpoints) -> None:
-        self._asked_copy_s = time.monotonic()
-        self.session.order(
-            WorkerOrder(EnterPlan(plan), Rendezvous(plan.ranks, meeting.address, TIMEOUT_S))
-        )
-        deadline: float | None = None
-        while True:
-            self._hear(copies)
-            copies.look(self.wishes.on_copy)
-            if self._stop_reason:
-                self.session.order(WorkerOrder(Quiesce(plan.generation)))
-            elif (
-                self.leads
-                and self.spec.durable_every == "auto"
-                and not copies.pending
-                and time.monotonic() - self._asked_copy_s > AUTO_EVERY_S
-            ):
-                self._asked_copy_s = time.monotonic()
-                self.session.order(WorkerOrder(StoreCopy(plan.generation)))
-            if self._left is not None:
-                deadline = deadline or time.monotonic() + SETTLE_MOST_S
-                last = self._left.step
-                if self._failure is not None or copies.settled(last) or time.monotonic() > deadline:
-                    return
-
-    def _hear(self, copies: StaticCheckpoints | None) -> None:
-        self._hold()
-        beat = self.session.poll(self._ack, TICK_S)
-        for number, event in beat.messages:
-            self._ack = number
-            self._heard(event, copies)
-
-    def _heard(self, event: Event, copies: StaticCheckpoints | None) -> None:
-        match event:
-            case StepDone():
-                self._losses[event.step] = event.train_loss
-                self.ended.tokens += event.tokens
-            case Evaluated():
-                self.ended.metrics.update(event.metrics)
-            case PlanEntered():
-                self._entered = True
-            case WorkerFailed():
-                self._failure = self._failure or event
-            case CopyDamaged():
-                self._damaged = event.reason
-            case Quiesced():
-                self._left = event
-                self._entered = self._entered or event.step > 0
-            case ShardStored() | CopyFailed() if copies is not None:
-                copies.heard(event)
-            case NodePrepared():
-                return
-        if self.leads and isinstance(event, TOLD):
-            self.wishes.hear(event)
-
-    def _metrics(self, step: int) -> dict[str, Any] | None:
-        return (
-            {"train_loss": self._losses[step], **self.ended.metrics}
-            if step in self._losses
-            else None
-        )
-
-    # -------------------------------------------------------------------------------------- the end
-
-    def _damage(self, meeting: Meeting, plan: Plan) -> str:
-        """Whether some rank could not read the checkpoint: its reason, told to all."""
-        key = f"damaged/{plan.generation}"
-        meeting.say(key, self._damaged)
-        deadline = time.monotonic() + GOODBYE_S
-        while (words := meeting.all_said(key)) is None:
-            if time.monotonic() > deadline:
-                return ""
-            time.sleep(TICK_S)
-        return next(filter(None, words.values()), "")
-
-    def _leave(self, meeting: Meeting, copies: StaticCheckpoints) -> None:
-        """Nobody goes before rank 0 has committed the last copy, and rank 0, which hosts the store,
-        goes last."""
-        if self._failure is not None:
+    def _ordered(self, action: EnterPlan) -> None:
+        if self.seen.resumed_at is not None:
             return
-        self._hold()
-        copies.finish(self.wishes.on_copy, SETTLE_MOST_S)
-        meeting.say("gone", "")
-        deadline = time.monotonic() + GOODBYE_S
-        while self.leads and meeting.all_said("gone") is None and time.monotonic() < deadline:
-            time.sleep(TICK_S / 10)
-        self.ended.checkpoint = copies.newest.uri if copies.newest is not None else ""
-        if copies.error:
-            self._failure = WorkerFailed(self._worker(), 0, "infrastructure", copies.error)
+        resume = action.plan.resume
+        where = (
+            f"resumes from step {resume.step} ({resume.uri})" if resume.uri else "begins at step 0"
+        )
+        self.wishes.hear(
+            f"run {self.name}: {action.plan.layout} on {self.me.world_size} ranks, {where}; copies "
+            f"in {self.storage.uri}"
+        )
 
-    def _result(self, began: float) -> StandaloneResult:
-        ended = self.ended
-        ended.wall_s = time.monotonic() - began
-        ended.step = self._left.step if self._left is not None else 0
-        ended.final_loss = self._losses.get(ended.step)
-        if self._failure is not None:
-            ended.outcome, ended.reason = "failed", self._failure.error
-            ended.step = max(self._losses, default=0)
-        elif ended.step >= self.spec.steps:
-            ended.outcome, ended.reason = "succeeded", f"all {self.spec.steps} steps are done"
-        else:
-            ended.outcome, ended.reason = (
-                "stopped",
-                f"{self._stop_reason or 'another rank was told to stop'}; saved at step "
-                f"{ended.step}",
-            )
-        return ended
+    def _hear(self, event: Event, hosted: SessionProcesses) -> None:
+        self.seen.hear(event)
+        if isinstance(event, CopyDamaged):
+            self.wishes.hear(f"{event.reason}; the copy before it is taken")
+        if isinstance(event, TOLD):
+            self.wishes.hear(event)
+        for copy in self.seen.committed():
+            for worker in hosted.workers[1:]:
+                hosted.order(worker, copy)
+            if self.wishes.on_copy is not None:
+                self.wishes.on_copy(copy)
 
-    @property
-    def peer_is_gone(self) -> bool:
-        """The failure is only what others have left behind: they have said why."""
-        return self._failure is not None and self._failure.kind == "collective"
+    def _of(self, last: State) -> StandaloneResult:
+        """How the run has ended."""
+        if last.phase == "succeeded":
+            return self._result(last, "succeeded", f"all {self.spec.steps} steps are done")
+        if last.phase == "failed":
+            return self._result(last, "failed", last.outcome_reason)
+        reason = last.outcome_reason
+        if last.stop is not None and not last.stop.limit:
+            reason = f"{self._stop_reason or OTHERS}; saved at step {last.saved_step}"
+        return self._result(last, "stopped", reason)
+
+    def _result(self, last: State | None, outcome: Outcome, reason: str) -> StandaloneResult:
+        seen = self.seen
+        step = last.step if last is not None else max(seen.losses, default=0)
+        return StandaloneResult(
+            self.name,
+            outcome,
+            reason,
+            step,
+            str(self.layout),
+            self.me.world_size,
+            seen.resumed_at or 0,
+            seen.losses.get(step),
+            seen.tokens,
+            time.monotonic() - self._began_s,
+            seen.metrics,
+            seen.newest,
+        )
+
+
+def _refused(word: EndOfRun) -> StartRefused:
+    error = StartRefused(word.error)
+    error.exit_code = word.exit_code
+    return error
+
+
+def _forward(session: Session, put: Put) -> None:
+    with suppress(OSError):  # rank 0 is gone: the thread that reads says so
+        forward(session, put)
+
+
+def _goodbye(hosted: SessionProcesses, word: EndOfRun) -> None:
+    """Nobody hangs up before the others have read how it ended: what is on its way to who has hung
+    up is lost."""
+    others = [worker for worker in hosted.workers[1:] if hosted.order(worker, word)]
+    until_s = time.monotonic() + GOODBYE_S
+    while {*hosted.living()} & {*others} and time.monotonic() < until_s:
+        hosted.collect(TICK_S)

@@ -21,6 +21,7 @@ from elastic.ledger.journal import Journal, Line, read
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import DriverStarted, Job, ModelProfile, Pool, TensorSpec, parse_layout
+from elastic.worker.hosting import resume_checks
 
 
 @pytest.mark.parametrize(
@@ -84,10 +85,10 @@ def test_a_drill_names_nodes_that_there_can_be(entry: dict[str, object], said: s
 )
 def test_a_run_goes_on_as_it_began(change: dict[str, object], said: str) -> None:
     before = [Line(0.0, 1, ((0.0, START),))]
-    start_checks.check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}), {})
-    start_checks.check_same([], replace(START, **change), {})
+    resume_checks.check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}), {})
+    resume_checks.check_same([], replace(START, **change), {})
     with pytest.raises(SpecError, match=said):
-        start_checks.check_same(before, replace(START, **change), {})
+        resume_checks.check_same(before, replace(START, **change), {})
 
 
 def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
@@ -95,17 +96,17 @@ def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
         return replace(START, job={**START.job, "fingerprint": {"program": code, "seed": 3}})
 
     before = [Line(0.0, 1, ((0.0, started("a")),))]
-    start_checks.check_same(before, started("a"), {})
+    resume_checks.check_same(before, started("a"), {})
     with pytest.raises(
         SpecError, match=r"other values: the code of its program\.py; .* --allow-changed"
     ):
-        start_checks.check_same(before, started("b"), {})
-    start_checks.check_same(before, started("b"), {}, allow_changed=True)
+        resume_checks.check_same(before, started("b"), {})
+    resume_checks.check_same(before, started("b"), {}, allow_changed=True)
     accepted = [*before, Line(1.0, 2, ((1.0, started("b")),))]
-    start_checks.check_same(accepted, started("b"), {})
+    resume_checks.check_same(accepted, started("b"), {})
     # without a journal, its newest checkpoint knows
     with pytest.raises(SpecError, match="program"):
-        start_checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
+        resume_checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
 
 
 def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder: Path) -> None:
@@ -130,16 +131,16 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
         {},
         {"fingerprint": started("--hf-token", "hf_1", "--lr", "3").job["fingerprint"]},
     ):
-        start_checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
-        start_checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
+        resume_checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
+        resume_checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
     for other in (
         started("--hf-token", "hf_2", "--lr", "3"),
         started("--hf-token", "hf_1", "--lr", "4"),
     ):
         with pytest.raises(SpecError, match="was started with other values: args"):
-            start_checks.check_same(before, other, {})
+            resume_checks.check_same(before, other, {})
     with pytest.raises(SpecError, match=r"data\.train .*/data/x\.bin.*/data/y\.bin"):
-        start_checks.check_same(
+        resume_checks.check_same(
             before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {}
         )
 
@@ -147,7 +148,7 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
 def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
     def check(layout: str, profile: ModelProfile) -> None:
         spec: Any = SimpleNamespace(least_layouts=lambda: [parse_layout(layout)], script="")
-        start_checks.check_layouts(spec, profile)
+        resume_checks.check_layouts(spec, profile)
 
     plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)
     with pytest.raises(
@@ -176,23 +177,23 @@ def test_a_clock_that_is_not_the_storages_is_told(
     """Ahead of the true time it would spend the deadline unseen."""
     storage = open_storage(str(folder / "runs"))
     monkeypatch.setattr(storage, "modified_s", lambda key: time.time() + off_s)
-    start_checks.taken(storage, "r").release()
+    resume_checks.taken(storage, "r").release()
     assert (told in caplog.text) if told else ("clock" not in caplog.text)
 
 
 def test_a_loss_that_is_a_mean_is_wrong_input_before_anything_starts() -> None:
     tiny = load_program(PROGRAMS / "tiny.py")
     spec: Any = SimpleNamespace(script="", program="p.py", job=lambda: Job(global_batch=4))
-    start_checks.check_loss(spec, tiny, 100)
+    resume_checks.check_loss(spec, tiny, 100)
     mean = replace(tiny, loss=lambda output, batch: output.float().mean())
     with pytest.raises(SpecError, match=r"p.py: Program.loss returned .* a mean, it seems"):
-        start_checks.check_loss(spec, mean, 100)
-    start_checks.check_loss(spec, mean, N_POSITIONS)  # a stream is not touched
+        resume_checks.check_loss(spec, mean, 100)
+    resume_checks.check_loss(spec, mean, N_POSITIONS)  # a stream is not touched
 
 
 @pytest.mark.parametrize(("n_samples", "said"), [(5, 1), (12, 0), (0, 0)])
 def test_a_dataset_that_is_smaller_than_a_step_is_told(n_samples: int, said: int) -> None:
     spec: Any = SimpleNamespace(global_batch=12)
-    notes = start_checks.with_few(MODEL, spec, n_samples).notes
+    notes = resume_checks.with_few(MODEL, spec, n_samples).notes
     assert len(notes) == said
     assert not said or "has 5 samples and a step takes 12 (global_batch)" in notes[0]

@@ -11,11 +11,11 @@ from support.worker.forks import FORKS
 
 from elastic.certify.checks import fault_checks, layout_checks, move_checks, speed_checks
 from elastic.certify.checks.layout_checks import _groups, groups_bound
-from elastic.certify.harness import member
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.place import Place
 from elastic.certify.tasks import Task, Tasks
 from elastic.scenarios.check import Check
+from elastic.worker.hosting import session_processes
 
 PLACE = Place("cpu-gloo", 2)
 
@@ -41,7 +41,7 @@ def verdicts(found: dict[str, Check]) -> set[str]:
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "get_context", lambda method: FORKS)
+    monkeypatch.setattr(session_processes, "get_context", lambda method: FORKS)
 
 
 def test_groups_that_take_long_fail() -> None:

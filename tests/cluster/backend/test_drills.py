@@ -15,11 +15,11 @@ from support.cluster.stage import plan
 from support.storage.faulty_proxy import FaultyProxy
 from support.waiting import until
 
-from elastic.cluster.backend import drills
-from elastic.cluster.backend.drills import Inbox, InboxOrders, Scene, Schedule, resolve
+from elastic.cluster.backend.drills import Scene, Schedule, resolve
 from elastic.errors import SpecError
 from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import WorkerId
+from elastic.worker.hosting.inbox import MOST_BYTES, Inbox, InboxOrders
 
 WORKERS = [WorkerId(node, k) for node in ("a", "b", "c") for k in (0, 1)]
 PLAN = replace(plan(1, WORKERS), peer_every=5, copies_to=((2,), (3,), (4,), (5,), (0,), (1,)))
@@ -127,7 +127,7 @@ NO_ORDERS = {
     "a deadline of years": b'{"drill": {"notice": "any", "deadline_s": 1e12}}',
     "a step of 40 digits": b'{"drill": {"kill": "any", "at_step": %d}}' % 10**40,
     "a rank of 5000 digits": b'{"drill": {"kill": "rank:%s"}}' % (b"9" * 5000),
-    "long": json.dumps({"stop": "x" * drills.MOST_BYTES}).encode(),
+    "long": json.dumps({"stop": "x" * MOST_BYTES}).encode(),
     "no text": b'{"stop": {"why": "so"}}',
     "not utf-8": b"\xff\xfe{",
     "empty": b"",
@@ -243,7 +243,7 @@ def test_a_full_disk_while_a_refusal_is_written(
 def test_the_thread_that_follows_the_inbox_survives_what_nobody_thought_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drills, "REMOTE_EVERY_S", 0.01)
+    monkeypatch.setattr("elastic.worker.hosting.inbox.REMOTE_EVERY_S", 0.01)
     monkeypatch.setattr(Harmed, "remote", True)
     storage = Harmed(tmp_path)
     looked, looks = threading.Event(), []
@@ -278,7 +278,7 @@ def test_a_drill_whose_mark_cannot_be_written_waits(tmp_path: Path) -> None:
 def test_the_inbox_in_object_storage_is_looked_at_seldom_and_never_waited_for(
     s3: Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drills, "REMOTE_EVERY_S", 0.1)
+    monkeypatch.setattr("elastic.worker.hosting.inbox.REMOTE_EVERY_S", 0.1)
     asked, answers, gave_up = threading.Event(), threading.Event(), threading.Event()
 
     def hold(line: str) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from support.counting import growth
 
-from elastic.cluster.backend.aggregate import CheckpointParts
-from elastic.cluster.backend.checkpoint_commit import holders_of
 from elastic.cluster.backend.drills import Scene, resolve
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
 from elastic.cluster.nodes.autoscaler_agent import AutoscalerReport
 from elastic.cluster.nodes.providers import RayNode
-from elastic.cluster.workers.liveness import Liveness
 from elastic.cluster.workers.worker_actor import WorkerSetup
 from elastic.cluster.workers.worker_group import WorkerGroup, _Member
 from elastic.types import Layout, Plan, Pool, WorkerId
 from elastic.types.grid import replica_key
+from elastic.worker.hosting.aggregate import CheckpointParts
+from elastic.worker.hosting.checkpoint_commit import holders_of
+from elastic.worker.hosting.liveness import Liveness
 
 GPUS = 8
 MOST = 1.3  # of `growth`

@@ -11,9 +11,8 @@ from unittest.mock import ANY
 import pytest
 from support.cluster.stage import Stage, plan, wait_gone
 
-from elastic.cluster.backend import rendezvous_stores
 from elastic.cluster.nodes import providers
-from elastic.cluster.workers.liveness import GAP_MOST_S
+from elastic.cluster.workers import worker_group
 from elastic.types import (
     Abort,
     EnterPlan,
@@ -34,6 +33,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
+from elastic.worker.hosting.liveness import GAP_MOST_S
 
 pytestmark = pytest.mark.e2e
 Make = Callable[..., Stage]
@@ -66,9 +66,7 @@ def test_from_request_to_step_to_quiesce(
         f"generation 1 after step 0: rank {rank} of 2" in file.read_text()
         for rank, file in enumerate(files)
     )
-    monkeypatch.setattr(
-        rendezvous_stores, "SENT_EACH_MOST", 0
-    )  # the order as it goes to many workers
+    monkeypatch.setattr(worker_group, "SENT_EACH_MOST", 0)  # as it goes to many workers
     on.backend.execute(EnterPlan(plan(2, workers[:1])))
     assert on.wait(PlanEntered).generation == 2
     on.backend.execute(ReleaseNode(b))

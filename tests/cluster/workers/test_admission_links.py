@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support.cluster.stage import FAKE
 
-from elastic.cluster.backend.aggregate import Gather
 from elastic.cluster.workers.admission_links import DOUBT_S, NEIGHBORS, Entrance
 from elastic.cluster.workers.worker_actor import Worker, WorkerSetup
 from elastic.errors import SpecError
@@ -33,6 +32,7 @@ from elastic.types import (
     apart,
 )
 from elastic.version import versions
+from elastic.worker.hosting.aggregate import Gather
 from elastic.worker.profile.node_checks import answer
 
 NODES = {name: Node(name, "spot", 2) for name in "abcd"}

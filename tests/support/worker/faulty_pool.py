@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 from support.worker.faults import Fault
-from support.worker.worker_pool import Pool, _serve
+from support.worker.worker_pool import Pool, ServedInTests
 
 from elastic.types import WorkerId
 
 
-def _serve_faulty(pipe: Connection) -> None:
-    from support.worker import (
-        faults,  # noqa: F401 - gives the session `arm`
-        loop_faults,  # noqa: F401 - gives the session `arm_loop`
-    )
+class ServedFaulty(ServedInTests):
+    def __init__(self, put: Any) -> None:
+        from support.worker import (
+            faults,  # noqa: F401 - gives the session `arm`
+            loop_faults,  # noqa: F401 - gives the session `arm_loop`
+        )
 
-    _serve(pipe)
+        super().__init__(put)
 
 
 class FaultyPool(Pool):
     """`arm` puts a fault into one worker."""
 
-    serve: ClassVar[Any] = staticmethod(_serve_faulty)
+    served: ClassVar[type] = ServedFaulty
 
     def arm(self, worker: WorkerId, fault: Fault) -> None:
         self.call(worker, "arm", fault)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 from support.worker import nccl_like
-from support.worker.faulty_pool import FaultyPool, _serve_faulty
+from support.worker.faulty_pool import FaultyPool, ServedFaulty
 
 from elastic.worker.session.session import Session
 from elastic.worker.step.optimizer_step import Stepper
@@ -36,13 +35,14 @@ def _late(session: Session, seconds: float) -> None:
 Session.late = _late  # type: ignore[attr-defined]
 
 
-def _serve_nccl_like(pipe: Connection) -> None:
-    from support.worker import phase_faults  # gives the session `arm_phase`
+class ServedNcclLike(ServedFaulty):
+    def __init__(self, put: Any) -> None:
+        from support.worker import phase_faults  # gives the session `arm_phase`
 
-    phase_faults.follow_generations()
-    nccl_like.use()
-    _serve_faulty(pipe)
+        phase_faults.follow_generations()
+        nccl_like.use()
+        super().__init__(put)
 
 
 class NcclLikePool(FaultyPool):
-    serve: ClassVar[Any] = staticmethod(_serve_nccl_like)
+    served: ClassVar[type] = ServedNcclLike

@@ -13,7 +13,6 @@ from support.worker.chain import check_stored
 from support.worker.faulty_pool import FaultyPool
 from support.worker.plans import plan
 
-from elastic.cluster.backend.aggregate import CheckpointParts, Gather
 from elastic.policy.decide import decide
 from elastic.policy.state.fold import State, fold
 from elastic.program import load_program
@@ -38,6 +37,7 @@ from elastic.types import (
 )
 from elastic.types import Pool as NodePool
 from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.hosting.aggregate import CheckpointParts, Gather
 from elastic.worker.program.model_profile import trace
 
 AT, STEPS, PEER_EVERY = 4, 8, 2  # the step after AT ones breaks

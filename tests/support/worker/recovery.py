@@ -10,7 +10,6 @@ from support.reference import train_alone
 from support.worker.plans import from_copies, plan
 from support.worker.worker_pool import Pool
 
-from elastic.cluster.backend.aggregate import Gather
 from elastic.program import load_program
 from elastic.types import (
     Abort,
@@ -23,6 +22,7 @@ from elastic.types import (
     StepDone,
     WorkerId,
 )
+from elastic.worker.hosting.aggregate import Gather
 
 
 def newest_whole(old: Plan, quiesced: list[Quiesced]) -> tuple[int, tuple[Holding, ...]]:

@@ -3,13 +3,10 @@ in it."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,63 +22,45 @@ from elastic.types import (
     FormGroups,
     Plan,
     PlanEntered,
-    Prepare,
     Quiesced,
     WorkerFailed,
     WorkerId,
 )
 from elastic.types.orders import Rendezvous, WorkerOrder
+from elastic.worker.hosting.served_session import Said, ServedSession
+from elastic.worker.hosting.session_processes import ChildProcess, SessionProcesses
 from elastic.worker.process.beat import Beat
-from elastic.worker.session.workplace import host_rendezvous
 
 # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
 TIMEOUT_S = 60.0
 WAIT_S = 300.0  # for anything that comes by itself, on a machine however busy
 
 
-def _serve(pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import threading
+@dataclass(frozen=True)
+class Call:
+    """What a test lets happen in a worker's process."""
 
-    from elastic.worker.session.session import Session
+    name: str
+    arguments: tuple[Any, ...] = ()
 
-    session: Session | None = None
-    lock = threading.Lock()
 
-    def forward(mine: Session, serial: int) -> None:
-        ack = 0
-        while not mine._closed:
-            beat = mine.poll(ack, 0.5)
-            for number, event in beat.messages:
-                ack = number
-                with lock:
-                    pipe.send((serial, mine.me, event))
+@dataclass(frozen=True)
+class Asked:
+    """A beat that was asked for."""
 
-    while True:
-        try:
-            name, arguments = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        if name == "open":
-            if session is not None:
-                session.close()
-                session._thread.join(TIMEOUT_S)  # torch's default group is one for the process
-            serial, *arguments = arguments
-            session = Session(*arguments)
-            threading.Thread(target=forward, args=(session, serial), daemon=True).start()
-        elif name == "order" and session is None:
-            continue  # one that was started over
-        elif name == "exit":
-            os._exit(0)
-        elif name == "patch":
-            getattr(importlib.import_module(arguments[0]), arguments[1])()
-        elif name == "beat":
-            assert session is not None
-            beat = session.poll(0, 0.0)
-            with lock:
-                pipe.send((serial, session.me, beat))
+    beat: Beat
+
+
+class ServedInTests(ServedSession):
+    def __call__(self, word: Any) -> None:
+        if not isinstance(word, Call):
+            super().__call__(word)
+        elif word.name == "patch":
+            getattr(import_module(word.arguments[0]), word.arguments[1])()
+        elif word.name == "beat":
+            self.put(Said(self.serial, Asked(self.session.poll(0, 0.0))))
         else:
-            getattr(session, name)(*arguments)
+            getattr(self.session, word.name)(*word.arguments)
 
 
 @dataclass
@@ -89,26 +68,33 @@ class Pool:
     """`n` processes; worker i stands on node `nodes[i]`."""
 
     n: int
-    pids: list[int] = field(default_factory=list)
     log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
-    serial: int = 0  # of the sessions now open: what older ones still say is not heard
-    serve: ClassVar[Any] = staticmethod(_serve)
+    hosted: SessionProcesses = field(init=False)
+    served: ClassVar[type] = ServedInTests
 
     def __post_init__(self) -> None:
-        self.pipes, self.processes = [], []
-        for i in range(self.n):
-            self._start(i)
-        self.stores: dict[int, Any] = {}
-        self.workers: list[WorkerId] = []
+        name = f"{self.served.__module__}:{self.served.__qualname__}"
+        own = {"OMP_NUM_THREADS": "1"}
+        self.hosted = SessionProcesses(
+            self.n, lambda i: ChildProcess(own, served=name, start=FORKS)
+        )
+        self.hosted.begin()
 
-    def _start(self, i: int) -> None:
-        mine, theirs = FORKS.Pipe()
-        process = FORKS.Process(target=self.serve, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        self.pipes.insert(i, mine)
-        self.processes.insert(i, process)
-        self.pids.insert(i, process.pid)
+    @property
+    def workers(self) -> list[WorkerId]:
+        return self.hosted.workers
+
+    @property
+    def stores(self) -> dict[int, Any]:
+        return self.hosted.stores
+
+    @property
+    def processes(self) -> list[Any]:
+        return [one.process for one in self.hosted.processes]  # type: ignore[attr-defined]
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
 
     def open(
         self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None
@@ -117,28 +103,24 @@ class Pool:
         is aborted: else it would wait for those that are through with it until the groups'
         timeout."""
         self.revive()
-        for pipe in self.pipes if self.stores else ():
-            with suppress(OSError):
-                pipe.send(("order", (WorkerOrder(Abort(max(self.stores))),)))
-        self.serial += 1
+        if self.stores:
+            self.hosted.order_all(Abort(max(self.stores)))
         self.log.clear()
-        self.stores.clear()
         n = n or self.n
-        self.workers = [WorkerId(f"node{i // per_node}", i % per_node) for i in range(n)]
-        for pipe, worker in zip(self.pipes, self.workers, strict=False):
-            pipe.send(("open", (self.serial, worker, job, str(run))))
-            pipe.send(("order", (WorkerOrder(Prepare(worker.node_id)),)))
+        self.hosted.renew([WorkerId(f"node{i // per_node}", i % per_node) for i in range(n)])
+        for i in range(n):
+            self.hosted.open(i, job, str(run))
         self.wait(
             lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare"
         )
         return self.workers
 
     def order(self, worker: WorkerId, action: Action, rendezvous: Rendezvous | None = None) -> None:
-        self.call(worker, "order", WorkerOrder(action, rendezvous))
+        self.hosted.order(worker, WorkerOrder(action, rendezvous))
 
     def call(self, worker: WorkerId, name: str, *arguments: Any) -> None:
         """What a test lets happen there."""
-        self.pipes[self.workers.index(worker)].send((name, arguments))
+        self.hosted.process(worker).send(Call(name, arguments))
 
     def patch(self, worker: WorkerId, function: Any) -> None:
         """Runs a function of a test module in the worker's process, before any later call."""
@@ -156,15 +138,12 @@ class Pool:
         return self._meet(FormGroups(plan), self._rendezvous(plan), leave_out)
 
     def _rendezvous(self, plan: Plan) -> Rendezvous:
-        rendezvous, self.stores[plan.generation] = host_rendezvous(plan, "127.0.0.1", TIMEOUT_S)
-        return rendezvous
+        return self.hosted.meeting(plan, TIMEOUT_S)
 
     def _meet(
-        self, action: Action, rendezvous: Rendezvous, leave_out: Iterable[WorkerId]
+        self, action: EnterPlan | FormGroups, rendezvous: Rendezvous, leave_out: Iterable[WorkerId]
     ) -> Rendezvous:
-        for worker in rendezvous.participants:
-            if worker not in tuple(leave_out):
-                self.order(worker, action, rendezvous)
+        self.hosted.meet(action, rendezvous, tuple(leave_out))
         return rendezvous
 
     def beats(self, of: Sequence[WorkerId] = ()) -> dict[WorkerId, Any]:
@@ -192,16 +171,16 @@ class Pool:
         until(look, "workers that wait in collectives")
 
     def drain(self) -> None:
-        from multiprocessing.connection import wait
-
-        for pipe in wait([p for p in self.pipes if not p.closed], timeout=0.02):
-            try:
-                while pipe.poll():
-                    serial, worker, event = pipe.recv()
-                    if serial == self.serial:
-                        self.log.append((time.monotonic(), worker, event))
-            except (EOFError, ConnectionResetError):
-                pipe.close()
+        for heard in self.hosted.collect(0.02):
+            now_s, said = time.monotonic(), heard.said
+            events = (
+                [said.beat]
+                if isinstance(said, Asked)
+                else [event for _, event in said.messages]
+                if said is not None
+                else []
+            )
+            self.log += [(now_s, heard.worker, event) for event in events]
 
     def wait(self, done: Any, what: str, timeout_s: float = WAIT_S) -> None:
         deadline = time.monotonic() + timeout_s
@@ -212,7 +191,9 @@ class Pool:
                 raise AssertionError(f"while waiting for {what}: {bad[0].error}")
             if time.monotonic() > deadline:
                 tail = "\n".join(str(e)[:300] for _, _, e in self.log[-12:])
-                dead = [str(worker) for i, worker in enumerate(self.workers) if self._is_dead(i)]
+                dead = [
+                    str(worker) for i, worker in enumerate(self.workers) if self.hosted.is_gone(i)
+                ]
                 raise AssertionError(
                     f"no {what} within {timeout_s} s; processes that died: {dead}; last "
                     f"messages:\n{tail}"
@@ -247,28 +228,12 @@ class Pool:
         return found()
 
     def kill(self, worker: WorkerId) -> None:
-        process = self.processes[self.workers.index(worker)]
-        process.kill()
-        process.join()
-
-    def _is_dead(self, i: int) -> bool:
-        """Or it is about to be: its end of the pipe is closed."""
-        return self.pipes[i].closed or not self.processes[i].is_alive()
+        self.hosted.kill(worker)
 
     def revive(self) -> None:
         """New processes in the place of those that have died."""
         self.drain()
-        for i in range(self.n):
-            if self._is_dead(i):
-                self.pipes.pop(i).close()
-                process = self.processes.pop(i)
-                process.kill()
-                process.join()
-                self.pids.pop(i)
-                self._start(i)
+        self.hosted.revive(range(self.n))
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
+        self.hosted.end()

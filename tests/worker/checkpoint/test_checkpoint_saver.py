@@ -15,7 +15,6 @@ import pytest
 import torch
 from support.worker.plans import plan as plan_of
 
-from elastic.cluster.backend.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
 from elastic.errors import StateLost
 from elastic.reshard.rank_boxes import boxes, owned_boxes, state_specs
 from elastic.storage import LocalStorage, open_storage
@@ -41,6 +40,7 @@ from elastic.worker.checkpoint import (
     checkpoint_writer,
 )
 from elastic.worker.checkpoint.checkpoint_saver import Saving, Snapshot
+from elastic.worker.hosting.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
 from elastic.worker.session.takeover import Taken, check_digest
 from elastic.worker.session.workplace import EnterOrder
 from elastic.worker.state.content_digest import digest

@@ -17,13 +17,13 @@ from torch.nn import functional
 
 import elastic
 from elastic import api
-from elastic.api.running.start_checks import check_layouts
 from elastic.config.job import job_of, load_job
 from elastic.errors import ElasticError, InfeasiblePlan, ProgramError, SpecError
 from elastic.planner.layout_choice import plan_layout
 from elastic.program import load_program
 from elastic.types import Box, Job, Node
 from elastic.worker.checkpoint import checkpoint_index
+from elastic.worker.hosting.resume_checks import check_layouts
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.loop.loss_reduction import is_mean
 from elastic.worker.loop.script_host import capture

@@ -43,11 +43,11 @@ def remote_process() -> None:
         _Hosted(ProcessOrder("no.such.module:Thing", (), environment={}))
 
 
-def certified() -> None:
-    from elastic.certify.harness import worker_process
+def served() -> None:
+    from elastic.worker.hosting import served_session
 
     with pytest.raises(ModuleNotFoundError):
-        worker_process.serve(None, {}, "no.such.module:Thing")  # type: ignore[arg-type]
+        served_session.serve(None, {}, "no.such.module:Thing", arguments=())  # type: ignore[arg-type]
 
 
 def fork_server() -> None:
@@ -84,7 +84,7 @@ def torchrun() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [actor, remote_process, certified, fork_server, torchrun], ids=lambda way: way.__name__
+    "way", [actor, remote_process, served, fork_server, torchrun], ids=lambda way: way.__name__
 )
 def test_every_way_of_starting_a_worker_applies_it(
     way: Callable[[], None], monkeypatch: pytest.MonkeyPatch

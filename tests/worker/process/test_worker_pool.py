@@ -3,35 +3,40 @@ other."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from support.waiting import until
-from support.worker.worker_pool import Pool
+from support.worker.worker_pool import Call, Pool
 
-from elastic.types import NodePrepared
+from elastic.types import NodePrepared, WorkerId
+from elastic.worker.hosting.served_session import Opening, Said
+from elastic.worker.process.beat import Beat
 
 
-def _answers(pipe: Connection) -> None:
+class Answers:
     """A worker that is ready at once, and hangs up when it is told to go."""
-    serial, worker = 0, None
-    while True:
-        name, arguments = pipe.recv()
-        if name == "open":
-            serial, worker = arguments[:2]
-        elif name == "order" and worker is not None:
-            pipe.send((serial, worker, NodePrepared(worker.node_id)))
-        elif name == "go":
-            pipe.close()
+
+    def __init__(self, put: Any) -> None:
+        self.put, self.opened = put, Opening(0, WorkerId("", 0), {}, "")
+
+    def __call__(self, word: Any) -> None:
+        if isinstance(word, Opening):
+            self.opened = word
+        elif isinstance(word, Call):
+            os.closerange(3, 256)
             threading.Event().wait()  # sleeps: for ever, as a process that hangs in its end
+        else:
+            prepared = ((1, NodePrepared(self.opened.me.node_id)),)
+            self.put(Said(self.opened.serial, Beat(prepared, 0, "idle", 0, 0, 0)))
 
 
 class ReadyPool(Pool):
-    serve: ClassVar[Any] = staticmethod(_answers)
+    served: ClassVar[type] = Answers
 
 
 @pytest.fixture
@@ -55,7 +60,7 @@ def test_a_process_that_has_died_is_started_anew_when_the_pool_is_opened(
 
     def seen() -> bool:
         ready.drain()
-        return ready.pipes[0].closed
+        return ready.hosted.processes[0].pipe.closed
 
     if how != "killed":
         until(seen, "the end of its pipe")

@@ -14,8 +14,8 @@ from support.waiting import until
 from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
-from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
 from elastic.types import Layout, Quiesce, StepDone, WorkerId
+from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks
 
 pytestmark = pytest.mark.slow
 PROGRAM = PROGRAMS / "tiny_stands.py"
@@ -59,7 +59,7 @@ def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, RankSite
     }
 
 
-# cluster/workers/test_absent_ranks.py has the arithmetic, the scenario "faulty worker" a rank that
+# worker/hosting/test_absent_ranks.py has the arithmetic, the scenario "faulty worker" a rank that
 # does not come
 @pytest.mark.whole
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -16,7 +16,6 @@ from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import digests_agree, loss_curve_agrees, newest_whole, recover, start
 from support.worker.worker_pool import TIMEOUT_S, Pool
 
-from elastic.cluster.backend.aggregate import CheckpointParts, Gather
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
@@ -35,6 +34,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.hosting.aggregate import CheckpointParts, Gather
 
 pytestmark = pytest.mark.slow
 

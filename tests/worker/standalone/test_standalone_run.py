@@ -1,5 +1,5 @@
-"""`torchrun -m elastic.worker JOB`: without Ray and without a driver, the losses of one process,
-whatever the layout."""
+"""`torchrun -m elastic.worker JOB`: without Ray, the losses of one process, whatever the layout, and
+a journal as on a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,97 +18,40 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import yaml
-from support.places import PROGRAMS
+from support.places import ROOT
 from support.reference import train
 from support.waiting import until
+from support.worker.torchrun import (
+    SLOW,
+    TINY,
+    cmdline,
+    command,
+    elastic,
+    environment,
+    job,
+    losses,
+    ranks_of,
+    run,
+)
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic.config.job import JobSpec, load_job
+from elastic.config.layout_started import layout_of
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease, Times, newest
 from elastic.program import load_program
 from elastic.storage import open_storage
-from elastic.types import Layout, Resume, StepDone
+from elastic.types import Layout, StepDone, parse_layout
 from elastic.worker import __main__ as worker_command
 from elastic.worker.checkpoint import checkpoint_index
-from elastic.worker.equivalence.static_plan import layout_of, plan_of
+from elastic.worker.hosting.resume_checks import check_layouts
 from elastic.worker.program.model_profile import trace
-from elastic.worker.standalone.meeting import Meeting, Started
+from elastic.worker.standalone.meeting import Started
+from elastic.worker.standalone.rank_link import CommittedCheckpoint
 from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
-from elastic.worker.standalone.static_checkpoints import CommittedCheckpoint
 
-TINY = PROGRAMS / "tiny.py"
-SLOW = TINY.with_name("tiny_slow.py")
-ROOT = TINY.parents[2]
 TOLERANCE = 2e-5
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-
-
-def job(folder: Path, **more: Any) -> Path:
-    spec = {"name": "tiny", "program": str(TINY), "steps": 12, "global_batch": 12, "seed": 3,
-        "clip_grad_norm": 1.0,
-            "durable_every": 4, **more}  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.yaml").write_text(yaml.safe_dump(spec))
-    return folder
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ELASTIC_STORAGE")
-    }
-    return {
-        **kept,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        **more,
-    }
-
-
-def command(n: int, folder: Path, *more: str) -> list[str]:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(n),
-        "-m",
-    ]
-    start = torchrun if n > 1 else [sys.executable, "-m"]
-    return [
-        *start,
-        "elastic.worker",
-        str(folder),
-        "--storage",
-        str(folder / "runs"),
-        "--every",
-        "1",
-        "--json",
-        *more,
-    ]
-
-
-def run(n: int, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, the last line, and what was said."""
-    ended = subprocess.run(
-        command(n, folder, *more), capture_output=True, text=True, env=environment(), timeout=3000
-    )
-    lines = ended.stdout.strip().splitlines()
-    return ended.returncode, json.loads(lines[-1]) if lines else {}, ended.stderr
-
-
-def losses(said: str) -> dict[int, float]:
-    found = [
-        line.split()
-        for line in said.splitlines()
-        if line.startswith("step ") and "train_loss" in line
-    ]
-    return {int(words[1].split("/")[0]): float(words[3]) for words in found}
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +109,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(
             command(2, folder, "--layout", "tp=2"), stdout=out, stderr=out, env=environment()
         )
         until(lambda: 5 in losses(log.read_text()) or process.poll() is not None, log.read_text)
-        ranks = [pid for pid in children(process.pid) if "elastic.worker" in cmdline(pid)]
+        ranks = ranks_of(process.pid)
         assert len(ranks) == 2, log.read_text()
         os.kill(ranks[1], signal.SIGTERM)  # one rank hears it, both save and leave
         assert process.wait(300) == 1  # torchrun's own code; it lists that of each rank
@@ -186,6 +128,14 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(
         if step <= len(slow):
             assert abs(loss - slow[step - 1]) < 1e-4
     assert sorted(losses(said)) == list(range(at + 1, at + 5))
+    place = str(folder / "runs" / "tiny")
+    replayed = json.loads(elastic("replay", place, "--json"))
+    assert replayed["identical"] and not replayed["reworded"]
+    why = elastic("why", place)
+    assert "stop requested: rank 1: a signal asked it to stop" in why
+    assert "generation 2: dp_shard=3 on 3 workers of 1 node" in why
+    assert "tp=2" in elastic("ledger", place) and "productive" in elastic("ledger", place)
+    assert "succeeded" in elastic("status", place)
 
 
 @pytest.mark.whole
@@ -210,7 +160,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, alone: list[float]) -> No
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    code, last, said = run(2, folder)
+    code, last, said = run(1, folder)
     assert code == 0, said
     assert "__0_0.distcp" in said
     assert "the copy before it is taken" in said
@@ -264,26 +214,20 @@ def test_the_layout_of_a_map_is_that_of_the_ranks(tmp_path: Path) -> None:
     assert layout_of(spec(tmp_path), 3) == Layout(dp_shard=3)
 
 
-def test_a_layout_that_the_model_cannot_be_cut_into(tmp_path: Path) -> None:
-    model = trace(load_program(TINY))
-    for text, says in (
-        (Layout(tp=4), "tp must divide 2"),
-        (Layout(pp=5), "the model has 4 blocks"),
-    ):
-        with pytest.raises(SpecError, match=says):
-            plan_of(spec(tmp_path), model, text, generation=1, resume=Resume())
-    with pytest.raises(SpecError, match="pp=2, but no pipeline stages are possible here"):
-        plan_of(
-            spec(tmp_path),
-            replace(model, pipeline=False),
-            Layout(pp=2),
-            generation=1,
-            resume=Resume(),
-        )
-    with pytest.raises(SpecError, match="cp=2, compile: true does not go with that"):
-        plan_of(spec(tmp_path, compile=True), model, Layout(cp=2), generation=1, resume=Resume())
-    plan = plan_of(spec(tmp_path), model, Layout(pp=3, dp_shard=2), generation=1, resume=Resume())
-    assert (plan.layers, sum(plan.samples), plan.n_microbatches) == ((2, 1, 1), 12, 6)
+@pytest.mark.parametrize(
+    ("layout", "more", "says"),
+    [
+        ("tp=4", {}, "tp=4, but tp must divide 2 for this model"),
+        ("pp=5", {}, "Program.blocks matches only 4 modules"),
+        ("cp=2", {"compile": True}, "has cp=2, compile: true does not go with that"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_be_cut_into(
+    layout: str, more: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError, match=says):
+        given = spec(tmp_path, **more).at(parse_layout(layout))
+        check_layouts(given, trace(load_program(TINY)))
 
 
 @pytest.mark.slow
@@ -337,7 +281,7 @@ def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
     run_folder = open_storage(folder / "runs" / "tiny")
     refused: list[str] = []
     monkeypatch.setattr(
-        "elastic.worker.standalone.standalone_run.Lease",
+        "elastic.worker.hosting.resume_checks.Lease",
         partial(Lease, times=Times(renew_s=0.05, ttl_s=600.0)),
     )
 
@@ -468,7 +412,7 @@ def test_no_ray_is_needed() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\nimport elastic.worker.standalone.standalone_run, "
         "elastic.worker.__main__\nprint([m for m in sys.modules if "
-        "m.startswith(('elastic.policy', 'elastic.planner', 'elastic.cluster', 'ray.'))])"
+        "m.startswith(('elastic.cluster', 'ray.'))])"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300
@@ -488,17 +432,6 @@ def left_readers() -> list[int]:
     return found
 
 
-def cmdline(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def test_a_refusal_is_the_last_line_of_torchrun_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -513,15 +446,3 @@ def test_a_refusal_is_the_last_line_of_torchrun_and_said_once(
         assert capfd.readouterr().err.count("unknown key 'stepz'") == shown
         failed = ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(file))
         assert failed.message.startswith("elastic.worker: --set stepz: unknown key 'stepz'")
-
-
-def test_rank_0_goes_after_all_have_read_what_it_decided() -> None:
-    store = dist.HashStore()
-    first, second = (Meeting(Started(rank, rank, 2), ("here", 1), store, "") for rank in range(2))
-    gone = threading.Thread(target=lambda: first.all_have_read("begin"))
-    gone.start()
-    gone.join(0.2)
-    assert gone.is_alive(), "rank 1 has not read it"
-    second.all_have_read("begin")
-    gone.join(20)
-    assert not gone.is_alive()

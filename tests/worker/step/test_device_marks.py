@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
 from elastic.program import load_program
 from elastic.types import Job, Layout, WorkerId
 from elastic.types.grid import Coordinates
+from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks
 from elastic.worker.parallel.model_options import ModelOptions
 from elastic.worker.parallel.parallelize import parallelize
 from elastic.worker.process.doing import DEVICE

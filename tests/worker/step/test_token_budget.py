@@ -14,12 +14,12 @@ from support.worker.chain import check, job_of, pass_through
 from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
-from elastic.api.running.start_checks import check_cp
 from elastic.config.job import job_of as spec_of
 from elastic.data.budget import TokenBudget
 from elastic.data.order import sample_ids
 from elastic.program import Program, load_program
 from elastic.types import Evaluated, Job, Layout, WorkerId
+from elastic.worker.hosting.resume_checks import check_cp
 from elastic.worker.step.batch_shares import BatchShares
 
 SEQ, BUDGET = 16, 28

@@ -4,12 +4,8 @@ the orders that bring all participants there."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import ray
-
-from elastic.cluster.workers.liveness import Liveness
-from elastic.cluster.workers.worker_group import WorkerGroup
 from elastic.reshard.transfers import participants
 from elastic.types import (
     DropGroups,
@@ -22,12 +18,23 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import Rendezvous, WorkerOrder
+from elastic.worker.hosting.liveness import Liveness
 
 if TYPE_CHECKING:
-    from elastic.cluster.backend.aggregate import Gather
+    from elastic.worker.hosting.aggregate import Gather
 
-# orders of more workers, which grow with their number, go over the object store: once to each node
-SENT_EACH_MOST = 64
+
+class Hosts(Protocol):
+    """Where the sessions are."""
+
+    def address(self) -> str:
+        """Of this host, as they reach it."""
+
+    def order(self, worker: WorkerId, order: Any) -> bool:
+        """Gives a worker an order, or what `shared` has made of one; False = it is not there."""
+
+    def shared(self, order: WorkerOrder, n: int) -> Any:
+        """The order as it goes to each of so many workers."""
 
 
 @dataclass
@@ -35,7 +42,7 @@ class RendezvousStores:
     """One store per generation, kept in this process: dropping it frees ranks that still wait in
     it."""
 
-    worker_group: WorkerGroup
+    hosts: Hosts
     gather: Gather
     liveness: Liveness
     _stores: dict[int, Any] = field(default_factory=dict)
@@ -97,15 +104,15 @@ class RendezvousStores:
 
         timeout_s = self.liveness.timeout_s(plan.predicted_step_time_s)
         rendezvous, self._stores[plan.generation] = host_rendezvous(
-            plan, ray.util.get_node_ip_address(), timeout_s
+            plan, self.hosts.address(), timeout_s
         )
         return rendezvous
 
     def _absent(self, action: EnterPlan | FormGroups, rendezvous: Rendezvous) -> list[WorkerId]:
         """Gives it to all participants; returns those that are not there."""
-        everyone, order = rendezvous.participants, WorkerOrder(action, rendezvous)
-        sent: Any = ray.put(order) if len(everyone) > SENT_EACH_MOST else order
-        return [worker for worker in everyone if not self.worker_group.order(worker, sent)]
+        everyone = rendezvous.participants
+        sent = self.hosts.shared(WorkerOrder(action, rendezvous), len(everyone))
+        return [worker for worker in everyone if not self.hosts.order(worker, sent)]
 
 
 def _same_groups(one: Plan, other: Plan) -> bool:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
-from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.types import Job, Layout, Plan, Silent, WorkerId
+from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks
+from elastic.worker.hosting.liveness import Liveness, patience_s
 from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import DEVICE, Doing
 

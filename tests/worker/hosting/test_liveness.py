@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.cluster.workers.absent_ranks import Arrived
-from elastic.cluster.workers.liveness import Liveness
 from elastic.types import Layout, Plan, WorkerFailed, WorkerId
+from elastic.worker.hosting.absent_ranks import Arrived
+from elastic.worker.hosting.liveness import Liveness
 from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import Doing
 

@@ -13,21 +13,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from elastic.cluster.backend.checkpoint_checks import CopyChecks, Paced
 from elastic.errors import ElasticError
 from elastic.storage import Storage
 from elastic.types import Copy, CopyFailed, CopyRemoved, CopyStored, Event, Plan, WorkerId
 from elastic.types.grid import coordinates, rank_of
 from elastic.types.orders import WorkerOrder, WriteShard
+from elastic.worker.hosting.checkpoint_checks import CopyChecks, Paced
 
 if TYPE_CHECKING:
-    from elastic.cluster.backend.aggregate import CheckpointParts
-    from elastic.cluster.workers.worker_group import WorkerGroup
+    from elastic.worker.hosting.aggregate import CheckpointParts
 
 log = logging.getLogger(__name__)
 
@@ -242,14 +241,14 @@ def holders_of(parts: CheckpointParts, rank: int) -> list[WorkerId]:
 
 
 def write_late_parts(
-    late: Iterable[tuple[CheckpointParts, int]], worker_group: WorkerGroup
+    late: Iterable[tuple[CheckpointParts, int]],
+    living: Collection[WorkerId],
+    order: Callable[[WorkerId, WorkerOrder], object],
 ) -> None:
     """Parts of a checkpoint that are long overdue are written by others that hold the same
     boxes."""
     for parts, rank in late:
-        holders = [
-            worker for worker in holders_of(parts, rank) if worker_group.actor(worker) is not None
-        ]
+        holders = [worker for worker in holders_of(parts, rank) if worker in living]
         if holders:
             other = holders[(parts.asked[rank] - 1) % len(holders)]
             log.info(
@@ -258,4 +257,4 @@ def write_late_parts(
                 other,
                 rank,
             )
-            worker_group.order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))
+            order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Protocol
 
-from elastic.cluster.workers.absent_ranks import Arrived, RankSite, absent_ranks
 from elastic.types import Event, Job, Plan, Silent, WorkerFailed, WorkerId
+from elastic.worker.hosting.absent_ranks import Arrived, RankSite, absent_ranks
 from elastic.worker.process.call_log import PartCalls, difference
 from elastic.worker.process.doing import PATIENT, Doing
 

@@ -8,14 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
-from elastic.cluster.backend.aggregate import Gather
 from elastic.cluster.backend.ray_backend import RayBackend
-from elastic.cluster.backend.rendezvous_stores import RendezvousStores
-from elastic.cluster.workers.absent_ranks import Arrived
 from elastic.cluster.workers.admission_links import Entrance
-from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.cluster.workers.worker_group import BrokenWorker, PollAnswer
 from elastic.types import (
     Event,
@@ -28,6 +23,10 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
+from elastic.worker.hosting.absent_ranks import Arrived
+from elastic.worker.hosting.aggregate import Gather
+from elastic.worker.hosting.liveness import Liveness, patience_s
+from elastic.worker.hosting.rendezvous_stores import RendezvousStores
 from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import Doing
 
@@ -54,14 +53,13 @@ class Beat:
     ],
 )
 def test_gloo_gives_up_behind_all_that_ranks_may_wait(
-    job: dict[str, Any], step_s: float, least_s: float, monkeypatch: pytest.MonkeyPatch
+    job: dict[str, Any], step_s: float, least_s: float
 ) -> None:
     """A worker that joins and compiles for minutes does not break the commit that the others stand
     in."""
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     liveness = Liveness(0.5, job.get("max_silence_s"), patience_s(Job.from_plain(job)))
     nobody: Any = None
-    stores = RendezvousStores(nobody, nobody, liveness)
+    stores = RendezvousStores(SimpleNamespace(address=lambda: "127.0.0.1"), nobody, liveness)  # type: ignore[arg-type]
     worker = WorkerId("n1", 0)
     plan = Plan(3, Layout(), (worker,), (4,), (4,), predicted_step_time_s=step_s)
     order = stores.host(plan)

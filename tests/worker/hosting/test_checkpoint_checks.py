@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.cluster.backend import checkpoint_checks
-from elastic.cluster.backend.aggregate import CheckpointParts
-from elastic.cluster.backend.checkpoint_checks import CopyChecks, Paced, ReadPace
-from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter
 from elastic.storage import open_storage
 from elastic.types import (
     Box,
@@ -27,6 +23,10 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.hosting import checkpoint_checks
+from elastic.worker.hosting.aggregate import CheckpointParts
+from elastic.worker.hosting.checkpoint_checks import CopyChecks, Paced, ReadPace
+from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter
 
 PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
 

@@ -21,8 +21,8 @@ from elastic.cluster.notices.sources.detect import Sources
 from elastic.cluster.notices.sources.watch import Watch
 from elastic.cluster.prices import market
 from elastic.cluster.prices.market import Market, Ticker
-from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Pool
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 
 class Odd(Exception):

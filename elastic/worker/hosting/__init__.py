@@ -1,0 +1,1 @@
+"""What a driver has of sessions, wherever these run: orders, beats, added up; copies, silence."""

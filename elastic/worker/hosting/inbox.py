@@ -1,0 +1,136 @@
+"""Orders from other terminals, which arrive through the run's inbox."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from elastic.config.job import drill_entry
+from elastic.errors import SpecError, StorageRefused
+from elastic.storage import Storage
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
+
+log = logging.getLogger(__name__)
+
+INBOX, REJECTED = "inbox/", "inbox/rejected/"
+REMOTE_EVERY_S = 2.0
+MOST_BYTES = 1 << 16  # of an order
+
+
+@dataclass(frozen=True)
+class InboxOrders:
+    """What the inbox held."""
+
+    drills: tuple[dict[str, Any], ...] = ()
+    stop: str | None = None
+
+
+class Inbox:
+    """Orders as they come. Object storage is asked by a thread every REMOTE_EVERY_S: the driver
+    never waits for it.
+
+    Anybody who may write the run's folder may leave a file there: nothing of it raises. What is no
+    order, or cannot be read, goes to inbox/rejected with the reason; what storage did not answer is
+    retried at the next look.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        # given out or refused, and still there: it could not be removed
+        self._taken: set[str] = set()
+        self._found: SimpleQueue[InboxOrders] = SimpleQueue()
+        self._done = threading.Event()
+        self._boundary = ThreadBoundary(log, "inbox")
+        if storage.remote:
+            threading.Thread(target=self._follow, name="inbox", daemon=True).start()
+
+    def take(self) -> InboxOrders:
+        """What has come since the last call."""
+        if not self._storage.remote:
+            self._boundary.holds(self._look)
+        found: list[InboxOrders] = []
+        while not self._found.empty():
+            found.append(self._found.get())
+        stops = [orders.stop for orders in found if orders.stop is not None]
+        return InboxOrders(
+            tuple(drill for orders in found for drill in orders.drills),
+            stops[-1] if stops else None,
+        )
+
+    def close(self) -> None:
+        self._done.set()
+
+    def _follow(self) -> None:
+        while not self._done.wait(REMOTE_EVERY_S):
+            self._boundary.holds(self._look)
+
+    def _look(self) -> None:
+        keys = [
+            key
+            for key in self._storage.list(INBOX)
+            if key.count("/") == 1 and key.endswith(".json")
+        ]
+        self._taken.intersection_update(keys)
+        for key in keys:
+            if key not in self._taken:
+                self._boundary.holds(partial(self._take, key))
+            if key in self._taken:
+                with suppress(OSError, SpecError):  # it stays, and is not taken again
+                    self._storage.delete(key)
+
+    def _take(self, key: str) -> None:
+        """Gives the order out. Raises OSError where storage did not answer: it is looked at
+        again."""
+        text = b""
+        try:
+            text = self._text(key)
+            found = _order(text)
+        except (FileNotFoundError, PermissionError, SpecError, ValueError, RecursionError) as error:
+            if isinstance(error, StorageRefused):
+                raise
+            self._taken.add(key)
+            self._refuse(
+                key,
+                text,
+                f"{type(error).__name__}: {error}"
+                if not isinstance(error, SpecError)
+                else str(error),
+            )
+        else:
+            self._taken.add(key)
+            self._found.put(found)
+
+    def _text(self, key: str) -> bytes:
+        if not self._storage.exists(key):
+            raise FileNotFoundError(
+                "there is no such file; it was removed, or is a link to nothing, or a pipe"
+            )
+        if self._storage.size(key) > MOST_BYTES:
+            raise SpecError(f"an order has at most {MOST_BYTES} bytes")
+        return self._storage.get(key)
+
+    def _refuse(self, key: str, text: bytes, why: str) -> None:
+        log.warning("%a is no order, and is not taken: %s", key, why)
+        record = json.dumps({"order": text.decode(errors="replace"), "why": why}).encode()
+        try:
+            self._storage.put(f"{REJECTED}{key[len(INBOX) :]}", record)
+        except (OSError, SpecError) as error:
+            log.warning("the reason could not be written to %s: %s", REJECTED, error)
+
+
+def _order(text: bytes) -> InboxOrders:
+    """Raises SpecError, ValueError, RecursionError for what is none."""
+    order = json.loads(text)
+    if not isinstance(order, dict) or len(order) != 1 or next(iter(order)) not in ("drill", "stop"):
+        raise SpecError('an order is {"drill": {...}} or {"stop": "reason"}')
+    if "drill" in order:
+        return InboxOrders((drill_entry(order["drill"], "drill").plain(),))
+    if not isinstance(order["stop"], str):
+        raise SpecError('the reason of a stop is a text, as in {"stop": "reason"}')
+    return InboxOrders(stop=order["stop"])

@@ -1,0 +1,267 @@
+"""What a run refuses before it starts, whoever starts it, and what is found of one before."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from elastic.config.fingerprint import JOB_KEYS, KEY, batch_changed, differences
+from elastic.config.job import JobSpec
+from elastic.data.batches import few_samples, item_of
+from elastic.data.budget import budget_of
+from elastic.data.open_datasets import dataset_of
+from elastic.data.streams import N_POSITIONS
+from elastic.errors import ElasticError, ProgramError, SpecError, StateLost
+from elastic.ledger.journal import Line, built
+from elastic.ledger.lease import Lease, Sign
+from elastic.program import Program
+from elastic.storage import Storage
+from elastic.types import Copy, CopyDamaged, DriverStarted, Layout, ModelProfile
+
+if TYPE_CHECKING:
+    from elastic.worker.checkpoint.checkpoint_index import CheckpointInfo
+
+log = logging.getLogger(__name__)
+
+CLOCK_S = 5.0  # that two clocks may differ by, unsaid
+
+
+@dataclass(frozen=True)
+class FoundCopies:
+    """Checkpoints in the run's storage, the newest first; `meta`: of the newest; `damaged`: those
+    whose markers cannot be read."""
+
+    copies: tuple[Copy, ...]
+    meta: Mapping[str, Any]
+    damaged: tuple[CopyDamaged, ...]
+
+
+def found_copies(storage: Storage) -> FoundCopies:
+    """Raises StateLost where there are some, and no marker can be read."""
+    from elastic.worker.checkpoint import checkpoint_index
+    from elastic.worker.checkpoint.checkpoint_format import MARKER
+
+    problems: list[str] = []
+    found = checkpoint_index.find(storage, problems)
+    if problems and not found:
+        raise StateLost(
+            f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic "
+            "checkpoint rm"
+        )
+    damaged = tuple(
+        CopyDamaged(problem.partition(f"/{MARKER}:")[0], problem) for problem in problems
+    )
+    return FoundCopies(
+        tuple(_copy(item) for item in found), found[0].meta if found else {}, damaged
+    )
+
+
+def _copy(found: CheckpointInfo) -> Copy:
+    """A checkpoint as the policy knows it; how it is cut matters to nobody who reads it."""
+    from elastic.worker.checkpoint.checkpoint_format import SAMPLES
+
+    layout, said = Layout(dp_shard=found.world_size), found.meta.get(SAMPLES)
+    text = said if isinstance(said, str) else ""
+    return Copy(
+        found.step,
+        "durable",
+        found.generation,
+        layout,
+        uri=found.uri,
+        n_bytes=found.n_bytes,
+        samples=text,
+    )
+
+
+def check_not_done(run: str, steps: int, done: int) -> None:
+    """`done`: steps after which the run has succeeded. Raises SpecError."""
+    if done and steps <= done:
+        raise SpecError(
+            f"run '{run}' is done ({done} steps); --set steps=N with more of them lets it "
+            "continue; another --run-name (RunConfig(name=...)), or none, starts over"
+        )
+
+
+def taken(storage: Storage, run: str, *, patient: bool = False) -> Lease:
+    """The run's lease; `patient`: see Lease. Raises SpecError where its storage cannot be written.
+    Says where this machine's clock is not its."""
+    try:
+        lease = Lease(storage, run, patient=patient)
+        warn_of_storage_clock(storage, lease.sign)
+        return lease
+    except ElasticError:
+        raise
+    except OSError as error:
+        what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+        raise SpecError(
+            f"storage {storage.uri} cannot be written ({what}); give a folder, or "
+            "s3://bucket/prefix (likewise gs://, az://)"
+        ) from error
+
+
+def warn_of_storage_clock(storage: Storage, sign: Sign) -> None:
+    """Says where this machine's clock is not that of its storage, by a sign of life that was just
+    written there: ahead, it would spend `deadline_h` unseen. What writing took is never counted."""
+    try:
+        written_s = storage.modified_s(sign.key)
+    except FileNotFoundError:  # the next one has replaced it
+        return
+    ahead_s, behind_s = sign.at_s - written_s, written_s - time.time()
+    if max(ahead_s, behind_s) > CLOCK_S:
+        log.warning(
+            "this machine's clock is %.0f s %s that of %s: set it right (NTP); bill and deadline "
+            "continue by this machine's clock",
+            max(ahead_s, behind_s),
+            "ahead of" if ahead_s > 0 else "behind",
+            storage.uri,
+        )
+
+
+def warn_of_clock(before: Sequence[Line], now_s: float) -> None:
+    """Says where this machine's clock is behind that of the run's last driver: which of them is
+    wrong nobody knows."""
+    behind_s = before[-1].at_s - now_s if before else 0.0
+    if behind_s > CLOCK_S:
+        log.warning(
+            "this machine's clock is %.0f s behind the newest line of the run's journal (%s): set "
+            "it right (NTP); bill and deadline continue by this clock",
+            behind_s,
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(before[-1].at_s)),
+        )
+
+
+def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
+    """Raises SpecError for a layout that the model cannot be cut into, whatever the nodes."""
+    for layout in spec.least_layouts():
+        if why := model.refusal(layout):
+            raise SpecError(f"layout '{layout}': {why}")
+        if model.tp_limit % layout.tp:
+            more = (
+                "give Program.tp the modules to cut"
+                if model.tp_limit == 1
+                else "take a tp that divides it"
+            )
+            raise SpecError(
+                f"layout '{layout}': tp={layout.tp}, but tp must divide {model.tp_limit} for this "
+                f"model; {more}"
+            )
+        if layout.pp > 1 and not model.pipeline:
+            raise SpecError(
+                f"layout '{layout}': pp={layout.pp}, but no pipeline stages are possible here; "
+                "take pp=1"
+            )
+        if layout.microbatch_size and spec.script:
+            raise SpecError(
+                f"layout '{layout}': a script gets its whole share of a step at once; leave "
+                "microbatch_size out"
+            )
+        if layout.cp > 1 and spec.script:
+            raise SpecError(
+                f"layout '{layout}': cp={layout.cp}, but a script gets whole sequences; take cp=1"
+            )
+        if layout.n_stages > max(1, model.n_blocks):
+            stages = (
+                f"pp={layout.pp}"
+                if layout.n_stages == layout.pp
+                else f"{layout.n_stages} pipeline stages"
+            )
+            raise SpecError(
+                f"layout '{layout}': {stages}, but Program.blocks matches only {model.n_blocks} "
+                "modules"
+            )
+
+
+def check_loss(spec: JobSpec, program: Program, n_samples: int) -> None:
+    """Raises SpecError where the loss is a mean, or the first sample no input: found here on
+    shapes, before a worker starts."""
+    if spec.script or n_samples == N_POSITIONS:  # a script's own loss; a stream, which moves on
+        return
+    from elastic.worker.equivalence.loss_is_sum import check_before_start
+
+    job = spec.job()
+    try:
+        check_before_start(program, job, dataset_of(program, job))
+    except ProgramError as error:
+        raise SpecError(f"{spec.program}: {error}") from error
+
+
+def with_few(model: ModelProfile, spec: JobSpec, n_samples: int) -> ModelProfile:
+    """With a note where a step takes more samples than there are."""
+    note = few_samples(n_samples, spec.global_batch)
+    return replace(model, notes=(*model.notes, note)) if note else model
+
+
+def check_cp(spec: JobSpec, program: Program) -> None:
+    """Raises SpecError for a layout with cp where the model, run on the meta device, cannot have
+    parts of sequences."""
+    cp = max(layout.cp for layout in spec.least_layouts())
+    if cp == 1:
+        return
+    from elastic.data.collate import collate
+    from elastic.worker.parallel.context_parallel import check_calls
+
+    job = spec.job()
+    dataset = dataset_of(program, job)
+    budget = budget_of(job, dataset, 2 * cp)
+    length = budget.of_one(0, 1).length if budget is not None else None
+    check_calls(program, collate([item_of(dataset, 0, length)]), cp)
+
+
+def check_same(
+    before: list[Line],
+    start: DriverStarted,
+    meta: Mapping[str, Any],
+    *,
+    allow_changed: bool = False,
+) -> None:
+    """A run continues with the program, data and mathematics that it had; `meta`: of its newest
+    checkpoint. Raises SpecError that names what differs."""
+    started = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
+    # only parts of one: the whole takes long
+    states = [line.state for line in before if line.state is not None]
+    job: dict[str, Any] = started[-1].job if started else states[-1]["job"] if states else {}
+    was = {key: job[key] for key in JOB_KEYS if key in job}
+    was |= meta.get(KEY) or {}
+    was |= job.get(KEY) or {}
+    models = [built(ModelProfile, state["model"]) for state in states[:1] if state["model"]]
+    for model in models or [event.model for event in started[:1]]:
+        _check_same_model(start.run, model, start.model)
+    now = start.job.get(KEY) or start.job
+    batch = batch_changed(start.run, was, now)
+    if batch:
+        raise SpecError(batch)
+    changed = differences(was, now)
+    if changed and not allow_changed:
+        raise SpecError(
+            f"run '{start.run}' was started with other values: {changed}; change them back, start "
+            "another run with --run-name (RunConfig(name=...) of an ElasticTrainer), or continue "
+            "with --allow-changed"
+        )
+
+
+def check_not_failed(run: str, fatal: str) -> None:
+    """Raises ProgramError where the program has ended the run (`fatal`: how), as it would again:
+    what starts runs again (`backoffLimit` of a RayJob) may not pay for that once more. A person who
+    continues by hand is not asked."""
+    if fatal:
+        raise ProgramError(
+            f"run '{run}' has failed by its program, which is the same: {fatal}; after a change "
+            "continue with --allow-changed, or once more as it is without --supervise"
+        )
+
+
+def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:
+    was, now = ({spec.fqn: spec.shape for spec in model.specs} for model in (old, new))
+    for fqn in {**was, **now}:
+        if was.get(fqn) != now.get(fqn):
+            raise SpecError(
+                f"run '{run}' was started with another model: {fqn} was {_shape(was.get(fqn))}, "
+                f"it is {_shape(now.get(fqn))}; start another run with --run-name"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else str(list(shape))

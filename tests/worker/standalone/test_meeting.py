@@ -1,0 +1,123 @@
+"""Ranks find each other: whoever does not know the secret stays outside, who does not come is
+named."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from elastic.errors import LostContact
+from elastic.types import Node, StopAsked, WorkerId
+from elastic.worker.hosting.served_session import Said
+from elastic.worker.process_groups.rendezvous import listening
+from elastic.worker.standalone import meeting
+from elastic.worker.standalone.meeting import RankHello, Started
+
+SECRET = "5e" * 32
+
+
+def joining(rank: int, port: int, joined: list[Any]) -> threading.Thread:
+    """A rank of three that comes, and hears who it is."""
+
+    def join() -> None:
+        there = meeting._Address(port, 0, SECRET)
+        with suppress(LostContact):  # rank 0 has given up
+            joined.append(meeting._joined(Started(rank, 0, 3), there, time.monotonic() + 20.0))
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_all_ranks_come_in_their_order_and_are_told_who_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever comes first."""
+    joined: list[Any] = []
+    threads: list[threading.Thread] = []
+    welcomed = meeting._welcomed
+    with listening("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+
+        def welcomes(*known: Any) -> RankHello | None:
+            if len(threads) < 2:
+                threads.append(joining(1, port, joined))
+            return welcomed(*known)
+
+        monkeypatch.setattr(meeting, "_welcomed", welcomes)
+        threads.append(joining(2, port, joined))
+        found = meeting._gathered(listener, SECRET, 3, until_s=time.monotonic() + 20.0)
+    for i, (hello, link) in enumerate(found, 1):
+        assert hello.rank == i
+        link.send(Said(0, WorkerId("node-0", i)))
+    for thread in threads:
+        thread.join(20.0)
+    links = {worker: link for link, worker in joined}
+    found[1][1].send(Said(0, StopAsked("an order")))
+    assert links[WorkerId("node-0", 2)].recv() == Said(0, StopAsked("an order"))
+    assert not links[WorkerId("node-0", 1)].poll(0)
+
+
+def test_the_address_of_a_rank_0_that_is_gone_is_asked_for_again() -> None:
+    """A launcher that starts all ranks anew may keep its store."""
+    with listening("127.0.0.1") as gone:
+        stale = meeting._Address(gone.getsockname()[1], 0, SECRET)
+    joined: list[Any] = []
+    with listening("127.0.0.1") as listener:
+        answers = [stale, stale, meeting._Address(listener.getsockname()[1], 0, SECRET)]
+        until_s = time.monotonic() + 20.0
+        thread = threading.Thread(
+            target=lambda: joined.append(
+                meeting._found(Started(1, 0, 2), lambda: answers.pop(0), until_s)
+            ),
+            daemon=True,
+        )
+        thread.start()
+        ((hello, link),) = meeting._gathered(listener, SECRET, 2, until_s=until_s)
+    link.send(Said(0, WorkerId("node-0", 1)))
+    thread.join(20.0)
+    assert (hello.rank, joined[0][1], answers) == (1, WorkerId("node-0", 1), [])
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with listening("127.0.0.1") as listener:
+        joining(1, listener.getsockname()[1], [])
+        with pytest.raises(LostContact, match=r"of 3 ranks 1 did not come .* rank 2\)"):
+            meeting._gathered(listener, SECRET, 3, until_s=time.monotonic() + 0.5)
+
+
+@pytest.mark.parametrize("said", [b"", b"x" * 40, b"x" * 5000])
+def test_a_stranger_is_not_let_in(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it keep the others out."""
+    monkeypatch.setattr(meeting, "HELLO_MOST_S", 0.2)
+    listener = listening("127.0.0.1")
+    with listener, socket.create_connection(listener.getsockname()) as stranger:
+        link = meeting._connection(stranger)
+        if said:
+            link.send_bytes(said)
+        mine = meeting._connection(listener.accept()[0])
+        assert meeting._welcomed(mine, SECRET) is None
+
+
+def test_nodes_are_the_launchers_and_ranks_are_counted_on_each() -> None:
+    hellos = [RankHello(0, "b", 8), RankHello(1, "a", 7), RankHello(2, "b", 6)]
+    nodes, workers = meeting._nodes(hellos)
+    assert nodes == (
+        Node("node-0", "ranks", 2, host_memory_bytes=6),
+        Node("node-1", "ranks", 1, host_memory_bytes=7),
+    )
+    assert [str(worker) for worker in workers] == ["node-0/0", "node-1/0", "node-0/1"]
+    many, _ = meeting._nodes([RankHello(i, str(i), 1) for i in range(11)])
+    assert [node.node_id for node in many] == sorted(node.node_id for node in many)
+
+
+def test_the_launchers_node_counts_before_the_hosts_name() -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert Started.of({**given, "GROUP_RANK": "3"}).node == "3"
+    assert Started.of({**given, "NODE_RANK": "4"}).node == "4"
+    assert RankHello.of(Started.of(given)).node == socket.gethostname()
