@@ -160,7 +160,10 @@ def run_on(
         seed=seed,
     )
     journal = _Counted(keep, subject.ideal_s / MOMENTS)
-    start = DriverStarted(subject.name, 1, plain, subject.pools, subject.model, subject.hardware)
+    start = DriverStarted(
+        subject.name, 1, plain, subject.pools, subject.model, subject.hardware,
+        expects_measured=True,
+    )  # fmt: skip
     if hours is None:
         backend.give_up_at(until_s)
     state: State = drive(backend, journal, start, decide=decide)

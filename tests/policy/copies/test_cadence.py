@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.policy.story import SPOT, job
+from support.policy.story import SPOT, Story, durable, job, orders
 
 from elastic.policy.copies.cadence import BURST_BYTES, adjust, durable_every, peer_every
 from elastic.policy.copies.replica_placement import Copies
@@ -20,6 +20,7 @@ from elastic.types import (
     Node,
     Plan,
     SetCadence,
+    StoreCopy,
     WorkerId,
 )
 
@@ -212,3 +213,38 @@ def test_what_copies_cost_is_learned_from_what_is_told() -> None:
     assert told(first, 60, 9.0).copy_stall_s == state.copy_stall_s, (
         "the first of a generation fills new buffers"
     )
+
+
+def asked_copies(told: Story) -> list[int]:
+    """Numbers of the decisions that order a checkpoint out of turn."""
+    return [n for n, decision in enumerate(told.decisions) if orders(decision, StoreCopy)]
+
+
+def test_the_first_checkpoint_does_not_wait_for_its_turn() -> None:
+    """After four minutes of steps, once; again after four more where none was stored."""
+    told = Story((SPOT,), durable_every=500, steps=10_000)
+    told.running("a", "b", "c", "d")
+    for n, copies in ((11, 0), (1, 1), (11, 1), (1, 2)):
+        told.steps(n, step_time_s=20.0)
+        assert len(asked_copies(told)) == copies, n
+    reason = told.decisions[asked_copies(told)[0]].reason
+    assert "no checkpoint is stored after 240 s of steps" in reason and "in 9760 s" in reason
+    told.tick(durable(told, 24))
+    told.steps(40, step_time_s=20.0)
+    assert len(asked_copies(told)) == 2
+
+
+@pytest.mark.parametrize(("every", "step_s"), [(20, 20.0), (500, 0.1), (0, 20.0)])
+def test_nor_is_it_ordered_where_one_comes_anyway(every: int, step_s: float) -> None:
+    """Soon, or before much was done, or where the job wants none."""
+    told = Story((SPOT,), durable_every=every, steps=10_000)
+    told.running("a", "b", "c", "d")
+    told.steps(15, step_time_s=step_s)
+    assert asked_copies(told) == []
+
+
+def test_it_does_not_stand_for_the_one_that_a_notice_asks_for() -> None:
+    told = Story((SPOT,), durable_every=500, steps=10_000, min_workers=4)
+    told.running("a", "b", "c", "d")
+    told.steps(12, step_time_s=20.0)
+    assert told.state.copy_asked_step == 12 and told.state.stored_generation == 0

@@ -133,3 +133,10 @@ def test_nothing_saved_starts_again_while_little_is_lost_and_fails_when_much_is(
     assert newest(state(Layout(), {}, step_time_s=1.0)).source == "fresh"
     with pytest.raises(StateLost, match="step 2000 was reached"):
         newest(state(Layout(), {}, step_time_s=1.0, best_step=2000))
+
+
+def test_very_long_steps_are_done_again_before_the_first_checkpoint_can_be_there() -> None:
+    found = newest(state(Layout(), {}, step_time_s=1000.0, best_step=2))
+    assert found.source == "fresh"
+    with pytest.raises(StateLost, match="step 3 was reached"):
+        newest(state(Layout(), {}, step_time_s=1000.0, best_step=3))

@@ -112,6 +112,33 @@ def test_the_floor_comes_by_itself_when_durable_copies_are_too_far_apart() -> No
     assert n == 1 and "more than 1% of the spend" in why and "$3.00/h" in why
 
 
+def test_no_floor_that_costs_more_than_what_is_done_again() -> None:
+    """Of the spend of $4/h more than 1 % is lost; a node on demand in the place of a spot node
+    costs $2/h more, or $29."""
+    told = story(durable_every=200, steps=10_000, max_workers=5)
+    told.running("a", "b", "c", "d")
+    told.steps(41, step_time_s=600.0)
+    share = pool_allocation.expected_loss_share(told.state)
+    assert 0.5 < share and 2.0 < share * told.state.usd_per_h < 29.0
+    assert pool_allocation.floor_nodes(told.state, [FIXED])[0] == 1
+    dear = replace(FIXED, usd_per_node_h=30.0)
+    assert pool_allocation.floor_nodes(told.state, [dear]) == (0, "")
+
+
+def test_an_unanswered_request_is_waited_for_twice_as_long_the_next_time() -> None:
+    """A pool may only be slow to start; a node that comes ends that."""
+    told = story(SPOT, min_workers=1)
+    waits = []
+    for _ in range(7):
+        patience_s = pool_allocation.patience_s(told.state, "spot")
+        waits.append(patience_s)
+        told.tick(after_s=patience_s + 0.1)
+        told.tick(after_s=600.1)  # the pool counts as one that said no
+    assert waits == [360.0, 720.0, 1440.0, 2880.0, 3600.0, 3600.0, 3600.0]
+    told.tick(NodeReady(Node("a", "spot")))
+    assert pool_allocation.patience_s(told.state, "spot") == 360.0
+
+
 # ------------------------------------------------------------------------------------ too few nodes
 
 
