@@ -119,7 +119,7 @@ def test_no_floor_that_costs_more_than_what_is_done_again() -> None:
     told.running("a", "b", "c", "d")
     told.steps(41, step_time_s=600.0)
     share = pool_allocation.expected_loss_share(told.state)
-    assert 0.5 < share and 2.0 < share * told.state.usd_per_h < 29.0
+    assert share > 0.5 and 2.0 < share * told.state.usd_per_h < 29.0
     assert pool_allocation.floor_nodes(told.state, [FIXED])[0] == 1
     dear = replace(FIXED, usd_per_node_h=30.0)
     assert pool_allocation.floor_nodes(told.state, [dear]) == (0, "")
