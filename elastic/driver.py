@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic.errors import ElasticError, InternalError, unwritten
-from elastic.ledger.journal import Line, built
+from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
-from elastic.policy.state.fold import ENDED, State, fold
+from elastic.policy.state.fold import ENDED, Change, State, changes, fold
 from elastic.types import (
     Action,
     Decided,
@@ -140,17 +140,14 @@ def drive(
     return state
 
 
-def restored(lines: Iterable[Line]) -> State | None:
+def restored(lines: Iterable[Line], seen: Callable[[Change], None] | None = None) -> State | None:
     """The state that a journal ends with, from the newest one that stands in it on; None when it is
-    empty."""
+    empty. `seen`: who reads along."""
     state: State | None = None
-    for line in lines:
-        if line.state is not None:
-            state = built(State, line.state)
-        for at_s, event in line.events:
-            state = fold(state or State(), event, at_s)
-        if state is not None and line.decision is not None:
-            state = fold(state, Decided(line.decision), line.at_s)
+    for change in changes(lines):
+        state = change.after
+        if seen is not None:
+            seen(change)
     return state
 
 

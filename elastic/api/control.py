@@ -78,7 +78,7 @@ def _held(run: Storage) -> None:
     if not who:
         raise SpecError(f"run '{place.name}' is not running ({view.phase} at step {view.step})")
     sign = newest(run)
-    if sign is not None and sign.epoch > view.epoch:  # it has no journal, or has just begun
+    if sign is not None and sign.epoch > view.state.epoch:  # it has no journal, or has just begun
         raise SpecError(
             f"run '{place.name}': {who} takes no orders, as it trains without a driver "
             "(torchrun): send it SIGTERM"

@@ -1,2 +1,1 @@
-"""The record of a run: its folder, the journal, the lease of its one driver, and the accounts of
-time and money."""
+"""The record of a run: its folder, the journal, and the lease of its one driver."""

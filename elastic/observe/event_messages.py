@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from elastic import types
+from elastic.text import n_of
 from elastic.types import Event, Node, Plan
 
 # where a generation takes its state from, in the words of a message
@@ -27,6 +28,8 @@ class NamedThings(Protocol):
 def of(event: Event, view: NamedThings) -> str | None:
     """`view` is as it was before the event."""
     match event:
+        case types.StepDone() | types.Decided():  # nearly all that there are
+            return None
         case types.DriverStarted():
             again = "driver attached again" if event.attached else "driver started"
             found = (
@@ -203,10 +206,6 @@ def first_line(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()] or [""]
     line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
     return line.strip()[:160]
-
-
-def n_of(n: int, noun: str) -> str:
-    return f"{n} {noun}" + ("" if n == 1 else "s")
 
 
 def size(n_bytes: float) -> str:

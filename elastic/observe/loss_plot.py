@@ -52,7 +52,7 @@ def save_loss(view: View, path: str | Path) -> Path:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss per {view.unit.removesuffix('s')}")
     axes.set_title(
-        f"{view.run}: {view.step} steps, {len(view.entered)} generations",
+        f"{view.state.run}: {view.step} steps, {len(view.entered)} generations",
         loc="left",
         fontsize=11,
         pad=12,

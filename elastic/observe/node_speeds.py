@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+from elastic.policy.state.fold import Change
 from elastic.types import (
-    Decision,
+    Decided,
     DeviceNoted,
-    Event,
-    ModelProfile,
     Node,
     NodeLost,
     NodeReady,
@@ -37,12 +36,13 @@ class NodeSpeeds:
     aside: dict[str, str] = field(default_factory=dict)
     places: dict[WorkerId, int] = field(default_factory=dict)  # see unlike_stages
 
-    def add(self, event: Event, plan: Plan | None, model: ModelProfile | None = None) -> None:
-        match event:
+    def take(self, change: Change, plan: Plan | None) -> None:
+        """`plan`: that was entered last."""
+        match event := change.event:
             case RanksTimed() if plan is not None and plan.generation == event.generation:
                 told = zip(plan.ranks, event.unit_s)
                 self.unit_s |= {worker: unit_s for worker, unit_s in told if unit_s > 0}
-                self.places = unlike_stages(model, plan)
+                self.places = unlike_stages(change.before.model, plan)
             case DeviceNoted(worker, note):
                 self.notes[worker] = note
             case NodeReady(node):
@@ -50,15 +50,14 @@ class NodeSpeeds:
                 self.aside.pop(node.node_id, None)
             case NodeLost(node_id):
                 self._forget(node_id)
+            case Decided(decision):
+                self.aside |= {
+                    action.node_id: action.reason
+                    for action in decision.actions
+                    if isinstance(action, Quarantine)
+                }
             case _:
                 pass
-
-    def decided(self, decision: Decision) -> None:
-        self.aside |= {
-            action.node_id: action.reason
-            for action in decision.actions
-            if isinstance(action, Quarantine)
-        }
 
     def _forget(self, node_id: str) -> None:
         for known in (self.unit_s, self.notes):

@@ -8,20 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastic.ledger.accounts import Account, account
 from elastic.ledger.journal import Line
-from elastic.ledger.launch_times import launches, sentence
 from elastic.ledger.run_folder import RunFolder
-from elastic.ledger.transitions import Transition
-from elastic.observe.event_messages import duration, n_of, size
+from elastic.observe.accounting.accounts import Account, Books
+from elastic.observe.accounting.launch_times import Launches, sentence
+from elastic.observe.accounting.transitions import Transition
+from elastic.observe.event_messages import duration, size
 from elastic.observe.loss_plot import save_loss
 from elastic.observe.metrics.metrics_csv import CSV
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.noise_advice import advice, estimate
 from elastic.observe.run_tables import columns
-from elastic.observe.run_view import View, view_of
-from elastic.observe.step_times import shown, step_times
+from elastic.observe.run_view import View
+from elastic.observe.step_times import GenerationTimes, shown
+from elastic.policy.state.fold import changes
 from elastic.storage import LocalStorage
+from elastic.text import n_of
 
 FILE, PLOT = "report.json", "loss.png"
 # known to the driver only: kept when a report is written again
@@ -36,8 +38,7 @@ def write(
 ) -> tuple[dict[str, Any], list[str]]:
     """Write report.json and loss.png of a run; returns the data and the lines to print. `extras`:
     see EXTRAS."""
-    lines = run.lines()
-    view, books = view_of(lines), account(lines)
+    view, books = _read(run.lines())
     data = summary(view, books) | {
         name: value for name, value in (extras or _kept(run)).items() if name in EXTRAS
     }
@@ -56,11 +57,19 @@ def write(
     ]
 
 
+def _read(lines: Iterable[Line]) -> tuple[View, Account]:
+    view, books = View(), Books()
+    for change in changes(lines):
+        view.take(change)
+        books.take(change)
+    return view, books.closed()
+
+
 def summary(view: View, books: Account) -> dict[str, Any]:
     """What `elastic run --json` ends with; `samples_exact` is None where nobody has counted."""
     totals = books.totals
     return {
-        "run": view.run,
+        "run": view.state.run,
         "outcome": view.phase,
         "reason": view.reason,
         "steps": totals.steps,
@@ -74,7 +83,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "copies_skipped": view.copies_skipped,
         "unusable": view.unusable,
         "drill_left": view.drill_left if view.ended else [],
-        "notes": list(view.model.notes) if view.model else [],
+        "notes": list(view.state.model.notes) if view.state.model else [],
         **_noise(view),
         "tokens": totals.tokens,
         "unit": view.unit,
@@ -112,7 +121,11 @@ def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
 
 def ledger(lines: Iterable[Line]) -> tuple[dict[str, Any], list[str]]:
     """As data, and as lines to print."""
-    books, by_pool, times = account(lines), launches(lines).medians(), step_times(lines)
+    money, launches, steps = Books(), Launches(), GenerationTimes()
+    for change in changes(lines):
+        for reader in (money, launches, steps):
+            reader.take(change)
+    books, by_pool, times = money.closed(), launches.medians(), steps.rows()
     said = sentence(by_pool)
     started = ["", f"from a node's request to its first step: {said} (medians)"] if said else []
     rows = shown(times)

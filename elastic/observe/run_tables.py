@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.ledger.launch_times import sentence
 from elastic.observe import node_speeds
-from elastic.observe.event_messages import duration, n_of, size
+from elastic.observe.accounting.launch_times import sentence
+from elastic.observe.event_messages import duration, size
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.run_view import View
+from elastic.text import n_of
 from elastic.types import Pool
 
 
@@ -25,7 +26,7 @@ class Row:
     def plain(self) -> dict[str, Any]:
         view = self.view
         return {
-            "run": view.run,
+            "run": view.state.run,
             "phase": phase(view, bool(self.holder)),
             "step": view.step,
             "steps": view.steps,
@@ -135,7 +136,7 @@ def status(view: View, holder: str = "") -> list[str]:
     """Where a run stands."""
     now = loss(view)
     rows = [
-        ("run", f"{view.run} (job {view.job.name or '-'}, epoch {view.epoch})"),
+        ("run", f"{view.state.run} (job {view.job.name or '-'}, epoch {view.state.epoch})"),
         ("phase", phase(view, bool(holder)) + (f", driven by {holder}" if holder else "")),
         (
             "step",
@@ -151,7 +152,7 @@ def status(view: View, holder: str = "") -> list[str]:
         ("checkpoint", _durable(view)),
         *([("storage", away)] if (away := _away(view)) else []),
         *((f"no {name}", why) for name, why in view.unusable.items()),
-        *(("note", text) for text in (view.model.notes if view.model else ())),
+        *(("note", text) for text in (view.state.model.notes if view.state.model else ())),
         *(
             [("first step", f"{said} after its node was asked for")]
             if (said := sentence(view.launches.medians()))
@@ -205,11 +206,12 @@ def nodes(view: View) -> list[str]:
 
 def status_plain(view: View, holder: str = "") -> dict[str, Any]:
     """The same as data."""
+    away = view.state.away
     return {
-        "run": view.run,
+        "run": view.state.run,
         "phase": phase(view, bool(holder)),
         "holder": holder,
-        "epoch": view.epoch,
+        "epoch": view.state.epoch,
         "step": view.step,
         "steps": view.steps,
         "train_loss": loss(view),
@@ -217,7 +219,7 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "durable_step": view.saved_step,
         "copies_failed": view.copies_failed,
         "copies_skipped": view.copies_skipped,
-        "storage_away_s": round(view.at_s - view.away.since_s, 1) if view.away else None,
+        "storage_away_s": round(view.at_s - away.since_s, 1) if away else None,
         "launch_to_first_step_s_by_pool": view.launches.medians(),
         "eta_s": None if view.ended else view.eta_s(),
         "tokens_per_s": view.tokens_per_s(),
@@ -265,7 +267,7 @@ def why_plain(view: View, last: int = 0) -> list[dict[str, Any]]:
 
 def _away(view: View) -> str:
     """'' = storage answers."""
-    seen = view.away
+    seen = view.state.away
     return (
         f"does not answer since {duration(view.at_s - seen.since_s)} ({seen.what})"
         if seen and not view.ended

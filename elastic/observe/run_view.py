@@ -1,48 +1,37 @@
-"""journal lines -> View: what a person wants to know of a run, and Tail, which follows a journal
-that is still written."""
+"""journal lines -> View: what a person wants to know of a run, its State and what that does not
+keep; and Tail, which follows a journal that is still written."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from elastic.ledger.journal import Line, parse_line
-from elastic.ledger.launch_times import Launches
 from elastic.observe import event_messages
+from elastic.observe.accounting.launch_times import Launches
 from elastic.observe.node_speeds import NodeSpeeds
+from elastic.policy.state.fold import EMPTY, ENDED, Change, State, changes
 from elastic.types import (
     CopyFailed,
     CopyStored,
-    Decision,
+    Decided,
     DriverStarted,
-    EnterPlan,
     Evaluated,
     Event,
     Job,
-    ModelProfile,
     Node,
     NodeLost,
-    NodePrepared,
     NodeReady,
     NoiseSeen,
-    Notice,
-    NoticeWithdrawn,
     Plan,
     PlanEntered,
-    PlansFound,
     Pool,
-    Quarantine,
-    RequestNodes,
     Resume,
-    SharesSet,
     StepDone,
-    Stop,
-    StopAsked,
-    StorageSeen,
 )
 
 RECENT = 20  # steps that rates are measured over
@@ -77,41 +66,57 @@ class Note:
 
 @dataclass
 class View:
-    """Built by `add`, one journal line at a time."""
+    """Built by `add`, one journal line at a time, or by `take`, where others read along."""
 
-    run: str = ""
-    epoch: int = 0
-    job: Job = Job()
+    state: State = EMPTY
     # step -> of the gradient, see NoiseSeen
     noise: dict[int, tuple[float, float]] = field(default_factory=dict)
-    pools: dict[str, Pool] = field(default_factory=dict)
-    model: ModelProfile | None = None
+    # in order of their first arrival, with those that are gone for long
     nodes: dict[str, Node] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)  # of those that are gone: released
-    planned: dict[int, Plan] = field(default_factory=dict)
-    # axes and layouts that the run has closed for itself -> why
-    closed: dict[str, str] = field(default_factory=dict)
-    plan: Plan | None = None
-    phase: str = "waiting"
-    step: int = 0
+    planned: dict[int, Plan] = field(default_factory=dict)  # of all drivers
+    plan: Plan | None = None  # that the driver has entered last
+    step: int = 0  # that was told of last, also where no line tells of its plan
     reached: int = 0  # the furthest step ever, also where it was undone
     points: list[Point] = field(default_factory=list)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    copies: dict[str, CopyStored] = field(default_factory=dict)  # newest of each kind
+    saved: CopyStored | None = None  # the newest checkpoint
     entered: list[tuple[float, PlanEntered]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     reason: str = ""
-    away: StorageSeen | None = None  # storage is, as the last driver has seen it
-    wanted: dict[str, int] = field(default_factory=dict)  # nodes that are requested, per pool
     node_speeds: NodeSpeeds = field(default_factory=NodeSpeeds)
     launches: Launches = field(default_factory=Launches)
-    started_at_s: float = 0.0
     at_s: float = 0.0
+
+    @property
+    def job(self) -> Job:
+        return self.state.job
 
     @property
     def steps(self) -> int:
         """Steps that the job asks for."""
         return self.job.steps
+
+    @property
+    def phase(self) -> str:
+        return "stopping" if self.state.stop and not self.ended else self.state.phase
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        return {pool.name: pool for pool in self.state.pools}
+
+    @property
+    def started_at_s(self) -> float:
+        """When the run was, whatever drivers it has had since."""
+        return self.state.first_started_at_s or 0.0
+
+    @property
+    def wanted(self) -> dict[str, int]:
+        """Nodes that are requested, per pool."""
+        found: dict[str, int] = {}
+        for asked in self.state.requests.values():
+            found[asked.pool] = found.get(asked.pool, 0) + asked.count
+        return found
 
     @property
     def progress(self) -> str:
@@ -120,7 +125,7 @@ class View:
 
     @property
     def ended(self) -> bool:
-        return self.phase in ("succeeded", "failed", "stopped")
+        return self.state.phase in ENDED
 
     @property
     def copies_failed(self) -> int:
@@ -145,13 +150,13 @@ class View:
     def unusable(self) -> dict[str, str]:
         """Axes (and layouts) that may not be used, and why: what is known of the model, and what
         this run has found out."""
-        return {**(self.model.closed if self.model else {}), **self.closed}
+        model = self.state.model
+        return {**(model.closed if model else {}), **self.state.unusable}
 
     @property
     def saved_step(self) -> int | None:
         """Step of the newest checkpoint."""
-        stored = self.copies.get("durable")
-        return stored.copy.step if stored else None
+        return self.saved.copy.step if self.saved else None
 
     def recent(self) -> list[Point]:
         """The last steps of the running generation."""
@@ -217,44 +222,42 @@ class View:
 
     def add(self, line: Line) -> list[Note]:
         """Take in one line; returns what it adds to `notes`."""
-        if line.epoch < self.epoch:
+        if line.epoch < self.state.epoch:
             return []  # the writer had lost its lease
         n_before = len(self.notes)
-        self.launches.add(line)
-        for at_s, event in line.events:
-            self.at_s = at_s
-            text = event_messages.of(event, self)
-            self._fold(event)
-            if text:
-                skipped = isinstance(event, CopyFailed) and event.skipped
-                kind = SKIPPED if skipped else type(event).__name__
-                self.notes.append(Note(at_s, self.step, kind, text))
-            if isinstance(event, DriverStarted) and not event.attached:
-                self.notes += [
-                    Note(at_s, self.step, "ModelNoted", text)
-                    for text in event_messages.of_model(event.model)
-                ]
-        self.at_s = max(self.at_s, line.at_s)
-        if line.decision is not None:
-            self._decided(line.decision, line.at_s)
+        for change in changes((line,), self.state):
+            self.take(change)
         return self.notes[n_before:]
 
-    def _decided(self, decision: Decision, at_s: float) -> None:
-        self.node_speeds.decided(decision)
-        if decision.actions and decision.reason:
-            self.notes.append(Note(at_s, self.step, "Decision", decision.reason))
-        self.reason = decision.reason or self.reason
-        for action in decision.actions:
-            if isinstance(action, EnterPlan):
-                self.planned[action.plan.generation] = action.plan
-                self.closed = dict(action.plan.unusable)
-                self.phase = "entering"
-            elif isinstance(action, RequestNodes):
-                self.wanted[action.pool] = self.wanted.get(action.pool, 0) + action.count
-            elif isinstance(action, Quarantine) and action.node_id in self.nodes:
-                self._node(action.node_id, status="quarantined")
-            elif isinstance(action, Stop):
-                self.phase = action.outcome
+    def take(self, change: Change) -> None:
+        """Take in one entry."""
+        event, self.at_s = change.event, change.at_s
+        text = event_messages.of(event, self) if event is not None else None
+        self.launches.take(change)
+        self.node_speeds.take(change, self.plan)
+        if event is not None:
+            self._keep(event)
+        self._follow(change.after)
+        if text:
+            skipped = isinstance(event, CopyFailed) and event.skipped
+            self._note(SKIPPED if skipped else type(event).__name__, text)
+        if isinstance(event, DriverStarted) and not event.attached:
+            for text in event_messages.of_model(event.model):
+                self._note("ModelNoted", text)
+        elif isinstance(event, Decided) and event.decision.actions and event.decision.reason:
+            self._note("Decision", event.decision.reason)
+
+    def _note(self, kind: str, text: str) -> None:
+        self.notes.append(Note(self.at_s, self.step, kind, text))
+
+    def _follow(self, now: State) -> None:
+        """What the State will forget."""
+        before, self.state = self.state, now
+        if now.nodes is not before.nodes:
+            self.nodes |= now.nodes
+        if now.plans is not before.plans:
+            self.planned |= now.plans
+        self.plan = now.plan or self.plan
 
     def status(self, node: Node) -> str:
         """In a word, for a person."""
@@ -262,57 +265,32 @@ class View:
             "released" if node.status == "lost" and node.node_id in self.released else node.status
         )
 
-    def _node(self, node_id: str, **changes: Any) -> None:
-        if node_id in self.nodes:
-            self.nodes[node_id] = replace(self.nodes[node_id], **changes)
-
-    def _fold(self, event: Event) -> None:
-        self.node_speeds.add(event, self.plan, self.model)
+    def _keep(self, event: Event) -> None:
+        """What the State has no place for."""
         match event:
             case StepDone():
-                self.step = event.step
-                self.reached = max(self.reached, event.step)
-                self.phase = "running"
+                self.step, self.reached = event.step, max(self.reached, event.step)
                 self.points.append(self._point(event))
-            case DriverStarted():
-                self._started(event)
+            case Decided(decision):
+                self.reason = decision.reason or self.reason
+            case DriverStarted(attached=False):
+                self.nodes, self.plan = {}, None
             case NodeReady(node):
-                self.nodes[node.node_id] = node
                 self.released.discard(node.node_id)
-                self.wanted[node.pool] = max(0, self.wanted.get(node.pool, 0) - 1)
-            case NodePrepared(node_id):
-                if node_id in self.nodes and self.nodes[node_id].status in ("pending", "ready"):
-                    self._node(node_id, status="prepared")
-            case Notice(node_id, deadline_s):
-                self._node(node_id, status="draining", deadline_s=deadline_s)
-            case NoticeWithdrawn(node_id):
-                self._node(node_id, status="prepared", deadline_s=None)
-            case NodeLost(node_id, cause):
-                if cause == "released":
-                    self.released.add(node_id)
-                self._node(node_id, status="lost", deadline_s=None)
-            case PlansFound(plans):
-                self.planned |= {plan.generation: plan for plan in plans}
-            case StorageSeen():
-                self.away = None if event.answers else event
+            case NodeLost(node_id, "released"):
+                self.released.add(node_id)
             case PlanEntered():
-                self.plan = self.planned.get(event.generation, self.plan)
                 self.step = event.step
-                self.phase = "running"
                 self.entered.append((self.at_s, event))
-            case SharesSet() if self.plan is not None and self.plan.generation == event.generation:
-                self.plan = replace(self.plan, samples=event.samples)
             case NoiseSeen():
                 self.noise[event.step] = (event.trace, event.square_norm)
             case Evaluated():
                 self.evaluations[event.step] = event.metrics
-            case CopyStored(copy):
+            case CopyStored(copy) if copy.kind == "durable":
                 # an older one may be committed after a newer one
-                known = self.copies.get(copy.kind, event).copy
+                known = self.saved.copy if self.saved else copy
                 if (copy.generation, copy.step) >= (known.generation, known.step):
-                    self.copies[copy.kind] = event
-            case StopAsked():
-                self.phase = "stopping"
+                    self.saved = event
             case _:
                 pass
 
@@ -328,26 +306,12 @@ class View:
         )
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 
-    def _started(self, event: DriverStarted) -> None:
-        self.run, self.epoch, self.job, self.model = (
-            event.run,
-            event.epoch,
-            Job.from_plain(event.job),
-            event.model,
-        )
-        self.pools = {pool.name: pool for pool in event.pools}
-        self.started_at_s = self.started_at_s or self.at_s
-        self.wanted, self.away = {}, None
-        self.phase = "waiting"
-        if not event.attached:
-            self.nodes, self.plan = {}, None
-
 
 def view_of(lines: Iterable[Line]) -> View:
     """The view after all lines."""
     view = View()
-    for line in lines:
-        view.add(line)
+    for change in changes(lines):
+        view.take(change)
     return view
 
 

@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from elastic.ledger.journal import Line
 from elastic.observe.run_tables import columns
-from elastic.types import EnterPlan, StepDone
+from elastic.policy.state.fold import Change
+from elastic.types import Decided, EnterPlan, Plan, StepDone
 
 LEAST = 3  # steps behind a generation's first one, which also builds and compiles
 
 
-def step_times(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """A row per generation that trained: seconds as expected when it was ordered, as the cost model
-    alone said (None = it did not), and as measured (median without the first step, waiting for data
-    and copies left out; None = too few steps)."""
-    plans, took = {}, defaultdict(list)
-    for line in lines:
-        for action in line.decision.actions if line.decision else ():
-            if isinstance(action, EnterPlan):
-                plans[action.plan.generation] = action.plan
-        for _, event in line.events:
-            if isinstance(event, StepDone) and event.step_time_s > 0:
-                took[event.generation].append(event.step_time_s - event.data_s - event.copy_s)
-    return [
-        {
-            "generation": generation,
-            "layout": str(plan.layout),
-            "expected_s": plan.predicted_step_time_s or None,
-            "model_s": plan.model_step_s or None,
-            "measured_s": median(took[generation][1:]) if len(took[generation]) > LEAST else None,
-            "steps": len(took[generation]),
-        }
-        for generation, plan in sorted(plans.items())
-        if took[generation]
-    ]
+@dataclass
+class GenerationTimes:
+    """Built by `take`: plans as they were ordered, and seconds of their steps, by generation."""
+
+    plans: dict[int, Plan] = field(default_factory=dict)
+    took: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def take(self, change: Change) -> None:
+        event = change.event
+        if isinstance(event, StepDone) and event.step_time_s > 0:
+            self.took[event.generation].append(event.step_time_s - event.data_s - event.copy_s)
+        elif isinstance(event, Decided):
+            ordered = (a.plan for a in event.decision.actions if isinstance(a, EnterPlan))
+            self.plans |= {plan.generation: plan for plan in ordered}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per generation that trained: seconds as expected when it was ordered, as the cost
+        model alone said (None = it did not), and as measured (median without the first step,
+        waiting for data and copies left out; None = too few steps)."""
+        return [
+            {
+                "generation": generation,
+                "layout": str(plan.layout),
+                "expected_s": plan.predicted_step_time_s or None,
+                "model_s": plan.model_step_s or None,
+                "measured_s": median(took[1:]) if len(took) > LEAST else None,
+                "steps": len(took),
+            }
+            for generation, plan in sorted(self.plans.items())
+            if (took := self.took.get(generation))
+        ]
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -16,11 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.ledger.journal import Line
 from elastic.observe import node_speeds
-from elastic.observe.event_messages import duration, n_of
+from elastic.observe.event_messages import duration
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.run_view import Note, Tail, View
+from elastic.policy.state.fold import Change
+from elastic.text import n_of
 
 LOOK_S = 0.25
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
@@ -80,12 +80,13 @@ class Terminal:
         """Was one of the last lines of the workers' output this text?"""
         return any(line.endswith(text) for line in self._kept)
 
-    def start(self, before: Iterable[Line] = ()) -> None:
-        """`before`: what the journal holds already, taken in silently (an earlier driver showed
-        it)."""
+    def earlier(self, change: Change) -> None:
+        """What the journal holds already is taken in silently: an earlier driver showed it."""
+        self.view.take(change)
+
+    def start(self) -> None:
+        """Show what comes from now on."""
         self._tail.skip()
-        for line in before:
-            self.view.add(line)
         self._forget()
         self._thread.start()
 
@@ -170,7 +171,7 @@ def render(view: View) -> RenderableType:
     top.add_row(_progress(view), _layout(view))
     why = Text(f"why: {view.reason}" if view.reason else "", style="italic")
     body = Group(top, Text(), _nodes(view), Text(), *_notes(view), Text(), why)
-    return Panel(body, title=f"elastic  {view.run}", border_style="dim")
+    return Panel(body, title=f"elastic  {view.state.run}", border_style="dim")
 
 
 def _progress(view: View) -> RenderableType:

@@ -14,9 +14,9 @@ from elastic.policy.plans import choice_of, enter, from_where, with_rehearsals
 from elastic.policy.pools import drain, hazard, limits
 from elastic.policy.pools.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.pools.release import back_to_spot
-from elastic.policy.restarts import count
 from elastic.policy.speed import relayout, share_rebalance
 from elastic.policy.state.state import ENDED, State
+from elastic.text import n_of
 from elastic.types import (
     Abort,
     Cause,
@@ -173,7 +173,7 @@ def _rolling_forward(state: State, now_s: float) -> Decision | None:
         return None
     n_pending = sum(step == order.step for step in state.pending.values())
     text = (
-        f"step {order.step} was committed, and {count(n_pending, 'worker')} did not see it: they "
+        f"step {order.step} was committed, and {n_of(n_pending, 'worker')} did not see it: they "
         "apply it to the gradients "
         f"that they hold, so that every part of step {order.step} has a holder"
     )
@@ -237,7 +237,7 @@ def _starting(state: State, now_s: float) -> Decision | None:
     cause = CAUSES[failure.cause] if failure else "start"
     if failure is None and state.asked is not None:
         cause = state.asked.cause or cause
-    why = failure.reason if failure else count(len(state.available), "node") + " prepared"
+    why = failure.reason if failure else n_of(len(state.available), "node") + " prepared"
     why = f"rolled back: {why}" if cause == "rollback" else why
     back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
     if resume is not newest:

@@ -15,9 +15,9 @@ from elastic.planner.node_sets import LayoutLimits
 from elastic.policy import restarts, transition_cost
 from elastic.policy.copies import cadence, replica_placement
 from elastic.policy.faults import refused_layouts
-from elastic.policy.restarts import count
 from elastic.policy.speed import measured_steps, speeds
 from elastic.policy.state.state import State
+from elastic.text import n_of
 from elastic.types import (
     Action,
     Cause,
@@ -231,7 +231,7 @@ def enter(state: State, choice: Choice, resume: Resume, *, cause: Cause, why: st
         probe=refused_layouts.probe_of(state, resume),
     )
     actions: tuple[Action, ...] = (EnterPlan(plan),)
-    where = f"{count(len(choice.ranks), 'worker')} of {count(len(nodes), 'node')}"
+    where = f"{n_of(len(choice.ranks), 'worker')} of {n_of(len(nodes), 'node')}"
     expected = (
         f", expected step time {plan.predicted_step_time_s:.3g} s"
         if plan.predicted_step_time_s
@@ -261,7 +261,7 @@ def _instead(choice: Choice) -> str:
 
 def _every(kind: str, steps: int) -> str:
     noun = {"peer": "peer replicas", "durable": "checkpoints"}[kind]
-    return f"{noun} every {count(steps, 'step')}" if steps else f"no {noun} until the next plan"
+    return f"{noun} every {n_of(steps, 'step')}" if steps else f"no {noun} until the next plan"
 
 
 def _expected_step_s(state: State, choice: Choice) -> float:

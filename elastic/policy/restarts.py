@@ -14,6 +14,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import Choice
 from elastic.policy.pools import drain, hazard
 from elastic.policy.state.state import Failure, State
+from elastic.text import n_of
 from elastic.types import (
     Abort,
     Cause,
@@ -42,10 +43,6 @@ QUIESCED_MOST_S = 10.0  # for the end of a group that is broken: SIGTERM, 3 s, S
 KEPT_PAUSES = 9
 
 
-def count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
 # --------------------------------------------------------------------------------------- the layout
 
 
@@ -70,7 +67,7 @@ def choice(state: State, nodes: Sequence[Node]) -> Choice:
 
 def entered(state: State, chosen: Choice, resume: Resume, *, cause: Cause, why: str) -> Decision:
     """The next group; where one runs, that is ended first."""
-    n = count(len(chosen.ranks), "worker")
+    n = n_of(len(chosen.ranks), "worker")
     if state.plan is not None:
         if cause == "growth" and (dear := _too_dear(state, chosen)):
             return Decision((), f"{why}: {dear}")
@@ -89,7 +86,7 @@ def entered(state: State, chosen: Choice, resume: Resume, *, cause: Cause, why: 
         resume=resume, cause=cause, usd_per_h=usd_per_h,
     )  # fmt: skip
     again = "" if resume.source == "fresh" else " anew; it resumes from its own checkpoint"
-    where = f"{n} of {count(len(used), 'node')}, ${usd_per_h:.2f}/h"
+    where = f"{n} of {n_of(len(used), 'node')}, ${usd_per_h:.2f}/h"
     text = f"{why}; generation {plan.generation}: the script starts on {where}{again}"
     return Decision((EnterPlan(plan),), text)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from elastic.api.running.sample_check import Unwritten
 from elastic.driver import restored
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
-from elastic.ledger.transitions import Transition
+from elastic.observe.accounting.accounts import account
+from elastic.observe.accounting.transitions import Transition
 from elastic.observe.run_view import view_of
 from elastic.scenarios.check import (
     BILL,

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.data.order import digest, digest_text, sample_ids
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
-from elastic.ledger.transitions import Transition
+from elastic.observe.accounting.accounts import account
+from elastic.observe.accounting.transitions import Transition
 from elastic.scenarios.check import (
     CONTENT,
     FASTER,

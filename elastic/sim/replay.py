@@ -9,7 +9,7 @@ from elastic.driver import Decide, decided
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
-from elastic.policy.state.fold import State, fold
+from elastic.policy.state.fold import State, changes
 from elastic.types import (
     Action,
     Decided,
@@ -52,24 +52,23 @@ def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
     state = State()
     n_decisions = n_reworded = 0
     first: Difference | None = None
-    for line in lines:
-        for at_s, event in line.events:
-            if isinstance(event, DriverStarted) and _by_ray_train(event):
-                raise SpecError(
-                    f"run '{event.run}' is of an older version, where Ray Train restarted scripts: "
-                    "no policy decided there; see elastic why"
-                )
-            state = fold(state, event, at_s)
-        if line.decision is None:
+    for change in changes(lines):
+        state, event = change.after, change.event
+        if isinstance(event, DriverStarted) and _by_ray_train(event):
+            raise SpecError(
+                f"run '{event.run}' is of an older version, where Ray Train restarted scripts: "
+                "no policy decided there; see elastic why"
+            )
+        if not isinstance(event, Decided):
             continue
         n_decisions += 1
-        again = decided(state, line.at_s, decide)
-        if again != line.decision:
-            if wordless(again) == wordless(line.decision):
-                n_reworded += 1
-            elif first is None:
-                first = Difference(line.at_s, line.decision, again)
-        state = fold(state, Decided(line.decision), line.at_s)
+        again = decided(change.before, change.at_s, decide)
+        if again == event.decision:
+            continue
+        if wordless(again) == wordless(event.decision):
+            n_reworded += 1
+        elif first is None:
+            first = Difference(change.at_s, event.decision, again)
     return Replay(n_decisions, first is None, first, state, n_reworded)
 
 

@@ -142,7 +142,7 @@ def test_a_marker_that_cannot_be_read_is_told(
             f"checkpoints/step-{step:08d}.g0001/commit.json", marker[: -9 if step == 4 else None]
         )
     folds: list[int] = []
-    monkeypatch.setattr(running, "restored", lambda lines: folds.append(len(lines)))
+    monkeypatch.setattr(running, "restored", lambda lines, seen: folds.append(len(lines)))
     before, _, state = one._before()
     assert [copy.step for copy in one._start(1, before, state).durable] == [3, 2]
     assert folds == [0]  # a journal of weeks takes minutes

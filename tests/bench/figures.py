@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from elastic.ledger.journal import Line
-from elastic.ledger.transitions import PHASES, Transition
+from elastic.observe.accounting.transitions import PHASES, Transition
 from elastic.types import (
     DTYPE_BYTES,
     DriverStarted,

@@ -27,8 +27,8 @@ from figures import ColdRestart, Drill, Found
 from report import finish, options
 from trial import PROGRAM, Clock, Failed, Trial, running
 
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
+from elastic.observe.accounting.accounts import account
 from elastic.reshard.rank_boxes import state_specs
 from elastic.types import DrillAsked, DriverStarted
 

@@ -27,7 +27,7 @@ from figures import (
 )
 
 from elastic.ledger.journal import Line
-from elastic.ledger.transitions import Transition
+from elastic.observe.accounting.transitions import Transition
 from elastic.types import (
     Decision,
     DriverStarted,

@@ -13,8 +13,8 @@ import pytest
 from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.waiting import until
 
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, read
+from elastic.observe.accounting.accounts import account
 from elastic.types import Decision, DriverStarted, ModelProfile, Node, NodeReady, Pool
 
 pytestmark = pytest.mark.e2e

@@ -16,10 +16,10 @@ from elastic.driver import drive, restored
 from elastic.errors import JournalDamaged, SpecError
 from elastic.ledger import parts as parts_of
 from elastic.ledger import segments
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import CLOSED, Journal, Line, MemoryJournal, built, plain, read_text
 from elastic.ledger.parts import PREFIX, JournalParts, pack, unpack
 from elastic.ledger.run_folder import JOURNAL, RunFolder
+from elastic.observe.accounting.accounts import account
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.sim_backend import SimBackend

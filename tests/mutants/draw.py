@@ -31,7 +31,8 @@ LEAST_TEXT = 24  # characters of a fault's old text: shorter ones would soon sta
 PARTS = {  # part -> its files, and how many faults are drawn
     "policy": ("elastic/policy/*.py", 20),
     "reshard": ("elastic/reshard/*.py", 14),
-    "ledger": ("elastic/ledger/*.py", 14),
+    "ledger": ("elastic/ledger/*.py", 9),
+    "accounting": ("elastic/observe/accounting/*.py", 5),
     "order": ("elastic/data/order.py", 12),
     "planner": ("elastic/planner/*.py", 12),
 }

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.observe.small_run import PLANS, lines, tick, workers
 
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import parse_line, write_line
 from elastic.observe import run_tables
+from elastic.observe.accounting.accounts import account
 from elastic.observe.run_view import View, view_of
 from elastic.types import (
     DeviceNoted,

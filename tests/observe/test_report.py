@@ -8,10 +8,10 @@ from pathlib import Path
 
 from support.observe.small_run import lines
 
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs, report
+from elastic.observe.accounting.accounts import account
 from elastic.observe.run_view import view_of
 from elastic.storage import open_storage
 from elastic.types import DriverStarted, ModelProfile, StepDone
@@ -160,7 +160,7 @@ def test_a_drill_that_never_came_is_named_at_the_end_alone() -> None:
     assert row.split(maxsplit=1)[1] == (
         "never carried out: notice any (at step 90); the last step was 12"
     )
-    view.phase = "running"
+    view.state = replace(view.state, phase="running")
     assert report.summary(view, books)["drill_left"] == []
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
 from support.waiting import until
 
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, write_line
 from elastic.observe import doctor, report, run_tables
+from elastic.observe.accounting.accounts import account
 from elastic.observe.event_messages import drill, duration, first_line, size
 from elastic.observe.loss_plot import save_loss
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.run_view import Tail, view_of
 from elastic.observe.terminal import Terminal, progress_line, render
+from elastic.policy.state.fold import changes
 from elastic.types import (
     Copy,
     CopyFailed,
@@ -25,10 +26,12 @@ from elastic.types import (
     EnterPlan,
     Layout,
     ModelProfile,
+    Node,
     NodeLost,
     NodeReady,
     PlanEntered,
     RequestFailed,
+    RequestNodes,
     Resume,
     StepDone,
 )
@@ -36,7 +39,7 @@ from elastic.types import (
 
 def test_view_of_a_whole_run() -> None:
     view = view_of(lines())
-    assert (view.run, view.phase, view.step, view.steps, view.saved_step) == (
+    assert (view.state.run, view.phase, view.step, view.steps, view.saved_step) == (
         "tiny-1",
         "succeeded",
         12,
@@ -202,9 +205,28 @@ def test_a_node_that_was_given_back_is_not_lost() -> None:
     assert view.status(view.nodes["a"]) == "lost"
 
 
+def test_nodes_that_are_not_asked_for_any_more_are_not_shown_as_wanted() -> None:
+    asked = RequestNodes("spot", 2, "s9")
+    before = [*lines()[:3], tick(3.2, actions=(asked,))]
+    assert view_of(before).wanted == {"spot": 2}
+    refused = tick(3.3, RequestFailed("spot", "s9", "no capacity"))
+    assert not any(view_of([*before, refused]).wanted.values())
+    withdrawn = tick(3.3, actions=(replace(asked, count=0),))
+    assert not any(view_of([*before, withdrawn]).wanted.values())
+
+
+def test_nodes_stay_in_view_when_the_state_has_forgotten_them() -> None:
+    gone = [f"n{k}" for k in range(40)]
+    more = [NodeReady(Node(name, "spot", 2)) for name in gone]
+    lost = [NodeLost(name, "released") for name in gone]
+    view = view_of([*lines()[:3], tick(3.2, *more), tick(3.3, *lost)])
+    assert len(view.state.nodes) < 40 and list(view.nodes)[-40:] == gone
+    assert {view.status(view.nodes[name]) for name in gone} == {"released"}
+
+
 def test_lines_of_a_driver_that_lost_its_lease_are_not_shown() -> None:
     view = view_of(lines())
-    view.epoch = 2
+    view.state = replace(view.state, epoch=2)
     assert view.add(lines()[9]) == []
     assert len(view.points) == 14
 
@@ -283,7 +305,9 @@ def test_plain_terminal_is_silent_about_what_an_earlier_driver_showed(tmp_path: 
     path, stream = tmp_path / "journal.jsonl", io.StringIO()
     write(path)
     terminal = Terminal(path, stream)
-    terminal.start(lines())
+    for change in changes(lines()):
+        terminal.earlier(change)
+    terminal.start()
     terminal.stop()
     assert terminal.view.notes == view_of(lines()).notes, "each line counts once"
     assert "notice" not in stream.getvalue()
@@ -318,9 +342,9 @@ def test_doctor_of_a_run() -> None:
 
 def test_a_script_has_no_last_step() -> None:
     job = {"name": "train", "script": "/train.py", "restarted": True, "pools": JOB.get("pools")}
-    view = view_of(
-        [tick(0, DriverStarted("train-1", 1, job, POOLS, ModelProfile(0, 0, ()))), step(1, 250, 1)]
-    )
+    start = DriverStarted("train-1", 1, job, POOLS, ModelProfile(0, 0, ()))
+    begun = tick(0, start, actions=(EnterPlan(PLANS[0]),))
+    view = view_of([begun, tick(1, PlanEntered(1, 0)), step(2, 250, 1)])
     assert doctor.run_troubles(view)[0].found == "running at step 250"
     assert [line.split()[1:] for line in run_tables.status(view) if line.startswith("step ")] == [
         ["250"]

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from elastic.ledger.journal import Line
-from elastic.observe.step_times import shown, step_times
+from elastic.observe.step_times import GenerationTimes, shown
+from elastic.policy.state.fold import changes
 from elastic.types import Decision, EnterPlan, Layout, Plan, StepDone, WorkerId
+
+
+def step_times(lines: list[Line]) -> list[dict[str, Any]]:
+    found = GenerationTimes()
+    for change in changes(lines):
+        found.take(change)
+    return found.rows()
 
 
 def line(at_s: float, *events: StepDone, plan: Plan | None = None) -> Line:

@@ -12,7 +12,7 @@ import pytest
 from support.counting import calls, growth, operations
 from support.policy.story import MODEL, job
 
-from elastic.ledger.accounts import _Books
+from elastic.observe.accounting.accounts import Books
 from elastic.planner.layout_choice import Choice
 from elastic.policy import transition_cost
 from elastic.policy.copies import recovery, replica_placement
@@ -100,12 +100,12 @@ def who_keeps_copies(n: int) -> Work:
 def the_bill(n: int) -> Work:
     made, state = plan(n), running(n)
     entering = replace(made, resume=Resume("live", holdings=made.live))
-    here = _Books(nodes=dict(state.nodes), prepared=set(made.nodes), at_s=0.0)
+    here = Books(prepared=set(made.nodes), at_s=0.0)
 
     def booked() -> None:
-        here.plan = replace(made)
+        here.state = replace(state, plan=replace(made))
         here.advance(1.0)
-        here.plan, here.target = None, entering
+        here.state = replace(state, plan=None, target=entering)
         here.advance(2.0)
 
     return booked

@@ -11,7 +11,7 @@ from support.docs.pages import block
 from support.places import ROOT
 
 from elastic.ledger.journal import Line
-from elastic.ledger.transitions import Transition
+from elastic.observe.accounting.transitions import Transition
 from elastic.scenarios import judge, story_checks
 from elastic.scenarios.limit import Limit
 from elastic.scenarios.play import Played

@@ -10,8 +10,8 @@ import pytest
 
 from elastic.driver import drive, restored
 from elastic.errors import InternalError
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import MemoryJournal
+from elastic.observe.accounting.accounts import account
 from elastic.policy.decide import decide
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
@@ -190,3 +190,4 @@ def test_a_run_that_is_done_goes_on_when_more_steps_are_asked_for() -> None:
         first.gpu_seconds["productive"] * 50 / 20, rel=0.35
     )
     assert both.totals.tokens > 2 * first.totals.tokens and both.totals.usd > first.totals.usd
+    assert both.totals.usd == pytest.approx(state.usd), "the budget has the same dollars"

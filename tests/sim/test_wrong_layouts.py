@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elastic.driver import drive
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import MemoryJournal, parse_line, write_line
+from elastic.observe.accounting.accounts import account
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault

@@ -10,8 +10,8 @@ from timeit import timeit
 import pytest
 
 from elastic.policy.state.state import State
-from elastic.types import Node
-from elastic.types.replacing import replace
+from elastic.types import InstancesSeen, Job, Node, Pool
+from elastic.types.replacing import derived, replace
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,34 @@ def test_it_is_much_cheaper() -> None:
         )
         ratios.append(plain / ours)
     assert sorted(ratios)[2] > 5
+
+
+@dataclass(frozen=True)
+class Priced:
+    n: int
+    usd: float
+    step: int = 0
+
+    @derived("n", "usd")
+    def total(self) -> float:
+        return self.n * self.usd
+
+
+def test_what_is_derived_is_found_out_again_only_where_it_must_be() -> None:
+    old = Priced(2, 3.0)
+    assert old.total == 6.0
+    kept, changed = replace(old, step=1), replace(old, n=4)
+    assert "total" in vars(kept) and kept.total == 6.0
+    assert "total" not in vars(changed) and changed.total == 12.0
+    assert kept == Priced(2, 3.0, 1), "it is no field"
+
+
+def test_what_is_derived_of_a_state_reads_the_fields_that_it_names() -> None:
+    state = State(nodes={"a": Node("a", "spot"), "b": Node("b", "spot", status="lost")})
+    assert [node.node_id for node in state.alive] == ["a"] and state.alive_by_pool == {"spot": 1}
+    assert state.usd_per_h == 0.0 and state.members == frozenset()
+    pool = Pool("spot", usd_per_node_h=2.0)
+    priced = replace(state, pools=(pool,), instances={"spot": InstancesSeen("spot", 1, 1)})
+    assert priced.usd_per_h == 6.0
+    assert replace(priced, job=Job.from_plain({"head_usd_per_h": 1.0})).usd_per_h == 7.0
+    assert replace(priced, nodes={}).usd_per_h == 4.0 and not replace(priced, nodes={}).alive

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -304,7 +304,7 @@ class JobRun:
             stack.callback(journal.close)
             metrics.start(before)
             stack.callback(metrics.close)
-            self._watch(stack, before)
+            self._watch(stack)
             last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
 
@@ -321,7 +321,7 @@ class JobRun:
         of weeks takes minutes). Raises SpecError when the run is done and no more steps are
         requested."""
         lines, stored, self._cut = taken_over(self.place, self.options)
-        state = restored(lines)
+        state = restored(lines, self.terminal.earlier if self.terminal is not None else None)
         self._check_not_done(state)
         return lines, stored, state
 
@@ -450,7 +450,7 @@ class JobRun:
         """What takes the lines that rank 0 prints."""
         return self.terminal.say if self.terminal is not None else None
 
-    def _watch(self, stack: ExitStack, before: Sequence[Line]) -> None:
+    def _watch(self, stack: ExitStack) -> None:
         if self.terminal is not None:
             where = (
                 "a Ray cluster on this machine"
@@ -459,7 +459,7 @@ class JobRun:
             )
             said = f"run {self.name}: uses {where}; its journal is {self.journal_path}"
             print(said, file=self._out())
-            self.terminal.start(before)
+            self.terminal.start()
             stack.callback(self.terminal.stop)
 
     def _result(self, state: State) -> Result:

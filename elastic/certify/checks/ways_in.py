@@ -272,7 +272,7 @@ def next_loss(folder: str, step: int) -> float:
 def _restarted(lab: Lab, limit: Limit) -> Iterator[Check]:
     """A DDP script that knows nothing of elastic; a node is killed, it resumes from its own
     checkpoint."""
-    from elastic.ledger.accounts import account
+    from elastic.observe.accounting.accounts import account
     from elastic.scenarios.kept_steps import events
     from elastic.scenarios.play import play
     from elastic.scenarios.programs import plain_script

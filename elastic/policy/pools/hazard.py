@@ -8,7 +8,6 @@ Bayesian Data Analysis, section 2.6).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from elastic.policy.state.state import Backoff, PoolSeen, State
@@ -89,7 +88,7 @@ def _with(state: State, pool: str, seen: PoolSeen) -> State:
 def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
     """The history when the nodes that are paid for have lived so much longer."""
     history = dict(state.history)
-    for pool, n in Counter(node.pool for node in state.alive).items():
+    for pool, n in state.alive_by_pool.items():
         seen = history.get(pool, PoolSeen())
         history[pool] = replace(seen, node_s=seen.node_s + n * passed_s)
     return history

@@ -365,8 +365,9 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
         return state
     progress = event.step > state.retry_step
     state = replace(
-        _timed(state, plan, event, at_s=at_s), step=event.step, best_step=max(state.best_step,
-        event.step), last_step=event, last_step_at_s=at_s, retries=0 if progress else state.retries,
+        state, **_timed(state, plan, event, at_s=at_s), step=event.step,
+        best_step=max(state.best_step, event.step), last_step=event, last_step_at_s=at_s,
+        retries=0 if progress else state.retries,
         digests=digested(state.digests, event),
         unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,
     )  # fmt: skip
@@ -402,11 +403,11 @@ def _compared(state: State, plan: Plan, event: StepDone, *, at_s: float) -> Stat
     return computes_else(state, plan.generation, event.step, said=said, at_s=at_s, than=old)
 
 
-def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
+def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> dict[str, Any]:
     """Running means of the step time and of the wait for copies; how long a live transition stopped
     the run."""
     if event.step_time_s <= 0:
-        return state  # nobody measured it
+        return {}  # nobody measured it
     first = event.step == state.entered_step + 1
     ordinary_s = event.step_time_s - event.data_s - event.copy_s
     step_time_s = state.step_time_s
@@ -422,10 +423,10 @@ def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
     if first and plan.resume.source == "live" and state.last_step_at_s:
         pause_s = at_s - state.last_step_at_s - plan.predicted_step_time_s
         pauses_s = (*pauses_s, max(0.0, pause_s))[-KEPT_PAUSES:]
-    return replace(
-        state, step_time_s=step_time_s, pauses_s=pauses_s, worker_step_s=worker_step_s,
-        measured=with_step(state, plan, event),
-    )  # fmt: skip
+    return {
+        "step_time_s": step_time_s, "pauses_s": pauses_s, "worker_step_s": worker_step_s,
+        "measured": with_step(state, plan, event),
+    }  # fmt: skip
 
 
 def digested(digests: Mapping[int, str], event: StepDone) -> dict[int, str]:

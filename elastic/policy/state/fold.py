@@ -1,7 +1,12 @@
-"""fold: events in, State out. What the driver knows is a function of the journal."""
+"""fold: events in, State out. What the driver knows is a function of the journal, and whoever reads
+a journal goes through it by `changes`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from elastic.ledger.journal import Line, built
 from elastic.policy.state.action_effects import ORDERS
 from elastic.policy.state.event_handlers import HANDLERS, billed
 from elastic.policy.state.state import ENDED as ENDED
@@ -33,3 +38,32 @@ def fold(state: State, event: Event, at_s: float) -> State:
         order = ORDERS.get(type(action))
         state = order(state, action, at_s) if order else state
     return state
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An entry of a journal, and what is known before and after it. `event`: a Decided for a
+    decision; None for a stored State, which stands for lines that are not there."""
+
+    before: State
+    event: Event | None
+    at_s: float
+    after: State
+
+
+EMPTY = State()
+
+
+def changes(lines: Iterable[Line], state: State = EMPTY) -> Iterator[Change]:
+    """The one pass over a journal, or over what was added to one whose lines before ended with
+    `state`."""
+    for line in lines:
+        if line.state is not None:
+            before, state = state, built(State, line.state)
+            yield Change(before, None, line.at_s, state)
+        entries = line.events
+        if line.decision is not None:
+            entries = (*entries, (line.at_s, Decided(line.decision)))
+        for at_s, event in entries:
+            before, state = state, fold(state, event, at_s)
+            yield Change(before, event, at_s, state)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf
 from typing import Literal
 
@@ -31,6 +31,7 @@ from elastic.types import (
     StorageSeen,
     WorkerId,
 )  # fmt: skip
+from elastic.types.replacing import derived
 
 Phase = Literal["waiting", "entering", "running", "succeeded", "failed", "stopped"]
 FailureCause = Literal["loss", "infrastructure", "infeasible", "rollback", "program"]
@@ -347,7 +348,7 @@ class State:
         """Step of the newest checkpoint, 0 when there is none."""
         return self.durable[0].step if self.durable else 0
 
-    @property
+    @derived("nodes")
     def alive(self) -> tuple[Node, ...]:
         """Nodes that are paid for."""
         return tuple(node for node in self.nodes.values() if node.status != "lost")
@@ -357,7 +358,12 @@ class State:
         """Nodes that a plan may use: prepared, and nothing known against them."""
         return tuple(node for node in self.nodes.values() if node.status == "prepared")
 
-    @property
+    @derived("nodes")
+    def alive_by_pool(self) -> Mapping[str, int]:
+        """How many nodes of each pool are paid for."""
+        return Counter(node.pool for node in self.alive)
+
+    @derived("nodes", "pools", "instances", "job")
     def usd_per_h(self) -> float:
         """Of nodes, of machines that are not nodes yet or any more, and of the head."""
         prices = {pool.name: pool.usd_per_node_h for pool in self.pools}
@@ -399,7 +405,7 @@ class State:
         """Those on which a device has failed."""
         return {worker.node_id for worker in self.faulty}
 
-    @cached_property
+    @derived("plan", "target")
     def members(self) -> frozenset[WorkerId]:
         """Every worker that takes part in the running generation or in the transition to the
         next."""

@@ -11,7 +11,7 @@ import pytest
 from support.places import PROGRAMS
 
 import elastic
-from elastic import api, driver
+from elastic import api
 from elastic.api.planning.model_source import of_job
 from elastic.api.running import entry, run
 from elastic.api.running.run import JobRun, Options, Result
@@ -19,6 +19,7 @@ from elastic.config import job as config_job
 from elastic.driver import drive
 from elastic.ledger import journal as journals
 from elastic.ledger.journal import Journal, MemoryJournal
+from elastic.policy.state import fold as folding
 from elastic.policy.state.fold import State
 from elastic.program import load_program
 from elastic.sim.sim_backend import SimBackend
@@ -86,7 +87,7 @@ def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
     with_file.close()
     written = one.journal_path.read_bytes().splitlines()
     parsed, folded = Counter[bytes](), Counter[str]()
-    parse, fold = journals._parsed, driver.fold
+    parse, fold = journals._parsed, folding.fold
     monkeypatch.setattr(
         journals, "_parsed", lambda text: parsed.update([bytes(text)]) or parse(text)
     )
@@ -95,7 +96,7 @@ def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
         folded.update([type(event).__name__])
         return fold(state, event, at_s)
 
-    monkeypatch.setattr(driver, "fold", counted)
+    monkeypatch.setattr(folding, "fold", counted)
     monkeypatch.setattr(JobRun, "_cluster", lambda *_: None)
     monkeypatch.setattr(JobRun, "_backend", lambda *_, **__: SimBackend(one.pools, spec.job()))
     monkeypatch.setattr(run, "drive", lambda backend, journal, start, state, found: state)

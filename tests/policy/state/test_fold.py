@@ -9,10 +9,10 @@ import pytest
 from support.policy.story import SPOT, Story, job
 
 from elastic.driver import restored
-from elastic.ledger.accounts import account
-from elastic.ledger.journal import Line
+from elastic.ledger.journal import Line, plain
+from elastic.observe.accounting.accounts import account
 from elastic.policy.pools import limits
-from elastic.policy.state.fold import State, fold
+from elastic.policy.state.fold import State, changes, fold
 from elastic.types import (
     Copy,
     CopyStored,
@@ -269,3 +269,20 @@ def test_a_new_drivers_clock_does_not_spend_the_budget() -> None:
     )
     alone = fold(story.state, replace(story.start, epoch=2, paid_until_s=now_s + 120), now_s + 3600)
     assert alone.usd == pytest.approx(spent + 2 * a_minute), "its nodes outlived it"
+
+
+def test_a_journal_is_gone_through_once_from_its_stored_state_on() -> None:
+    story = Story()
+    story.running("a", "b", steps=3)
+    first = Line(0.0, 1, ((0.0, story.start),), Decision((), "waits"))
+    more = Line(5.0, 1, ((5.0, NodeReady(Node("a", "spot", 1))),))
+    found = list(changes([first, more]))
+    assert [type(change.event) for change in found] == [DriverStarted, Decided, NodeReady]
+    assert found[0].before == State() and "a" not in found[2].before.nodes
+    assert all(a.after is b.before for a, b in zip(found, found[1:]))
+    stored = Line(4.0, 1, state=plain(found[1].after))
+    again = list(changes([stored, more]))
+    assert [change.event is None for change in again] == [True, False]
+    assert again[0].after == found[1].after and again[1].after == found[2].after
+    assert [c.after for c in changes([more], found[1].after)] == [found[2].after]
+    assert restored([stored]) == found[1].after and restored([]) is None

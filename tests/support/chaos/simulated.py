@@ -13,8 +13,8 @@ from support.sim.scenario import MODEL, scenario
 
 from elastic.driver import drive, restored
 from elastic.errors import LostContact
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, MemoryJournal, parse_line, read, write_line
+from elastic.observe.accounting.accounts import account
 from elastic.policy.state.fold import ENDED, State
 from elastic.scenarios.judge import Undisturbed, wrong
 from elastic.sim.scripted_faults import Delays, Fault

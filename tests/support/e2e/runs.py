@@ -18,8 +18,8 @@ from support.waiting import SHARE, until
 
 from elastic import api
 from elastic.data.order import digest, digest_text, sample_ids
-from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line, read
+from elastic.observe.accounting.accounts import account
 from elastic.program import load_program
 from elastic.scenarios.check import TOLERANCE
 from elastic.scenarios.judge import Undisturbed, before_acknowledged, survivors, wrong

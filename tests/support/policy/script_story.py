@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from math import inf
 
 from elastic.driver import LINE_EVERY_S, restored
-from elastic.ledger.accounts import Account, account
 from elastic.ledger.journal import Line, parse_line, write_line
+from elastic.observe.accounting.accounts import Account, account
 from elastic.policy.decide import decide
 from elastic.policy.state.fold import ENDED, State, fold
 from elastic.types import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.ledger.journal import Line
-from elastic.ledger.launch_times import launches, sentence
+from elastic.observe.accounting.launch_times import launches, sentence
 from elastic.types import (
     Action,
     Decision,

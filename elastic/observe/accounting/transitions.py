@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from elastic.ledger.loss_checks import Undone
+from elastic.observe.accounting.loss_checks import Undone
 from elastic.types import DigestChecked, Plan, PlanEntered, StepDone
 
 PHASES = ("detect", "quiesce", "groups", "build", "transfer", "probe", "first_step")
@@ -49,7 +49,6 @@ def undone(one: Undone) -> Transition:
 class TransitionTimes:
     """When what happened around each transition."""
 
-    launched_at_s: float | None = None
     launch_to_first_step_s: float | None = None
     ordered_at_s: float = 0.0
     aborted_at_s: float | None = None
@@ -73,11 +72,11 @@ class TransitionTimes:
         self.close(None)
         self.open, self.gap_s = (plan, event, at_s), None
 
-    def step(self, event: StepDone, at_s: float) -> None:
+    def step(self, event: StepDone, at_s: float, launched_at_s: float | None) -> None:
         plan = self.open[0] if self.open else None
         self.close(at_s)
-        if self.launch_to_first_step_s is None and self.launched_at_s is not None:
-            self.launch_to_first_step_s = at_s - self.launched_at_s
+        if self.launch_to_first_step_s is None and launched_at_s is not None:
+            self.launch_to_first_step_s = at_s - launched_at_s
         if plan is None:
             if self.gap_s is not None:  # the second step shows what an ordinary one takes now
                 pause_s = round(max(0.0, self.gap_s - event.step_time_s), 4)

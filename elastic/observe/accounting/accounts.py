@@ -1,4 +1,5 @@
-"""Where the time and the money went: journal lines in, an Account out. Pure.
+"""Where the time and the money went: journal lines in, an Account out. Pure. What is paid for, and
+at which price, is the State's, as the budget has it.
 
 Every paid GPU-second falls in exactly one category, so the categories sum to the bill. `seconds`
 divides the wall clock: a moment at which three of four GPUs train and one is idle counts as 3/4
@@ -11,12 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from elastic.ledger.journal import Line
-from elastic.ledger.loss_checks import LossChecks
-from elastic.ledger.transitions import Transition, TransitionTimes, undone
+from elastic.observe.accounting.loss_checks import LossChecks
+from elastic.observe.accounting.transitions import Transition, TransitionTimes, undone
+from elastic.policy.state.fold import EMPTY, Change, State, changes
 from elastic.types import (
     Abort,
     CopyStored,
-    Decision,
+    Decided,
     DigestChecked,
     DrillAsked,
     DriverStarted,
@@ -24,17 +26,12 @@ from elastic.types import (
     Evaluated,
     Event,
     GroupRan,
-    InstancesSeen,
-    Job,
     Node,
     NodeLost,
     NodePrepared,
-    NodeReady,
     Plan,
     PlanEntered,
     PlansFound,
-    PriceSeen,
-    Quiesce,
     Quiesced,
     StepDone,
     Stop,
@@ -78,12 +75,9 @@ class Account:
 
 def account(lines: Iterable[Line]) -> Account:
     """The account of a journal, up to its last line."""
-    books = _Books()
-    for line in lines:
-        for at_s, event in line.events:
-            books.event(event, at_s)
-        if line.decision is not None:
-            books.decision(line.decision, line.at_s)
+    books = Books()
+    for change in changes(lines):
+        books.take(change)
     return books.closed()
 
 
@@ -121,23 +115,15 @@ class _Step:
 
 
 @dataclass
-class _Books:
-    """Reads the journal in order. `group` and `wait` hold time that has passed but is not yet
+class Books:
+    """Takes the journal in order. `group` and `wait` hold time that has passed but is not yet
     classified. Waiting while storage is away was waiting for it, where the next plan begins from
     there."""
 
+    state: State = EMPTY
     at_s: float | None = None
-    nodes: dict[str, Node] = field(default_factory=dict)
-    prepared: set[str] = field(default_factory=set)
-    machines: dict[str, InstancesSeen] = field(default_factory=dict)
-    usd_per_node_h: dict[str, float] = field(default_factory=dict)
-    head_usd_per_h: float = 0.0
-    gpus_per_node: dict[str, int] = field(default_factory=dict)
-    plan: Plan | None = None
-    target: Plan | None = None
-    aborted: bool = False
-    saving: bool = False
-    n_steps: int = 0
+    prepared: set[str] = field(default_factory=set)  # once; their processes may be gone since
+    aborted: bool = False  # and no other plan was entered since
     ended: bool = False
     stopped_at_s: float = 0.0
     sums: dict[str, _Amount] = field(
@@ -165,17 +151,18 @@ class _Books:
         self.at_s = at_s if self.at_s is None else max(self.at_s, at_s)
         if not passed_s:
             return
-        self.sums["head_node"].usd += passed_s * self.head_usd_per_h / 3600
-        paid = [
-            (node.pool, node.gpus, self._place(node)) for node in self.nodes.values()
-        ] + self._no_nodes()
+        state = self.state
+        self.sums["head_node"].usd += passed_s * state.head_usd_per_h / 3600
+        paid = [(node.pool, node.gpus, self._place(node)) for node in state.alive]
+        paid += self._no_nodes()
         if not paid:
             self.sums["waiting_for_capacity"].add(_Amount(passed_s, wall_s=passed_s))
             return
+        prices = {pool.name: pool.usd_per_node_h for pool in state.pools}
         n_gpus = sum(gpus for _, gpus, _ in paid)
         touched: dict[int, _Amount] = {}
         for pool, gpus, place in paid:
-            usd = passed_s * self.usd_per_node_h.get(pool, 0.0) / 3600
+            usd = passed_s * prices.get(pool, 0.0) / 3600
             place.add(_Amount(passed_s * gpus / max(1, n_gpus), passed_s * gpus, usd))
             touched[id(place)] = place
         for place in touched.values():
@@ -184,76 +171,65 @@ class _Books:
     def _no_nodes(self) -> list[tuple[str, int, _Amount]]:
         """Pool, GPUs and place of each machine that is not a node yet, or any more."""
         found = []
-        for name, seen in self.machines.items():
-            gpus = self.gpus_per_node.get(name, 1)
+        for name, seen in self.state.instances.items():
+            pool = self.state.pool(name)
+            gpus = pool.gpus_per_node if pool is not None else 1
             found += [(name, gpus, self.sums["program_startup"])] * seen.starting
             found += [(name, gpus, self.sums["other"])] * seen.leaving
         return found
 
     def _place(self, node: Node) -> _Amount:
+        plan, target = self.state.plan, self.state.target
         if node.node_id not in self.prepared:
             return self.sums["program_startup"]
-        if self.plan is not None and node.node_id in self.plan.workers_per_node:
+        if plan is not None and node.node_id in plan.workers_per_node:
             return self.group
-        if self.target is not None:
+        if target is not None:
             return self.sums[
-                _entering(self.target)
-                if node.node_id in self.target.nodes_taking_part
-                else "idle_remainder"
+                _entering(target) if node.node_id in target.nodes_taking_part else "idle_remainder"
             ]
-        if self.plan is not None:
+        if plan is not None:
             return self.sums["idle_remainder"]
         return self.wait if self.away_since_s is None else self.wait_away
 
     # --------------------------------------------------------------------------------------- events
 
-    def event(self, event: Event, at_s: float) -> None:
-        self.checks.event(event, at_s)
+    def take(self, change: Change) -> None:
+        self.checks.take(change)
+        event, at_s = change.event, change.at_s
         if isinstance(event, DriverStarted):
             self._started(event, at_s)
-            return
-        released = isinstance(event, NodeLost) and event.cause == "released"
-        if self.ended and not released:  # what is seen still: the Stop waited for storage till now
-            self.at_s, self.ended = self.stopped_at_s, False
+        elif isinstance(event, Decided):
             self.advance(at_s)
-            self.stopped_at_s, self.ended = at_s, True
-        self.advance(at_s)
-        if isinstance(event, NodeReady):
-            if event.node.node_id not in self.nodes and (
-                seen := self.machines.get(event.node.pool)
-            ):
-                self.machines[seen.pool] = replace(seen, starting=max(0, seen.starting - 1))
-            self.nodes.setdefault(event.node.node_id, event.node)
-        elif isinstance(event, InstancesSeen):
-            self.machines[event.pool] = event
-        elif isinstance(event, NodePrepared):
+            self._decided(event, at_s)
+        elif event is not None:
+            released = isinstance(event, NodeLost) and event.cause == "released"
+            if self.ended and not released:
+                # what is seen still: the Stop waited for storage till now
+                self.at_s, self.ended = self.stopped_at_s, False
+                self.advance(at_s)
+                self.stopped_at_s, self.ended = at_s, True
+            self.advance(at_s)
+            if not isinstance(event, StepDone):
+                self._seen(event, at_s)
+            elif change.after.last_step is event:
+                # else it is one of another generation, or was done before
+                self._entered(PlanEntered(event.generation, event.step - 1), at_s)
+                self._step(event, at_s)
+        self.state = change.after
+
+    def _seen(self, event: Event, at_s: float) -> None:
+        if isinstance(event, NodePrepared):
             self.prepared.add(event.node_id)
         elif isinstance(event, NodeLost):
             self._settle_wait()
-            self.nodes.pop(event.node_id, None)
             self.prepared.discard(event.node_id)
         elif isinstance(event, Quiesced | WorkerFailed):
             self._settle_wait()
-        elif isinstance(event, PriceSeen):
-            self.usd_per_node_h[event.pool] = event.usd_per_node_h
-        elif isinstance(event, StepDone):
-            self._step(event, at_s)
-        elif (
-            isinstance(event, GroupRan)
-            and self.plan is not None
-            and event.generation == self.plan.generation
-        ):
-            self.sums["productive"].add(self.group.taken())
-        elif (
-            isinstance(event, Evaluated)
-            and self.plan is not None
-            and event.generation == self.plan.generation
-        ):
-            # it was told when it was over: its seconds are the last ones that were gathered
-            if self.group.wall_s > 0:
-                share = min(1.0, event.seconds / self.group.wall_s)
-                self.sums["evaluation"].add(self.group, share)
-                self.group.add(replace(self.group), -share)
+        elif isinstance(event, GroupRan | Evaluated):
+            plan = self.state.plan
+            if plan is not None and event.generation == plan.generation:
+                self._worked(event)
         elif isinstance(event, PlansFound):
             for plan in event.plans:
                 self._ordered(plan, at_s)
@@ -268,6 +244,15 @@ class _Books:
         elif isinstance(event, DrillAsked) and ("kill" in event.drill or "hang" in event.drill):
             self.timing.drill_at_s = at_s
 
+    def _worked(self, event: GroupRan | Evaluated) -> None:
+        if isinstance(event, GroupRan):
+            self.sums["productive"].add(self.group.taken())
+        elif self.group.wall_s > 0:
+            # it was told when it was over: its seconds are the last ones that were gathered
+            share = min(1.0, event.seconds / self.group.wall_s)
+            self.sums["evaluation"].add(self.group, share)
+            self.group.add(replace(self.group), -share)
+
     def _started(self, event: DriverStarted, at_s: float) -> None:
         """A driver that does not attach found nothing alive: its predecessor's nodes ended with it,
         at its last line unless the event says until when they were paid for. Time continues by this
@@ -277,21 +262,14 @@ class _Books:
         if not event.attached:
             self.sums["wasted_progress"].add(self.group.taken())
             self._waited("waiting_for_capacity")
-            self.nodes, self.prepared, self.plan, self.target = {}, set(), None, None
-        self.machines = {}  # this driver sees them itself
+            self.prepared = set()
         if self.away_since_s is not None and self.at_s is not None:
             self._storage(StorageSeen(True, "", self.away_since_s), self.at_s)
         if self.at_s is not None:
             gap_s = max(0.0, at_s - self.at_s)
             self.sums["not_running"].add(_Amount(gap_s, wall_s=gap_s))
         self.at_s = at_s
-        self.ended = self.saving = self.aborted = False
-        self.usd_per_node_h.update({pool.name: pool.usd_per_node_h for pool in event.pools})
-        self.gpus_per_node.update({pool.name: pool.gpus_per_node for pool in event.pools})
-        job = Job.from_plain(event.job)
-        self.head_usd_per_h, self.n_steps = job.head_usd_per_h, job.steps
-        if self.timing.launched_at_s is None:
-            self.timing.launched_at_s = at_s
+        self.ended = self.aborted = False
 
     def _storage(self, event: StorageSeen, at_s: float) -> None:
         if self.away_since_s is not None:
@@ -305,13 +283,6 @@ class _Books:
             self.timing.settled_at_s = self.at_s
 
     def _step(self, event: StepDone, at_s: float) -> None:
-        plan = self.plan
-        if (
-            plan is None
-            or event.generation != plan.generation
-            or (self.steps and event.step <= self.steps[-1].step)
-        ):
-            return
         gathered = self.group.taken()
         parts = {name: _Amount() for name in ("productive", "data_loading", "copy")}
         if gathered.wall_s > 0:
@@ -331,7 +302,7 @@ class _Books:
             self.sums["between_steps"].add(gathered, rest_s / gathered.wall_s)
         self._take_off_first(parts["productive"].wall_s)
         self.steps.append(_Step(event.step, event.tokens, event.train_loss, parts))
-        self.timing.step(event, at_s)
+        self.timing.step(event, at_s, self.state.first_started_at_s)
 
     def _take_off_first(self, second_s: float) -> None:
         """The first step of a generation also builds and compiles: what it took above the second is
@@ -346,7 +317,8 @@ class _Books:
         self.first_of = ("", to_come)
 
     def _entered(self, event: PlanEntered, at_s: float) -> None:
-        target = self.target
+        """Also by its first step, where a driver died before it wrote that down."""
+        target = self.state.target
         if target is None or event.generation != target.generation:
             return
         self.sums["reshard"].add(self.group.taken())
@@ -355,36 +327,30 @@ class _Books:
             for part in step.parts.values():
                 self.sums["wasted_progress"].add(part)
         del self.steps[len(self.steps) - len(lost) :]
-        self.plan, self.target, self.aborted, self.carry_s = target, None, False, 0.0
+        self.aborted, self.carry_s = False, 0.0
         self.first_of = (_entering(target), "")
         self.timing.entered(target, event, at_s)
 
     # ------------------------------------------------------------------------------------ decisions
 
-    def decision(self, decision: Decision, at_s: float) -> None:
-        self.advance(at_s)
-        for action in decision.actions:
+    def _decided(self, event: Decided, at_s: float) -> None:
+        for action in event.decision.actions:
             if isinstance(action, EnterPlan):
                 self._ordered(action.plan, at_s)
             elif isinstance(action, Abort):
                 self._aborted(at_s)
-            elif isinstance(action, Quiesce):
-                self.saving = True
             elif isinstance(action, Stop):
                 self._close_group()
                 self.stopped_at_s, self.ended = at_s, True
 
     def _ordered(self, plan: Plan, at_s: float) -> None:
-        self.checks.ordered(plan)
-        if self.plan is not None and plan.resume.source != "live":
+        if self.state.plan is not None and plan.resume.source != "live":
             self._close_group()
-            self.plan = None
         self.sums["waiting_for_capacity"].add(self.wait.taken())
         restored = plan.resume.source == "durable"
         self.sums["checkpoint_restore" if restored else "waiting_for_capacity"].add(
             self.wait_away.taken()
         )
-        self.target, self.saving = plan, False
         self.timing.ordered_at_s = at_s
 
     def _aborted(self, at_s: float) -> None:
@@ -396,11 +362,12 @@ class _Books:
             self.sums["reshard"].add(gathered, 1 - begun)
         if not self.aborted:
             self.timing.aborted_at_s = at_s
-        self.plan, self.target, self.aborted, self.saving = None, None, True, False
+        self.aborted = True
 
     def _close_group(self) -> None:
-        last = bool(self.steps) and self.steps[-1].step >= self.n_steps > 0
-        self.sums["checkpoint_save" if self.saving or last else "other"].add(self.group.taken())
+        last = bool(self.steps) and self.steps[-1].step >= self.state.steps > 0
+        saving = last or self.state.quiescing is not None
+        self.sums["checkpoint_save" if saving else "other"].add(self.group.taken())
         self._waited("waiting_for_capacity")
 
     def _waited(self, category: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 from support.places import ROOT
 
 from elastic.driver import restored
-from elastic.ledger.accounts import CATEGORIES, Account, account
 from elastic.ledger.journal import Line
+from elastic.observe.accounting.accounts import CATEGORIES, Account, account
 from elastic.types import (
     Abort,
     Action,
@@ -403,3 +403,22 @@ def test_an_empty_journal() -> None:
         and found.totals.goodput == 0
         and found.totals.final_loss is None
     )
+
+
+def test_a_generation_whose_entering_no_line_tells_of_counts_from_its_first_step() -> None:
+    """Its driver died before it wrote that down; steps that the generation did again are wasted."""
+    lines = [
+        replace(
+            line,
+            events=tuple(
+                (at_s, event)
+                for at_s, event in line.events
+                if not isinstance(event, PlanEntered) or event.generation == 1
+            ),
+        )
+        for line in lossy()
+    ]
+    found = account(lines)
+    assert found.totals.steps == 6 and found.totals.tokens == 300
+    assert [row.generation for row in found.transitions] == [1, 2]
+    assert found.transitions[1].steps_lost == 2 and found.transitions[1].at_step == 4

@@ -1,0 +1,1 @@
+"""Where the time and the money of a run went, by its journal: accounts, transitions, launches."""
