@@ -376,12 +376,18 @@ def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed
     found = deadline.needed(state, fixed[0], _steady_workers(state, fixed), now_s=now_s)
     if found is None:
         return OnDemandNeed()
+    # asked for again of a pool that said no: nodes on demand do not go for that
+    hoped = sum(
+        asked(state, pool.name, now_s) * pool.gpus_per_node
+        for pool in state.pools
+        if pool.market_type != "on-demand" and hazard.of(state, pool.name).dry_since_s is not None
+    )
     steady = [p.name for p in state.pools if p.market_type in ("owned", "reserved")]
     owned = sum(node.gpus for node in there(state) if node.pool in steady)
     workers = max(found.workers, least_workers(state))
     if found.last_call:
         return OnDemandNeed(max(0, workers - owned - floor), found.why)
-    missing = max(0, workers - cheap_workers(state, now_s) - floor)
+    missing = max(0, workers - (cheap_workers(state, now_s) - hoped) - floor)
     if found.behind:
         return OnDemandNeed(missing, found.why)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
