@@ -236,8 +236,9 @@ def test_a_run_says_how_long_things_take() -> None:
 def test_nodes_on_demand_do_not_go_for_spot_that_a_dry_pool_is_asked_for() -> None:
     """A pool that gives nothing is asked again every ten minutes; nodes that start meanwhile, since
     the deadline needs them, are taken in."""
-    late = replace(subject(hours=4.0, purpose="deadline").with_deadline(8.0))
+    late = subject(hours=4.0, purpose="deadline").with_deadline(8.0)
+    late = replace(late, delays=replace(DELAYS, boot_s=180.0, prepare_s=540.0))
     result = run_on(late, {"spot": PoolMarket(Trace("t", (0.0, 1e9), (0, 4), 2e9))}, keep=True)
     assert result.done
     lost = [event.node_id for _, event in events(result, NodeLost)]
-    assert lost == [] and result.goodput > 0.97
+    assert lost == [] and result.goodput > 0.9
