@@ -31,7 +31,7 @@ def with_step(state: State, plan: Plan, event: StepDone) -> tuple[MeasuredSteps,
     if event.step <= state.entered_step + 1 or ordinary_s <= 0:
         return state.measured
     *before, last = state.measured or (MeasuredSteps(plan),)
-    if last.plan.generation != plan.generation or last.plan.samples is not plan.samples:
+    if last.plan.generation != plan.generation or last.plan.samples != plan.samples:
         before, last = [*before, last], MeasuredSteps(plan)
     seconds = (*last.seconds, ordinary_s)[-KEPT_STEPS:]
     return (*before[1 - KEPT_PLANS :], replace(last, seconds=seconds))

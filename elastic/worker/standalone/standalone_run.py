@@ -102,7 +102,7 @@ class StartRefused(SpecError):
 
 
 @dataclass
-class Seen:
+class HeardByRank0:
     """What rank 0 has heard of the run. `copies`: committed, and not told of yet."""
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class StandaloneRun:
         )
         self.folder = RunFolder.of(open_storage(f"{open_storage(root).uri}/{self.name}"))
         self.storage: Storage = self.folder.storage
-        self.seen = Seen()
+        self.seen = HeardByRank0()
         self._began_s = time.monotonic()
         self._stop_reason = ""
         self._ask: Callable[[str], None] | None = None  # passes a wish to stop on

@@ -21,7 +21,6 @@ from support.fuzz import mutating
 from support.places import ROOT
 
 from elastic.catalog.bounded_yaml import yaml_of
-from elastic.cluster.backend import drills
 from elastic.config.clusters import problems_of, read_cluster
 from elastic.config.job import job_of
 from elastic.errors import JournalDamaged, PeerGarbled, SpecError
@@ -59,6 +58,7 @@ from elastic.worker.checkpoint.checkpoint_format import (
     encode_marker,
     root_of,
 )
+from elastic.worker.hosting.inbox import _order as read_order
 from elastic.worker.process_groups import wire
 
 Mutate = Callable[[bytes, random.Random], bytes]
@@ -267,7 +267,7 @@ def inbox() -> Target:
     return Target(
         "inbox",
         [json.dumps(order).encode() for order in orders],
-        drills._order,
+        read_order,
         (SpecError, ValueError, RecursionError),
         mutating.as_json,
     )

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def actor() -> None:
 
     made = worker_actor.Worker.__new__(worker_actor.Worker)
     with pytest.raises(AttributeError):  # goes no further than the environment without a setup
-        made.__init__(None)  # type: ignore[misc,arg-type]
+        made.__init__(SimpleNamespace(job={}))  # type: ignore[misc,arg-type]
 
 
 def remote_process() -> None:
