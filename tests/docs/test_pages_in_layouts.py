@@ -77,7 +77,7 @@ def data(folder: Path) -> None:
 def unequal(folder: Path) -> None:
     """data.md: samples of unequal length."""
     subprocess.run(["bash", "-ec", blocks("data.md", "shell")[2].text], cwd=folder, check=True)
-    (folder / "job.yaml").write_text(block("data.md", "yaml", 1))
+    (folder / "job.yaml").write_text(block("data.md", "yaml", 2))
     own = "".join(
         line for line in block("data.md", "python").splitlines(True) if "keywords=" not in line
     )

@@ -22,7 +22,6 @@ from support.e2e.runs import (
 )
 from support.reference import train_alone
 
-from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.config.job import load_job
 from elastic.data.open_datasets import dataset_of
 from elastic.data.sources.text_folder import python_stdlib_folder
@@ -61,9 +60,7 @@ def write(folder: Path) -> dict[str, Any]:
     return {"train": {"mixture": mixture, **more}, "cache": str(folder / "cache")}
 
 
-def test_exact_in_order_and_tokenized_once(
-    embedded: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_in_order_and_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drill = [
         {"at_step": 15, "notice": "any-spot", "deadline_s": SOON_S},
         {"at_step": 30, "kill": "any-spot"},
@@ -71,7 +68,7 @@ def test_exact_in_order_and_tokenized_once(
     ]
     folder = job(tmp_path, STEPS, drill, data=write(tmp_path))
     with slow_until_grown(folder / "runs" / "run" / "journal.jsonl", tmp_path / "slow"):
-        summary, lines = run(folder, on=embedded)
+        summary, lines = run(folder)
 
     program, spec = load_program(PROGRAM), load_job(folder).job()
     dataset = dataset_of(program, spec)
@@ -83,6 +80,7 @@ def test_exact_in_order_and_tokenized_once(
         STEPS,
     )
     monkeypatch.setattr("support.e2e.runs.alone", lambda steps: alone)
+    monkeypatch.setattr("support.e2e.runs.N_SAMPLES", len(dataset))
     went_on_as_if_nothing_happened(summary, lines, STEPS)
     assert {t["cause"] for t in summary["transitions"]} == {"start", "notice", "loss", "growth"}
     asked = [e.drill for e in events(lines, DrillAsked)]

@@ -130,6 +130,12 @@ class MarketBackend(SimBackend):
             super()._request(RequestNodes(action.pool, room, action.request_id))
         self._tell(RequestFailed(pool.name, action.request_id, "no capacity"), ANSWER_S)
 
+    def _boot(self, pool: Pool) -> None:
+        """A cloud bills from the launch on."""
+        super()._boot(pool)
+        machine = next(reversed(self._machines.values()))
+        machine.born_s = max(0.0, self._now_s - self.delays.boot_s)
+
     def _come(self, pool: Pool, request_id: str) -> None:
         """What has been taken while it started never comes."""
         market = self._markets.get(pool.name)

@@ -26,7 +26,8 @@ from elastic.types import Pool
 
 ELASTIC, BOUND, ON_DEMAND = "elastic", "bound", "on-demand"
 RESTART_S = 78.0  # of a whole group, where nothing is changed live
-TICKS_MOST = 4000  # of a bound: more are put together
+TICKS_MOST = 1500  # of a world: more are put together
+START_TICKS = 8  # that a start is cut into at most
 BOUND_NODES = 64  # beyond that the bound takes too long
 
 
@@ -153,7 +154,8 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         min((b - a for a, b in zip(t.at_s, t.at_s[1:], strict=False)), default=t.ends_s)
         for t in study.traces.values()
     ]
-    tick_s = max(min(gaps), study.deadline_s / TICKS_MOST)
+    start_s = subject.delays.boot_s + subject.delays.prepare_s
+    tick_s = max(min(gaps), study.deadline_s / TICKS_MOST, start_s / START_TICKS)
     like = TickWorld(
         min(tick_s, study.deadline_s),
         (),
@@ -161,7 +163,7 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         subject.ideal_s * study.n_nodes,
         min(pool.usd_per_node_h for pool in spot),
         min((pool.usd_per_node_h for pool in fixed), default=spot[0].usd_per_node_h),
-        subject.delays.boot_s + subject.delays.prepare_s,
+        start_s,
     )
     world = tick_world(
         like,

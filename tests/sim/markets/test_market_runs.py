@@ -136,9 +136,9 @@ def test_a_price_that_changes_is_paid() -> None:
         {"spot": PoolMarket(trace)},
     )
     assert result.done
-    # from its first minute on (boot), 59 minutes at $1, the rest at $5
+    # its boot is paid too: an hour at $1, the rest at $5
     rest_h = (result.wall_s - HOUR) / HOUR
-    assert result.usd == pytest.approx(59 / 60 + 5 * rest_h, rel=0.01)
+    assert result.usd == pytest.approx(1 + 5 * rest_h, rel=0.01)
 
 
 def test_slow_nodes_are_waited_for_longer_each_time_that_a_request_was_in_vain() -> None:
