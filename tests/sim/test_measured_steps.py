@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elastic.driver import drive
 from elastic.ledger.journal import MemoryJournal
-from elastic.observe.step_times import step_times
+from elastic.observe.step_times import GenerationTimes
+from elastic.policy.state.fold import changes
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
@@ -27,7 +28,10 @@ def run(expects_measured: bool) -> tuple[MemoryJournal, list[float]]:
     start = DriverStarted("r", 1, JOB, POOLS, MODEL, expects_measured=expects_measured)
     backend = SimBackend(POOLS, Job.from_plain(JOB), FAULTS, delays=Delays(work_s=4.0))
     assert drive(backend, journal, start).phase == "succeeded"
-    rows = [row for row in step_times(journal.lines) if row["expected_s"] and row["measured_s"]]
+    times = GenerationTimes()
+    for change in changes(journal.lines):
+        times.take(change)
+    rows = [row for row in times.rows() if row["expected_s"] and row["measured_s"]]
     return journal, [abs(row["expected_s"] / row["measured_s"] - 1) for row in rows]
 
 
