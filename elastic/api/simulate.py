@@ -17,7 +17,7 @@ from elastic.observe.find_runs import lines_of, open_run
 from elastic.planner.offers import Aim
 from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
 from elastic.sim.markets.calibration import Calibration, calibrated
-from elastic.sim.markets.generators import fitted, usual
+from elastic.sim.markets.generators import FittedMarket, fitted, usual
 from elastic.sim.markets.market_run import RunResult, RunSubject
 from elastic.sim.markets.study import (
     KNOWN,
@@ -45,9 +45,10 @@ USUAL_DELAYS = Delays(
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step: as measured for the plan's layout, else as predicted, corrected by what
-    was measured (`ratio`). Of hardware that nobody knows a run predicts nothing: there `whole_s` is
-    a step on `workers`, fewer take longer in proportion."""
+    """Seconds of a step: as measured for the plan's layout, else as the cost model alone has it
+    (what a simulated run expects comes of its own steps), corrected by what was measured (`ratio`).
+    Of hardware that nobody knows the model says nothing: there `whole_s` is a step on `workers`,
+    fewer take longer in proportion."""
 
     whole_s: float
     workers: int
@@ -57,7 +58,7 @@ class StepTimes:
     def __call__(self, plan: Plan) -> float:
         own = self.measured.get(str(plan.layout))
         even_s = self.whole_s * self.workers / len(plan.ranks)
-        return own or self.ratio * plan.predicted_step_time_s or even_s
+        return own or self.ratio * plan.model_step_s or even_s
 
 
 @dataclass(frozen=True)
@@ -118,20 +119,23 @@ def simulate(
     """Raises SpecError, InfeasiblePlan."""
     names = checked(asked.compare)
     notes: list[str] = []
-    study = _study(asked, names, notes)
+    trace = load_traces(asked.fit)[0] if asked.fit else None
+    like = fitted(trace) if trace is not None else None
+    study = _study(asked, names, notes, like=like)
     told = (lambda n: progress(n, study.n_starts)) if progress is not None else None
     found = carried_out(study, processes=processes, progress=told)
-    quality = fitted(load_traces(asked.fit)[0]) if asked.fit else None
     return Simulated(
         study,
         summary(found),
         asked.subject.steps,
         tuple(notes),
-        quality.quality(load_traces(asked.fit)[0]) if quality is not None else None,
+        like.quality(trace) if like is not None and trace is not None else None,
     )
 
 
-def _study(asked: Simulation, names: tuple[str, ...], notes: list[str]) -> Study:
+def _study(
+    asked: Simulation, names: tuple[str, ...], notes: list[str], *, like: FittedMarket | None
+) -> Study:
     source = asked.subject
     pools = load_cluster(asked.cluster).pools if asked.cluster else source.pools
     spot = [pool for pool in pools if pool.market_type == "spot"]
@@ -164,7 +168,7 @@ def _study(asked: Simulation, names: tuple[str, ...], notes: list[str]) -> Study
         delays,
         known_of(pools),
     )
-    traces = _traces(asked, spot, notes, length_s=40 * whole_s)
+    traces = _traces(asked, spot, notes, like=like, length_s=40 * whole_s)
     return Study(subject, traces, names, asked.n_starts, asked.unannounced, asked.own_policy)
 
 
@@ -223,12 +227,16 @@ def _share(machines: Sequence[MachineGroup], share: float) -> list[MachineGroup]
 
 
 def _traces(
-    asked: Simulation, spot: Sequence[Pool], notes: list[str], *, length_s: float
+    asked: Simulation,
+    spot: Sequence[Pool],
+    notes: list[str],
+    *,
+    like: FittedMarket | None,
+    length_s: float,
 ) -> dict[str, Trace]:
     if asked.trace and asked.fit:
         raise SpecError("--trace and --fit are two ways at once; give one of them")
-    if asked.fit:
-        like = fitted(load_traces(asked.fit)[0])
+    if like is not None:
         notes.append(f"markets are made up, {like.name}")
         length = min(YEAR_S, 4 * length_s)
         return {

@@ -116,7 +116,7 @@ def test_a_folder_must_have_a_trace_for_each_pool(
 
 def test_steps_take_what_was_measured_then_what_was_predicted() -> None:
     ranks = (WorkerId("a", 0), WorkerId("a", 1))
-    plan = Plan(1, Layout(dp_shard=2), ranks, (1, 1), (4,), predicted_step_time_s=3.0)
+    plan = Plan(1, Layout(dp_shard=2), ranks, (1, 1), (4,), model_step_s=3.0)
     assert StepTimes(1.0, 4, {"dp_shard=2": 5.0}, 2.0)(plan) == 5.0
     assert StepTimes(1.0, 4, {}, 2.0)(plan) == 6.0
     unknown = Plan(1, Layout(dp_shard=2), ranks, (1, 1), (4,))

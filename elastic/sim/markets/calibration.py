@@ -83,8 +83,9 @@ def calibrated(lines: Iterable[Line], defaults: Delays | None = None) -> Calibra
         if plan is not None and len(times) > WARM_STEPS:
             warm = times[WARM_STEPS:]
             by_layout.setdefault(str(plan.layout), []).extend(warm)
-            if plan.predicted_step_time_s:
-                ratios.append(median(warm) / plan.predicted_step_time_s)
+            model_s = plan.model_step_s or plan.predicted_step_time_s  # of older journals
+            if model_s:
+                ratios.append(median(warm) / model_s)
     if not by_layout:
         raise SpecError("this run has no generation of three steps: it measures nothing")
     found = {name: median(values) for name, values in seen.values.items()}
