@@ -17,6 +17,7 @@ from elastic.driver import Decide
 from elastic.errors import SpecError
 from elastic.policy.decide import decide
 from elastic.sim.markets.baselines import BASELINES
+from elastic.sim.markets.bound import least_usd
 from elastic.sim.markets.market_backend import PoolMarket
 from elastic.sim.markets.market_run import GIVEN_UP_TIMES, RunResult, RunSubject, run_on
 from elastic.sim.markets.tick_world import TickWorld, play, tick_world
@@ -220,8 +221,6 @@ def from_start(study: Study, seed: int) -> StartResult:
     trials: dict[str, PolicyTrial] = {}
     for name in study.policies:
         if name == BOUND:
-            from elastic.sim.markets.bound import least_usd  # numpy, which few commands need
-
             usd = least_usd(world) if world.n_nodes <= BOUND_NODES else float("nan")
             trials[name] = PolicyTrial(usd, world.deadline_s, usd < float("inf"), 1.0)
         elif name in BASELINES:
