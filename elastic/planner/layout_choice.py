@@ -153,12 +153,6 @@ def named_for(job: Job, n_workers: int) -> str:
     return "" if is_auto(wanted) else str(wanted)
 
 
-def layout_for(job: Job, n_workers: int) -> Layout | None:
-    """The layout that the job names for this many workers; None = free choice."""
-    text = named_for(job, n_workers)
-    return job.layout_of(text) if text else None
-
-
 def pinned(text: str) -> str:
     """A layout that is named whole, as `auto` with all of its axes and what else it says pinned."""
     said = [part.partition("=")[0] for part in text.replace(" ", "").split(",")]

@@ -229,18 +229,3 @@ class HardwareProfile:
     def peak(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`."""
         return dict(self.flop_per_s).get(dtype, 0.0) or self.peak_flop_per_s
-
-    def share_of(self, processes: int) -> float:
-        """Of what one process alone computes, what each does where so many compute at once on a
-        node: between the numbers that were measured along a line; beyond the largest all share what
-        that many had. 1 where nothing was measured."""
-        known = sorted(self.crowded_passes or self.crowded)
-        if not known or processes <= known[0][0]:
-            return 1.0
-        alone, (most, least) = known[0][1], known[-1]
-        if processes >= most:
-            return least / alone * most / processes
-        (n, more), (m, fewer) = next(
-            (a, b) for a, b in zip(known, known[1:]) if a[0] <= processes <= b[0]
-        )
-        return (more + (fewer - more) * (processes - n) / (m - n)) / alone

@@ -64,14 +64,6 @@ def test_the_journal_keeps_it() -> None:
     assert decode(json.loads(json.dumps(encode(start)))) == start
 
 
-def test_what_is_left_of_a_machine_for_each_of_many() -> None:
-    measured = HardwareProfile(crowded=((1, 40.0), (2, 30.0), (6, 10.0)))
-    assert [measured.share_of(n) for n in (1, 2, 4, 6)] == [1.0, 0.75, 0.5, 0.25]
-    assert measured.share_of(12) == 0.125  # they share what six had
-    assert replace(measured, crowded_passes=((1, 8.0), (2, 2.0))).share_of(2) == 0.25
-    assert HardwareProfile().share_of(6) == 1.0
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -10,8 +10,8 @@ import pytest
 from elastic.config.job import JobSpec, drill_entry, embedded_pools, load_drill, load_job
 from elastic.config.pool_checks import check_fit
 from elastic.errors import SpecError
-from elastic.planner.layout_choice import layout_for
-from elastic.types import Layout, Pool
+from elastic.planner.layout_choice import named_for
+from elastic.types import Pool
 
 GOOD = "steps: 10\nglobal_batch: 8\n"
 
@@ -77,12 +77,10 @@ def test_overrides(folder: Path) -> None:
     )
 
 
-def test_layout_for(folder: Path) -> None:
-    job = load(folder, GOOD + "layout: {2: tp=2, 4: 'pp=2,dp_shard=2'}\n")
-    assert layout_for(job.job(), 1) is None
-    assert layout_for(job.job(), 3) == Layout(tp=2)
-    assert layout_for(job.job(), 6) == Layout(pp=2, dp_shard=2)
-    assert layout_for(load(folder, GOOD).job(), 4) is None
+def test_the_layout_named_for_a_number_of_workers(folder: Path) -> None:
+    job = load(folder, GOOD + "layout: {2: tp=2, 4: 'pp=2,dp_shard=2'}\n").job()
+    assert [named_for(job, n) for n in (1, 3, 6)] == ["", "tp=2", "pp=2,dp_shard=2"]
+    assert named_for(load(folder, GOOD).job(), 4) == ""
 
 
 BOMB = (

@@ -12,7 +12,7 @@ from elastic.config.job import job_of
 from elastic.config.layout_started import layout_of
 from elastic.config.pool_checks import check_fit
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.layout_choice import layout_for, plan_layout
+from elastic.planner.layout_choice import named_for, plan_layout
 from elastic.types import Layout, ModelProfile, Node, Pool, parse_layout
 from elastic.worker.hosting.resume_checks import check_layouts
 
@@ -64,15 +64,11 @@ def test_keys_hold_for_every_layout_that_is_chosen() -> None:
     assert (
         plan_layout(MODEL, named.job(), NODES).layout
         == layout_of(named, 2)
-        == layout_for(named.job(), 4)
+        == named.job().layout_of(named_for(named.job(), 4))
         == want
     )
     by_size = job(activation_checkpointing="full", layout={"2": "tp=2"})
-    assert (
-        plan_layout(MODEL, by_size.job(), NODES).layout
-        == layout_for(by_size.job(), 3)
-        == by_size.job().layout_of("tp=2")
-    )
+    assert plan_layout(MODEL, by_size.job(), NODES).layout == by_size.job().layout_of("tp=2")
 
 
 def test_a_schedule_of_the_job_counts_for_the_blocks_that_stages_need() -> None:

@@ -37,7 +37,6 @@ RESTARTED, TORCHRUN, RAY_TRAIN = "plain script: kill", "torchrun", "Ray Train"
 OBJECTS = "object storage"
 STEPS = 12
 SEED = 7
-SAVED_EVERY = 5  # steps, of programs/plain_script.py
 NEEDED = ("pandas", "pyarrow", "fsspec")  # of ray[train]
 FINISHED = Bound("steps", "those that were asked for", least=STEPS)
 DAMAGED = Bound("damaged_files", "elastic checkpoint verify: every byte against its digest", most=0)

@@ -65,10 +65,8 @@ class Compared:
     problem: str = ""
     seconds: float = 0.0
     loss: float = 0.0
-    whole_loss: float = 0.0
     off: float = 0.0  # relative difference of the losses
     worst: float = 0.0  # of the gradients, the largest
-    worst_at: str = ""
     unclear: str = ""  # with what it was compared, where that is not enough to call it equal
 
 

@@ -42,7 +42,6 @@ class BlockTiming:
     ) -> None:
         self.device, self.faults = device, faults
         self.marks = DeviceMarks(device)
-        self.n_passes = 0  # begun since the generation was entered
         self._began: Mark | None = None
         self._back: _Back | None = None  # of the pass under way, where it is to be slow
         self._wall = 0.0  # when the pass began
@@ -81,7 +80,6 @@ class BlockTiming:
         self._timed = []
 
     def _begin(self, module: nn.Module, args: Any) -> Any:
-        self.n_passes += 1
         args = self.marks.entering(args)
         self.faults.stand()
         if not self.faults.slow.on and not (self.timing and torch.is_grad_enabled()):
