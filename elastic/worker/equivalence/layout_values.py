@@ -230,7 +230,7 @@ def _judged(
     elif not beyond <= 1.0:
         by = f"{worst * GRADIENT_AGREES:.1%} of its largest element"
         problem = f"it computes other gradients than one process: that of {at} differs by {by}"
-    return Compared(str(layout), problem, seconds, loss, whole, off, worst * GRADIENT_AGREES, at)
+    return Compared(str(layout), problem, seconds, loss, off, worst * GRADIENT_AGREES)
 
 
 def _rank(
