@@ -273,7 +273,7 @@ def _others_coming(state: State) -> bool:
 
 
 def _others_starting(state: State) -> bool:
-    return bool(state.preparing or any(node.status == "ready" for node in state.nodes.values()))
+    return bool(state.preparing or state.by_status.get("ready"))
 
 
 def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
@@ -308,9 +308,8 @@ def _running(state: State, now_s: float) -> Decision | None:
         return (
             restarts.running(state, now_s) or back_to_spot(state, now_s) or _growing(state, now_s)
         )
-    leaving = [
-        node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"
-    ]
+    going = {node.node_id: node for node in state.draining}
+    leaving = [going[name] for name in plan.nodes if name in going] if going else []
     if not leaving and (wait := forming_groups.waiting(state, now_s)):
         return wait
     return forming_groups.first(
@@ -430,9 +429,9 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
     """Nodes were prepared while the plan runs: one transition for all that are there. `act_s`: when
     nodes with notice are going to be left; the new ones wait for that, unless it costs more than
     one more pause."""
-    plan, nodes = state.plan, state.available
+    plan = state.plan
     assert plan is not None
-    if tuple(node.node_id for node in nodes) == state.considered or state.rest_steps <= 1:
+    if state.available_names == state.considered or state.rest_steps <= 1:
         return None
     nodes = drain.usable(state, now_s)
     new = [node.node_id for node in nodes if node.node_id not in plan.workers_per_node]

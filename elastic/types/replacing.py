@@ -1,4 +1,4 @@
-"""`replace` for nouns that are replaced at each event, and values that follow from their fields.
+"""`replace` for nouns that are replaced at each event, and what follows from some of their fields.
 
 That of the standard library reads every field and sets every field again. A State has more than a
 hundred fields and is replaced four times for each step of a run: more than half of the driver's
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+KEPT_ANSWERS = 4  # of a function of a noun
 
 
 class Derived(cached_property[T], Generic[T]):
@@ -26,6 +30,33 @@ class Derived(cached_property[T], Generic[T]):
 def derived(*of: str) -> Callable[[Callable[[Any], T]], Derived[T]]:
     """Decorates a method that reads these fields alone."""
     return lambda func: Derived(func, of)
+
+
+def follows_from(*fields: str) -> Callable[[F], F]:
+    """Decorates a function that reads of its first argument, a noun, these fields alone: while they
+    and the other arguments are equal, so is what it has found, which nobody changes in place.
+    Without fields it is known for the same noun only."""
+    one, read = len(fields) == 1, attrgetter(*fields) if fields else None
+
+    def decorate(func: Any) -> Any:
+        known: list[tuple[Any, Any, Any]] = []  # what was read, other arguments, what was found
+
+        @wraps(func)
+        def found(noun: Any, *others: Any, **named: Any) -> Any:
+            given = (others, named) if named else others
+            values = noun if read is None else (read(noun),) if one else read(noun)
+            for before, same, answer in known:
+                if same == given and (before == values if read else before is values):
+                    return answer
+            answer = func(noun, *others, **named)
+            known.insert(0, (values, given, answer))
+            del known[KEPT_ANSWERS:]
+            return answer
+
+        found.fields_read = fields  # type: ignore[attr-defined]
+        return found
+
+    return decorate
 
 
 if TYPE_CHECKING:  # a type checker knows it by this name

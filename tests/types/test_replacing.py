@@ -11,7 +11,7 @@ import pytest
 
 from elastic.policy.state.state import State
 from elastic.types import InstancesSeen, Job, Node, Pool
-from elastic.types.replacing import derived, replace
+from elastic.types.replacing import derived, follows_from, replace
 
 
 @dataclass(frozen=True)
@@ -116,3 +116,28 @@ def test_what_is_derived_of_a_state_reads_the_fields_that_it_names() -> None:
     assert priced.usd_per_h == 6.0
     assert replace(priced, job=Job.from_plain({"head_usd_per_h": 1.0})).usd_per_h == 7.0
     assert replace(priced, nodes={}).usd_per_h == 4.0 and not replace(priced, nodes={}).alive
+
+
+def test_what_follows_from_fields_is_found_out_again_only_where_these_change() -> None:
+    calls: list[int] = []
+
+    @follows_from("n", "usd")
+    def times(priced: Priced, more: int) -> float:
+        calls.append(priced.step)
+        return priced.n * priced.usd * more
+
+    one = Priced(2, 3.0)
+    assert times(one, 2) == times(replace(one, step=1), 2) == times(Priced(2, 3.0, 7), 2) == 12.0
+    assert calls == [0]
+    assert times(replace(one, n=4), 2) == 24.0 and times(one, 3) == 18.0 and len(calls) == 3
+    for n in range(10):
+        assert times(Priced(n, 1.0), 1) == n
+    times(one, 2)
+    assert len(calls) == 14, "only the newest answers are kept"
+
+    @follows_from()
+    def same(priced: Priced) -> int:
+        calls.append(-1)
+        return priced.n
+
+    assert same(one) == same(one) == same(Priced(2, 3.0)) == 2 and calls.count(-1) == 2

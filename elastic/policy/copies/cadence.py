@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import ceil, sqrt
 
 from elastic.policy.copies.replica_placement import Copies
-from elastic.policy.pools.hazard import losses_per_h
+from elastic.policy.pools.hazard import losses_by_pool_per_h
 from elastic.policy.state.state import State
 from elastic.types import Decision, Node, SetCadence, StoreCopy
 
@@ -31,7 +32,8 @@ def peer_every(state: State, nodes: Sequence[Node], copies: Copies) -> int:
     flight_s = (
         max(0, copies.n_bytes - BURST_BYTES) / copies.bytes_per_s if copies.bytes_per_s else 0.0
     )
-    return best_every(state, nodes, copy_cost_s(state), flight_s=flight_s)
+    n_nodes = Counter(node.pool for node in nodes)
+    return best_every(state, n_nodes, copy_cost_s(state), flight_s=flight_s)
 
 
 def copy_cost_s(state: State) -> float:
@@ -40,10 +42,10 @@ def copy_cost_s(state: State) -> float:
     return state.copy_stall_s + state.copy_slowed_s
 
 
-def best_every(state: State, nodes: Sequence[Node], cost_s: float, *, flight_s: float) -> int:
+def best_every(state: State, n_nodes: Mapping[str, int], cost_s: float, *, flight_s: float) -> int:
     """The smallest number of steps that keeps copies under 1 % of the step time, but no more than
-    the losses to be expected make worth while: sqrt(2 x cost x mean time between losses) (Young
-    1974); and not before a copy has crossed the wire."""
+    the losses to be expected of so many nodes of each pool make worth while: sqrt(2 x cost x mean
+    time between losses) (Young 1974); and not before a copy has crossed the wire."""
     step_s = state.step_time_s
     if not step_s:
         return PEER_UNMEASURED
@@ -51,7 +53,8 @@ def best_every(state: State, nodes: Sequence[Node], cost_s: float, *, flight_s: 
     if not cost_s:
         return max(PEER_UNMEASURED, wire)
     share = ceil(cost_s / (PEER_SHARE * step_s) - 1e-9)
-    worth = round(sqrt(2 * cost_s * 3600 / max(1e-9, losses_per_h(state, nodes))) / step_s)
+    losses_per_h = max(1e-9, losses_by_pool_per_h(state, n_nodes))
+    worth = round(sqrt(2 * cost_s * 3600 / losses_per_h) / step_s)
     return max(1, wire, min(share, worth))
 
 
@@ -65,7 +68,8 @@ def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> i
     every = DURABLE_UNMEASURED
     if state.step_time_s:
         stall_s = state.durable_stall_s or STALL_UNMEASURED_S
-        interval_s = sqrt(2 * stall_s * 3600 / max(1e-9, losses_per_h(state, nodes)))
+        losses_per_h = losses_by_pool_per_h(state, Counter(node.pool for node in nodes))
+        interval_s = sqrt(2 * stall_s * 3600 / max(1e-9, losses_per_h))
         every = max(
             DURABLE_LEAST, min(round(interval_s / state.step_time_s), state.steps // DURABLE_COPIES)
         )
@@ -106,8 +110,7 @@ def adjust(state: State, now_s: float) -> Decision | None:
     since_s = max(state.entered_at_s, state.cadence_at_s)
     if now_s < since_s + CHANGE_WAIT_S:
         return None
-    nodes = [node for name in plan.nodes if (node := state.nodes.get(name))]
-    new = _clearly_better(state, nodes, plan.peer_every)
+    new = _clearly_better(state, plan.peer_every)
     if new is None or state.steps - state.step <= max(new, plan.peer_every):
         return None
     cost_s = copy_cost_s(state)
@@ -120,10 +123,10 @@ def adjust(state: State, now_s: float) -> Decision | None:
     return Decision((SetCadence(plan.generation, new, plan.durable_every),), why)
 
 
-def _clearly_better(state: State, nodes: Sequence[Node], every: int) -> int | None:
+def _clearly_better(state: State, every: int) -> int | None:
     """A cadence that differs by more than the factor; for more copies also if each cost half as
     much again."""
-    cost_s, flight_s = copy_cost_s(state), state.copy_flight_s
+    nodes, cost_s, flight_s = state.plan_by_pool, copy_cost_s(state), state.copy_flight_s
     fewer = best_every(state, nodes, cost_s, flight_s=flight_s)
     if fewer > CHANGE_FACTOR * every:
         return fewer

@@ -45,9 +45,7 @@ def _prepare(state: State, now_s: float) -> Decision:
         if state.short
         else set()
     )
-    for node in state.nodes.values():
-        if node.status != "ready":
-            continue
+    for node in state.by_status.get("ready", ()):
         if node.node_id in state.refused:
             why = f"rejected: {state.refused[node.node_id]}"
             actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
@@ -93,11 +91,8 @@ def _release(state: State, now_s: float) -> Decision:
         needed |= {worker.node_id for worker in state.aborting.owing} if state.aborting else set()
         needed -= faulty_devices.not_waited_for(state, now_s)
         wake_at_s = min(faulty_devices.wakes(state, now_s), default=None)
-    done = [
-        n
-        for n in state.nodes.values()
-        if n.status == "draining" and n.node_id not in needed | state.releasing
-    ]
+    needed |= state.releasing
+    done = [node for node in state.draining if node.node_id not in needed]
     if not done:
         return Decision(wake_at_s=wake_at_s)
     bad = faulty_devices.reasons(state, done)
@@ -156,18 +151,17 @@ class _Book:
         self.closed: set[str] = set()
         pools = {pool.name: pool for pool in state.pools}
         self.have = {name: pool_allocation.asked(state, name, now_s) for name in pools}
-        counted = pool_allocation.there(state)
         bound, most = state.job.max_nodes, most_workers(state.job)
         n_coming = sum(self.have.values())
         # all that is paid for counts
         self.nodes: float = inf if bound is None else bound - len(state.alive) - n_coming
-        gpus = sum(node.gpus for node in counted) + sum(
+        gpus = sum(gpus for _, gpus in state.there.values()) + sum(
             pools[name].gpus_per_node * n for name, n in self.have.items()
         )
         self.workers: float = inf if most is None else most - gpus
         self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in self.have.items())
-        for node in counted:
-            self.have[node.pool] = self.have.get(node.pool, 0) + 1
+        for name, (n, _) in state.there.items():
+            self.have[name] = self.have.get(name, 0) + n
         self.stand_in = pool_allocation.stand_in_workers(state, now_s)
 
     def withdraw(self, request: Request) -> None:

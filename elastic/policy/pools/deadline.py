@@ -137,11 +137,8 @@ def safe_step(state: State) -> int:
 
 def _busy(state: State) -> float:
     """The share of the time that the plan's expected reclaims leave."""
-    plan = state.plan
-    nodes = [node for name in plan.nodes if (node := state.nodes.get(name))] if plan else []
-    return max(
-        BUSY_LEAST, 1 - hazard.reclaims_per_h(state, nodes) * drain.lead_of(state).pause_s / 3600
-    )
+    per_h = hazard.reclaims_by_pool_per_h(state, state.plan_by_pool)
+    return max(BUSY_LEAST, 1 - per_h * drain.lead_of(state).pause_s / 3600)
 
 
 def _minutes(lag_s: float) -> str:

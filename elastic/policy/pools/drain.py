@@ -13,6 +13,7 @@ from statistics import median
 
 from elastic.policy.state.state import State
 from elastic.types import DTYPE_BYTES, HardwareProfile, Node, Plan
+from elastic.types.replacing import follows_from
 
 PRIOR_PAUSE_S = 5.0  # before the run has seen a live transition
 PAUSE_LEAST_S = 1.0
@@ -55,6 +56,10 @@ class Lead:
         return f"{', '.join(parts)}, {MARGIN_S:.0f} s of margin"
 
 
+@follows_from(
+    "plans", "generation", "pauses_s", "step_time_s", "forming", "setup_s", "model", "hardware",
+    "move_pace",
+)  # fmt: skip
 def lead_of(state: State, moved_s: float = 0.0) -> Lead:
     """From the running plan and what the run has measured. `moved_s`: what the coming move is
     predicted to take; without it that of the last one counts, or of what a node holds over its
@@ -77,9 +82,14 @@ def lead_of(state: State, moved_s: float = 0.0) -> Lead:
 
 def _rank_bytes(state: State, plan: Plan) -> float:
     """Of the training state, on one rank."""
+    return _state_bytes(state) * plan.layout.dp_replicate / plan.layout.world_size
+
+
+@follows_from("model")
+def _state_bytes(state: State) -> int:
     model = state.model
     if model is None:
-        return 0.0
+        return 0
     n_bytes = 0
     for spec in model.specs:
         if spec.reread:
@@ -88,7 +98,7 @@ def _rank_bytes(state: State, plan: Plan) -> float:
         for n in spec.shape:
             size *= n
         n_bytes += size * (1 + len(model.kept_of(spec).entries))
-    return n_bytes * plan.layout.dp_replicate / plan.layout.world_size
+    return n_bytes
 
 
 def _moved_s(state: State, plan: Plan | None) -> float:
@@ -125,9 +135,9 @@ def kept(state: State, now_s: float) -> tuple[Node, ...]:
     """Nodes with notice that a plan made now should still use: leaving them later costs one more
     pause, which is less than what they do until then. If that is so for one node, all with later
     deadlines stay with it: they share its pause."""
-    noticed = [
-        n for n in state.nodes.values() if n.status == "draining" and n.deadline_s is not None
-    ]
+    noticed = [node for node in state.draining if node.deadline_s is not None]
+    if not noticed:
+        return ()
     not_fit = state.releasing | state.given_up | state.faulty_nodes
     fit = [n for n in noticed if n.node_id in state.prepared and n.node_id not in not_fit]
     fit.sort(key=lambda node: (node.deadline_s, node.node_id))

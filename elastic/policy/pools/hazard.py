@@ -8,7 +8,8 @@ Bayesian Data Analysis, section 2.6).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from elastic.policy.state.state import Backoff, PoolSeen, State
 from elastic.types import Node, Pool
@@ -29,14 +30,16 @@ DEATH_BACKOFF_S, DEATH_BACKOFF_MAX_S = 30.0, 3600.0
 # in a row that end before a node is prepared, of every pool: more than four hours with the waits
 # between
 STARTS_MOST = 12
+NOTHING_SEEN = PoolSeen()
 
 
 def of(state: State, pool: str) -> PoolSeen:
-    return state.history.get(pool, PoolSeen())
+    return state.history.get(pool, NOTHING_SEEN)
 
 
 def _rate_per_node_h(state: State, pool: str, n_seen: float) -> float:
-    market = next((p.market_type for p in state.pools if p.name == pool), "owned")
+    known = state.pool(pool)
+    market = known.market_type if known is not None else "owned"
     prior = RECLAIMS_PER_NODE_H[market] * PRIOR_NODE_H
     return (prior + n_seen) / (PRIOR_NODE_H + of(state, pool).node_s / 3600)
 
@@ -50,16 +53,23 @@ def reclaims_per_node_h(state: State, pool: str) -> float:
 
 def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
     """Expected losses per hour of these nodes; what was released in time is none."""
-    by_pool = {
-        name: _rate_per_node_h(state, name, of(state, name).losses)
-        for name in {node.pool for node in nodes}
-    }
-    return sum(by_pool[node.pool] for node in nodes)
+    return losses_by_pool_per_h(state, Counter(node.pool for node in nodes))
+
+
+def losses_by_pool_per_h(state: State, n_nodes: Mapping[str, int]) -> float:
+    """Of so many nodes of each pool."""
+    return sum(
+        n * _rate_per_node_h(state, name, of(state, name).losses) for name, n in n_nodes.items()
+    )
 
 
 def reclaims_per_h(state: State, nodes: Sequence[Node]) -> float:
-    by_pool = {name: reclaims_per_node_h(state, name) for name in {node.pool for node in nodes}}
-    return sum(by_pool[node.pool] for node in nodes)
+    return reclaims_by_pool_per_h(state, Counter(node.pool for node in nodes))
+
+
+def reclaims_by_pool_per_h(state: State, n_nodes: Mapping[str, int]) -> float:
+    """Of so many nodes of each pool."""
+    return sum(n * reclaims_per_node_h(state, name) for name, n in n_nodes.items())
 
 
 def dry_for_h(state: State, pool: str, now_s: float) -> float:

@@ -7,6 +7,7 @@ worth, or while the deadline needs them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -17,6 +18,7 @@ from elastic.policy.plans import choice_of
 from elastic.policy.pools import deadline, drain, hazard
 from elastic.policy.state.state import Request, State
 from elastic.types import Layout, Node, Pool, is_auto, parse_layout
+from elastic.types.replacing import follows_from
 
 ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
 REQUEST_LASTS_S = 900.0  # a request without an answer is withdrawn then
@@ -75,18 +77,20 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     ], need
 
 
-def on_demand(state: State) -> list[Pool]:
+@follows_from("pools")
+def on_demand(state: State) -> Sequence[Pool]:
     """The cheapest first."""
     return [pool for pool in by_price(state) if pool.market_type == "on-demand"]
 
 
-def by_price(state: State) -> list[Pool]:
+@follows_from("pools")
+def by_price(state: State) -> Sequence[Pool]:
     return sorted(
         state.pools, key=lambda pool: (ORDER[pool.market_type], pool.usd_per_gpu_h, pool.name)
     )
 
 
-def _by_worth(state: State, pools: list[Pool]) -> list[Pool]:
+def _by_worth(state: State, pools: Sequence[Pool]) -> Sequence[Pool]:
     """Prices with the reclaims that they bring; what is owned or reserved is paid for anyway."""
 
     def worth(pool: Pool) -> tuple[int, float, str]:
@@ -108,12 +112,12 @@ def _vain_wait_s(state: State, pool: Pool) -> float:
     return patience_s(state, pool.name) * (1 - state.scores.get(pool.name, UNSCORED) / 10)
 
 
-def _nodes_for(fixed: list[Pool], workers: int) -> int:
+def _nodes_for(fixed: Sequence[Pool], workers: int) -> int:
     return ceil(workers / max(1, fixed[0].gpus_per_node)) if fixed and workers > 0 else 0
 
 
 def _shared(
-    state: State, fixed: list[Pool], nodes: int, *, why: str, now_s: float
+    state: State, fixed: Sequence[Pool], nodes: int, *, why: str, now_s: float
 ) -> list[PoolDemand]:
     """So many nodes on demand, from the cheapest pool that gives some; one that said no keeps what
     it has."""
@@ -122,11 +126,7 @@ def _shared(
         backoff = state.backoff.get(pool.name)
         most = pool.max_nodes
         if backoff is not None and now_s < backoff.until_s:
-            most = min(
-                most,
-                sum(node.pool == pool.name for node in there(state))
-                + asked(state, pool.name, now_s),
-            )
+            most = min(most, _nodes_there(state, pool) + asked(state, pool.name, now_s))
         found.append(PoolDemand(pool, min(nodes, most), why))
         nodes -= min(nodes, most)
     return found
@@ -135,11 +135,9 @@ def _shared(
 # ------------------------------------------------------------------------------------ what there is
 
 
-def there(state: State) -> list[Node]:
+def _nodes_there(state: State, pool: Pool) -> int:
     """Nodes that are or will be of use."""
-    return [
-        node for node in state.nodes.values() if node.status in ("pending", "ready", "prepared")
-    ]
+    return state.there.get(pool.name, (0, 0))[0]
 
 
 def patience_s(state: State, pool: str) -> float:
@@ -182,6 +180,7 @@ def notice_of_end_s(state: State, pool: Pool) -> float:
     return max(END_NOTICE_S, 2 * max(others, default=0.0), 3 * drain.lead_of(state).seconds)
 
 
+@follows_from("job", "pools", "model")
 def least_workers(state: State) -> int:
     """With fewer the job cannot run: min_workers, the smallest layout that it names, and memory for
     its state."""
@@ -201,7 +200,10 @@ def least_workers(state: State) -> int:
 # ---------------------------------------------------------------------------------------- the floor
 
 
-def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
+@follows_from(
+    "job", "model", "nodes", "pools", "plan", "step_time_s", "history", "instances",
+)  # fmt: skip
+def floor_nodes(state: State, fixed: Sequence[Pool]) -> tuple[int, str]:
     """Nodes on demand that are kept whatever spot does, and why."""
     wanted = state.job.on_demand_floor
     if not fixed:
@@ -216,7 +218,7 @@ def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
     if wanted == "copy":
         return n, price
     share = expected_loss_share(state)
-    have = any(node.pool == pool.name for node in there(state) for pool in fixed)
+    have = any(_nodes_there(state, pool) for pool in fixed)
     if share <= (LOSS_SHARE_KEPT if have else LOSS_SHARE):
         return 0, ""
     saved, more = share * state.usd_per_h, _more_usd_per_h(state, fixed[0], n)
@@ -249,12 +251,12 @@ def expected_loss_share(state: State) -> float:
     plan, step_s = state.plan, state.step_time_s
     if plan is None or not step_s:
         return 0.0
-    spot = {pool.name for pool in state.pools if pool.market_type == "spot"}
-    nodes = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.pool in spot]
+    spot = [pool.name for pool in state.pools if pool.market_type == "spot"]
+    nodes = {name: n for name in spot if (n := state.plan_by_pool.get(name))}
     kept = TOGETHER if plan.copies_to and plan.peer_every else 1.0
     return (
         kept
-        * hazard.losses_per_h(state, nodes)
+        * hazard.losses_by_pool_per_h(state, nodes)
         * (plan.durable_every or state.steps)
         * step_s
         / 2
@@ -265,6 +267,7 @@ def expected_loss_share(state: State) -> float:
 # ------------------------------------------------------------------------------------- falling back
 
 
+@follows_from()
 def fall_back(state: State, now_s: float) -> OnDemandNeed:
     """Workers on demand beyond the floor that are wanted now: the most that the minimum or the
     deadline asks for."""
@@ -277,14 +280,14 @@ def fall_back(state: State, now_s: float) -> OnDemandNeed:
     return OnDemandNeed(most.workers, most.why, wakes, by_minimum.note)
 
 
-def on_demand_workers(state: State, fixed: list[Pool], now_s: float | None = None) -> int:
+def on_demand_workers(state: State, fixed: Sequence[Pool], now_s: float | None = None) -> int:
     """There, and coming where `now_s` is given."""
     return _workers_of(state, fixed, now_s)
 
 
-def _workers_of(state: State, pools: list[Pool], now_s: float | None) -> int:
+def _workers_of(state: State, pools: Sequence[Pool], now_s: float | None) -> int:
     gpus = {pool.name: pool.gpus_per_node for pool in pools}
-    n = sum(node.gpus for node in there(state) if node.pool in gpus)
+    n = sum(state.there.get(name, (0, 0))[1] for name in gpus)
     return (
         n
         if now_s is None
@@ -292,7 +295,7 @@ def _workers_of(state: State, pools: list[Pool], now_s: float | None) -> int:
     )
 
 
-def floor_workers(state: State, fixed: list[Pool]) -> int:
+def floor_workers(state: State, fixed: Sequence[Pool]) -> int:
     return floor_nodes(state, fixed)[0] * fixed[0].gpus_per_node if fixed else 0
 
 
@@ -311,7 +314,7 @@ def cheap_workers(state: State, now_s: float | None = None) -> int:
     )
 
 
-def _for_minimum(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed:
+def _for_minimum(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemandNeed:
     """Too few nodes to run at all: on demand, when waiting on costs more."""
     floor = floor_workers(state, fixed)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
@@ -341,13 +344,13 @@ def _can_be_asked(state: State, now_s: float) -> bool:
             or (backoff and now_s < backoff.until_s)
         ):
             continue
-        have = sum(node.pool == pool.name for node in there(state)) + asked(state, pool.name, now_s)
+        have = _nodes_there(state, pool) + asked(state, pool.name, now_s)
         if have < pool.max_nodes and not ends_soon(state, pool, now_s):
             return True
     return False
 
 
-def _missing(state: State, fixed: list[Pool], workers: int) -> int:
+def _missing(state: State, fixed: Sequence[Pool], workers: int) -> int:
     """Workers without which no plan is possible; the search is asked where memory needs more than
     the least."""
     missing = least_workers(state) - workers
@@ -370,7 +373,7 @@ def _missing(state: State, fixed: list[Pool], workers: int) -> int:
     return 0
 
 
-def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed:
+def _for_deadline(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemandNeed:
     """Progress is below what the deadline needs."""
     floor = floor_workers(state, fixed)
     found = deadline.needed(state, fixed[0], _steady_workers(state, fixed), now_s=now_s)
@@ -383,7 +386,7 @@ def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed
         if pool.market_type != "on-demand" and hazard.of(state, pool.name).dry_since_s is not None
     )
     steady = [p.name for p in state.pools if p.market_type in ("owned", "reserved")]
-    owned = sum(node.gpus for node in there(state) if node.pool in steady)
+    owned = sum(state.there.get(name, (0, 0))[1] for name in steady)
     workers = max(found.workers, least_workers(state))
     if found.last_call:
         return OnDemandNeed(max(0, workers - owned - floor), found.why)
@@ -397,7 +400,7 @@ def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed
     )
 
 
-def _steady_workers(state: State, fixed: list[Pool]) -> int:
+def _steady_workers(state: State, fixed: Sequence[Pool]) -> int:
     """The most workers that do not depend on spot."""
     steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
     nodes = sorted(

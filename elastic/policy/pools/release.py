@@ -42,7 +42,9 @@ def _ends(state: State, now_s: float) -> list[float]:
 
 def _ending(state: State, now_s: float) -> list[DrainNode]:
     """A reservation's end is a notice that has been known for days."""
-    found = []
+    found: list[DrainNode] = []
+    if all(pool.ends_at_s is None for pool in state.pools):
+        return found
     for node in state.nodes.values():
         pool = state.pool(node.pool)
         if pool is None or pool.ends_at_s is None or node.status not in ("ready", "prepared"):
@@ -103,7 +105,7 @@ def _beyond(state: State, nodes: list[Node], now_s: float) -> list[Node]:
     """Of these on-demand nodes, the dearest that can go while as many workers stay as are
     wanted."""
     fixed = _fixed(state)
-    pools = list(fixed.values())
+    pools = pool_allocation.on_demand(state)
     if len(pools) == len(state.pools):
         return []
     wanted = (

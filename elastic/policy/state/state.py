@@ -353,15 +353,48 @@ class State:
         """Nodes that are paid for."""
         return tuple(node for node in self.nodes.values() if node.status != "lost")
 
+    @derived("nodes")
+    def by_status(self) -> Mapping[str, tuple[Node, ...]]:
+        """Those of each status that there are, in order of arrival."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes.values():
+            found.setdefault(node.status, []).append(node)
+        return {status: tuple(nodes) for status, nodes in found.items()}
+
     @property
     def available(self) -> tuple[Node, ...]:
         """Nodes that a plan may use: prepared, and nothing known against them."""
-        return tuple(node for node in self.nodes.values() if node.status == "prepared")
+        return self.by_status.get("prepared", ())
+
+    @property
+    def draining(self) -> tuple[Node, ...]:
+        """Nodes that are going to be left."""
+        return self.by_status.get("draining", ())
+
+    @derived("nodes")
+    def available_names(self) -> tuple[str, ...]:
+        return tuple(node.node_id for node in self.available)
+
+    @derived("nodes")
+    def there(self) -> Mapping[str, tuple[int, int]]:
+        """Pool -> its nodes that are or will be of use, and their workers."""
+        found: dict[str, tuple[int, int]] = {}
+        for node in self.nodes.values():
+            if node.status in ("pending", "ready", "prepared"):
+                n, gpus = found.get(node.pool, (0, 0))
+                found[node.pool] = (n + 1, gpus + node.gpus)
+        return found
 
     @derived("nodes")
     def alive_by_pool(self) -> Mapping[str, int]:
         """How many nodes of each pool are paid for."""
-        return Counter(node.pool for node in self.alive)
+        return dict(Counter(node.pool for node in self.alive))
+
+    @derived("nodes", "plan")
+    def plan_by_pool(self) -> Mapping[str, int]:
+        """How many nodes of each pool the running plan has, as far as they are known."""
+        names = self.plan.nodes if self.plan is not None else ()
+        return dict(Counter(node.pool for name in names if (node := self.nodes.get(name))))
 
     @derived("nodes", "pools", "instances", "job")
     def usd_per_h(self) -> float:
@@ -392,8 +425,12 @@ class State:
         """The bill so far."""
         return self.usd + self.usd_per_h * max(0.0, now_s - self.billed_at_s) / 3600
 
+    @derived("pools")
+    def pool_by_name(self) -> Mapping[str, Pool]:
+        return {pool.name: pool for pool in reversed(self.pools)}
+
     def pool(self, name: str) -> Pool | None:
-        return next((pool for pool in self.pools if pool.name == name), None)
+        return self.pool_by_name.get(name)
 
     def pools_of(self, nodes: Iterable[str]) -> list[Pool]:
         """The pools that these nodes are of, as far as they are known."""

@@ -12,8 +12,9 @@ be below what is possible, never above.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from elastic.sim.markets.tick_world import Mode, TickView, TickWorld, play
 
 Curve = NDArray[np.float64]
-IDLE, SPOT, ON_DEMAND = 0, 1, 2
+Curves = NDArray[np.float64]
 MODES: tuple[Mode, ...] = ("idle", "spot", "on-demand")
 
 
@@ -37,71 +38,82 @@ def least_usd_until(world: TickWorld, ticks: Sequence[int], parts: int = 4) -> l
     unit_s = world.tick_s / parts
     # the work of one node in units, what all of them have to do together
     whole = int(world.work_node_s / unit_s + 1e-9)
-    each = min(whole, max(ticks) * parts)
-    there = np.array([world.there(tick) for tick in range(world.n_ticks)])
-    known: dict[bytes, list[Curve]] = {}
-    curves: list[list[Curve]] = []
-    for k in range(world.n_nodes):
-        row = there > k
-        key = row.tobytes()
-        if key not in known:
-            known[key] = list(_curves(world, row, ticks, each=each, parts=parts))
-        curves.append(known[key])
-    return [_shared([one[k] for one in curves], whole) for k in range(len(ticks))]
+    there = [world.there(tick) for tick in range(max(ticks))]
+    # nodes that are there in the same ticks have the same curve: those between two of these numbers
+    levels = sorted({0, *there, world.n_nodes})
+    counts = [b - a for a, b in pairwise(levels)]
+    rows = [bisect_left(levels, n) for n in there]
+    found = _curves(
+        world, rows, set(ticks), each=min(whole, max(ticks) * parts), parts=parts, n=len(counts)
+    )
+    return [_shared(list(zip(found[tick], counts, strict=True)), whole) for tick in ticks]
 
 
 def _curves(
-    world: TickWorld, row: NDArray[np.bool_], ticks: Sequence[int], *, each: int, parts: int
-) -> Iterator[Curve]:
-    """Of one node: [units of work] -> dollars, at the end of each of `ticks`, in their order."""
+    world: TickWorld, rows: Sequence[int], ticks: Collection[int], *, each: int, parts: int, n: int
+) -> dict[int, Curves]:
+    """Of `n` nodes, of which the first `rows[tick]` are there: tick -> [node, units of work] ->
+    dollars, at the end of each of `ticks`.
+
+    What works at a time is kept by work + time left, so that a unit of time, which is one of work,
+    leaves it in its place; and without the dollars since the beginning, which are those of the time
+    in all places.
+    """
     unit_h = world.tick_s / parts / 3600
     start = int(world.start_s / (world.tick_s / parts) + 1e-9)
-    prices = {SPOT: world.spot_usd_per_h * unit_h, ON_DEMAND: world.on_demand_usd_per_h * unit_h}
-    best = np.full(each + 1, np.inf)
-    best[0] = 0.0
-    # mode -> what it costs to have it, by units until it works and units of work done
-    on = {mode: np.full((start + 1, each + 1), np.inf) for mode in prices}
-    found: dict[int, Curve] = {}
-    last = max(ticks)
-    for tick in range(last):
-        for _ in range(parts):
-            for mode, usd in prices.items():
-                if mode == SPOT and not row[tick]:
-                    on[mode][:] = np.inf
-                    continue
-                on[mode] = _unit(on[mode], best, usd)
-            best = np.minimum(best, np.minimum(on[SPOT].min(axis=0), on[ON_DEMAND].min(axis=0)))
-        found[tick + 1] = best
-    for tick in ticks:
-        yield found[tick]
+    spot_usd, fixed_usd = world.spot_usd_per_h * unit_h, world.on_demand_usd_per_h * unit_h
+    last = len(rows) * parts
+    spot, fixed = np.full((2, n, each + 1 + last), np.inf)
+    # what is cheapest at this time and at those up to a start ago
+    past = np.full((start + 2, n, each + 1), np.inf)
+    past[0, :, 0] = 0.0
+    spare = np.empty((n, each + 1))
+    since = [0] * n  # when each came
+    found: dict[int, Curves] = {}
+    up = 0
+    for now in range(last):
+        if now % parts == 0:
+            up, before = rows[now // parts] if spot_usd < fixed_usd else 0, up
+            spot[up:before] = np.inf
+            since[before:up] = [now] * (up - before)
+        begun = past[(now - start) % len(past)]
+        if now >= start:  # nodes that were started then begin to work
+            there = slice(last - now, last - now + min(each, now - start) + 1)
+            _lower(fixed[:, there], begun, (start - now) * fixed_usd, spare=spare)
+            # on spot it is never better to start later than as soon as a node is there
+            new = [k for k in range(up) if since[k] == now - start]
+            if new:
+                some = slice(new[0], new[-1] + 1)
+                _lower(spot[some, there], begun[some], (start - now) * spot_usd, spare=spare)
+        best, after = past[now % len(past)], past[(now + 1) % len(past)]
+        after[:] = best
+        done = max(0, min(each, now + 1 - start)) + 1
+        there = slice(last - now - 1, last - now - 1 + done)
+        _lower(after[:, :done], fixed[:, there], (now + 1) * fixed_usd, spare=spare)
+        _lower(after[:up, :done], spot[:up, there], (now + 1) * spot_usd, spare=spare)
+        if (now + 1) % parts == 0 and (now + 1) // parts in ticks:
+            found[(now + 1) // parts] = after.copy()
+    return found
 
 
-def _unit(on: Curve, best: Curve, usd: float) -> Curve:
-    """One unit of time in a mode: `on[r]` has r units of its start before it. A node may be started
-    now, from whatever was cheapest."""
-    begun = np.minimum(on, np.inf)
-    begun[-1] = np.minimum(on[-1], best)  # started now: all units of its start before it
-    after = np.full_like(on, np.inf)
-    after[:-1] = begun[1:]  # one unit of the start has passed
-    after[0, 1:] = np.minimum(after[0, 1:], begun[0, :-1])  # or a unit of work is done
-    after[0, -1] = min(after[0, -1], float(begun[0, -1]))
-    return after + usd
+def _lower(what: Curves, to: Curves, usd: float, *, spare: Curves) -> None:
+    """Where `to` + `usd` is less, that."""
+    n, width = what.shape
+    np.minimum(what, np.add(to[:, :width], usd, out=spare[:n, :width]), out=what)
 
 
-def _shared(curves: Sequence[Curve], whole: int) -> float:
+def _shared(curves: Sequence[tuple[Curve, int]], whole: int) -> float:
     """The least for `whole` units of work, by one node exactly, by several on the lower convex hull
-    of each curve: the cheapest units first."""
-    if len(curves) == 1:
-        return float(curves[0][whole]) if whole < len(curves[0]) else float("inf")
+    of each curve: the cheapest units first. Each curve is that of so many nodes."""
+    if len(curves) == 1 and curves[0][1] == 1:
+        curve = curves[0][0]
+        return float(curve[whole]) if whole < len(curve) else float("inf")
     slopes: list[tuple[float, int]] = []
     total = 0.0
-    for curve in curves:
+    for curve, n in curves:
         hull = _hull(curve)
-        total += float(curve[hull[0]])
-        slopes += [
-            (float(curve[b] - curve[a]) / (b - a), b - a)
-            for a, b in zip(hull, hull[1:], strict=False)
-        ]
+        total += n * hull[0][1]
+        slopes += [((d - c) / (b - a), n * (b - a)) for (a, c), (b, d) in pairwise(hull)]
     for usd, units in sorted(slopes):
         take = min(units, whole)
         total += take * usd
@@ -111,16 +123,18 @@ def _shared(curves: Sequence[Curve], whole: int) -> float:
     return float("inf")
 
 
-def _hull(curve: Curve) -> list[int]:
-    """Places of the lower convex hull, among what can be done at all."""
-    hull: list[int] = []
-    for k in np.flatnonzero(np.isfinite(curve)).tolist():
+def _hull(curve: Curve) -> list[tuple[int, float]]:
+    """The lower convex hull of what can be done at all: units, dollars."""
+    hull: list[tuple[int, float]] = []
+    for k, usd in enumerate(curve.tolist()):
+        if usd == float("inf"):
+            continue
         while len(hull) > 1:
-            a, b = hull[-2], hull[-1]
-            if (curve[b] - curve[a]) * (k - a) < (curve[k] - curve[a]) * (b - a):
+            (a, at_a), (b, at_b) = hull[-2], hull[-1]
+            if (at_b - at_a) * (k - a) < (usd - at_a) * (b - a):
                 break
             hull.pop()
-        hull.append(k)
+        hull.append((k, usd))
     return hull
 
 
