@@ -189,3 +189,23 @@ def test_the_page_names_every_column_and_its_code_runs(
     exec(call, {"elastic": stand_in, "tracker": tracker, "program": None})
     given[0]({"step": 7})
     assert given[1:] == [..., 7]
+
+
+def test_the_users_own_numbers_stand_beside_the_loss(tmp_path: Path) -> None:
+    """Also those of a step that was done again: the newest counts."""
+
+    def told(line: Line, n: int) -> Line:
+        events = [
+            (at_s, replace(e, logged={"lr": e.step / 10 + n}) if isinstance(e, StepDone) else e)
+            for at_s, e in line.events
+        ]
+        return replace(line, events=tuple(events))
+
+    given = [told(line, i) for i, line in enumerate(lines())]
+    run = run_of(tmp_path / "r")
+    followed(run, [], given)
+    rows = table(run)
+    assert rows == expected(given)
+    assert [int(one["lr"]) for one in rows] == sorted({int(one["lr"]) for one in rows})
+    assert [round(10 * (one["lr"] % 1)) % 10 for one in rows] == [s % 10 for s in range(1, 13)]
+    assert drawn(run, "logged/lr").keys() == set(range(1, 13))
