@@ -20,6 +20,7 @@ from elastic.version import __version__
 
 if TYPE_CHECKING:
     from elastic.api import ElasticTrainer, Options, Result, run
+    from elastic.cluster.ray_train.script_log import log
     from elastic.cluster.ray_train.train_types import train_loop
     from elastic.models.attention import attention, positions
     from elastic.worker.loop.loop import loop
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ElasticError", "ElasticTrainer", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity",
     "Options", "Plan", "Pool", "Program", "ProgramError", "Result", "SpecError", "StateLost",
-    "Weights", "__version__", "attention", "loop", "positions", "run", "train_loop",
+    "Weights", "__version__", "attention", "log", "loop", "positions", "run", "train_loop",
 ]  # fmt: skip
 
 
@@ -46,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from elastic.worker.loop.loop import loop
 
         return loop
+    if name == "log":
+        from elastic.cluster.ray_train.script_log import log
+
+        return log
     if name == "train_loop":
         from elastic.cluster.ray_train.train_types import train_loop
 

@@ -87,6 +87,8 @@ class Program:
                 stage (document ids, say).
     metrics:    (output, batch) -> dict of sums over the batch; of the validation set, reported per
                 token beside its loss.
+    log:        (output, batch) -> dict of sums over the batch; of every training step, told per
+                token beside its loss, over all ranks.
     evaluate:   (model, batch) -> dict of sums with its own "count"; of the validation set. Needs
                 the whole model: no pp.
     validation: like dataset; its loss is reported every `eval_every` steps and at the end.
@@ -151,6 +153,7 @@ class Program:
     inputs: Callable[[Any], Any] | None = None
     keywords: Callable[[Any], Mapping[str, Any]] | None = None
     metrics: Callable[[Any, Any], Mapping[str, Any]] | None = None
+    log: Callable[[Any, Any], Mapping[str, Any]] | None = None
     evaluate: Callable[[Any, Any], Mapping[str, Any]] | None = None
     blocks: str = "layers.*"
     tp: Mapping[str, str] = field(default_factory=dict)

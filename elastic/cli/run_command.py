@@ -76,6 +76,11 @@ def add(verbs: Any) -> None:
         metavar="FILE",
         help="notices, kills and growth to carry out, instead of the job's own",
     )
+    made.add_argument(
+        "--metrics-port",
+        metavar="PORT",
+        help="tell Prometheus the run's numbers there (PORT, HOST:PORT, 0 = any, or ray)",
+    )
     add_overrides(made)
 
 
@@ -100,6 +105,7 @@ def _run(given: argparse.Namespace) -> int:
         allow_changed=given.allow_changed,
         supervised=given.supervised,
         no_budget=given.no_budget,
+        metrics_port=given.metrics_port,
         stream=sys.stderr if given.json else sys.stdout,
     )
     if given.script is not None:

@@ -20,6 +20,8 @@ from elastic.catalog.bounded_yaml import SHOWN_MOST, read_yaml, yaml_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
 from elastic.config.key_names import STORED, KeysFrom, place_of, shown_key, stored_keys
+from elastic.config.numbers.trackers import OWNERS as TRACKERS
+from elastic.config.numbers.trackers import PortKey, TrackersKey, TrackersSpec
 from elastic.config.optimization import (
     OWNERS,
     Guards,
@@ -199,6 +201,8 @@ class JobSpec(Strict):
     # steps between comparisons of what must be equal; 0 = none
     check_numbers_every: Auto | int = Job.check_numbers_every
     drill: list[DrillSpec] = []
+    trackers: TrackersKey = TrackersSpec()
+    metrics_port: PortKey = None  # None = nobody is told
     # the file of `program` is a script that enters elastic.loop, called with `args`
     script: str | None = None
     args: list[str] = []
@@ -540,6 +544,7 @@ def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
         "drill": DrillSpec,
         "data": DataSpec,
         **OWNERS,
+        **TRACKERS,
     }
     owner = next((owners[str(part)] for part in reversed(path[:-1]) if part in owners), model)
     owner = SourceSpec if owner is DataSpec and len(path) > 2 else owner

@@ -4,7 +4,7 @@ keep; and Tail, which follows a journal that is still written."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -52,6 +52,7 @@ class Point:
     imbalance: float = 0.0
     pad_share: float = 0.0
     grad_norm: float = 0.0
+    logged: Mapping[str, float] = field(default_factory=dict)  # by the user's code
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +304,7 @@ class View:
             done.imbalance,
             done.pad_share,
             done.grad_norm,
+            done.logged,
         )
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 

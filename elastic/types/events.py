@@ -196,6 +196,8 @@ class StepDone(Event):
     imbalance: float = 0.0
     # of the places of all its micro-batches, those that were filled up; 0 = none, or not known
     pad_share: float = 0.0
+    # what the user's own code has told of it, by name
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

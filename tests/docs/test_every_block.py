@@ -49,6 +49,11 @@ OTHERS = {
     "metrics.md": {
         "import pandas as pd": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
         "elastic.run(": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
+        "# in a loop": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
+        "# in a program": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
+        "# in a script": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
+        "trackers: [": "config/numbers/test_where_numbers_go.py::test_the_jobs_of_the_page_are_read",
+        "trackers:\n": "config/numbers/test_where_numbers_go.py::test_the_jobs_of_the_page_are_read",
     },
     "capacity.md": {
         "52 min": "sim/test_capacity_page.py::test_the_example_of_the_page",

@@ -25,7 +25,7 @@ from elastic.worker.hosting.resume_checks import check_not_failed, warn_of_clock
 KEYS = (
     "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h",
     "deadline_h", "storage", "drill", "max_silence_s", "purpose", "on_demand_floor",
-    "waiting_usd_per_h", "orphan_lease_s",
+    "waiting_usd_per_h", "orphan_lease_s", "trackers", "metrics_port",
 )  # fmt: skip
 FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and nobody reads here
 RESTARTED = (

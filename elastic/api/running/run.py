@@ -17,6 +17,7 @@ from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
 from elastic.api.running.local_pools import here
+from elastic.api.running.observers import Observers
 from elastic.api.running.program_file import file_of
 from elastic.api.running.start_checks import check_drill, paid_until_s
 from elastic.api.running.watched_journal import WatchedJournal
@@ -34,7 +35,7 @@ from elastic.ledger.run_folder import JournalCut, RunFolder
 from elastic.ledger.segments import StoredJournal
 from elastic.observe import find_runs, report
 from elastic.observe.logs import traceback_of
-from elastic.observe.metrics.metrics_files import MetricsFiles, OnStep
+from elastic.observe.metrics.metrics_files import OnStep
 from elastic.observe.terminal import Terminal
 from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
@@ -94,6 +95,8 @@ class Options:
     stream: TextIO | None = None  # where progress and report go; default: standard output
     # called with the numbers of each step, in a thread beside the driver's (docs/metrics.md)
     on_step: OnStep | None = None
+    # where Prometheus finds the run's numbers, instead of the job's metrics_port
+    metrics_port: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,7 @@ class JobRun:
 
     def to_the_end(self) -> Result:
         with ExitStack() as stack:
+            observers = self._observers(stack)
             layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
@@ -297,16 +301,25 @@ class JobRun:
             start = self._start(lease.epoch, before, state, layouts=layouts)
             backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
-            metrics = MetricsFiles(self.place, self.options.on_step)
             journal = WatchedJournal(
-                self.place.open_journal(lease.epoch, stored, self._cut), (metrics.hear,)
+                self.place.open_journal(lease.epoch, stored, self._cut), (observers.hear,)
             )
             stack.callback(journal.close)
-            metrics.start(before)
-            stack.callback(metrics.close)
+            observers.start(before, lease.epoch)
+            stack.callback(observers.close)  # before what they look at
             self._watch(stack)
             last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
+
+    def _observers(self, stack: ExitStack) -> Observers:
+        def say(line: str) -> None:
+            if self.options.show:
+                print(f"run {self.name}: {line}", file=self._out(), flush=True)
+
+        options = self.options
+        made = Observers(self.place, self.spec, options.on_step, port=options.metrics_port, say=say)
+        stack.callback(made.close)
+        return made
 
     def _layouts(self, stack: ExitStack) -> LayoutCheck | None:
         """It is answered beside what follows."""

@@ -321,9 +321,11 @@ class RankProcess:
                     self._tail.append(line.rstrip("\n"))
                 if self.rank == 0 and (found := steps.read(line.rstrip("\n"))) is not None:
                     with self._lock:
-                        self._stepped(*found, time.monotonic())
+                        self._stepped(*found, time.monotonic(), logged=steps.taken())
 
-    def _stepped(self, step: int, train_loss: float, now_s: float) -> None:
+    def _stepped(
+        self, step: int, train_loss: float, now_s: float, *, logged: dict[str, float]
+    ) -> None:
         if self._has_steps and step <= self.step:
             return
         if self._has_steps:
@@ -334,7 +336,8 @@ class RankProcess:
         if self._entered_s is None:
             return
         took_s = max(0.0, now_s - self._told_s)
-        self.put(StepDone(self.plan.generation, step, train_loss, 0, took_s))
+        done = StepDone(self.plan.generation, step, train_loss, 0, took_s, logged=logged)
+        self.put(done)
         self.step, self._told_s, self._has_steps = step, now_s, True
 
     def _ended(self, code: int) -> list[Event]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from elastic.config.numbers.logged_names import checked_names, number_of
+from elastic.errors import ProgramError
 
 STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b[\s:=#]*(\d+)", re.IGNORECASE)
 LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IGNORECASE)
@@ -13,6 +17,7 @@ LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IG
 HF_LOSS = re.compile(r"^\s*\{.*'loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 BAR = re.compile(r"\d+%\|.*\|\s*(\d+)/\d+\s*\[")  # of tqdm: steps done, of how many
 BAR_EVERY_S = 10.0  # a person is shown a bar so often
+LOGGED = "elastic.log "  # what a line of elastic.log begins with
 TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -30,9 +35,13 @@ class StepReader:
 
     _loss: float | None = None
     _bar_s: float = -math.inf
+    _logged: dict[str, float] = field(default_factory=dict)  # since the step before
 
     def read(self, line: str) -> tuple[int, float] | None:
         """The step that is known with this line, and its loss."""
+        if line.startswith(LOGGED):
+            self._logged |= logged_in(line)
+            return None
         if found := step_in(line):
             return found
         if logged := HF_LOSS.search(line):
@@ -44,11 +53,18 @@ class StepReader:
         loss, self._loss = self._loss, None
         return int(bar[1]), loss
 
+    def taken(self) -> dict[str, float]:
+        """What elastic.log has told since it was asked last."""
+        found, self._logged = self._logged, {}
+        return found
+
     def shown(self, lines: Sequence[str], now_s: float) -> list[str]:
         """Those for a person: a bar is drawn many times a second, and wiped out with spaces. The
         log has all of them."""
         found = []
         for line in lines:
+            if line.startswith(LOGGED):
+                continue
             if BAR.search(line):
                 if now_s - self._bar_s < BAR_EVERY_S:
                     continue
@@ -56,6 +72,17 @@ class StepReader:
             if line.strip():
                 found.append(line)
         return found
+
+
+def logged_in(line: str) -> dict[str, float]:
+    """The numbers of a line of elastic.log; none where something else has printed such a line."""
+    try:
+        found = json.loads(line.removeprefix(LOGGED))
+        return {
+            name: number_of(value, name, "") for name, value in checked_names(found, "").items()
+        }
+    except (ValueError, ProgramError):
+        return {}
 
 
 def error_part(tail: str) -> str:

@@ -118,8 +118,10 @@ class _Step:
 class Books:
     """Takes the journal in order. `group` and `wait` hold time that has passed but is not yet
     classified. Waiting while storage is away was waiting for it, where the next plan begins from
-    there."""
+    there. `keeps`: so many of the newest steps may still be undone, at least; 0 = all of them.
+    Books of a run that goes on for months are bounded by it."""
 
+    keeps: int = 0
     state: State = EMPTY
     at_s: float | None = None
     prepared: set[str] = field(default_factory=set)  # once; their processes may be gone since
@@ -135,6 +137,7 @@ class Books:
     away_since_s: float | None = None
     away_s: float = 0.0
     steps: list[_Step] = field(default_factory=list)
+    tokens: int = 0  # of steps that are no more in `steps`
     carry_s: float = 0.0
     stall_s: float = 0.0
     # category of a slow first step: of the step to come, of the last one
@@ -302,7 +305,17 @@ class Books:
             self.sums["between_steps"].add(gathered, rest_s / gathered.wall_s)
         self._take_off_first(parts["productive"].wall_s)
         self.steps.append(_Step(event.step, event.tokens, event.train_loss, parts))
+        if self.keeps and len(self.steps) > 2 * self.keeps:
+            self._book_for_good(self.steps[: -self.keeps])
         self.timing.step(event, at_s, self.state.first_started_at_s)
+
+    def _book_for_good(self, steps: list[_Step]) -> None:
+        """The oldest ones: no recovery goes back so far."""
+        for step in steps:
+            self.tokens += step.tokens
+            for name, part in step.parts.items():
+                self.sums[name].add(part)
+        del self.steps[: len(steps)]
 
     def _take_off_first(self, second_s: float) -> None:
         """The first step of a generation also builds and compiles: what it took above the second is
@@ -375,6 +388,18 @@ class Books:
         for wait in (self.wait, self.wait_away):
             self.sums[category].add(wait.taken())
 
+    def so_far(self) -> Account:
+        """The account as it stands, of books that go on."""
+        timing = replace(
+            self.timing, recent_s=[*self.timing.recent_s], transitions=[*self.timing.transitions]
+        )
+        mine = (self.group, self.wait, self.wait_away)
+        group, wait, away = (replace(amount) for amount in mine)
+        sums = {name: replace(amount) for name, amount in self.sums.items()}
+        return replace(
+            self, sums=sums, group=group, wait=wait, wait_away=away, timing=timing
+        ).closed()
+
     def closed(self) -> Account:
         """The account as it stands; a run that continues has its open time in `other`."""
         self._close_group()
@@ -386,7 +411,7 @@ class Books:
         gpu_s = sum(amount.gpu_s for amount in sums.values())
         wall_s = sum(amount.seconds for amount in sums.values())
         running_s = wall_s - sums["not_running"].seconds
-        tokens = sum(step.tokens for step in self.steps)
+        tokens = self.tokens + sum(step.tokens for step in self.steps)
         totals = Totals(
             wall_s=wall_s,
             gpu_seconds=gpu_s,

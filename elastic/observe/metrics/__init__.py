@@ -1,1 +1,1 @@
-"""The numbers of each step for other tools: metrics.csv, TensorBoard's files, a callback."""
+"""The numbers of each step for other tools: metrics.csv, TensorBoard, a callback, Prometheus."""

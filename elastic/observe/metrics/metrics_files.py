@@ -140,6 +140,8 @@ class MetricsFiles:
         self._step, self._tokens = event.step, self._tokens + event.tokens
         self._tokens_at.append((self._step, self._tokens))
         workers = self._workers.get(event.generation, 0)
+        if self._board is not None:
+            self._board.logged |= event.logged.keys()
         self._waiting.append(row(event, at_s=at_s, workers=workers, tokens=self._tokens))
 
     def _undone_after(self, step: int) -> None:

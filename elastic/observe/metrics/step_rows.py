@@ -7,16 +7,14 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from elastic.config.numbers.logged_names import STEP_NAMES
 from elastic.observe.run_view import View
 
 Row = dict[str, Any]
 
 # `tokens`: of the run up to this step, `step_tokens`: of this step; `at_s`: since 1970. Behind them
-# come the names of what was evaluated.
-COLUMNS = (
-    "step", "at_s", "generation", "workers", "train_loss", "tokens", "step_tokens", "step_time_s",
-    "tokens_per_s", "grad_norm",
-)  # fmt: skip
+# come the names of what the user's code has told and of what was evaluated.
+COLUMNS = STEP_NAMES
 NUMBERS = ("step", "generation", "workers", "tokens", "step_tokens")  # whole ones
 
 
@@ -27,7 +25,7 @@ def row(done: Any, *, at_s: float, workers: int, tokens: int) -> Row:
         "step": done.step, "at_s": round(at_s, 3), "generation": done.generation,
         "workers": workers, "train_loss": done.train_loss, "tokens": tokens,
         "step_tokens": done.tokens, "step_time_s": round(done.step_time_s, 6),
-        "tokens_per_s": round(rate, 1), "grad_norm": done.grad_norm,
+        "tokens_per_s": round(rate, 1), "grad_norm": done.grad_norm, **done.logged,
     }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ class TensorBoardFiles:
         self._event, self._start, self._crc = Event, SessionLog.START, masked_crc32c
         self._folder = folder / FOLDER
         self._path: Path | None = None
+        self.logged: set[str] = set()  # names that the user's code tells of steps
         self.known = bool(self.names())  # an earlier driver's
 
     def add_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -54,7 +55,8 @@ class TensorBoardFiles:
         event = self._event(wall_time=at_s, step=step)
         for name, value in values.items():
             if name not in NOT_DRAWN:
-                part = "train" if name in COLUMNS else "evaluated"
+                told = "logged" if name in self.logged else "evaluated"
+                part = "train" if name in COLUMNS else told
                 event.summary.value.add(tag=f"{part}/{name}", simple_value=value)
         return event
 

@@ -28,6 +28,7 @@ from elastic.config.job import loop_keys
 from elastic.errors import ProgramError, SpecError
 from elastic.models.blocks import blocks_of
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
+from elastic.worker.loop.logged_numbers import LoggedNumbers
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.loop.loss_reduction import is_mean
 from elastic.worker.process.call_log import CallLog
@@ -267,6 +268,8 @@ class Run:
         self._n_backward = 0
         self._looked, self._mean = False, False  # at the first loss: is it a mean?
         self._lost = False  # step() has said no, and there is no other batch yet
+        self._in_a_step = False  # from its batch to the next one
+        self.logged = LoggedNumbers()
 
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH:
@@ -294,7 +297,8 @@ class Run:
                 "once for each batch"
             )
         offer = self.handoff.say(HandoffMessage("next", error=self.model.take_error()))
-        self._lost = False
+        self._lost, self._in_a_step = False, offer is not None
+        self.logged.begin()
         if offer is None:
             raise StopIteration
         self.step_index, self.epoch = offer.step, offer.epoch
@@ -353,6 +357,19 @@ class Run:
         self.committed, self._lost = outcome.committed, not outcome.committed
         self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm
         return outcome.committed
+
+    def log(self, numbers: Mapping[str, Any]) -> None:
+        """Numbers of your own of this step, by name: they stand beside its loss in metrics.csv, in
+        TensorBoard and in trackers. May be called before and after `step()`, and by some ranks
+        only: what rank 0 tells counts. Of a step that is not committed nothing is told. A tensor
+        need not be read before."""
+        if not self._in_a_step:
+            raise ProgramError(
+                "run.log was called without a step to tell it of; it belongs inside `for batch in "
+                "run`"
+            )
+        if not self.lost:
+            self.logged.add(numbers)
 
     def _refuse_a_mean(self, count: int) -> None:
         """Looks once, at the first step whose batch can tell. Of a batch given in parts, each may

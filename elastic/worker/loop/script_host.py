@@ -47,7 +47,7 @@ LOOK_S = 1.0
 RAY_TRAIN = re.compile(r"`(\w+)` cannot be used outside of a Ray Train training function")
 INSTEAD = {  # of what ray.train gives to its own workers
     "report": "each step's loss and gradient norm are recorded without "
-    "it; validation= and evaluate= of "
+    "it; run.log tells numbers of your own, validation= and evaluate= of "
     "elastic.loop give more",
     "get_context": "run.rank and run.world_size say where this is",
     "get_checkpoint": "the state is there when the loop begins; what else must "
@@ -311,6 +311,12 @@ class Script:
             self._heard(step, last=step == self.run.steps)
         else:
             self.handoff.hear()
+
+    def logged(self) -> dict[str, float]:
+        """What the script has told of the step that is done, before run.step() and since. Raises
+        ProgramError where something of it is no number."""
+        assert self.run is not None
+        return self.run.logged.taken()
 
     def _heard(self, step: int, last: bool = False) -> HandoffMessage:
         word = self.handoff.hear()

@@ -4,7 +4,7 @@ it too."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.data.order import digest_text
@@ -69,11 +69,12 @@ def step_done(
     times: tuple[float, float, float] = (0.0, 0.0, 0.0),
     skipped: bool = False,
     shape: tuple[float, float] = (0.0, 0.0),
+    logged: Mapping[str, float] | None = None,
 ) -> StepDone:
     """The report of a step. `times`: seconds of the step, of waiting for data, of waiting for
     copies; 0 = nobody measured. `shape`: imbalance of the ranks' tokens, share of the places that
-    were filled up. Of what is measured only digits that mean something: there is a line of it for
-    every step of a run."""
+    were filled up. `logged`: what the user's code tells. Of what is measured only digits that mean
+    something: there is a line of it for every step of a run."""
     sums, grad_norm = (commit.train_loss, int(commit.tokens)), float(f"{commit.grad_norm:.7g}")
     step_s, data_s, copy_s = (round(t, 6) for t in times)
     imbalance, pad_share = (round(x, 4) for x in shape)
@@ -81,7 +82,7 @@ def step_done(
     skipped = skipped or commit.overflowed or not commit.finite
     return StepDone(
         generation, step, *sums, step_s, data_s, copy_s, grad_norm, digest_text(commit.samples),
-        skipped, imbalance, pad_share
+        skipped, imbalance, pad_share, dict(logged or {}),
     )  # fmt: skip
 
 

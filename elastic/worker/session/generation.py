@@ -51,6 +51,7 @@ from elastic.worker.step.evaluation import validate
 from elastic.worker.step.faulty_rank import FaultyRank, Tripped
 from elastic.worker.step.optimizer_step import Stepper
 from elastic.worker.step.sdc_check import SdcCheck
+from elastic.worker.step.sums import KeptSums
 
 log = logging.getLogger(__name__)
 
@@ -241,6 +242,8 @@ class Generation:
         if place.script is not None:
             stepper.script = place.script
             place.program = place.script.begin(plan, state, job, extra=place.extra)
+        elif place.program.log is not None:
+            stepper.kept = KeptSums("Program.log")
         stepper.memory = place.extra.objects.get(MEMORY)
         last = job.steps
         loader = self.loader = self._loader_of(stepper)
@@ -273,8 +276,9 @@ class Generation:
             data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))
             if state.step > entered_step + 1:
                 copies.timed(step_s - data_s - copy_s, cpu_s)
+            logged = self._logged(stepper, heard.commit)
             if self.rank == 0:
-                self._report_step(heard.commit, state, (step_s, data_s, copy_s))
+                self._report_step(heard.commit, state, (step_s, data_s, copy_s), logged=logged)
             if not stop and state.step < last:
                 found = equal.after(state.step, batches, step_s)
                 place.good_step = equal.good_step
@@ -380,8 +384,23 @@ class Generation:
             if timed is not None:
                 self.place.report(timed)
 
+    def _logged(self, stepper: Stepper, commit: Commit) -> dict[str, float]:
+        """What the user's code tells of the step that was just done: the program of all ranks, each
+        of which is asked for its part here; a script by its rank 0."""
+        if self.place.script is not None:
+            return self.place.script.logged() if self.rank == 0 else {}
+        kept = stepper.kept
+        if kept is None:
+            return {}
+        return kept.taken(self.groups.commit).per_token(commit.tokens, kept.where)
+
     def _report_step(
-        self, commit: Commit, state: TrainState, times: tuple[float, float, float]
+        self,
+        commit: Commit,
+        state: TrainState,
+        times: tuple[float, float, float],
+        *,
+        logged: dict[str, float],
     ) -> None:
         assert self.stepper is not None
         skipped = self.stepper.trip is not None
@@ -389,9 +408,16 @@ class Generation:
             round(self.stepper.imbalance, 4),
             round(self.stepper.shares.pad_share(state.step - 1), 4),
         )
-        self.place.report(
-            step_done(self.number, state.step, commit, times=times, skipped=skipped, shape=shape)
+        done = step_done(
+            self.number,
+            state.step,
+            commit,
+            times=times,
+            skipped=skipped,
+            shape=shape,
+            logged=logged,
         )
+        self.place.report(done)
 
     def _evaluate(self, stepper: Stepper, state: TrainState) -> None:
         place = self.place

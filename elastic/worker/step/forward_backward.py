@@ -40,7 +40,7 @@ from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import BatchShares
 from elastic.worker.step.block_timing import BlockTiming
 from elastic.worker.step.loss_scale import LossScale
-from elastic.worker.step.sums import Sums
+from elastic.worker.step.sums import KeptSums, Sums
 
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Any, range], torch.Tensor]  # of a model's output and the numbers of its rows
@@ -97,6 +97,7 @@ class ForwardBackward:
             loss_parallel if cut else nullcontext
         )
         self.metrics: Sums | None = None  # while evaluating
+        self.kept: KeptSums | None = None  # in steps, where the program tells numbers of its own
         box = state.tensors.get(LOSS_SCALE)
         self.loss_scale = LossScale(box[1] if box is not None else None)
         self.script: BatchScript | None = None  # whose loop computes the gradients
@@ -173,6 +174,10 @@ class ForwardBackward:
                 # on every tp rank: of logits that are cut it has collectives
                 found = self.program.metrics(output, chosen)
                 self.metrics.add(found, "Program.metrics", self.speaks)
+            elif self.kept is not None and self.program.log is not None and len(rows):
+                with torch.no_grad():
+                    found = self.program.log(output, chosen)
+                self.kept.add(found, self.speaks, rows=(id(batch), rows.start))
             value = loss_of(self.program, output, chosen)
             return value if scale == 1.0 else value * scale
 

@@ -108,6 +108,8 @@ class Stepper(ForwardBackward):
             local.begin()
         self.state.buffers.note()
         self.spans.next_step()
+        if self.kept is not None:
+            self.kept.begin()
         loss_sum, tokens = self.computed(batches, train=True)
         small = (local.end(),) if local is not None else ()
         if self.script is not None:

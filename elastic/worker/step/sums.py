@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from elastic.config.numbers.logged_names import checked_names
 from elastic.errors import ProgramError
 from elastic.worker.process_groups.control_tree import Control
 from elastic.worker.process_groups.wire import gather_numbers
@@ -48,6 +49,12 @@ class Sums(dict[str, float]):
             out.add(part, "a rank")
         return out
 
+    def per_token(self, tokens: float, where: str) -> dict[str, float]:
+        """As they are told of a step. Raises ProgramError for names that cannot be told."""
+        return {
+            name: value / max(1.0, tokens) for name, value in checked_names(self, where).items()
+        }
+
     def means(self) -> dict[str, float]:
         """Divided by the sum that is called "count". Raises ProgramError where there is none."""
         if not self:
@@ -57,3 +64,35 @@ class Sums(dict[str, float]):
                 'Program.evaluate must also return "count": what its other sums are divided by'
             )
         return {name: value / self[COUNT] for name, value in self.items() if name != COUNT}
+
+
+class KeptSums:
+    """What a program tells of the batches of a training step, read when the step is done: nobody
+    waits for the device before."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._kept: dict[tuple[int, int], tuple[dict[str, Any], bool]] = {}
+
+    def begin(self) -> None:
+        """A step; what an earlier one has left is none of it."""
+        self._kept = {}
+
+    def add(self, found: Any, counts: bool, *, rows: tuple[int, int]) -> None:
+        """As Sums.add; `rows`: which batch they are of, and the first of them. The newest word on
+        them counts: a pipeline asks for a loss once more, to see what its stages hand on."""
+        if not isinstance(found, Mapping):
+            Sums().add(found, self.where)
+        self._kept[rows] = ({name: _detached(value) for name, value in found.items()}, counts)
+
+    def taken(self, control: Control) -> Sums:
+        """The sums of all ranks; every rank calls it."""
+        sums = Sums()
+        for found, counts in self._kept.values():
+            sums.add(found, self.where, counts)
+        self.begin()
+        return sums.over(control)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

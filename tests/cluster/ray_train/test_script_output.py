@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.cluster.ray_train import script_log
 from elastic.cluster.ray_train.script_output import (
     BAR_EVERY_S,
+    LOGGED,
     TRACEBACK,
     StepReader,
     error_part,
     step_in,
 )
+from elastic.errors import ProgramError
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,29 @@ def test_the_error_is_that_of_the_last_traceback_whatever_was_printed_after_it()
     tail = f"{TRACEBACK}\n  File a\nKeyError: 1\n\n{TRACEBACK}\n  File b\nValueError: 2\nbye"
     assert error_part(tail) == f"{TRACEBACK}\n  File b\nValueError: 2"
     assert error_part("Connection closed by peer") == "Connection closed by peer"
+
+
+def test_what_elastic_log_tells_goes_with_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
+    script_log.log({"lr": 0.1, "share/right": 1})
+    script_log.log({"lr": 0.2})
+    reader, printed = StepReader(), capsys.readouterr().out.splitlines()
+    assert [reader.read(line) for line in printed] == [None, None]
+    assert reader.read("step 1: loss 2.0") == (1, 2.0)
+    assert reader.taken() == {"lr": 0.2, "share/right": 1.0} and reader.taken() == {}
+    assert not reader.shown(printed, 0.0), "a person sees the steps"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a b": 1}', '{"a": "b"}', "{1: 2}"])
+def test_a_line_that_only_looks_so_tells_nothing(text: str) -> None:
+    reader = StepReader()
+    assert reader.read(f"{LOGGED}{text}") is None and reader.taken() == {}
+
+
+def test_other_ranks_tell_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    script_log.log({"lr": 0.1})
+    assert not capsys.readouterr().out
+    with pytest.raises(ProgramError, match="elastic.log: 'tokens' is told of every step"):
+        script_log.log({"tokens": 1})

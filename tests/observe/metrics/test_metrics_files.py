@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.observe.small_run import lines
 from support.places import ROOT
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -178,9 +179,15 @@ def test_the_page_names_every_column_and_its_code_runs(
     assert all(f"`{name}`" in page for name in (*COLUMNS, "validation_loss"))
     monkeypatch.chdir(tmp_path)
     followed(run_of(tmp_path / "elastic_runs" / "RUN"), [], lines())
-    plot, call = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    plot, loop, program, script, call = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(plot, {})
     given: list[Any] = []
+    exec(loop, {"run": SimpleNamespace(log=given.append), "lr": 1, "aux_loss": 2})
+    exec(script, {"elastic": SimpleNamespace(log=given.append), "lr": 1})
+    assert given == [{"lr": 1, "aux": 2}, {"lr": 1}]
+    exec(program, {"elastic": SimpleNamespace(Program=lambda _, log: given.append(log))})
+    right = given.pop()(torch.eye(3), {"target": torch.tensor([0, 1, 1])})
+    assert right == {"right": torch.tensor(2)} and (given.clear() or not given)
     stand_in = SimpleNamespace(
         run=lambda job, on_step: given.append(on_step),
         ElasticTrainer=lambda program, job, on_step: given.append(on_step),
@@ -189,3 +196,23 @@ def test_the_page_names_every_column_and_its_code_runs(
     exec(call, {"elastic": stand_in, "tracker": tracker, "program": None})
     given[0]({"step": 7})
     assert given[1:] == [..., 7]
+
+
+def test_the_users_own_numbers_stand_beside_the_loss(tmp_path: Path) -> None:
+    """Also those of a step that was done again: the newest counts."""
+
+    def told(line: Line, n: int) -> Line:
+        events = [
+            (at_s, replace(e, logged={"lr": e.step / 10 + n}) if isinstance(e, StepDone) else e)
+            for at_s, e in line.events
+        ]
+        return replace(line, events=tuple(events))
+
+    given = [told(line, i) for i, line in enumerate(lines())]
+    run = run_of(tmp_path / "r")
+    followed(run, [], given)
+    rows = table(run)
+    assert rows == expected(given)
+    assert [int(one["lr"]) for one in rows] == sorted({int(one["lr"]) for one in rows})
+    assert [round(10 * (one["lr"] % 1)) % 10 for one in rows] == [s % 10 for s in range(1, 13)]
+    assert drawn(run, "logged/lr").keys() == set(range(1, 13))

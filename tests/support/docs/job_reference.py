@@ -23,6 +23,7 @@ from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
 from elastic.config.job import JobSpec, PoolSpec
 from elastic.config.key_names import DOCUMENTED
+from elastic.config.numbers.trackers import MlflowKeys, TrackioKeys, WandbKeys
 from elastic.config.optimization import (
     BlockNorm,
     GradNorm,
@@ -74,6 +75,14 @@ TRAINING = {
     ),
     "data": Words("what is read, in place of the program's datasets; see below", "", "data.md"),
     "drill": Words("what shall happen on the way; see below", "", "reliability.md"),
+    "trackers": Words(
+        "who is told its numbers: a name, a list of names, or see below", "", "metrics.md"
+    ),
+    "metrics_port": Words(
+        "where Prometheus finds its numbers: PORT, HOST:PORT, 0 = any, or ray; none = nowhere",
+        "",
+        "metrics.md",
+    ),
 }
 OPTIMIZATION = {
     "optimizer": Words("in place of `Program.optimizer`; see below", "", "optimization.md"),
@@ -267,6 +276,35 @@ SECTIONS = (
         "Left out: two spot nodes and one on-demand node of this machine, two workers each.",
         PoolSpec,
         POOL,
+    ),
+    Section(
+        "`trackers.wandb:`",
+        "`trackers: [wandb, mlflow]` is each with its defaults ([metrics.md](metrics.md)).",
+        WandbKeys,
+        {
+            "project": Words("there; none = WANDB_PROJECT, or the job's name"),
+            "entity": Words("user or team; none = as the library finds it"),
+            "group": Words("of runs there"),
+            "tags": Words("of the run there"),
+        },
+    ),
+    Section(
+        "`trackers.mlflow:`",
+        "",
+        MlflowKeys,
+        {
+            "experiment": Words("there; none = MLFLOW_EXPERIMENT_NAME, or the job's name"),
+            "tracking_uri": Words("server or folder; none = MLFLOW_TRACKING_URI"),
+        },
+    ),
+    Section(
+        "`trackers.trackio:`",
+        "",
+        TrackioKeys,
+        {
+            "project": Words("there; none = the job's name"),
+            "space_id": Words("a Space of Hugging Face; none = this machine, in TRACKIO_DIR"),
+        },
     ),
     Section("`data:`", "[data.md](data.md) has examples.", DataSpec, DATA),
     Section(

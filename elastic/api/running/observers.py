@@ -1,0 +1,99 @@
+"""Who reads a run's journal along while it is written, each in a thread or a process of its own:
+files of numbers, Prometheus, Ray's metrics, trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from elastic.config.job import JobSpec
+from elastic.config.numbers.metrics_port import MetricsPort
+from elastic.config.numbers.trackers import check_installed
+from elastic.errors import SpecError
+from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.metrics.live_numbers import LiveNumbers
+from elastic.observe.metrics.metric_table import BY_NAME
+from elastic.observe.metrics.metrics_files import MetricsFiles, OnStep
+from elastic.observe.metrics.run_numbers import Sample
+from elastic.observe.trackers.tracking import Tracking
+
+
+class Observers:
+    """Made before the run begins: raises SpecError where a port is taken or a library is not
+    here. `say`: a line for a person."""
+
+    def __init__(
+        self,
+        place: RunFolder,
+        spec: JobSpec,
+        on_step: OnStep | None,
+        *,
+        port: int | str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        trackers = spec.trackers.chosen()
+        check_installed(trackers, spec.where)
+        self._stack, self._started = ExitStack(), False
+        self._files = MetricsFiles(place, on_step)
+        tell = self._tellers(spec.metrics_port if port is None else port, say)
+        tracking = Tracking(place, spec, trackers) if trackers else None
+        self._live: LiveNumbers | None = None
+        if tell or tracking is not None:
+            self._live = LiveNumbers(place, tell, (tracking,) if tracking is not None else ())
+        if tracking is not None:
+            self._stack.callback(tracking.close)
+
+    def _tellers(
+        self, port: int | str | None, say: Callable[[str], None]
+    ) -> list[Callable[[str, Sequence[Sample]], None]]:
+        if port is None:
+            return []
+        try:
+            where, found = MetricsPort.of(port), [_through_ray()]
+        except SpecError as error:
+            raise SpecError(f"--metrics-port: {error}") from None
+        if where.port is not None:
+            from elastic.observe.metrics.prometheus_endpoint import PrometheusEndpoint
+
+            endpoint = PrometheusEndpoint(where)
+            self._stack.callback(endpoint.close)
+            say(f"metrics for Prometheus: {endpoint.url}")
+            found.append(endpoint.tell)
+        return found
+
+    def start(self, before: Sequence[Line], epoch: int) -> None:
+        """`before`: the newest lines of earlier drivers; `epoch`: this driver's."""
+        self._started = True
+        self._files.start(before)
+        if self._live is not None:
+            self._live.start(before, epoch)
+
+    def hear(self, line: Line) -> None:
+        self._files.hear(line)
+        if self._live is not None:
+            self._live.hear(line)
+
+    def close(self) -> None:
+        """Waits a bounded time until all is told."""
+        if self._started:
+            self._started = False
+            self._files.close()
+            if self._live is not None:
+                self._live.close()
+        self._stack.close()
+
+
+def _through_ray() -> Callable[[str, Sequence[Sample]], None]:
+    from elastic.cluster.ray.ray_metrics import RayMetrics
+
+    ray = RayMetrics()
+
+    def tell(run: str, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            metric = BY_NAME[sample.name]
+            labels = {"run": run, **dict(zip(metric.labels, sample.labels, strict=True))}
+            grows = metric.kind == "counter"
+            ray.tell(metric.name, metric.about, sample.value, labels=labels, grows=grows)
+
+    return tell

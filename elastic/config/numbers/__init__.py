@@ -1,0 +1,1 @@
+"""What a person says of numbers: how those of a step may be called, and where they go."""

@@ -1,0 +1,117 @@
+"""Follows the journal of a run that is going on, in a thread of its own, and tells what is known to
+whoever asked for it: the step's path and the driver's loop know nothing of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.metrics.run_numbers import RunNumbers, Sample
+from elastic.policy.state.fold import Change, changes
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+SAMPLE_S = 5.0  # between two accounts
+CLOSE_MOST_S = 10.0
+
+
+class JournalReader(Protocol):
+    """Who reads along, entry by entry. `live`: by the driver that runs now."""
+
+    def take(self, change: Change, numbers: RunNumbers, live: bool) -> None: ...
+
+    def tick(self) -> None:
+        """About once a second, and at the end."""
+
+
+class LiveNumbers:
+    """`tell`: called with all values every few seconds. Raises nothing into the run: what fails is
+    said once in the log and asked no more."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        tell: Sequence[Callable[[str, Sequence[Sample]], None]],
+        readers: Sequence[JournalReader] = (),
+    ) -> None:
+        self._run, self._tell, self._readers = run, [*tell], [*readers]
+        self._lines: SimpleQueue[Line | None] = SimpleQueue()
+        self._numbers = RunNumbers()
+        self._sampled_s = float("-inf")
+        self._thread = threading.Thread(target=self._follow, name="live numbers", daemon=True)
+        self._before: Sequence[Line] = ()
+        self._epoch = 0
+
+    def start(self, before: Sequence[Line], epoch: int) -> None:
+        """`before`: the newest lines of earlier drivers; `epoch`: this driver's."""
+        self._before, self._epoch = before, epoch
+        self._thread.start()
+
+    def hear(self, line: Line) -> None:
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Tells the rest; waits a bounded time for that."""
+        self._lines.put(None)
+        self._thread.join(CLOSE_MOST_S)
+
+    # ----------------------------------------------------------------------------- in the thread
+
+    def _follow(self) -> None:
+        try:
+            self._take(self._earlier(), live=False)
+        except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
+            log.warning("%s: numbers begin with this driver (%s)", self._run.name, error)
+            self._numbers = RunNumbers()
+        while self._take(self._come(), live=True):
+            self._tick(time.monotonic())
+        self._tick(float("inf"))
+
+    def _earlier(self) -> Iterable[Line]:
+        """All that earlier drivers of the run have written, so that what is counted goes on."""
+        if not self._before:
+            return ()
+        return (line for line in self._run.lines() if line.epoch < self._epoch)
+
+    def _come(self) -> Iterator[Line | None]:
+        """What has come; waits for the first. None: nothing more will."""
+        try:
+            yield self._lines.get(timeout=LOOK_S)
+            while True:
+                yield self._lines.get_nowait()
+        except Empty:
+            return
+
+    def _take(self, lines: Iterable[Line | None], live: bool) -> bool:
+        """False: there are no more to come."""
+        for line in lines:
+            if line is None:
+                return False
+            if line.epoch < self._numbers.state.epoch:
+                continue  # its writer had lost its lease
+            for change in changes((line,), self._numbers.state):
+                self._numbers.take(change)
+                for reader in self._readers:
+                    reader.take(change, self._numbers, live)
+        return True
+
+    def _tick(self, now_s: float) -> None:
+        for reader in self._readers:
+            reader.tick()
+        if now_s - self._sampled_s < SAMPLE_S or not self._tell:
+            return
+        self._sampled_s = now_s
+        samples = self._numbers.samples()
+        for tell in [*self._tell]:
+            try:
+                tell(self._run.name, samples)
+            except Exception as error:  # noqa: BLE001 - Ray, or a library of metrics
+                log.warning("%s: numbers are told no more: %s", self._run.name, error)
+                self._tell.remove(tell)

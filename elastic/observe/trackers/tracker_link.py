@@ -1,0 +1,162 @@
+"""The driver's end of a tracker: points go into its process by a thread of its own, and wait here
+until the library has taken them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from elastic.observe.trackers.tracker_points import TrackerPoint
+from elastic.observe.trackers.tracker_process import marked
+from elastic.observe.trackers.tracker_run import TrackedRun
+from elastic.version import PACKAGE
+
+log = logging.getLogger(__name__)
+
+MODULE = "elastic.observe.trackers.tracker_process"
+WAITING_MOST = 20_000  # points
+SILENT_S = 120.0  # that a library may take for the oldest point before somebody is told
+BEGIN_AGAIN_S, BEGIN_AGAIN_MOST_S = 2.0, 300.0
+LATER = "training continues, and what is missing is told when the run is run again"
+
+
+class TrackerLink:
+    """One tracker of a run. What is wrong with it is said once, in the log."""
+
+    def __init__(self, library: str, run: TrackedRun, *, mark: Path, output: Path) -> None:
+        self._library, self._run, self._mark, self._output = library, run, mark, output
+        self._changed = threading.Condition()
+        self._points: deque[TrackerPoint] = deque()  # that it has not taken yet
+        self._sent = 0  # the newest step that was sent to this process
+        self._known = marked(mark, run.key)  # the newest step that it has taken
+        self._since_s: float | None = None  # when the oldest point began to wait
+        self._opened = self._ended = self._left = self._said = False
+        self._outcome: str | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._work, name=f"to {library}", daemon=True)
+        self._thread.start()
+
+    def put(self, point: TrackerPoint) -> None:
+        with self._changed:
+            if point.step <= self._known:
+                return
+            self._points.append(point)
+            now_s = time.monotonic()
+            self._since_s = now_s if self._since_s is None else self._since_s
+            if len(self._points) > WAITING_MOST:
+                self._points.popleft()
+                self._tell(f"does not keep up: steps from {self._known + 1} on are missing")
+            elif now_s - self._since_s > SILENT_S:
+                self._tell(f"has not answered for {SILENT_S:.0f} s")
+            self._changed.notify_all()
+
+    def end(self, outcome: str) -> None:
+        """No more points will come."""
+        with self._changed:
+            self._outcome = outcome
+            self._changed.notify_all()
+
+    def close(self, until_s: float) -> None:
+        """After `end`: waits so long until all is told (monotonic), then leaves the rest."""
+        self._thread.join(max(0.0, until_s - time.monotonic()))
+        with self._changed:
+            process, n = self._process, len(self._points)
+            if not self._ended:
+                self._tell(f"has not taken {n} of the steps, or does not end")
+            self._left = True
+            self._changed.notify_all()
+        if self._thread.is_alive() and process is not None:
+            process.kill()
+
+    # ----------------------------------------------------------------------------- in the thread
+
+    def _work(self) -> None:
+        wait_s = BEGIN_AGAIN_S
+        while not self._ended:
+            with suppress(OSError):  # its process is gone
+                self._serve()
+            with self._changed:
+                if self._ended:
+                    return
+                self._tell("has ended by itself")
+                wait_s = BEGIN_AGAIN_S if self._opened else min(BEGIN_AGAIN_MOST_S, 2 * wait_s)
+                if self._changed.wait_for(lambda: self._left, wait_s):
+                    return
+
+    def _serve(self) -> None:
+        """One process, to its end."""
+        self._opened, self._sent = False, 0
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+        with self._output.open("a") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, self._library, str(self._mark)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
+                env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+                start_new_session=True,  # Ctrl-C is the driver's
+            )  # fmt: skip
+        self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        answers = threading.Thread(
+            target=self._hear, args=(process.stdout,), name=f"from {self._library}", daemon=True
+        )
+        answers.start()
+        with process:  # closes its pipes, waits
+            self._send(process.stdin, self._run.plain())
+            while (words := self._next()) is not None:
+                for word in words:
+                    self._send(process.stdin, word)
+            with suppress(BrokenPipeError):
+                self._send(process.stdin, {"end": self._outcome})
+                process.stdin.close()
+            answers.join()
+
+    def _next(self) -> list[dict[str, Any]] | None:
+        """What is to be sent; None: all of it was, and the run has ended. Raises OSError where the
+        process is gone."""
+        process = self._process
+        with self._changed:
+            while True:
+                if process is not None and process.poll() is not None:
+                    raise BrokenPipeError
+                found = [one for one in self._points if one.step > self._sent]
+                if self._opened and found:
+                    self._sent = found[-1].step
+                    return [asdict(one) for one in found]
+                if self._opened and self._outcome is not None:
+                    return None
+                self._changed.wait(1.0)
+
+    def _send(self, stream: IO[str], word: dict[str, Any]) -> None:
+        stream.write(json.dumps(word) + "\n")
+        stream.flush()
+
+    def _hear(self, stream: IO[str]) -> None:
+        for line in stream:
+            answer = json.loads(line)
+            with self._changed:
+                if "failed" in answer:
+                    self._tell(f"is retried: {answer['failed']}")
+                step = answer.get("opened", answer.get("told"))
+                if step is not None:
+                    self._opened, self._known = True, max(self._known, step)
+                    while self._points and self._points[0].step <= self._known:
+                        self._points.popleft()
+                    self._since_s = time.monotonic() if self._points else None
+                self._ended = self._ended or "ended" in answer
+                self._changed.notify_all()
+
+    def _tell(self, what: str) -> None:
+        if not self._said:
+            self._said = True
+            log.warning("%s: tracker %s %s; %s", self._run.name, self._library, what, LATER)

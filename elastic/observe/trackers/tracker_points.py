@@ -1,0 +1,115 @@
+"""Journal entries in, points for trackers out: one per step, in order, each step once.
+
+A tracker takes no step back. What is done again after a recovery is the same step on the same
+samples, so its first telling stays, and the axis has neither jumps nor duplicates. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic.observe.metrics.run_numbers import RunNumbers
+from elastic.observe.metrics.step_rows import row
+from elastic.policy.state.fold import Change
+from elastic.types import DriverStarted, Evaluated, PlanEntered, StepDone
+
+NOT_TOLD = ("step", "at_s")  # the axes
+GOODPUT_EVERY_S = 5.0  # of the journal's time
+GOODPUT_OLD_S = 600.0  # the same of what earlier drivers did
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerPoint:
+    step: int
+    at_s: float
+    numbers: dict[str, float]
+
+
+@dataclass
+class TrackerPoints:
+    """`put` is called with each step when the next one has come: what is evaluated at a step is
+    told with it."""
+
+    put: Callable[[TrackerPoint], None]
+    _open: TrackerPoint | None = None
+    _told: int = 0  # the newest step
+    _tokens: int = 0  # up to it
+    _generation: int = 0  # of the newest transition that was told
+    _more: dict[str, float] = field(default_factory=dict)  # for the next point
+    _goodput_s: float = 0.0
+
+    def take(self, change: Change, numbers: RunNumbers, live: bool) -> None:
+        event = change.event
+        if isinstance(event, DriverStarted):
+            self.close()  # as the driver before did at its end
+        elif isinstance(event, StepDone):
+            if numbers.last is event:
+                self._step(event, change.at_s, numbers, live=live)
+        elif isinstance(event, Evaluated):
+            found = {f"evaluated/{name}": value for name, value in event.metrics.items()}
+            if self._open is not None and self._open.step == event.step:
+                self._open.numbers.update(found)
+        elif (
+            isinstance(event, PlanEntered)
+            and self._open is not None
+            and event.step < self._open.step
+        ):
+            self._open = None  # undone before it was told
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        if self._open is not None:
+            point, self._open = self._open, None
+            self._told = point.step
+            self._tokens = int(point.numbers["train/tokens"])
+            self.put(point)
+
+    def _step(self, done: StepDone, at_s: float, numbers: RunNumbers, *, live: bool) -> None:
+        if self._open is not None and done.step > self._open.step:
+            self.close()
+        self._transition(numbers)
+        if done.step <= self._told:
+            return
+        plan = numbers.state.plans.get(done.generation)
+        workers = len(plan.ranks) if plan is not None else 0
+        told = row(done, at_s=at_s, workers=workers, tokens=self._tokens + done.tokens)
+        own = set(done.logged)
+        found = {name: float(told[name]) for name in own}
+        found |= {
+            f"train/{name}": float(value)
+            for name, value in told.items()
+            if name not in own and name not in NOT_TOLD
+        }
+        found |= self._of_run(numbers, at_s, live) | self._more
+        self._more = {}
+        self._open = TrackerPoint(done.step, at_s, found)
+
+    def _of_run(self, numbers: RunNumbers, at_s: float, live: bool) -> dict[str, float]:
+        state = numbers.state
+        found = {
+            "elastic/nodes": float(len(state.alive)),
+            "elastic/usd": state.usd,
+            "elastic/usd_per_h": state.usd_per_h,
+        }
+        if (mfu := numbers.mfu) is not None:
+            found["elastic/mfu"] = mfu
+        if at_s - self._goodput_s >= (GOODPUT_EVERY_S if live else GOODPUT_OLD_S):
+            self._goodput_s = at_s
+            found["elastic/goodput"] = numbers.books.so_far().totals.goodput
+        return found
+
+    def _transition(self, numbers: RunNumbers) -> None:
+        """The first step after one has come: it goes with the next point, also where that step
+        itself was told before."""
+        newest = numbers.newest_transition
+        if newest is None or newest.generation == self._generation:
+            return
+        self._generation = newest.generation
+        phases = {f"elastic/transition/{name}_s": s for name, s in newest.phases_s.items() if s}
+        self._more |= {
+            "elastic/transition/generation": float(newest.generation),
+            "elastic/transition/pause_s": newest.pause_s,
+            "elastic/transition/steps_lost": float(newest.steps_lost),
+            **phases,
+        }

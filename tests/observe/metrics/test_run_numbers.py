@@ -1,0 +1,266 @@
+"""The values of the metric table, by a journal; and what a scrape gives of them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.observe.small_run import T0, lines, tick
+from support.places import ROOT
+
+from elastic.config.numbers.metrics_port import MetricsPort
+from elastic.errors import SpecError
+from elastic.ledger.journal import Journal, Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.accounting.accounts import Books, account
+from elastic.observe.metrics import live_numbers
+from elastic.observe.metrics.live_numbers import LiveNumbers
+from elastic.observe.metrics.metric_table import BY_NAME, METRICS, row_of
+from elastic.observe.metrics.prometheus_endpoint import PrometheusEndpoint
+from elastic.observe.metrics.run_numbers import RunNumbers, Sample
+from elastic.policy.state.fold import changes
+from elastic.storage import open_storage
+from elastic.types import (
+    CopyFailed,
+    DriverStarted,
+    GuardTripped,
+    HardwareProfile,
+    NodePrepared,
+    RequestFailed,
+    SampleProfile,
+    StorageSeen,
+    WrongNumbers,
+)
+
+Values = dict[tuple[str, ...], float]
+
+
+def values(samples: Sequence[Sample]) -> Values:
+    found = {(one.name, *one.labels): one.value for one in samples}
+    assert len(found) == len(samples), "a series twice"
+    for one in samples:
+        assert len(one.labels) == len(BY_NAME[one.name].labels)
+    return found
+
+
+def numbers(given: Sequence[Line]) -> RunNumbers:
+    made = RunNumbers()
+    for change in changes(given):
+        made.take(change)
+    return made
+
+
+def test_they_are_those_of_the_ledger_and_the_report() -> None:
+    found, books = values(numbers(lines()).samples()), account(lines())
+    assert found["elastic_goodput_ratio",] == books.totals.goodput
+    assert found["elastic_spend_usd_total",] == books.totals.usd
+    assert found["elastic_gpu_seconds_total",] == books.totals.gpu_seconds
+    for category, gpu_s in books.gpu_seconds.items():
+        assert found["elastic_account_gpu_seconds", category] == gpu_s
+    assert found["elastic_step",] == 12 == found["elastic_steps_wanted",]
+    assert found["elastic_steps_total",] == 14, "two were trained twice"
+    assert found["elastic_tokens_total",] == 14 * 1024
+    assert found["elastic_train_loss",] == pytest.approx(4.8)
+    assert found["elastic_tokens_per_second",] == 2048
+    assert found["elastic_validation_loss",] == 4.9
+    assert (
+        found["elastic_run_phase", "succeeded"]
+        == 1
+        == sum(value for (name, *_), value in found.items() if name == "elastic_run_phase")
+    )
+    for one in books.transitions:
+        assert found["elastic_transitions_total", one.cause] == 1
+        pause_s = found["elastic_transition_pause_seconds_total", one.cause]
+        assert pause_s == pytest.approx(one.pause_s)
+    assert found["elastic_transition_lost_steps_total", "loss"] == 2
+    assert found["elastic_transition_phase_seconds_total", "loss", "first_step"] > 0
+    assert found["elastic_notices_total", "spot"] == 1 == found["elastic_nodes_lost_total", "spot"]
+    assert found["elastic_copies_total", "durable", "stored"] == 1
+    assert found["elastic_checkpoint_step",] == 12
+    assert found["elastic_copy_bytes_total", "durable"] == 2_500_000
+
+
+def test_what_has_not_happened_is_zero_from_the_start_on() -> None:
+    found = values(numbers(lines()[:2]).samples())
+    for name in ("notices", "nodes_lost", "requests_failed"):
+        assert found[f"elastic_{name}_total", "spot"] == 0
+    assert found["elastic_transitions_total", "loss"] == 0
+    assert "elastic_train_loss" not in {name for name, *_ in found}, "nobody knows one"
+
+
+def test_what_goes_wrong_is_counted_and_nodes_are_by_pool_and_status() -> None:
+    worker = numbers(lines()).state.plans[3].ranks[0]
+    more = [
+        tick(9.6, RequestFailed("spot", "r1", "no capacity")),
+        tick(9.7, CopyFailed(3, 7, "slow"), CopyFailed(3, 7, "busy", skipped=True)),
+        tick(9.8, GuardTripped(3, 7, "loss_spike", "skip", "it rose")),
+        tick(9.9, WrongNumbers(3, 7, 6, (worker,), "two of four differ")),
+        tick(9.9, StorageSeen(False, "timeout", T0 + 9)),
+    ]
+    given = [*(line for line in lines() if line.at_s <= T0 + 9.5), *more]
+    found = values(numbers(given).samples())
+    assert found["elastic_requests_failed_total", "spot"] == 1
+    assert found["elastic_copies_total", "durable", "failed"] == 1
+    assert found["elastic_copies_total", "durable", "skipped"] == 1
+    assert found["elastic_guard_trips_total", "loss_spike", "skip"] == 1
+    assert found["elastic_wrong_numbers_total",] == 1 == found["elastic_storage_away",]
+    assert found["elastic_nodes", "spot", "draining"] == 1
+    assert found["elastic_nodes", "on-demand", "prepared"] == 1
+    assert found["elastic_workers",] == 2
+
+
+def test_mfu_is_there_where_the_flops_and_the_peaks_are_known() -> None:
+    """1e9 FLOPs a sample, 8 samples, 0.5 s, two GPUs of 1e11 FLOP/s: 8 %."""
+    given = lines()
+    peak = HardwareProfile("CPU", peak_flop_per_s=1e11)
+    start = given[0].events[0][1]
+    assert isinstance(start, DriverStarted)
+    sample = SampleProfile(1e9, (), 0, 0)
+    known = replace(start, hardware=(peak,), model=replace(start.model, sample=sample))
+    assert numbers(given).mfu is None
+    given[0] = replace(given[0], events=((T0, known),))
+    assert numbers(given).mfu == pytest.approx(0.08)
+    assert values(numbers(given).samples())["elastic_mfu_ratio",] == pytest.approx(0.08)
+    given[0] = replace(given[0], events=((T0, replace(known, hardware=())),))
+    assert numbers(given).mfu is None
+    assert NodePrepared("a", sample=sample).sample == sample
+
+
+def test_books_of_a_long_run_keep_few_steps_and_say_the_same() -> None:
+    given = [line for line in lines() if line.at_s <= T0 + 8.5]
+    books = Books(keeps=2)
+    for change in changes(given):
+        books.take(change)
+        assert len(books.steps) <= 4
+        books.so_far()
+    whole, found = account(given), books.so_far()
+    assert found.totals.tokens == whole.totals.tokens and found.totals.steps == whole.totals.steps
+    for category, gpu_s in whole.gpu_seconds.items():
+        assert found.gpu_seconds[category] == pytest.approx(gpu_s)
+    assert books.closed().gpu_seconds == pytest.approx(found.gpu_seconds), "it only looked"
+
+
+# -------------------------------------------------------------------------------------- the endpoint
+
+
+@pytest.fixture
+def endpoint() -> Iterator[PrometheusEndpoint]:
+    made = PrometheusEndpoint(MetricsPort(port=0))
+    yield made
+    made.close()
+
+
+def scraped(endpoint: PrometheusEndpoint) -> Values:
+    """By prometheus_client's own parser."""
+    with urllib.request.urlopen(endpoint.url, timeout=10) as answer:
+        text = answer.read().decode()
+    found: Values = {}
+    for family in text_string_to_metric_families(text):
+        metric = BY_NAME.get(family.name) or BY_NAME[f"{family.name}_total"]
+        assert family.type == metric.kind and family.documentation == metric.about
+        for one in family.samples:
+            if one.name.endswith("_created"):
+                continue
+            assert one.name == metric.name and one.labels["run"] == "tiny-1"
+            assert set(one.labels) == {"run", *metric.labels}
+            found[one.name, *(one.labels[label] for label in metric.labels)] = one.value
+    return found
+
+
+def test_a_scrape_gives_every_value_as_it_was_told(endpoint: PrometheusEndpoint) -> None:
+    assert scraped(endpoint) == {}, "nothing is known yet"
+    samples = numbers(lines()).samples()
+    endpoint.tell("tiny-1", samples)
+    assert scraped(endpoint) == values(samples)
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SpecError) as caught:
+            PrometheusEndpoint(MetricsPort(port=port))
+    assert str(caught.value) == (
+        f"metrics_port: 127.0.0.1:{port} is not to be had (Address already in use); take another "
+        "port, or 0 for any that is free"
+    )
+
+
+def test_a_client_that_reads_nothing_holds_no_other_up(endpoint: PrometheusEndpoint) -> None:
+    endpoint.tell("tiny-1", numbers(lines()).samples())
+    host, port = endpoint.url.split("/")[2].split(":")
+    with socket.create_connection((host, int(port))) as idle:
+        idle.sendall(b"GET /metrics HTTP/1.1\r\n")
+        assert scraped(endpoint)
+
+
+# ------------------------------------------------------------------------------------- while it runs
+
+
+def test_a_driver_that_takes_over_counts_on_from_the_whole_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_numbers, "LOOK_S", 0.01)
+    place, told = RunFolder.of(open_storage(tmp_path / "r")), list[Sequence[Sample]]()
+    given = lines()
+    later = [replace(line, epoch=2) for line in given[9:]]
+    for before, new in (([], given[:9]), (given[5:9], later)):
+        live = LiveNumbers(place, [lambda run, samples: told.append(samples)])
+        journal = Journal(place.journal, new[0].epoch)
+        live.start(before, new[0].epoch)
+        for line in new:
+            journal.append(line.at_s, line.events, line.decision)
+            live.hear(line)
+        journal.close()
+        live.close()
+    assert values(told[-1]) == values(numbers(given).samples())
+
+
+def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(live_numbers, "LOOK_S", 0.01)
+    monkeypatch.setattr(live_numbers, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(live_numbers, "CLOSE_MOST_S", 0.2)
+    release, n_raised = threading.Event(), list[int]()
+
+    def raises(run: str, samples: Sequence[Sample]) -> None:
+        n_raised.append(1)
+        raise RuntimeError("ray is gone")
+
+    live = LiveNumbers(
+        RunFolder.of(open_storage(tmp_path)), [raises, lambda run, samples: bool(release.wait())]
+    )
+    live.start([], 1)
+    began_s = time.monotonic()
+    for line in lines():
+        live.hear(line)
+    time.sleep(0.1)  # sleeps: it looks again and again
+    live.close()
+    assert time.monotonic() - began_s < 2.0
+    release.set()
+    live._thread.join()
+    assert len(n_raised) == 1 and caplog.text.count("ray is gone") == 1
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| `elastic_")] == [
+        row_of(metric) for metric in METRICS
+    ]
+
+
+def test_names_and_units_are_prometheuss() -> None:
+    assert len(BY_NAME) == len(METRICS)
+    for metric in METRICS:
+        assert metric.name.startswith("elastic_") and metric.name.islower()
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert not any(word in metric.name.split("_") for word in ("s", "ms", "gb", "h", "percent"))

@@ -1,0 +1,248 @@
+"""Real libraries, offline: a run with a notice, a loss and other drivers is one run there, with each
+step once. And libraries that raise, hang and die: said once, and the run goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.observe.read_trackers import WHERE, needed, read_back
+from support.observe.small_run import lines
+from support.places import ROOT
+
+from elastic.config.job import JobSpec, job_of
+from elastic.ledger.journal import Journal, Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.metrics.live_numbers import LiveNumbers
+from elastic.observe.trackers import tracker_link, tracker_process, tracking
+from elastic.observe.trackers.tracker_link import TrackerLink
+from elastic.observe.trackers.tracker_points import TrackerPoint
+from elastic.observe.trackers.tracker_process import marked, serve
+from elastic.observe.trackers.tracker_run import TrackedRun
+from elastic.observe.trackers.tracking import Tracking, key_of_run
+from elastic.policy.state.fold import changes
+from elastic.storage import open_storage
+from elastic.types import DriverStarted
+
+RUN = TrackedRun("tiny-1-0000", "tiny-1", "tiny", {}, {"steps": "12"})
+
+
+def spec(trackers: object) -> JobSpec:
+    keys = {"name": "tiny", "steps": 12, "global_batch": 8, "trackers": trackers}
+    return job_of(keys, Path("/jobs/tiny/program.py"))
+
+
+def driver(folder: Path, trackers: object, before: list[Line], new: list[Line]) -> None:
+    """Writes these lines as one driver would, while the trackers read along."""
+    place, job = RunFolder.of(open_storage(folder)), spec(trackers)
+    track = Tracking(place, job, job.trackers.chosen())
+    live = LiveNumbers(place, (), (track,))
+    journal = Journal(place.journal, epoch=new[0].epoch)
+    live.start(before, new[0].epoch)
+    for line in new:
+        journal.append(line.at_s, line.events, line.decision)
+        live.hear(line)
+    journal.close()
+    live.close()
+    track.close()
+
+
+def attached(given: list[Line], at: int) -> list[Line]:
+    """The lines from there on as another driver writes them."""
+    start = given[0].events[0][1]
+    assert isinstance(start, DriverStarted)
+    here = given[at - 1].at_s
+    first = Line(here, 2, ((here, replace(start, epoch=2, attached=True)),))
+    return [first, *(replace(line, epoch=2) for line in given[at:])]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("library", [pytest.param(name, marks=needed(name)) for name in WHERE])
+def test_a_run_of_two_drivers_is_one_run_with_each_step_once(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second attaches before the loss by which two steps are done again."""
+    store = tmp_path / "store"
+    store.mkdir()
+    for name, value in WHERE[library](store).items():
+        monkeypatch.setenv(name, value)
+    given = lines()
+    at = next(i for i, line in enumerate(given) if line.at_s > 1008.5)
+    later = attached(given, at)
+    keys = {library: {"experiment" if library == "mlflow" else "project": "ours"}}
+    driver(tmp_path / "run", keys, [], given[:at])
+    driver(tmp_path / "run", keys, given[:at], later)
+    (told,) = read_back(library, store, "ours").values()
+    assert told["train/train_loss"] == [
+        (step, pytest.approx(6.0 - 0.1 * step)) for step in range(1, 13)
+    ]
+    assert [step for step, _ in told["elastic/nodes"]] == list(range(1, 13))
+    assert [step for step, _ in told["elastic/transition/pause_s"]] == [1, 5, 9]
+    assert told["evaluated/validation_loss"] == [(12, 4.9)]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("library", [pytest.param("mlflow", marks=needed("mlflow"))])
+def test_a_tracker_that_is_added_later_has_the_whole_run(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in WHERE[library](tmp_path / "store").items():
+        monkeypatch.setenv(name, value)
+    given = lines()
+    driver(tmp_path / "run", [], [], given[:8])
+    later = attached(given, 8)
+    driver(tmp_path / "run", [library], given[:8], later)
+    (told,) = read_back(library, tmp_path / "store", "tiny").values()
+    assert [step for step, _ in told["train/train_loss"]] == list(range(1, 13))
+
+
+def test_the_same_run_has_one_key_and_another_of_its_name_another_one() -> None:
+    keys = []
+    for given in (lines(), lines()[:5]):
+        *_, last = changes(given)
+        keys.append(key_of_run(last.after))
+    assert keys[0] == keys[1] and keys[0].startswith("tiny-1-")
+    shifted = [
+        Line(line.at_s + 1, 1, tuple((at_s + 1, e) for at_s, e in line.events), line.decision)
+        for line in lines()
+    ]
+    *_, last = changes(shifted)
+    assert key_of_run(last.after) != keys[0]
+
+
+# ------------------------------------------------------------------------- libraries that are unwell
+
+
+class Unwell:
+    """Raises the first `n` times that it is asked for anything."""
+
+    def __init__(self, n: int, has: int | None = None) -> None:
+        self.n, self.has, self.steps, self.outcome = n, has, list[int](), ""
+
+    def _ask(self) -> None:
+        self.n -= 1
+        if self.n >= 0:
+            raise ConnectionError("its server\n is away")
+
+    def open(self, run: TrackedRun) -> int | None:
+        self._ask()
+        return self.has
+
+    def log(self, points: Any) -> None:
+        self._ask()
+        self.steps += [point.step for point in points]
+
+    def end(self, outcome: str) -> None:
+        self._ask()
+        self.outcome = outcome
+
+
+def words(*steps: int, end: str = "succeeded") -> io.StringIO:
+    points = [{"step": step, "at_s": 1.0, "numbers": {"a": 1.0}} for step in steps]
+    told = [RUN.plain(), *points, *([{"end": end}] if end else [])]
+    return io.StringIO("".join(json.dumps(one) + "\n" for one in told))
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_process, "AGAIN_S", 0.01)
+
+
+def test_what_a_library_raises_is_said_and_tried_again(tmp_path: Path) -> None:
+    library, said = Unwell(3), list[dict[str, Any]]()
+    serve(library, tmp_path / "mark.json", words(1, 2, 3), say=lambda **one: said.append(one))
+    assert library.steps == [1, 2, 3] and library.outcome == "succeeded"
+    assert said[0] == {"failed": "ConnectionError: its server is away"}
+    assert said[-2:] == [{"told": 3}, {"ended": True}]
+    assert marked(tmp_path / "mark.json", RUN.key) == 3
+    assert marked(tmp_path / "mark.json", "another") == 0
+
+
+@pytest.mark.parametrize(("mark", "has"), [(2, None), (0, 2), (1, 2), (2, 0)])
+def test_what_it_has_is_not_told_again(tmp_path: Path, mark: int, has: int | None) -> None:
+    file, library = tmp_path / "mark.json", Unwell(0, has)
+    tracker_process.write_mark(file, RUN.key, mark)
+    serve(library, file, words(1, 2, 3, 4, end=""), say=lambda **one: None)
+    assert library.steps == [3, 4] and library.outcome == "", "the run may go on"
+
+
+@pytest.fixture
+def link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[TrackerLink]:
+    monkeypatch.setattr(tracker_link, "MODULE", "support.observe.unwell_tracker")
+    monkeypatch.setattr(tracker_link, "BEGIN_AGAIN_S", 0.1)
+    monkeypatch.setattr(tracker_link, "SILENT_S", 0.5)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    made = TrackerLink(request.param, RUN, mark=tmp_path / "mark.json", output=tmp_path / "out.log")
+    yield made
+    if made._process is not None:
+        made._process.kill()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("link", ["hangs", "hangs-full", "dies"], indirect=True)
+def test_a_tracker_that_hangs_or_dies_holds_nobody_up_and_is_said_once(
+    link: TrackerLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes nothing, or too little for what is in the pipe, or ends at each start."""
+    caplog.set_level(logging.WARNING)
+    took_s = 0.0
+    for step in range(1, 3001):
+        began_s = time.monotonic()
+        link.put(TrackerPoint(step, 1.0, {"a" * 80: float(step)}))
+        took_s = max(took_s, time.monotonic() - began_s)
+        if step % 1000 == 0:
+            time.sleep(0.3)  # sleeps: as long as a step takes
+    assert took_s < 0.2, "nobody waits for it"
+    began_s = time.monotonic()
+    link.end("succeeded")
+    link.close(time.monotonic() + 1.0)
+    assert time.monotonic() - began_s < 3.0
+    assert len(caplog.records) == 1 and "training continues" in caplog.text
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("link", ["dies-later"], indirect=True)
+def test_a_tracker_that_dies_is_started_again_and_told_the_rest(
+    link: TrackerLink, tmp_path: Path
+) -> None:
+    for step in range(1, 21):
+        link.put(TrackerPoint(step, 1.0, {"a": 1.0}))
+    link.end("succeeded")
+    link.close(time.monotonic() + 30.0)
+    told = [int(line) for line in (tmp_path / "mark.told").read_text().split()]
+    assert told == list(range(1, 21))
+
+
+def test_one_that_does_not_keep_up_loses_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracker_link, "WAITING_MOST", 5)
+    monkeypatch.setattr(TrackerLink, "_work", lambda self: None)
+    link = TrackerLink("wandb", RUN, mark=tmp_path / "mark.json", output=tmp_path / "out.log")
+    for step in range(1, 9):
+        link.put(TrackerPoint(step, 1.0, {}))
+    assert [one.step for one in link._points] == [4, 5, 6, 7, 8]
+    assert len(caplog.records) == 1 and "does not keep up" in caplog.text
+
+
+def test_all_trackers_are_waited_for_at_most_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "CLOSE_MOST_S", 0.2)
+
+    def hang(self: TrackerLink) -> None:
+        time.sleep(5)  # sleeps: a library that hangs
+
+    monkeypatch.setattr(TrackerLink, "_work", hang)
+    began_s = time.monotonic()
+    driver(tmp_path / "run", ["wandb", "mlflow", "trackio"], [], lines())
+    assert time.monotonic() - began_s < 3
