@@ -15,7 +15,7 @@ from elastic.observe.event_messages import duration, size
 from elastic.observe.reporting import page_words, savings
 from elastic.observe.reporting.charts import capacity_chart, loss_chart
 from elastic.observe.reporting.run_seen import RunSeen
-from elastic.observe.reporting.story import MARKS, gpu_word, story
+from elastic.observe.reporting.story import MARKS, gpu_word, span, story
 from elastic.version import __version__
 
 TEMPLATE = "report_page.html"
@@ -67,7 +67,7 @@ def content(
         "verdicts": found, "bounds": page_words.BOUNDS, "changes": rows,
         "n_changes": len(books.transitions), "phases": page_words.PHASES, "target": target,
         "glossary": page_words.GLOSSARY, "unit": view.unit,
-        "usd": usd, "duration": duration, "percent": lambda share: f"{100 * share:.0f} %",
+        "usd": usd, "span": span, "percent": lambda share: f"{100 * share:.0f} %",
     }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def categories(books: Account) -> list[dict[str, Any]]:
             "gpu": Amount(books.gpu_seconds[name], f"{gpu:,.{digits}f}",
             books.gpu_seconds[name] / whole if whole else 0.0),
             "usd": Amount(books.usd[name], f"${paid:,.{decimals}f}"),
-            "wall": duration(books.seconds[name]),
+            "wall": span(books.seconds[name]),
         }
         for name, gpu, paid in zip(names, worked, money, strict=True)
     ]  # fmt: skip
@@ -131,7 +131,7 @@ def _sums(books: Account) -> dict[str, Any]:
     return {
         "gpu": Amount(gpu_s, f"{gpu_s / 3600:,.2f}" if hours else f"{gpu_s:,.1f}"),
         "usd": Amount(paid, f"${paid:,.{_decimals(paid)}f}"),
-        "wall": duration(sum(books.seconds.values())),
+        "wall": span(sum(books.seconds.values())),
     }
 
 
@@ -140,7 +140,7 @@ def _summary(seen: RunSeen, word: str) -> str:
     most = max((sum(m.gpus.values()) for m in seen.history.moments), default=0)
     steps = f"{totals.steps:,} of {view.steps:,} steps" if view.steps else f"{totals.steps:,} steps"
     read = f", {totals.tokens:,} {view.unit}" if totals.tokens else ""
-    return f"{steps}{read}, in {duration(totals.wall_s)} on up to {most} {word}s" + (
+    return f"{steps}{read}, in {span(totals.wall_s)} on up to {most} {word}s" + (
         f" of {_listed([pool.name for pool in view.state.pools])}" if view.state.pools else ""
     )
 
@@ -188,8 +188,8 @@ def _cards(seen: RunSeen, on_demand: savings.OnDemand | str) -> list[dict[str, s
         {
             "title": "Changes of capacity",
             "value": str(len(entered)),
-            "about": f"paused for {sum(t.pause_s for t in entered):.1f} s in all; {again} steps "
-            "trained again",
+            "about": f"paused for {span(sum(t.pause_s for t in entered))} in all; {again} "
+            "steps trained again",
         }
     )
     if totals.final_loss is not None:

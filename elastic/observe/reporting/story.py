@@ -30,9 +30,9 @@ from elastic.types import (
 )
 
 MOST = 24  # sentences about changes; a run with more is told by periods
-HOUR_S = 3600.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 PERIODS = (
-    ("Hour", HOUR_S), ("Quarter of a day", 6 * HOUR_S), ("Day", 24 * HOUR_S),
+    ("Hour", HOUR_S), ("Quarter of a day", 6 * HOUR_S), ("Day", DAY_S),
     ("Week", 168 * HOUR_S), ("Month", 720 * HOUR_S),
 )  # fmt: skip
 # of a worker's failure, in plain words; the others come with the loss of a node
@@ -253,7 +253,7 @@ def _told(changes: Sequence[Transition], events: Sequence[Incident], step: int |
     counted = [
         f"{n} {words}"
         for kind, words in (
-            ("noticed", "announced to be taken back"), ("lost", "gone without a later notice"),
+            ("noticed", "announced to be taken back"), ("lost", "lost without warning"),
             ("joined", "joined"), ("quarantined", "not used any more"),
         )
         if (n := _n_machines(events, kind))
@@ -264,7 +264,7 @@ def _told(changes: Sequence[Transition], events: Sequence[Incident], step: int |
         pause_s, lost = sum(t.pause_s for t in entered), sum(t.steps_lost for t in entered)
         said += (
             f"The work was divided anew {n_of(len(entered), 'time')}, with pauses of "
-            f"{pause_s:.0f} s in all"
+            f"{span(pause_s)} in all"
         )
         said += f" and {n_of(lost, 'step')} trained again. " if lost else " and no work lost. "
     return said + (f"Reached step {step:,}." if step is not None else "No step was finished.")
@@ -282,7 +282,7 @@ def _n_machines(events: Sequence[Incident], kind: str) -> int:
 
 
 def _end(view: View, books: Account) -> Sentence:
-    steps, wall = books.totals.steps, duration(books.totals.wall_s)
+    steps, wall = books.totals.steps, span(books.totals.wall_s)
     how = {
         "succeeded": f"The run finished all of its {steps:,} steps after {wall}.",
         "failed": f"The run failed after {wall}, at step {steps:,}: {view.reason}.",
@@ -294,5 +294,13 @@ def _end(view: View, books: Account) -> Sentence:
     return Sentence(_when(view, view.at_s), "end", text.replace("..", "."))
 
 
+def span(seconds: float) -> str:
+    """`4.6 s`, `1:52:25`, `20.7 days`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / DAY_S:.1f} days" if seconds >= 2 * DAY_S else duration(seconds)
+
+
 def _when(view: View, at_s: float) -> str:
-    return duration(max(0.0, at_s - view.started_at_s))
+    since_s = max(0.0, at_s - view.started_at_s)
+    return f"day {since_s / DAY_S:.1f}" if since_s >= 2 * DAY_S else duration(since_s)

@@ -135,7 +135,7 @@ def test_the_story_of_a_short_run_has_each_change() -> None:
     )
     assert told[2].text.startswith("Machine a failed without warning: training continued at step 6")
     assert "2 steps had to be trained again." in told[2].text
-    assert told[3].text == "The run finished all of its 12 steps after 0:13."
+    assert told[3].text == "The run finished all of its 12 steps after 13.2 s."
 
 
 def long_run() -> list[Line]:
@@ -328,3 +328,27 @@ def test_a_hundred_thousand_steps_stay_a_small_page() -> None:
     text = page(seen := seen_of(found), ())
     assert len(text) < 60_000 and len(list(changes(found))) > 3000
     assert seen.account.totals.steps == 2999
+
+
+def test_what_is_written_can_be_read_on_its_ground() -> None:
+    """WCAG 2.1, 1.4.3: a contrast of 4.5 for text, light and dark."""
+    style = (ROOT / "elastic/observe/reporting/report_page.html").read_text()
+    palettes = re.findall(r":root \{(.*?)\}", style, re.S)
+    assert len(palettes) == 3
+    for palette in palettes:
+        colors = dict(re.findall(r"--(\w+): (#\w+)", palette))
+        for ink in ("text", "quiet", "accent", "good", "warn", "bad"):
+            for ground in ("sheet", "page"):
+                assert contrast(colors[ink], colors[ground]) >= 4.5, (ink, ground, palette)
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(color: str) -> float:
+    text = color[1:] if len(color) == 7 else "".join(2 * c for c in color[1:])
+    parts = [int(text[k : k + 2], 16) / 255 for k in (0, 2, 4)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
