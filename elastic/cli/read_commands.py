@@ -4,13 +4,19 @@ doctor."""
 from __future__ import annotations
 
 import argparse
+from math import isfinite, nan
+from pathlib import Path
 from typing import Any
 
 from elastic import api
+from elastic.api.diagnose import diagnosed
 from elastic.cli.parser import RUN, natural, opened, run_verb, show, verb
 from elastic.errors import SpecError
-from elastic.observe import doctor, find_runs, logs, report, run_tables
+from elastic.observe import find_runs, logs, run_tables
+from elastic.observe.diagnosis import doctor
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
+from elastic.observe.reporting import report
+from elastic.observe.reporting.run_seen import seen_of, seen_of_run
 
 
 def add(verbs: Any) -> None:
@@ -19,12 +25,24 @@ def add(verbs: Any) -> None:
         ("status", _status, "status of a run"),
         ("why", _why, "events of a run, and the reason of each decision"),
         ("ledger", _ledger, "time and cost of a run by category"),
-        ("report", _report, "write loss.png and report.json of a run again and print the report"),
+        (
+            "report",
+            _report,
+            "write report.html, pictures and report.json of a run, and print the report",
+        ),
         ("replay", _replay, "replay all decisions of a run from its journal and compare"),
     ):
         run_verb(verbs, name, handler, about=about)
     verbs.choices["report"].add_argument(
         "--csv", action="store_true", help="print a line of numbers for each step instead, as CSV"
+    )
+    verbs.choices["report"].add_argument(
+        "--html",
+        metavar="FILE",
+        help="where the page goes (default: report.html in the run's folder)",
+    )
+    verbs.choices["report"].add_argument(
+        "--target-loss", metavar="LOSS", type=_loss, help="say what reaching this loss has cost"
     )
     verbs.choices["why"].add_argument(
         "--last", metavar="N", type=int, default=0, help="only the last N lines"
@@ -47,6 +65,16 @@ def add(verbs: Any) -> None:
     made.add_argument("run", metavar="RUN", nargs="?", help=RUN)
 
 
+def _loss(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = nan
+    if not isfinite(value):
+        raise argparse.ArgumentTypeError(f"'{text}' must be a number, as in 2.5")
+    return value
+
+
 def _ls(given: argparse.Namespace) -> int:
     rows = [
         run_tables.Row(find_runs.view(run), api.holder(run.storage), find_runs.age_s(run))
@@ -62,8 +90,10 @@ def _ls(given: argparse.Namespace) -> int:
 
 def _status(given: argparse.Namespace) -> int:
     run = opened(given)
-    view, holder = find_runs.view(run), api.holder(run.storage)
-    show(given, run_tables.status_plain(view, holder), run_tables.status(view, holder))
+    seen, holder = seen_of(find_runs.lines_of(run)), api.holder(run.storage)
+    view, found = seen.view, diagnosed(seen.evidence)
+    plain = run_tables.status_plain(view, holder) | {"verdicts": [one.plain() for one in found]}
+    show(given, plain, run_tables.status(view, holder, found[0].line if found else ""))
     return 0
 
 
@@ -79,13 +109,14 @@ def _ledger(given: argparse.Namespace) -> int:
 
 
 def _report(given: argparse.Namespace) -> int:
-    if given.csv and given.json:
-        raise SpecError("--csv and --json are two ways at once; give one of them")
+    if given.csv and (given.json or given.html):
+        raise SpecError("--csv and --json or --html are two ways at once; give one of them")
     if given.csv:
         rows = rows_of(find_runs.view(opened(given)))
         print(text_of(rows, columns_of(rows)), end="")
         return 0
-    data, lines = report.write(opened(given))
+    asked = report.Asked(Path(given.html) if given.html else None, given.target_loss)
+    data, lines = report.write(opened(given), None, diagnosed, asked=asked)
     show(given, data, lines)
     return 0
 
@@ -132,7 +163,8 @@ def _logs(given: argparse.Namespace) -> int:
 
 def _doctor(given: argparse.Namespace) -> int:
     if given.run:
-        checks = doctor.run_troubles(find_runs.view(opened(given)))
+        seen = seen_of_run(opened(given))
+        checks = [*doctor.run_troubles(seen.view), *doctor.bounds(diagnosed(seen.evidence))]
     else:
         checks = doctor.machine(find_runs.storage_uri(given.storage))
     rows = [

@@ -3,6 +3,7 @@ live run."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
@@ -48,7 +49,10 @@ def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFo
     if len(alike) == 1:
         return known[alike[0]]
     what = f"; several begin so: {', '.join(alike[-8:])}" if alike else ""
+    meant = difflib.get_close_matches(run, known, n=3)
     listed = f"; runs there: {', '.join(list(known)[-8:])}" if known and not alike else ""
+    if meant and not alike:
+        listed = f"; did you mean {' or '.join(meant)}?"
     raise SpecError(f"no run '{run}' here or in {storage_uri(storage)}{what}{listed}")
 
 

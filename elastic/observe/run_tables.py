@@ -132,8 +132,8 @@ def ls(rows: Sequence[Row]) -> list[str]:
     return columns([head, *body], right=(2, 3))
 
 
-def status(view: View, holder: str = "") -> list[str]:
-    """Where a run stands."""
+def status(view: View, holder: str = "", bound: str = "") -> list[str]:
+    """Where a run stands. `bound`: by what, in one line."""
     now = loss(view)
     rows = [
         ("run", f"{view.state.run} (job {view.job.name or '-'}, epoch {view.state.epoch})"),
@@ -159,6 +159,7 @@ def status(view: View, holder: str = "") -> list[str]:
             else []
         ),
         ("reason", view.reason or "-"),
+        *([("bound by", bound)] if bound else []),
     ]
     lines = columns(rows)
     if view.plan is not None and not view.ended:

@@ -59,6 +59,13 @@ def test_ledger_report_and_replay(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(csv.splitlines()) == 1 + 30
     assert called(capsys, "report", "tiny-1", "--csv")[:2] == (0, csv)
     assert "two ways at once" in called(capsys, "report", "tiny-1", "--csv", "--json")[2]
+    place = Path("mine.html")
+    code, out, _ = called(capsys, "report", "tiny-1", "--html", str(place), "--target-loss", "0.5")
+    assert code == 0 and f"page:  {place}" in out and "Cost to a loss of 0.5" in place.read_text()
+    for wrong in ("nan", "much"):
+        with pytest.raises(SystemExit) as ended:
+            called(capsys, "report", "tiny-1", "--target-loss", wrong)
+        assert ended.value.code == 2 and "a number, as in 2.5" in capsys.readouterr().err
     data = as_json(capsys, "replay", "tiny-1")
     assert data["identical"] is True
     assert data["decisions"] > 5
@@ -101,7 +108,8 @@ def test_a_run_by_the_name_of_its_job_or_by_how_it_begins(
         .rstrip()
         .endswith("several begin so: tiny-20250101-000000, tiny-20250102-000000")
     )
-    assert "runs there: tiny-" in named("iny")
+    assert "did you mean tiny-1?" in named("iny")
+    assert "runs there: tiny-" in named("quite-another")
     assert "no run 'tiny'" in called(capsys, "checkpoint", "rm", "tiny", "--step", "3")[2], (
         "what removes asks for the whole name"
     )

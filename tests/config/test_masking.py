@@ -12,7 +12,7 @@ from elastic.config import masking
 from elastic.config.masking import is_secret, masked, masked_text
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import StoredJournal
-from elastic.observe import report
+from elastic.observe.reporting import report
 from elastic.storage import open_storage
 from elastic.types import (
     CopyFailed,

@@ -11,8 +11,9 @@ from support.observe.small_run import PLANS, lines, step, tick
 
 from elastic.ledger.journal import Journal, Line, parse_line, write_line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import find_runs, report
+from elastic.observe import find_runs
 from elastic.observe.accounting.accounts import account
+from elastic.observe.reporting import report
 from elastic.observe.run_tables import status, status_plain, why
 from elastic.observe.run_view import view_of
 from elastic.observe.terminal import plain_note

@@ -10,11 +10,13 @@ from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, 
 from support.waiting import until
 
 from elastic.ledger.journal import Journal, Line, write_line
-from elastic.observe import doctor, report, run_tables
+from elastic.observe import run_tables
 from elastic.observe.accounting.accounts import account
+from elastic.observe.diagnosis import doctor
 from elastic.observe.event_messages import drill, duration, first_line, size
-from elastic.observe.loss_plot import save_loss
 from elastic.observe.plans.layout_drawing import draw, letters
+from elastic.observe.reporting import report
+from elastic.observe.reporting.loss_plot import save_loss
 from elastic.observe.run_view import Tail, view_of
 from elastic.observe.terminal import Terminal, progress_line, render
 from elastic.policy.state.fold import changes

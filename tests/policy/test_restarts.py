@@ -9,7 +9,7 @@ from support.policy.script_story import RAN_EVERY_S, ScriptStory, grown, three
 from elastic.api.running.start_checks import failed_by_itself
 from elastic.ledger.journal import Line
 from elastic.observe import run_tables
-from elastic.observe.doctor import run_troubles
+from elastic.observe.diagnosis.doctor import run_troubles
 from elastic.observe.run_view import view_of
 from elastic.policy import restarts
 from elastic.policy.faults import retries

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from elastic.api.diagnose import diagnosed
 from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
@@ -33,9 +34,10 @@ from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut, RunFolder
 from elastic.ledger.segments import StoredJournal
-from elastic.observe import find_runs, report
+from elastic.observe import find_runs
 from elastic.observe.logs import traceback_of
 from elastic.observe.metrics.metrics_files import OnStep
+from elastic.observe.reporting import report
 from elastic.observe.terminal import Terminal
 from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
@@ -481,7 +483,7 @@ class JobRun:
         if state.phase == "failed" and self.terminal is not None:
             self._show_traceback(lines)
         try:
-            data, shown = report.write(self.place, self._extras(state, lines))
+            data, shown = report.write(self.place, self._extras(state, lines), diagnosed)
         except OSError as error:  # the run itself has ended
             text = (
                 f"run '{self.name}' has ended, its report could not be written (elastic report "

@@ -1,23 +1,32 @@
 """The end of a run on paper: transitions, where time and money went, losses, a sample. Also writes
-report.json, loss.png and metrics.csv."""
+report.html, report.json, loss.png, capacity.png and metrics.csv."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.accounting.accounts import Account, Books
 from elastic.observe.accounting.launch_times import Launches, sentence
 from elastic.observe.accounting.transitions import Transition
+from elastic.observe.diagnosis.evidence import Evidence
+from elastic.observe.diagnosis.step_verdicts import verdicts
+from elastic.observe.diagnosis.verdicts import RunVerdict
 from elastic.observe.event_messages import duration, size
-from elastic.observe.loss_plot import save_loss
 from elastic.observe.metrics.metrics_csv import CSV
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.noise_advice import advice, estimate
+from elastic.observe.reporting.capacity_plot import save_capacity
+from elastic.observe.reporting.loss_plot import save_loss
+from elastic.observe.reporting.report_page import page
+from elastic.observe.reporting.run_seen import RunSeen, seen_of_run
+from elastic.observe.reporting.savings import against_on_demand, against_restarts, to_target
 from elastic.observe.run_tables import columns
 from elastic.observe.run_view import View
 from elastic.observe.step_times import GenerationTimes, shown
@@ -25,7 +34,8 @@ from elastic.policy.state.fold import changes
 from elastic.storage import LocalStorage
 from elastic.text import n_of
 
-FILE, PLOT = "report.json", "loss.png"
+FILE, PLOT, CAPACITY, PAGE = "report.json", "loss.png", "capacity.png", "report.html"
+Diagnosis = Callable[[Evidence], Sequence[RunVerdict]]
 # known to the driver only: kept when a report is written again
 EXTRAS = ("launch_to_first_step_s", "samples_exact", "sample")
 NO_STEPS = "rank 0 printed no line with a step and a loss (docs/script.md)"
@@ -33,36 +43,82 @@ NO_STEPS = "rank 0 printed no line with a step and a loss (docs/script.md)"
 MUCH = 0.1
 
 
+@dataclass(frozen=True)
+class Asked:
+    """`html`: where the page goes besides the run's folder. `target_loss`: what reaching it has
+    cost is said too."""
+
+    html: Path | None = None
+    target_loss: float | None = None
+
+
 def write(
-    run: RunFolder, extras: Mapping[str, Any] | None = None
+    run: RunFolder,
+    extras: Mapping[str, Any] | None = None,
+    diagnosis: Diagnosis = verdicts,
+    *,
+    asked: Asked = Asked(),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write report.json and loss.png of a run; returns the data and the lines to print. `extras`:
-    see EXTRAS."""
-    view, books = _read(run.lines())
-    data = summary(view, books) | {
-        name: value for name, value in (extras or _kept(run)).items() if name in EXTRAS
-    }
+    """Write the report's files of a run; returns the data and the lines to print. `extras`: see
+    EXTRAS. Raises SpecError where the journal says nothing, or the page cannot be written where it
+    was asked for."""
+    seen = seen_of_run(run)
+    view, books, found = seen.view, seen.account, diagnosis(seen.evidence)
+    data = (
+        summary(view, books)
+        | worth(seen, found, asked.target_loss)
+        | {name: value for name, value in (extras or _kept(run)).items() if name in EXTRAS}
+    )
     run.folder.mkdir(parents=True, exist_ok=True)
     save_loss(view, run.folder / PLOT)
-    run.keep(PLOT)
+    save_capacity(view, seen.history, run.folder / CAPACITY)
+    html = page(seen, found, asked.target_loss)
+    (run.folder / PAGE).write_text(html, encoding="utf-8")
+    for name in (PLOT, CAPACITY, PAGE):
+        run.keep(name)
+    if asked.html is not None:
+        _put(html, asked.html)
     if view.ended and (rows := rows_of(view)):  # else a driver continues it
         LocalStorage(run.folder).put(CSV, text_of(rows, columns_of(rows)).encode())
         run.keep(CSV)
     run.storage.put(FILE, json.dumps(data | {"ledger": _plain(books)}, indent=1).encode())
     return data, text(view, books, data) + [
         "",
+        f"page:  {asked.html or run.folder / PAGE}",
         f"curve: {run.folder / PLOT}",
         f"steps: {run.folder / CSV}",
         f"data:  {run.storage.uri_of(FILE)}",
     ]
 
 
-def _read(lines: Iterable[Line]) -> tuple[View, Account]:
-    view, books = View(), Books()
-    for change in changes(lines):
-        view.take(change)
-        books.take(change)
-    return view, books.closed()
+def _put(html: str, place: Path) -> None:
+    try:
+        place.write_text(html, encoding="utf-8")
+    except OSError as error:
+        right = "give a file in a folder that is there, as in report.html"
+        raise SpecError(f"--html {place}: cannot be written ({error.strerror}); {right}") from error
+
+
+def worth(
+    seen: RunSeen, found: Sequence[RunVerdict], target_loss: float | None = None
+) -> dict[str, Any]:
+    """What the run was worth, and what it is bound by: see savings.py and verdicts.py."""
+    view, books, totals = seen.view, seen.account, seen.account.totals
+    on_demand = against_on_demand(view, books, seen.history)
+    target = (
+        {"target_loss": asdict(to_target(view, seen.history, target_loss))}
+        if target_loss is not None
+        else {}
+    )
+    return {
+        "usd_per_million": round(1e6 * totals.usd / totals.tokens, 6) if totals.tokens else None,
+        "on_demand": {"not_compared": on_demand}
+        if isinstance(on_demand, str)
+        else asdict(on_demand),
+        "restarts": [asdict(one) for one in against_restarts(view, books, seen.history)],
+        "verdicts": [verdict.plain() for verdict in found],
+        **target,
+    }
 
 
 def summary(view: View, books: Account) -> dict[str, Any]:
@@ -107,6 +163,7 @@ def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     """The report for a person."""
     lines = [
         *_head(data, view),
+        *_bound(data),
         "",
         "TRANSITIONS",
         *transitions(books.transitions),
@@ -117,6 +174,15 @@ def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     if data.get("sample"):
         lines += ["", "SAMPLE", *(f"  {line}" for line in str(data["sample"]).splitlines())]
     return lines
+
+
+def _bound(data: Mapping[str, Any]) -> list[str]:
+    """What to change, the two causes that would win most."""
+    rows = [
+        (one["bound"], f"{100 * one['share']:.0f} %", f"{one['number']}; next: {one['advice']}")
+        for one in data.get("verdicts", [])[:2]
+    ]
+    return ["", "BOUND BY", *columns(rows)] if rows else []
 
 
 def ledger(lines: Iterable[Line]) -> tuple[dict[str, Any], list[str]]:

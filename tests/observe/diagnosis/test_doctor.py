@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.storage.faulty_proxy import FaultyProxy, expired
 
-from elastic.observe.doctor import DoctorCheck, _open_clusters, machine
+from elastic.observe.diagnosis.doctor import DoctorCheck, _open_clusters, machine
 from elastic.storage.s3 import S3Storage
 
 

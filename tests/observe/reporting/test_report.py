@@ -10,8 +10,9 @@ from support.observe.small_run import lines
 
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import find_runs, report
+from elastic.observe import find_runs
 from elastic.observe.accounting.accounts import account
+from elastic.observe.reporting import report
 from elastic.observe.run_view import view_of
 from elastic.storage import open_storage
 from elastic.types import DriverStarted, ModelProfile, StepDone

@@ -7,17 +7,19 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from elastic.errors import StorageFailed, StorageRefused
+from elastic.observe.diagnosis.verdicts import RunVerdict, percent
 from elastic.observe.event_messages import size
 from elastic.observe.run_view import View
 from elastic.storage import Storage, open_storage
 
-Verdict = Literal["ok", "look", "bad"]
+Mark = Literal["ok", "look", "bad"]
 BOUNDS = {"torch": ((2, 11), (2, 14)), "ray": ((2, 55), (3, 0))}  # as in pyproject.toml
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMORY_BYTES = 4 << 30
@@ -37,7 +39,7 @@ class DoctorCheck:
 
     name: str
     found: str
-    verdict: Verdict = "ok"
+    verdict: Mark = "ok"
     hint: str = ""
 
     def plain(self) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def run_troubles(view: View) -> list[DoctorCheck]:
         if kind == "NodeLost":
             notes = [note for note in notes if " was released" not in note.text]
         if notes:
-            verdict: Verdict = "bad" if kind == "DigestChecked" else "look"
+            verdict: Mark = "bad" if kind == "DigestChecked" else "look"
             checks.append(
                 DoctorCheck(
                     name,
@@ -96,6 +98,19 @@ def run_troubles(view: View) -> list[DoctorCheck]:
             )
         )
     return checks
+
+
+def bounds(found: Sequence[RunVerdict]) -> list[DoctorCheck]:
+    """What the run is bound by, with what to try next."""
+    return [
+        DoctorCheck(
+            f"bound by {one.bound}" + (f", {percent(one.share)}" if one.share >= 0.005 else ""),
+            one.number,
+            "look" if one.share > 0 else "ok",
+            one.advice,
+        )
+        for one in found
+    ]
 
 
 def _checked(name: str, found: str, fine: bool, *, hint: str) -> DoctorCheck:

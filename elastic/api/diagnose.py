@@ -1,0 +1,39 @@
+"""What a run is bound by: the evidence of its journal, with what the cost model knows of its
+steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from elastic.observe.diagnosis.evidence import Evidence
+from elastic.observe.diagnosis.step_verdicts import verdicts
+from elastic.observe.diagnosis.verdicts import RunVerdict
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.model_cost import ModelCost
+from elastic.planner.cost.sites import site_of
+from elastic.planner.cost.step_cost import step_cost
+from elastic.types import Plan
+
+
+def diagnosed(seen: Evidence) -> tuple[RunVerdict, ...]:
+    """What would win most first."""
+    plan = seen.main.plan if seen.main is not None else None
+    return verdicts(replace(seen, parts=step_parts(seen, plan)) if plan is not None else seen)
+
+
+def step_parts(seen: Evidence, plan: Plan) -> Mapping[str, float]:
+    """Seconds of a step of that plan by what they are for, on the slowest GPU kind that it uses;
+    {} where the model or the hardware is not known."""
+    model, job = seen.state.model, seen.state.job
+    kinds = {one.accelerator_type: one for one in seen.state.hardware}
+    pools = {pool.name: pool for pool in seen.state.pools}
+    used = [pools.get(node.pool) for name in plan.nodes if (node := seen.nodes.get(name))]
+    known = [kinds.get(pool.accelerator_type) for pool in used if pool is not None]
+    if model is None or model.sample is None or not plan.samples or not known or None in known:
+        return {}
+    slowest = min((one for one in known if one), key=lambda one: one.peak(job.precision))
+    per_node = max(plan.workers_per_node.values())
+    site = site_of(job, slowest, per_node, world=plan.layout.world_size)
+    step = Step(plan.n_microbatches, max(plan.samples), job.global_batch, per_node, job.precision)
+    return step_cost(site, ModelCost.of(model), plan.layout, step=step).parts

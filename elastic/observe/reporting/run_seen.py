@@ -1,0 +1,44 @@
+"""All that a report and a diagnosis read of a journal, in one pass over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.errors import SpecError
+from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.accounting.accounts import Account, Books
+from elastic.observe.diagnosis.evidence import Evidence, EvidenceReader
+from elastic.observe.reporting.capacity_history import CapacityHistory
+from elastic.observe.reporting.story import Incidents
+from elastic.observe.run_view import View
+from elastic.policy.state.fold import changes
+
+
+@dataclass(frozen=True)
+class RunSeen:
+    view: View
+    account: Account
+    evidence: Evidence
+    history: CapacityHistory
+    incidents: Incidents
+
+
+def seen_of_run(run: RunFolder) -> RunSeen:
+    """Raises SpecError where the journal says nothing."""
+    seen = seen_of(run.lines())
+    if not seen.view.state.run:
+        right = "it has not started, or its journal was emptied; elastic ls lists the runs"
+        raise SpecError(f"run '{run.name}': {run.uri} holds no line of a journal: {right}")
+    return seen
+
+
+def seen_of(lines: Iterable[Line]) -> RunSeen:
+    view, books, history = View(), Books(), CapacityHistory()
+    evidence, incidents = EvidenceReader(), Incidents()
+    for change in changes(lines):
+        for reader in (view, books, history, evidence, incidents):
+            reader.take(change)
+    account = books.closed()
+    return RunSeen(view, account, evidence.found(account), history, incidents)

@@ -1,0 +1,210 @@
+"""What a run saved: against on-demand nodes alone, and against trainers that restart at each
+change. Pure, but for the catalog's prices.
+
+Both comparisons lean against elastic: on-demand nodes are taken to start and train without any
+pause, and a restart to take no longer than was measured with a model that loads in a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from elastic import catalog
+from elastic.observe.accounting.accounts import Account
+from elastic.observe.reporting.capacity_history import CapacityHistory
+from elastic.observe.run_view import View
+from elastic.types import Pool
+
+# what on-demand nodes would have been paid for too
+TRAINED = ("productive", "data_loading", "evaluation", "checkpoint_save", "between_steps")
+# for which a trainer that restarts does so as well; the others are this run's own wish
+CAUSES = ("notice", "loss", "growth")
+
+
+@dataclass(frozen=True)
+class RestartTime:
+    """Seconds without a step at a change, by what it came of: the shortest that docs/benchmarks.md
+    has (`source`: where)."""
+
+    trainer: str
+    by_cause: Mapping[str, float]
+    source: str
+
+
+def _raced(idle_s: float, changes: int) -> dict[str, float]:
+    return dict.fromkeys(CAUSES, idle_s / changes)
+
+
+RACE = "docs/benchmarks.md, race: idle time over four preemptions and four replacements"
+RESTARTS = (
+    RestartTime("torchrun with tuned timeouts", _raced(64.3, 8), RACE),
+    RestartTime("Ray Train 2.60 with tuned timeouts", _raced(114.0, 8), RACE),
+    RestartTime(
+        "Ray Train 2.60 as it comes",
+        {"loss": 82.6, "notice": 87.3, "growth": 14.4},
+        "docs/benchmarks.md, ray_train",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class OnDemand:
+    """`usd`: of the same training on on-demand nodes. `saved_usd` < 0: the run cost more.
+    `prices`: where each price is from."""
+
+    usd: float
+    saved_usd: float
+    gpu_hours: float
+    prices: tuple[str, ...]
+
+    @property
+    def saved_share(self) -> float:
+        return self.saved_usd / self.usd if self.usd > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """What a trainer that restarts would have taken for the same changes: time without a step, and
+    steps since the last checkpoint trained again; less what this run took."""
+
+    trainer: str
+    source: str
+    changes: int
+    idle_s: float
+    steps_again: int
+    saved_s: float
+    saved_gpu_s: float
+    saved_usd: float
+
+
+def against_on_demand(view: View, books: Account, history: CapacityHistory) -> OnDemand | str:
+    """A string says why there is nothing to compare."""
+    trained = {pool: s for pool, s in history.trained_gpu_s.items() if s > 0}
+    used = [pool for pool in view.state.pools if pool.name in trained]
+    if not used or not books.totals.gpu_seconds:
+        return "the run has not trained"
+    if books.totals.usd <= 0:
+        return "its nodes have no price"
+    if all(pool.market_type == "on-demand" for pool in used):
+        return "all nodes that trained were on-demand"
+    found = {pool.name: on_demand_price(pool, view.state.pools) for pool in used}
+    unknown = [name for name, (usd, _) in found.items() if usd is None]
+    if unknown:
+        return f"the on-demand price of pool {', '.join(unknown)} is not known"
+    needed_s = sum(books.gpu_seconds[name] for name in TRAINED)
+    whole_s = sum(trained.values())
+    usd = sum(
+        needed_s * trained[name] / whole_s / 3600 * (price or 0.0)
+        for name, (price, _) in found.items()
+    )
+    prices = tuple(dict.fromkeys(source for _, source in found.values()))
+    return OnDemand(usd, usd - books.totals.usd, needed_s / 3600, prices)
+
+
+def on_demand_price(pool: Pool, pools: Sequence[Pool]) -> tuple[float | None, str]:
+    """USD per GPU-hour, and where that is from: the pool's own price, that of an on-demand pool of
+    the same GPUs in the run, the catalog's."""
+    alike = [
+        other
+        for other in (pool, *pools)
+        if other.market_type == "on-demand"
+        and other.usd_per_node_h > 0
+        and (other.accelerator_type, other.instance_type)
+        == (pool.accelerator_type, pool.instance_type)
+    ]
+    if alike:
+        usd = alike[0].usd_per_gpu_h
+        return usd, f"${usd:,.2f} per GPU-hour, pool {alike[0].name} of this run"
+    kind = catalog.instance_type(pool.instance_type) if pool.instance_type else None
+    price, region = kind.usd_per_h_or_elsewhere(pool.region) if kind is not None else (None, "")
+    if price is None:
+        return None, ""
+    usd = price / max(1, pool.gpus_per_node)
+    where = f"{pool.instance_type} in {region}, the catalog's price (docs/catalog.md)"
+    return usd, f"${usd:,.2f} per GPU-hour, {where}"
+
+
+def against_restarts(view: View, books: Account, history: CapacityHistory) -> tuple[Restarted, ...]:
+    """By each trainer that was measured; () where nothing changed, or the run restarts itself."""
+    changes = [one for one in books.transitions if one.cause in CAUSES]
+    if not changes or view.job.restarted:
+        return ()
+    times = [point.step_time_s for point in view.points if point.step_time_s > 0]
+    step_s = median(times) if times else 0.0
+    lost = {one.generation: _since_checkpoint(one.at_step + one.steps_lost, one.at_s, history)
+            for one in changes if one.cause == "loss"}  # fmt: skip
+    found = []
+    for time in RESTARTS:
+        idle_s = saved_s = gpu_s = usd = 0.0
+        for one in changes:
+            there = history.at(one.at_s)
+            again_s = (lost.get(one.generation, one.steps_lost) - one.steps_lost) * step_s
+            won_s = time.by_cause[one.cause] - one.pause_s + again_s
+            idle_s += time.by_cause[one.cause]
+            saved_s += won_s
+            if there is not None:
+                gpu_s += won_s * sum(there.gpus.values())
+                usd += won_s * there.usd_per_h / 3600
+        found.append(
+            Restarted(
+                time.trainer, time.source, len(changes), idle_s, sum(lost.values()), saved_s,
+                gpu_s, usd,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _since_checkpoint(reached: int, at_s: float, history: CapacityHistory) -> int:
+    """Steps that were finished and that no checkpoint held."""
+    known = [step for saved_s, step in history.saved if saved_s <= at_s and step <= reached]
+    return reached - max(known, default=0)
+
+
+@dataclass(frozen=True)
+class TargetLoss:
+    """When the loss was first at or below `target`: the mean of the last steps, or a validation.
+    `step` None = it was not; `best`: the lowest that was reached."""
+
+    target: float
+    step: int | None
+    usd: float | None
+    seconds: float | None
+    best: float | None
+    by: str
+
+
+WINDOW = 10  # steps that a train loss is averaged over: single steps scatter
+
+
+def to_target(view: View, history: CapacityHistory, target: float) -> TargetLoss:
+    """By the validation loss where the run has measured it, else by the train loss."""
+    curve = view.curve()
+    at_s = {point.step: point.at_s for point in curve}
+    measured = {
+        step: found["validation_loss"]
+        for step, found in sorted(view.evaluations.items())
+        if "validation_loss" in found
+    }
+    by = "validation loss"
+    if not measured:
+        by, measured = f"mean train loss of {WINDOW} steps", _means(curve_losses(view))
+    step = next((step for step, loss in measured.items() if loss <= target), None)
+    if step is None:
+        return TargetLoss(target, None, None, None, min(measured.values(), default=None), by)
+    since_s = at_s.get(step, view.at_s) - view.started_at_s
+    return TargetLoss(target, step, history.usd_at.get(step), since_s, measured[step], by)
+
+
+def curve_losses(view: View) -> dict[int, float]:
+    return {point.step: point.train_loss for point in view.curve()}
+
+
+def _means(losses: Mapping[int, float]) -> dict[int, float]:
+    """Of each step and those before it, from the WINDOW-th on (of a shorter curve: all)."""
+    steps, found = list(losses), {}
+    width = min(WINDOW, max(1, len(steps)))
+    for k in range(width - 1, len(steps)):
+        window = [losses[step] for step in steps[k - width + 1 : k + 1]]
+        found[steps[k]] = sum(window) / width
+    return found
