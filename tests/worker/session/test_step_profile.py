@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.places import PROGRAMS
-from support.worker.plans import live, plan
+from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
 from elastic.types import Layout, RankProfiled, StartProfile, StepDone
