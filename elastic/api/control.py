@@ -59,7 +59,7 @@ def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
     return entry.plain()
 
 
-def profile(run: Storage, profile_id: str, steps: int, ranks: str) -> str:
+def profile(run: Storage, profile_id: str, *, steps: int, ranks: str) -> str:
     """Let ranks of a live run trace their next steps. Returns the id. Raises SpecError where they
     cannot, or another profile is under way."""
     asked = profile_order({"profile_id": profile_id, "steps": steps, "ranks": ranks})

@@ -25,7 +25,7 @@ KINDS = ("drill", "stop", "profile")
 REMOTE_EVERY_S = 2.0
 MOST_BYTES = 1 << 16  # of an order
 PROFILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-RANKS = re.compile(r"all|node|\d{1,6}(,\d{1,6})*")
+RANKS = re.compile(r"all|node|[0-9]{1,6}(,[0-9]{1,6})*")
 STEPS_MOST = 100  # a trace of one step may have megabytes
 PROFILE_KEYS = {"profile_id", "steps", "ranks"}
 

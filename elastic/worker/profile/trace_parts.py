@@ -200,41 +200,42 @@ def _on_thread(events: Sequence[Event], otherwise: str) -> list[Segment]:
     kept = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
     kept.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
     found: list[Segment] = []
-    open_: list[tuple[float, str, str]] = []  # end, part, name
+    open_: list[tuple[float, str]] = []  # end, part
     at = 0.0
 
     def until(moment: float) -> None:
         nonlocal at
         while open_ and open_[-1][0] <= moment:
-            end, part, _ = open_.pop()
-            _add(found, at, end, part)
+            end, part = open_.pop()
+            _add(found, Segment(at, end, part))
             at = max(at, end)
         if open_:
-            _add(found, at, moment, open_[-1][1])
+            _add(found, Segment(at, moment, open_[-1][1]))
         at = max(at, moment)
 
     for event in kept:
         begin, end = _interval(event)
         until(begin)
-        above = open_[-1][1:] if open_ else (IDLE, "")
-        part = _part(str(event["name"]), event["cat"], *above, otherwise)
+        above = open_[-1][1] if open_ else IDLE
+        part = _part(event, above, otherwise)
         # clocks are read one after the other: a part of an event may seem to end behind it
-        open_.append((min(end, open_[-1][0]) if open_ else end, part, str(event["name"])))
+        open_.append((min(end, open_[-1][0]) if open_ else end, part))
     until(float("inf"))
     return found
 
 
-def _add(found: list[Segment], begin: float, end: float, part: str) -> None:
-    if end <= begin:
+def _add(found: list[Segment], more: Segment) -> None:
+    if more.length <= 0:
         return
-    if found and found[-1].part == part and found[-1].end == begin:
-        found[-1] = Segment(found[-1].begin, end, part)
+    if found and found[-1].part == more.part and found[-1].end == more.begin:
+        found[-1] = Segment(found[-1].begin, more.end, more.part)
     else:
-        found.append(Segment(begin, end, part))
+        found.append(more)
 
 
-def _part(name: str, kind: str, above: str, above_name: str, otherwise: str) -> str:
+def _part(event: Event, above: str, otherwise: str) -> str:
     """Of an event's own time; `above`: the part of the event that it lies in."""
+    name = str(event["name"])
     if name.startswith(PREFIX):
         word = name[len(PREFIX) :].split(" ")[0]
         return word if word in PARTS else IDLE if word in (STEP, STAGE) else above
@@ -246,7 +247,7 @@ def _part(name: str, kind: str, above: str, above_name: str, otherwise: str) -> 
         if above == "fsdp" and "allreduce" in name:
             return "dp_replicate"
         return above if above in AXES else otherwise
-    if kind == "user_annotation":
+    if event["cat"] == "user_annotation":
         return above
     inside = above in (COMPUTE, OPTIMIZER)
     return above if inside else COMPUTE

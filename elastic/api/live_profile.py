@@ -78,7 +78,7 @@ def profile_run(
     """Waits until the ranks have written their traces. Raises SpecError where the run cannot be
     profiled now, ElasticError where it ends meanwhile."""
     wishes = wishes or RunProfileRequest()
-    profile_id = control.profile(run.storage, new_id(), wishes.steps, wishes.ranks)
+    profile_id = control.profile(run.storage, new_id(), steps=wishes.steps, ranks=wishes.ranks)
     say(f"run {run.name} is asked for profile {profile_id}; it trains on")
     while True:
         began_s = time.monotonic()
