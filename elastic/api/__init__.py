@@ -11,7 +11,7 @@ from elastic.api.profile_hardware import ProfileRequest as ProfileRequest
 from elastic.api.reap import Reaped, reap
 from elastic.api.running.entry import run, run_script
 from elastic.api.running.run import Options, Result, ray_address
-from elastic.api.scaling_study import ScalingRequest, ScalingStudy, scaling_study
+from elastic.api.scaling import ScalingRequest, ScalingStudy, scaling_study
 from elastic.api.trainer import ElasticTrainer
 
 __all__ = [

@@ -25,7 +25,7 @@ from elastic.worker.hosting.inbox import profile_order
 
 log = logging.getLogger(__name__)
 
-WARM_UP, MEASURED = 2, 12  # steps that do not count, and that do
+WARM_UP, MEASURED, LEAST = 2, 12, 3  # steps that do not count; that do, and at least
 LOOK_S = 0.5  # between two looks at the run's journal
 MOST = 16  # numbers of workers at once
 
@@ -156,7 +156,7 @@ class _Scaled:
         own = [point for point in view.points if point.generation == last]
         kept = [point for point in own[WARM_UP:] if point.step not in traced]
         plan = view.planned.get(last)
-        if not kept or plan is None:
+        if len(kept) < LEAST or plan is None:
             raise ElasticError(
                 f"at {n} workers run '{self.name}' made {len(own)} steps, too few to measure; give "
                 "it more: --set steps=200"
