@@ -50,6 +50,10 @@ OTHERS = {
         "import pandas as pd": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
         "elastic.run(": "observe/metrics/test_metrics_files.py::test_the_page_names_every_column_and_its_code_runs",
     },
+    "profile.md": {
+        "run live, profile": "docs/test_profile_page.py::test_the_page_shows_what_is_printed",
+        "WORKERS": "docs/test_profile_page.py::test_the_page_shows_what_is_printed",
+    },
     "capacity.md": {
         "52 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
         "120 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
