@@ -45,8 +45,11 @@ def too_late(state: State, steps: int) -> str:
 def begun(state: State) -> Decision | None:
     """The order to the ranks, once the running generation has made its first steps."""
     asked, plan = state.profiling, state.plan
-    if asked is None or asked.order is not None or plan is None:
+    if asked is None or plan is None or (asked.order is not None and not asked.again):
         return None
+    if asked.order is not None:
+        text = f"the driver has restarted: profile {asked.order.profile_id} is ordered again"
+        return Decision((asked.order,), text)
     if state.step < state.entered_step + STEPS_AHEAD:
         return None
     ranks, why = ranks_of(asked.asked.ranks, plan)
@@ -81,13 +84,16 @@ def ended(state: State, why: str, begun_only: bool = False) -> State:
     profiling = state.profiling
     if profiling is None or (begun_only and profiling.order is None):
         return state
-    kept = dict(list(state.profiles.items())[1 - KEPT :])
     return replace(
-        state,
+        _noted(state, profiling.asked.profile_id, why),
         profiling=None,
-        profiles={**kept, profiling.asked.profile_id: why},
         profiled_step=state.step + 1 if profiling.order is not None else state.profiled_step,
     )
+
+
+def _noted(state: State, profile_id: str, why: str) -> State:
+    kept = dict(list(state.profiles.items())[1 - KEPT :])
+    return replace(state, profiles={**kept, profile_id: why})
 
 
 def counts(state: State, step: int) -> bool:
@@ -105,16 +111,14 @@ def again(state: State) -> State:
     """By a driver that has attached the order is given once more, to whom it may not have
     reached."""
     profiling = state.profiling
-    return (
-        replace(state, profiling=replace(profiling, order=None)) if profiling is not None else state
-    )
+    return replace(state, profiling=replace(profiling, again=True)) if profiling else state
 
 
 def ordered(state: State, action: StartProfile, at_s: float) -> State:
     profiling = state.profiling
     if profiling is None or profiling.asked.profile_id != action.profile_id:
         return state
-    return replace(state, profiling=replace(profiling, order=action))
+    return replace(state, profiling=replace(profiling, order=action, again=False))
 
 
 def _asked(state: State, event: ProfileAsked, at_s: float) -> State:
@@ -123,7 +127,7 @@ def _asked(state: State, event: ProfileAsked, at_s: float) -> State:
         return state
     if now is not None and (now.order is None or at_s - now.at_s < STALE_S):
         why = f"profile {now.asked.profile_id} is under way; ask again when it has ended"
-        return replace(state, profiles={**state.profiles, event.profile_id: why})
+        return _noted(state, event.profile_id, why)
     state = ended(state, f"its ranks have not reported within {STALE_S:.0f} s")
     return judged(replace(state, profiling=Profiling(event, at_s)))
 

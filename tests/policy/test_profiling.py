@@ -9,7 +9,7 @@ import pytest
 from support.policy.story import Story, orders
 
 from elastic.ledger.journal import built, plain
-from elastic.policy.profiling import RANKS_MOST, STALE_S, ranks_of
+from elastic.policy.profiling import KEPT, RANKS_MOST, STALE_S, ranks_of
 from elastic.policy.state.state import State
 from elastic.types import (
     DriverStarted,
@@ -140,8 +140,10 @@ def test_a_driver_that_attaches_gives_the_order_again_and_a_new_one_does_not() -
     again = replace(told.start, epoch=2, attached=True)
     told.tick(again)
     told.steps(1)
-    (more,) = [o for d in told.decisions[-2:] for o in orders(d, StartProfile)]
-    assert (more.profile_id, more.from_step > order.from_step) == ("p", True)
+    assert [o for d in told.decisions[-2:] for o in orders(d, StartProfile)] == [order], "once"
+    assert "the driver has restarted: profile p is ordered again" in told.decisions[-1].reason
+    told.tick(*written(order, 0))
+    assert told.state.profiling is not None and told.state.profiling.written == {0}
     told.tick(DriverStarted("story", 3, again.job, again.pools, again.model))
     assert told.state.profiling is None
     assert "the driver has ended" in told.state.profiles["p"]
@@ -189,3 +191,10 @@ def test_the_state_is_stored_and_read_with_it() -> None:
     started(told)
     assert built(State, plain(told.state)) == told.state
     assert isinstance(told.state.last_step, StepDone)
+
+
+def test_only_the_newest_outcomes_are_kept() -> None:
+    told = story()
+    started(told)
+    told.tick(*(ProfileAsked(f"q{n}", 3) for n in range(40)))
+    assert list(told.state.profiles) == [f"q{n}" for n in range(40 - KEPT, 40)]

@@ -157,11 +157,13 @@ class MeasuredSteps:
 
 @dataclass(frozen=True)
 class Profiling:
-    """A profile that was asked for and has not ended. `order`: None = not begun."""
+    """A profile that was asked for and has not ended. `order`: None = not begun; `again`: by a
+    driver that is gone, and may not have reached all."""
 
     asked: ProfileAsked
     at_s: float
     order: StartProfile | None = None
+    again: bool = False
     written: frozenset[int] = frozenset()  # ranks
     error: str = ""  # of the first rank that has none
 
