@@ -137,8 +137,6 @@ def _rank_profiled(state: State, event: RankProfiled, at_s: float) -> State:
     order = now.order if now is not None else None
     if now is None or order is None or order.profile_id != event.profile_id:
         return state
-    if event.generation != order.generation:
-        return state
     said = f"rank {event.rank}: {event.error}" if event.error else ""
     now = replace(now, written=now.written | {event.rank}, error=now.error or said)
     state = replace(state, profiling=now)

@@ -58,7 +58,7 @@ class StepProfile:
         self.of, self.outlets = of, outlets
         self._order: StartProfile | None = None
         self._known: set[str] = set()
-        self._traced_steps = (0, 0)  # of any rank: behind the first, up to the last
+        self._traced_steps = (0, -1)  # of any rank: behind the first, up to the last
         self._running: profile | None = None
         self._stop_ranges: Callable[[], None] = lambda: None
         self._begun_at = 0

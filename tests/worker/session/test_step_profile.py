@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.places import PROGRAMS
 from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
+from elastic.storage import LocalStorage
 from elastic.types import Layout, RankProfiled, StartProfile, StepDone
+from elastic.worker.process_groups.axis_ranges import axis_range, record_ranges
 from elastic.worker.profile import step_profile
 
 TINY = str(PROGRAMS / "tiny.py")
@@ -137,3 +140,40 @@ def a_profiler_that_does_not_start() -> None:
 
 def a_profiler_that_starts() -> None:
     step_profile.profile.start = step_profile.profile.kept  # type: ignore[attr-defined, method-assign]
+
+
+def test_traced_steps_and_the_one_behind_them_tell_nothing_on_any_rank() -> None:
+    for ranks in ((0,), (1,)):
+        outlets: Any = None  # nothing is traced here
+        of = step_profile.TracedRank(0, "a/0", "", torch.device("cpu"))
+        profile = step_profile.StepProfile(of, outlets)
+        assert not any(profile.disturbs(step) for step in range(100))
+        profile.ask(StartProfile(1, "one", 3, ranks, 10))
+        assert [step for step in range(100) if profile.disturbs(step)] == [11, 12, 13, 14]
+        profile.ask(StartProfile(1, "one", 3, ranks, 50))
+        assert not profile.disturbs(51), "that id is known"
+
+
+def test_a_script_on_a_cpu_is_not_traced_and_says_why(tmp_path: Path) -> None:
+    told: list[RankProfiled] = []
+    outlets = step_profile.ProfileOutlets(
+        LocalStorage(tmp_path), told.append, lambda *work: None, lambda phase, step: None
+    )
+    of = step_profile.TracedRank(0, "a/0", "", torch.device("cpu"), refused="it is a script")
+    profile = step_profile.StepProfile(of, outlets)
+    profile.ask(StartProfile(1, "one", 3, (0,), 10))
+    for step in range(9, 20):
+        with profile.step(step):
+            pass
+    profile.close()
+    assert told == [RankProfiled(1, "one", 0, error="it is a script")]
+
+
+def test_ranges_are_recorded_only_while_a_profile_is_on() -> None:
+    assert axis_range("commit") is axis_range("data"), "nothing is made"
+    end = record_ranges(torch.device("cpu"))
+    try:
+        assert axis_range("commit") is not axis_range("commit")
+    finally:
+        end()
+    assert axis_range("commit") is axis_range("data")
