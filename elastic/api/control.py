@@ -1,9 +1,10 @@
-"""Orders to a live run (stop, drill), left in its inbox; and which process drives a run."""
+"""Orders to a live run (stop, drill, profile), left in its inbox; which process drives a run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from elastic.api.running.start_checks import check_market
@@ -16,7 +17,9 @@ from elastic.ledger.lease import newest
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.run_view import View
+from elastic.policy.profiling import ranks_of, too_late
 from elastic.storage import Storage
+from elastic.worker.hosting.inbox import profile_order
 
 
 def holder(run: Storage) -> str:
@@ -54,6 +57,26 @@ def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
     _check_nodes(find_runs.view(RunFolder.of(run)), entry)
     find_runs.order(run, {"drill": entry.plain()})
     return entry.plain()
+
+
+def profile(run: Storage, profile_id: str, *, steps: int, ranks: str) -> str:
+    """Let ranks of a live run trace their next steps. Returns the id. Raises SpecError where they
+    cannot, or another profile is under way."""
+    asked = profile_order({"profile_id": profile_id, "steps": steps, "ranks": ranks})
+    _held(run)
+    state = find_runs.view(place := RunFolder.of(run)).state
+    why = ""
+    if state.job.restarted:
+        why = "its script is restarted for each change, so elastic knows nothing of its steps"
+    elif state.profiling is not None:
+        known = state.profiling.asked.profile_id
+        why = f"profile {known} is under way; ask again when it has ended"
+    elif state.plan is not None:
+        why = ranks_of(ranks, state.plan)[1] or too_late(state, steps)
+    if why:
+        raise SpecError(f"profile: run '{place.name}': {why}")
+    find_runs.order(run, {"profile": asdict(asked)})
+    return asked.profile_id
 
 
 def _check_nodes(view: View, entry: DrillSpec) -> None:

@@ -1,4 +1,4 @@
-"""Commands about machines, no run needed: prices, cluster check, cluster reap, profile."""
+"""Commands about machines, no run needed: prices, cluster check, cluster reap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from elastic import api
-from elastic.cli.parser import add_overrides, natural, overrides, show, verb, verb_group
+from elastic.cli.parser import show, verb, verb_group
 from elastic.observe import run_tables
 from elastic.observe.plans import price_list
 
@@ -14,7 +14,6 @@ from elastic.observe.plans import price_list
 def add(verbs: Any) -> None:
     _add_prices(verbs)
     _add_cluster(verbs)
-    _add_profile(verbs)
 
 
 def _add_prices(verbs: Any) -> None:
@@ -78,31 +77,6 @@ def _add_cluster(verbs: Any) -> None:
     made.add_argument("--alive", action="store_true", help="also where the cluster's head runs")
 
 
-def _add_profile(verbs: Any) -> None:
-    about = (
-        "measure what a job computes on this machine, or on a node of each kind of the Ray "
-        "cluster; plan and run read it"
-    )
-    made = verb(verbs, "profile", _profile, about=about)
-    made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
-    made.add_argument(
-        "--local", action="store_true", help="this machine even if RAY_ADDRESS is set"
-    )
-    made.add_argument(
-        "--out",
-        metavar="FILE",
-        help="default: elastic/hardware/KIND.json in the user's cache folder",
-    )
-    made.add_argument(
-        "--seconds",
-        metavar="S",
-        type=natural,
-        default=60,
-        help="about how long it may take (default: 60)",
-    )
-    add_overrides(made)
-
-
 def _prices(given: argparse.Namespace) -> int:
     wanted = api.PriceQuery(given.gpu, given.cloud, given.region, tuple(given.catalog))
     if given.chips:
@@ -146,15 +120,3 @@ def _cluster_reap(given: argparse.Namespace) -> int:
         [*(run_tables.columns(rows) if found.instances else []), found.verdict()],
     )
     return 1 if found.left else 0
-
-
-def _profile(given: argparse.Namespace) -> int:
-    found = api.profile(
-        given.job, api.ProfileRequest(given.out, given.seconds, overrides(given), given.local)
-    )
-    show(
-        given,
-        {"hardware": [one.plain() for one in found]},
-        [line for one in found for line in one.lines()],
-    )
-    return 0

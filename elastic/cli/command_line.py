@@ -14,6 +14,7 @@ from elastic.cli import (
     cluster_commands,
     order_commands,
     plan_command,
+    profile_command,
     read_commands,
     run_command,
     simulate_command,
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
         order_commands,
         checkpoint_commands,
         cluster_commands,
+        profile_command,
     ):
         group.add(verbs)
     certify.add_arguments(verb(verbs, "certify", certify.run, about=certify.ABOUT))

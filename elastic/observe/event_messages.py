@@ -157,6 +157,14 @@ def _trouble(event: Event) -> str | None:
             )
         case types.DigestChecked(ok=False):
             return f"generation {event.generation}: the content of the state changed on its way"
+        case types.ProfileAsked():
+            return (
+                f"profile {event.profile_id} requested: {n_of(event.steps, 'step')}, ranks "
+                f"{event.ranks}"
+            )
+        case types.RankProfiled():
+            said = event.error or f"trace written, {size(event.n_bytes)}"
+            return f"profile {event.profile_id}: rank {event.rank}: {said}"
         case types.StopAsked():
             return f"stop requested: {event.reason}"
         case types.DrillAsked():

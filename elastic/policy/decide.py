@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.layout_choice import Choice
-from elastic.policy import forming_groups, restarts, stopping, transition_cost
+from elastic.policy import forming_groups, profiling, restarts, stopping, transition_cost
 from elastic.policy.copies import cadence, recovery
 from elastic.policy.copies.retention import retention
 from elastic.policy.faults import corruption, retries
@@ -334,7 +334,11 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
         more
         if more is not None and more.actions
         else together(
-            more or Decision(), cadence.first(state) or cadence.adjust(state, now_s) or Decision()
+            more or Decision(),
+            profiling.begun(state)
+            or cadence.first(state)
+            or cadence.adjust(state, now_s)
+            or Decision(),
         )
     )
 

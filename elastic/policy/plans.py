@@ -96,6 +96,15 @@ def _limits(state: State, nodes: Sequence[Node]) -> LayoutLimits:
     )
 
 
+def expected_parts(state: State, plan: Plan) -> Choice:
+    """How the planner costs a step of this plan, part by part. Raises InfeasiblePlan."""
+    nodes = [state.nodes[name] for name in plan.nodes if name in state.nodes]
+    if state.model is None or len(nodes) < len(plan.nodes):
+        raise InfeasiblePlan("its model or its nodes are not known any more")
+    job = replace(state.job, layout=str(plan.layout))
+    return plan_layout(state.model, job, nodes, limits=_limits(state, nodes).of_plan())
+
+
 def not_planned(state: State, choice: Choice) -> str:
     """Why it is not what `elastic plan` offers first on its nodes, which knows nothing of what this
     run has found out; '' = it is."""

@@ -134,6 +134,19 @@ class SetCadence(Action):
 
 
 @dataclass(frozen=True)
+class StartProfile(Action):
+    """These ranks of the generation trace the `steps` steps behind `from_step` (where the order
+    comes later, the next ones) -> RankProfiled; the others leave those steps out of what they
+    measure. Once for each id."""
+
+    generation: int
+    profile_id: str
+    steps: int
+    ranks: tuple[int, ...]
+    from_step: int
+
+
+@dataclass(frozen=True)
 class RollForward(Action):
     """Workers that hold the gradients of `step` and missed its commit apply it: `commit` is what a
     survivor got."""

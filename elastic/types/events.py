@@ -527,6 +527,30 @@ class StopAsked(Event):
 
 
 @dataclass(frozen=True)
+class ProfileAsked(Event):
+    """A person asked for a profile of the next `steps` steps on these ranks: numbers with commas,
+    `all`, or `node` (the first of each node). One whose id is known changes nothing."""
+
+    profile_id: str
+    steps: int
+    ranks: str = "node"
+
+
+@dataclass(frozen=True)
+class RankProfiled(Event):
+    """A rank has written its part of a profile, of `n_steps` steps behind `first_step`; or has
+    none, and `error` says why."""
+
+    generation: int
+    profile_id: str
+    rank: int
+    first_step: int = 0
+    n_steps: int = 0
+    n_bytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class DrillAsked(Event):
     """A drill was carried out (kill, hang ...) or asks for something (add). `drill` as in the drill
     file."""

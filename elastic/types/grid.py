@@ -46,6 +46,20 @@ def coordinates(layout: Layout, rank: int) -> Coordinates:
     return Coordinates(*reversed(values))
 
 
+def axes_text(layout: Layout, rank: int) -> str:
+    """`pp stage 1/2 fsdp 0/4 tp 1/2`: its coordinates on the axes that have more ranks than one;
+    fsdp is dp_shard x cp."""
+    own = coordinates(layout, rank)
+    each = (
+        ("pp stage", own.pp, layout.pp),
+        ("dp_replicate", own.dp_replicate, layout.dp_replicate),
+        ("fsdp", own.fsdp(layout), layout.dp_shard * layout.cp),
+        ("cp", own.cp, layout.cp),
+        ("tp", own.tp, layout.tp),
+    )
+    return " ".join(f"{axis} {at}/{size}" for axis, at, size in each if size > 1)
+
+
 def stages_and_shares(layout: Layout) -> list[tuple[int, int]]:
     """Of each rank its place on the pp axis and its data-parallel rank, as `coordinates` tells."""
     inner = layout.cp * layout.tp

@@ -55,6 +55,10 @@ OTHERS = {
         "trackers: [": "config/numbers/test_where_numbers_go.py::test_the_jobs_of_the_page_are_read",
         "trackers:\n": "config/numbers/test_where_numbers_go.py::test_the_jobs_of_the_page_are_read",
     },
+    "profile.md": {
+        "run live, profile": "docs/test_profile_page.py::test_the_page_shows_what_is_printed",
+        "WORKERS": "docs/test_profile_page.py::test_the_page_shows_what_is_printed",
+    },
     "capacity.md": {
         "52 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
         "120 min": "sim/test_capacity_page.py::test_the_example_of_the_page",

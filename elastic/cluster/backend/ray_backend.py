@@ -69,6 +69,7 @@ from elastic.types import (
     RollForward,
     SetCadence,
     SetShares,
+    StartProfile,
     StepDone,
     Stop,
     StopAsked,
@@ -464,6 +465,7 @@ class RayBackend:
         now_s = self.now_s()
         for entry in orders.drills:
             events += self._drilled(self.drilling.carry_out(entry, self._plan, now_s))
+        events += orders.profiles
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
         events += self.liveness.stalled(self._plan) if self._plan is not None else []
@@ -520,5 +522,7 @@ _ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
     DrainNode: RayBackend._drain, Quarantine: RayBackend._quarantine, Prepare: RayBackend._prepare,
     EnterPlan: RayBackend._enter, FormGroups: RayBackend._form, DropGroups: RayBackend._drop_groups,
     RemoveCopy: RayBackend._remove_copy, Abort: RayBackend._abort, Stop: RayBackend._stop,
-    **dict.fromkeys((Quiesce, StoreCopy, SetCadence, SetShares, RollForward), RayBackend._pass_on),
+    **dict.fromkeys(
+        (Quiesce, StoreCopy, SetCadence, SetShares, StartProfile, RollForward), RayBackend._pass_on
+    ),
 }  # fmt: skip

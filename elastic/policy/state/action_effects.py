@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic.policy import forming_groups
+from elastic.policy import forming_groups, profiling
 from elastic.policy.copies.retention import ordered_removal
 from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
 from elastic.policy.pools import hazard
@@ -26,6 +26,7 @@ from elastic.types import (
     RollForward,
     SetCadence,
     SetShares,
+    StartProfile,
     Stop,
     StoreCopy,
     WorkerId,
@@ -98,6 +99,8 @@ def _ordered_prepare(state: State, action: Prepare, at_s: float) -> State:
 
 def ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
     plan, failure = action.plan, state.aborting.failure if state.aborting else None
+    follows = f"generation {plan.generation} follows before all ranks had reported"
+    state = profiling.ended(state, follows, begun_only=True)
     plans = {**state.plans, plan.generation: plan}
     for generation in sorted(plans)[:-KEPT_PLANS]:
         del plans[generation]
@@ -130,6 +133,8 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
         "infrastructure", f"generation {action.generation} was aborted", at_s
     )
     owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
+    aborted = f"generation {action.generation} is aborted: {failure.reason}"
+    state = profiling.ended(state, aborted, begun_only=True)
     state = replace(
         state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, repeat=(),
         forming=None, aborting=Aborting(action.generation, at_s, owing, failure),
@@ -187,6 +192,7 @@ def _ordered_shares(state: State, action: SetShares, at_s: float) -> State:
 
 
 def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
+    state = profiling.ended(state, f"the run has ended: {action.reason}")
     return replace(state, phase=action.outcome, outcome_reason=action.reason)
 
 
@@ -196,5 +202,5 @@ ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
     SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
     RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: forming_groups.ordered,
-        DropGroups: forming_groups.dropped,
+        DropGroups: forming_groups.dropped, StartProfile: profiling.ordered,
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic.config.fingerprint import KEY
 from elastic.data.order import NO_STEP, chained
-from elastic.policy import restarts
+from elastic.policy import profiling, restarts
 from elastic.policy.copies.retention import HANDLERS as COPIES
 from elastic.policy.faults import refused_layouts
 from elastic.policy.faults.corruption import HANDLERS as SUSPECTS
@@ -137,6 +137,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             },
             unusable=state.unusable,
             unrepeatable=state.unrepeatable,
+            profiles=profiling.forgotten(state),
             # a script's own checkpoint may be of these steps; nothing else tells of them
             step=state.step if known["job"].restarted else 0,
             best_step=state.best_step if known["job"].restarted else 0,
@@ -156,7 +157,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     return replace(
         state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat,
         requests={}, instances={}, preparing={}, releasing=frozenset(), ordered_at_s=at_s,
-        stop=None, forming=None, away=None,
+        stop=None, forming=None, away=None, profiling=profiling.again(state).profiling,
     )  # fmt: skip
 
 
@@ -371,6 +372,7 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
         digests=digested(state.digests, event),
         unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,
     )  # fmt: skip
+    state = profiling.judged(state)
     if event.skipped or math.isfinite(event.train_loss):
         return _compared(state, plan, event, at_s=at_s)
     text = (
@@ -406,8 +408,8 @@ def _compared(state: State, plan: Plan, event: StepDone, *, at_s: float) -> Stat
 def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> dict[str, Any]:
     """Running means of the step time and of the wait for copies; how long a live transition stopped
     the run."""
-    if event.step_time_s <= 0:
-        return {}  # nobody measured it
+    if event.step_time_s <= 0 or not profiling.counts(state, event.step):
+        return {}  # nobody measured it, or it was traced
     first = event.step == state.entered_step + 1
     ordinary_s = event.step_time_s - event.data_s - event.copy_s
     step_time_s = state.step_time_s
@@ -539,6 +541,6 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestFailed: _request_failed, PlanEntered: _plan_entered, PlanFailed: _plan_failed,
     StepDone: _step_done, CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,
     PinningFailed: _pinning_failed, StopAsked: _stop_asked, StorageSeen: _storage_seen,
-    PlansFound: _plans_found, **FAILURES, **COPIES, **refused_layouts.HANDLERS, **SPEEDS,
-    **SUSPECTS, **AHEAD, **restarts.HANDLERS,
+    PlansFound: _plans_found, **profiling.HANDLERS, **FAILURES, **COPIES,
+    **refused_layouts.HANDLERS, **SPEEDS, **SUSPECTS, **AHEAD, **restarts.HANDLERS,
 }  # fmt: skip

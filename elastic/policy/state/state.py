@@ -24,9 +24,11 @@ from elastic.types import (
     Node,
     Plan,
     Pool,
+    ProfileAsked,
     Quiesce,
     RollForward,
     SetShares,
+    StartProfile,
     StepDone,
     StorageSeen,
     WorkerId,
@@ -151,6 +153,19 @@ class MeasuredSteps:
 
     plan: Plan
     seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """A profile that was asked for and has not ended. `order`: None = not begun; `again`: by a
+    driver that is gone, and may not have reached all."""
+
+    asked: ProfileAsked
+    at_s: float
+    order: StartProfile | None = None
+    again: bool = False
+    written: frozenset[int] = frozenset()  # ranks
+    error: str = ""  # of the first rank that has none
 
 
 @dataclass(frozen=True)
@@ -306,6 +321,11 @@ class State:
     stages_moved: tuple[Moved, ...] = ()
     reshared: frozenset[int] = frozenset()  # generations whose shares were changed while they ran
     uneven_failed: str = ""  # why shares stay equal: unequal ones did not fit
+
+    profiling: Profiling | None = None
+    # id -> why it ended before its time, '' = it did not; the newest last
+    profiles: Mapping[str, str] = field(default_factory=dict)
+    profiled_step: int = 0  # up to which steps tell nothing, after the newest that has ended
 
     retries: int = 0  # infrastructure errors in a row without progress
     retry_step: int = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,13 +15,19 @@ from typing import Any
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError, StorageRefused
 from elastic.storage import Storage
+from elastic.types import ProfileAsked
 from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 
 INBOX, REJECTED = "inbox/", "inbox/rejected/"
+KINDS = ("drill", "stop", "profile")
 REMOTE_EVERY_S = 2.0
 MOST_BYTES = 1 << 16  # of an order
+PROFILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RANKS = re.compile(r"all|node|[0-9]{1,6}(,[0-9]{1,6})*")
+STEPS_MOST = 100  # a trace of one step may have megabytes
+PROFILE_KEYS = {"profile_id", "steps", "ranks"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class InboxOrders:
 
     drills: tuple[dict[str, Any], ...] = ()
     stop: str | None = None
+    profiles: tuple[ProfileAsked, ...] = ()
 
 
 class Inbox:
@@ -61,6 +69,7 @@ class Inbox:
         return InboxOrders(
             tuple(drill for orders in found for drill in orders.drills),
             stops[-1] if stops else None,
+            tuple(profile for orders in found for profile in orders.profiles),
         )
 
     def close(self) -> None:
@@ -127,10 +136,26 @@ class Inbox:
 def _order(text: bytes) -> InboxOrders:
     """Raises SpecError, ValueError, RecursionError for what is none."""
     order = json.loads(text)
-    if not isinstance(order, dict) or len(order) != 1 or next(iter(order)) not in ("drill", "stop"):
-        raise SpecError('an order is {"drill": {...}} or {"stop": "reason"}')
+    if not isinstance(order, dict) or len(order) != 1 or next(iter(order)) not in KINDS:
+        raise SpecError('an order is {"drill": {...}}, {"stop": "reason"} or {"profile": {...}}')
+    if "profile" in order:
+        return InboxOrders(profiles=(profile_order(order["profile"]),))
     if "drill" in order:
         return InboxOrders((drill_entry(order["drill"], "drill").plain(),))
     if not isinstance(order["stop"], str):
         raise SpecError('the reason of a stop is a text, as in {"stop": "reason"}')
     return InboxOrders(stop=order["stop"])
+
+
+def profile_order(data: Any) -> ProfileAsked:
+    """Raises SpecError, in one line."""
+    if not isinstance(data, dict) or set(data) != PROFILE_KEYS:
+        raise SpecError(f"a profile has {', '.join(sorted(PROFILE_KEYS))}")
+    profile_id, steps, ranks = (data[key] for key in ("profile_id", "steps", "ranks"))
+    if not isinstance(profile_id, str) or not PROFILE_ID.fullmatch(profile_id):
+        raise SpecError(f"profile: the id {profile_id!r} must be letters, digits, '.', '_' and '-'")
+    if type(steps) is not int or not 1 <= steps <= STEPS_MOST:
+        raise SpecError(f"--steps {steps}: a profile is of 1 to {STEPS_MOST} steps")
+    if not isinstance(ranks, str) or not RANKS.fullmatch(ranks):
+        raise SpecError(f"--ranks {ranks}: must be numbers with commas, as in 0,3, or all, or node")
+    return ProfileAsked(profile_id, steps, ranks)

@@ -21,6 +21,7 @@ from elastic.program import Program
 from elastic.types import Layout, ModelProfile
 from elastic.types.grid import stage_blocks, stages_at
 from elastic.worker.process_groups import wire
+from elastic.worker.process_groups.axis_ranges import STAGE, axis_range
 from elastic.worker.program.model_profile import block_names
 
 
@@ -114,6 +115,14 @@ class _Stage(PipelineStage):
     """torch calls a stage once with memory as it finds it, to learn the shapes of what it gives;
     guards in a model that raise for what is not finite must not see that. It tells the stages
     before and behind it those shapes with pickle; here they go by `wire`."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with axis_range(f"{STAGE} {self.stage_index} forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with axis_range(f"{STAGE} {self.stage_index} backward"):
+            return super().backward_one_chunk(*args, **kwargs)
 
     def _to_tensor(self, arg: Any) -> torch.Tensor:
         found: torch.Tensor = super()._to_tensor(arg)
@@ -249,8 +258,9 @@ class Pipeline:
         arguments = (inputs,) if self.is_first else ()
         call = self.schedule.step if train else self.schedule.eval
         if self.is_last:
-            call(*arguments, target=torch.arange(n_rows, device="cpu"), losses=losses, **keywords)
-        else:
+            target = torch.arange(n_rows, device="cpu")
+            keywords = {**keywords, "target": target, "losses": losses}
+        with axis_range("pp schedule"):
             call(*arguments, **keywords)
         total = torch.zeros((), device=self.device)
         for value in losses:

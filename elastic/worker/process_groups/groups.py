@@ -156,6 +156,13 @@ class Groups:
         """All groups are made, whether torch knows of them or not."""
         return self._formed
 
+    def axis_names(self) -> dict[str, str]:
+        """Name of a group -> the axis that it is of, as a profile needs it; once it is joined."""
+        groups = [(group, name) for name, _, group in self._axes]
+        groups += [(g, "pp") for g in (self.tie, self.pp) if g is not None]
+        groups += [(self.cp, "cp")] if self.cp is not None else []
+        return {str(group.group_name): name for group, name in groups}
+
     @property
     def wire(self) -> tuple[dist.ProcessGroup, torch.device]:
         """By which state moves, and of which memory: host memory where a participant has lost its

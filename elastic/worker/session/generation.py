@@ -27,6 +27,7 @@ from elastic.types import (
     SetCadence,
     SetShares,
     SharesSet,
+    StartProfile,
 )
 from elastic.types.grid import axes_of, rank_of
 from elastic.types.rank_timing import RankTimes
@@ -36,12 +37,14 @@ from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import DEVICE, doing
 from elastic.worker.process.readback import pinned
 from elastic.worker.process.side_stream import run_on
+from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import count_of
 from elastic.worker.program.commit import Commit, step_done
 from elastic.worker.program.guards import MEMORY, Trip
 from elastic.worker.session.boundary_copies import BoundaryCopies, reserve_buffers
 from elastic.worker.session.layout_probe import Probe
+from elastic.worker.session.profiled_rank import profile_of
 from elastic.worker.session.takeover import Taken, Takeover, check_digest
 from elastic.worker.session.workplace import EnterOrder, Workplace
 from elastic.worker.state.host_copy import BufferLease, HostCopy
@@ -94,6 +97,8 @@ class Generation:
         self.new_shares: tuple[int, ...] | None = None
         self._times = RankTimes(order.plan.generation)
         self.loader: Loader | None = None
+        self.entered_step = 0
+        self.profile = profile_of(place, order, self.groups)
         self.phases_s: dict[str, float] = {}
         # a CUDA error after which this process can read nothing on its GPU
         self.device_lost = False
@@ -108,9 +113,11 @@ class Generation:
         n_ranks, batch = len(self.plan.samples), self.place.job.global_batch
         return len(samples) == n_ranks and sum(samples) == batch and min(samples) > 0
 
-    def change(self, action: SetCadence | SetShares) -> None:
-        """From a later step on; rank 0 tells the others in a commit."""
-        if isinstance(action, SetCadence):
+    def change(self, action: SetCadence | SetShares | StartProfile) -> None:
+        """From a later step on; of cadence and shares rank 0 tells the others in a commit."""
+        if isinstance(action, StartProfile):
+            self.profile.ask(action)
+        elif isinstance(action, SetCadence):
             self.new_cadence = (action.peer_every, action.durable_every)
         elif self.can_deal(action.samples):
             self.new_shares = action.samples
@@ -248,37 +255,15 @@ class Generation:
         last = job.steps
         loader = self.loader = self._loader_of(stepper)
         stepper.coming = lambda: loader.ready(state.step + 1)
-        stop, entered_step = False, state.step
+        stop, self.entered_step = False, state.step
         equal = SdcCheck(stepper, plan, place.faults, good_step=min(place.good_step, state.step))
         if state.step >= last:
             self._finish(state)
             # all steps were done before, and the copy of the last was not stored
             place.saving.save(plan, state, must=True)
         while state.step < last and not stop:
-            compiles = stepper.first_step and job.compile
-            place.at_phase("compiling" if compiles else "stepping", state.step)
-            began, cpu_s = time.monotonic(), self._cpu_s()
-            with doing("batch"):
-                batches, data_s = loader.take(state.step)
-            if isinstance(place.dataset, Stream):
-                place.dataset.taken(state.step)
-            copies.before_step()
-            heard = self._guarded(stepper, batches, data_s)
-            self._stepped(heard.commit)
-            self._hear(heard, stepper, state)
-            if stepper.noise is not None and self.rank == 0:
-                place.report(NoiseSeen(self.number, state.step, *stepper.noise))
-            place.left_at_s = time.time()
-            stop, cpu_s = heard.stop, self._cpu_s() - cpu_s
-            copy_s = copies.after_step(heard)
-            step_s = time.monotonic() - began
-            # others wait for the last one
-            data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))
-            if state.step > entered_step + 1:
-                copies.timed(step_s - data_s - copy_s, cpu_s)
-            logged = self._logged(stepper, heard.commit)
-            if self.rank == 0:
-                self._report_step(heard.commit, state, (step_s, data_s, copy_s), logged=logged)
+            with self.profile.step(state.step):
+                stop, batches, step_s = self._step(stepper, copies, loader)
             if not stop and state.step < last:
                 found = equal.after(state.step, batches, step_s)
                 place.good_step = equal.good_step
@@ -293,6 +278,39 @@ class Generation:
         if stop and state.step < last and self._probe is not None:
             self._tell_probe(self._probe.at_boundary(state.step))
         copies.drop()
+
+    def _step(
+        self, stepper: Stepper, copies: BoundaryCopies, loader: Loader
+    ) -> tuple[bool, list[Batch], float]:
+        """One step and the copies at its boundary: is it the last one here, its batches, its
+        seconds."""
+        place, state = self.place, stepper.state
+        compiles = stepper.first_step and place.job.compile
+        place.at_phase("compiling" if compiles else "stepping", state.step)
+        began, cpu_s = time.monotonic(), self._cpu_s()
+        with doing("batch"), axis_range("data"):
+            batches, data_s = loader.take(state.step)
+        if isinstance(place.dataset, Stream):
+            place.dataset.taken(state.step)
+        copies.before_step()
+        heard = self._guarded(stepper, batches, data_s)
+        self._stepped(heard.commit)
+        self._hear(heard, stepper, state)
+        if stepper.noise is not None and self.rank == 0:
+            place.report(NoiseSeen(self.number, state.step, *stepper.noise))
+        place.left_at_s = time.time()
+        cpu_s = self._cpu_s() - cpu_s
+        with axis_range("copies"):
+            copy_s = copies.after_step(heard)
+        step_s = time.monotonic() - began
+        # others wait for the last one
+        data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))
+        if state.step > self.entered_step + 1 and not self.profile.disturbs(state.step):
+            copies.timed(step_s - data_s - copy_s, cpu_s)
+        logged = self._logged(stepper, heard.commit)
+        if self.rank == 0:
+            self._report_step(heard.commit, state, (step_s, data_s, copy_s), logged=logged)
+        return heard.stop, batches, step_s
 
     def _loader_of(self, stepper: Stepper) -> Loader:
         """Of this rank's micro-batches from the next step on."""
@@ -379,7 +397,8 @@ class Generation:
             self.new_shares = None
         if heard.cadence is not None and heard.cadence == self.new_cadence:
             self.new_cadence = None
-        if self.rank == 0 and stepper.spans.timing:  # the same steps on every rank
+        # the same steps on every rank
+        if self.rank == 0 and stepper.spans.timing and not self.profile.disturbs(state.step):
             timed = self._times.add(state.step, heard.unit_s, heard.data_s, now_s=time.monotonic())
             if timed is not None:
                 self.place.report(timed)
@@ -526,6 +545,7 @@ class Generation:
             self._close()
 
     def _close(self) -> None:
+        self.profile.close()
         if self.copies is not None:
             self.copies.close()
         if self.loader is not None:

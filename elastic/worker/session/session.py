@@ -36,6 +36,7 @@ from elastic.types import (
     RollForward,
     SetCadence,
     SetShares,
+    StartProfile,
     StoreCopy,
     WorkerFailed,
     WorkerId,
@@ -142,7 +143,7 @@ class Session:
             case StoreCopy(generation):
                 with self._lock:
                     self._save_at = max(self._save_at, generation)
-            case SetCadence() | SetShares() as change:
+            case SetCadence() | SetShares() | StartProfile() as change:
                 with self._lock:
                     if (
                         running := self._generation

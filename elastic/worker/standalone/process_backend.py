@@ -39,6 +39,7 @@ from elastic.types import (
     RollForward,
     SetCadence,
     SetShares,
+    StartProfile,
     StepDone,
     Stop,
     StopAsked,
@@ -290,6 +291,7 @@ class ProcessBackend:
         if plan := self.gather.plans.get(self._generation):
             events += self.liveness.stalled(plan)
         orders = self.inbox.take()
+        events += orders.profiles
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
         if orders.drills:
@@ -315,6 +317,7 @@ _ORDERS: dict[type, Callable[[ProcessBackend, Any], None]] = {
     RemoveCopy: ProcessBackend._remove_copy, Abort: ProcessBackend._abort,
     Stop: ProcessBackend._stop,
     **dict.fromkeys(
-        (Quiesce, StoreCopy, SetCadence, SetShares, RollForward), ProcessBackend._pass_on
+        (Quiesce, StoreCopy, SetCadence, SetShares, StartProfile, RollForward),
+        ProcessBackend._pass_on,
     ),
 }  # fmt: skip

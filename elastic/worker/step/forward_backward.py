@@ -16,13 +16,14 @@ from elastic.data.budget import budget_of as token_budget
 from elastic.program import Program
 from elastic.reshard.rank_boxes import LOSS_SCALE
 from elastic.types import Job, Plan
-from elastic.types.grid import coordinates, stages_at
+from elastic.types.grid import axes_text, coordinates, stages_at
 from elastic.worker.parallel.context_parallel import Sequence
 from elastic.worker.parallel.model_options import begin_microbatch
 from elastic.worker.parallel.pipeline import Pipeline
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Incoming, Number, read
+from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import (
     call_model,
@@ -74,6 +75,7 @@ class ForwardBackward:
         self.at = coordinates(plan.layout, self.rank)
         self.dp = self.at.dp(plan.layout)
         self.device = groups.device
+        self.passes_name = f"passes {axes_text(plan.layout, self.rank)}".rstrip()
         # and the rows and microbatches that it was made for
         self._pipeline: tuple[tuple[int, int], Pipeline] | None = None
         self._staged: list[nn.Module] | None = None
@@ -150,7 +152,8 @@ class ForwardBackward:
             (batch, self._loss_on(batch, n, scale))
             for batch, n in zip(map(self.sequence.cut, batches), counting, strict=True)
         ]
-        with self.sequence.running(blocks_here=self.has_blocks), self.cut_loss():
+        running = self.sequence.running(blocks_here=self.has_blocks)
+        with axis_range(self.passes_name), running, self.cut_loss():
             loss_sum = self._passes(parts, train, n_microbatches or self.n_microbatches)
         return loss_sum if scale == 1.0 else loss_sum / scale, tokens
 

@@ -19,6 +19,7 @@ from elastic.worker.parallel.parallelize import local
 from elastic.worker.process.call_log import RULE, PartCalls, difference
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Number, read
+from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.wire import gather_words
 from elastic.worker.program.commit import Commit
@@ -249,9 +250,9 @@ class Stepper(ForwardBackward):
         if commit.overflowed:
             self.state.skip()
         else:
-            self.state.apply(
-                pending.gradients, factor / max(1.0, commit.tokens) / self.loss_scale.value
-            )
+            scale = factor / max(1.0, commit.tokens) / self.loss_scale.value
+            with axis_range("optimizer"):
+                self.state.apply(pending.gradients, scale)
         self.loss_scale.after(commit.overflowed)
         self.committed = commit.numbers
 
@@ -276,7 +277,8 @@ class Stepper(ForwardBackward):
                 gradient = gradients.get(fqn)
                 if gradient is None:
                     gradient = gradients[fqn] = torch.zeros_like(local(self.state.parameters[fqn]))
-                dist.all_reduce(gradient, group=self.groups.tie)
+                with axis_range("pp tied tensor"):
+                    dist.all_reduce(gradient, group=self.groups.tie)
 
     def _add_summed(self, gradients: dict[str, torch.Tensor]) -> None:
         """Parameters of style "summed" are used for a part of the heads on each tp rank: one
@@ -288,7 +290,8 @@ class Stepper(ForwardBackward):
         if not mine or mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
             return
         flat = torch.cat([gradient.flatten() for gradient in mine])
-        dist.all_reduce(flat, group=mesh.get_group("tp"))
+        with axis_range("tp shared gradients"):
+            dist.all_reduce(flat, group=mesh.get_group("tp"))
         for gradient, part in zip(
             mine, flat.split([gradient.numel() for gradient in mine]), strict=True
         ):
@@ -300,7 +303,9 @@ class Stepper(ForwardBackward):
         n_calls = 0 if self.script is None else 2
         n_blocks, n_small = len(pending.block_square_norms), len(pending.small)
         slots = Slots.of(self.plan.layout, n_blocks, n_small=n_small, n_calls=n_calls)
-        vector = self.groups.commit.all_reduce(self._part(pending, words).pack(slots))
+        part = self._part(pending, words).pack(slots)
+        with axis_range("commit"):
+            vector = self.groups.commit.all_reduce(part)
         heard = CommitReport.unpack(vector, slots)
         if heard.calls_differ:
             self._refuse_calls()

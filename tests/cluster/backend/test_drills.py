@@ -18,7 +18,7 @@ from support.waiting import until
 from elastic.cluster.backend.drills import Scene, Schedule, resolve
 from elastic.errors import SpecError
 from elastic.storage import LocalStorage, Storage, open_storage
-from elastic.types import WorkerId
+from elastic.types import ProfileAsked, WorkerId
 from elastic.worker.hosting.inbox import MOST_BYTES, Inbox, InboxOrders
 
 WORKERS = [WorkerId(node, k) for node in ("a", "b", "c") for k in (0, 1)]
@@ -93,6 +93,25 @@ def test_inbox(tmp_path: Path) -> None:
     assert set(rejected) == {"inbox/rejected/3.json", "inbox/rejected/4.json"}
     assert "explode" in rejected["inbox/rejected/3.json"]
     assert inbox.take() == InboxOrders() and list((tmp_path / "inbox").glob("*.json")) == []
+
+
+def test_a_profile_is_an_order_as_well(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    asked = {"profile_id": "p-1", "steps": 5, "ranks": "0,3"}
+    storage.put("inbox/1.json", json.dumps({"profile": asked}).encode())
+    for n, wrong in enumerate(NO_PROFILES):
+        text = json.dumps({"profile": {**asked, **wrong}}).encode()
+        storage.put(f"inbox/2-{n}.json", text)
+    inbox = Inbox(storage)
+    assert inbox.take() == InboxOrders(profiles=(ProfileAsked("p-1", 5, "0,3"),))
+    assert len(why_rejected(storage)) == len(NO_PROFILES)
+
+
+NO_PROFILES: tuple[dict[str, object], ...] = (
+    {"steps": 0}, {"steps": 101}, {"steps": "5"}, {"steps": True}, {"ranks": "0,"},
+    {"ranks": "some"}, {"ranks": [0]}, {"ranks": "-1"}, {"ranks": "9" * 7}, {"profile_id": "../x"},
+    {"profile_id": ""}, {"profile_id": "x" * 65}, {"more": 1},
+)  # fmt: skip
 
 
 def why_rejected(storage: Storage) -> dict[str, str]:

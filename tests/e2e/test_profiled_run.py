@@ -1,0 +1,85 @@
+"""`elastic profile RUN` while it trains: its traces are there, and its losses are what they are
+without."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.e2e.shell import PROGRAMS, Shell
+from support.waiting import until
+from support.worker import torchrun
+
+from elastic.ledger.journal import read
+from elastic.types import StepDone
+
+SLOW = str(PROGRAMS / "tiny_slow.py")
+NODE = {"name": "own", "market_type": "owned", "gpus_per_node": 4, "max_nodes": 1}
+pytestmark = pytest.mark.e2e
+
+
+def losses(journal: Path) -> dict[int, float]:
+    return {
+        event.step: event.train_loss
+        for line in read(journal)
+        for _, event in line.events
+        if isinstance(event, StepDone)
+    }
+
+
+def test_a_run_is_profiled_while_it_trains_and_its_losses_stay_what_they_are(shell: Shell) -> None:
+    name = shell.job(
+        steps=80, program=SLOW, pools=[NODE], layout={"4": "pp=2,dp_shard=2"}, min_workers=4,
+        peer_every=0, durable_every=0,
+    )  # fmt: skip
+    live = shell.start("run", name, "--run-name", "live")
+    journal = shell.root / "elastic_runs/live/journal.jsonl"
+    try:
+        until(lambda: journal.exists() and shell.status("live")["step"] > 3, "the third step")
+        code, out, err = shell.call("profile", "live", "--steps", "2", "--ranks", "all", "--json")
+        assert (code, err) == (0, "")
+        _, ended = live.communicate(timeout=300)
+    finally:
+        live.kill()
+    assert live.returncode == 0, ended
+    found = json.loads(out)
+    assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
+    assert {"compute", "fsdp", "pp", "bubble", "commit", "optimizer"} <= set(
+        found["total"]["parts"]
+    )
+    for one in found["ranks"]:
+        assert len(one["steps"]) == 2
+        assert sum(one["parts"].values()) == pytest.approx(one["step_s"])
+        trace = json.loads(gzip.decompress(Path(one["trace"]).read_bytes()))
+        names = {event["name"] for event in trace["traceEvents"]}
+        assert {"elastic.commit", "elastic.pp schedule", f"elastic.step {one['steps'][0]}"} <= names
+    assert shell.call("run", name, "--run-name", "undisturbed")[0] == 0
+    alone = shell.root / "elastic_runs/undisturbed/journal.jsonl"
+    assert losses(journal) == losses(alone) and len(losses(journal)) == 80
+    code, replayed, _ = shell.here("replay", "live", "--json")
+    assert (code, json.loads(replayed)["identical"]) == (0, True)
+    code, _, err = shell.here("profile", "live")
+    assert (code, err) == (2, "elastic: run 'live' is not running (succeeded at step 80)\n")
+
+
+def test_ranks_that_torchrun_started_are_profiled_as_well(shell: Shell) -> None:
+    folder = torchrun.job(shell.root / "job", program=SLOW, steps=100_000, layout="tp=2")
+    live = subprocess.Popen(
+        torchrun.command(2, folder), env=torchrun.environment(**shell.environment),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    place = folder / "runs" / "tiny"
+    try:
+        until(lambda: (place / "journal.jsonl").exists(), "the first line of the journal")
+        until(lambda: len(losses(place / "journal.jsonl")) > 3, "the third step")
+        code, out, err = shell.call("profile", str(place), "--steps", "2", "--ranks", "1", "--json")
+        assert (code, err) == (0, "")
+        (one,) = json.loads(out)["ranks"]
+        assert (one["rank"], one["at"]) == (1, "tp 1/2") and {"tp", "compute"} <= set(one["parts"])
+        assert shell.call("stop", str(place))[0] == 0
+        live.communicate(timeout=120)
+    finally:
+        live.kill()
