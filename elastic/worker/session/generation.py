@@ -307,9 +307,7 @@ class Generation:
         data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))
         if state.step > self.entered_step + 1 and not self.profile.disturbs(state.step):
             copies.timed(step_s - data_s - copy_s, cpu_s)
-        logged = self._logged(stepper, heard.commit)
-        if self.rank == 0:
-            self._report_step(heard.commit, state, (step_s, data_s, copy_s), logged=logged)
+        self._report_step(stepper, heard.commit, (step_s, data_s, copy_s))
         return heard.stop, batches, step_s
 
     def _loader_of(self, stepper: Stepper) -> Loader:
@@ -403,40 +401,24 @@ class Generation:
             if timed is not None:
                 self.place.report(timed)
 
-    def _logged(self, stepper: Stepper, commit: Commit) -> dict[str, float]:
-        """What the user's code tells of the step that was just done: the program of all ranks, each
-        of which is asked for its part here; a script by its rank 0."""
-        if self.place.script is not None:
-            return self.place.script.logged() if self.rank == 0 else {}
-        kept = stepper.kept
-        if kept is None:
-            return {}
-        return kept.taken(self.groups.commit).per_token(commit.tokens, kept.where)
-
     def _report_step(
-        self,
-        commit: Commit,
-        state: TrainState,
-        times: tuple[float, float, float],
-        *,
-        logged: dict[str, float],
+        self, stepper: Stepper, commit: Commit, times: tuple[float, float, float]
     ) -> None:
-        assert self.stepper is not None
-        skipped = self.stepper.trip is not None
-        shape = (
-            round(self.stepper.imbalance, 4),
-            round(self.stepper.shares.pad_share(state.step - 1), 4),
+        """By rank 0. A program's own numbers are asked of all ranks, a script's of this one."""
+        script, kept, logged = self.place.script, stepper.kept, {}
+        if kept is not None:
+            logged = kept.taken(self.groups.commit).per_token(commit.tokens, kept.where)
+        if self.rank:
+            return
+        if script is not None:
+            logged = script.logged()
+        step, skipped = stepper.state.step, stepper.trip is not None
+        shape = (stepper.imbalance, stepper.shares.pad_share(step - 1))
+        self.place.report(
+            step_done(
+                self.number, step, commit, times=times, skipped=skipped, shape=shape, logged=logged
+            )
         )
-        done = step_done(
-            self.number,
-            state.step,
-            commit,
-            times=times,
-            skipped=skipped,
-            shape=shape,
-            logged=logged,
-        )
-        self.place.report(done)
 
     def _evaluate(self, stepper: Stepper, state: TrainState) -> None:
         place = self.place
