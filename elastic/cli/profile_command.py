@@ -97,7 +97,9 @@ def _run(given: argparse.Namespace) -> RunFolder | None:
     try:
         return find_runs.open_run(text, given.storage)
     except SpecError as error:
-        raise SpecError(f"profile: {error}; and {text} is no folder of a job either") from None
+        raise SpecError(
+            f"profile: {error}; and {text} is no folder of a job (job.yaml, program.py) either"
+        ) from None
 
 
 def _refuse(given: argparse.Namespace, names: tuple[str, ...], of: str) -> None:

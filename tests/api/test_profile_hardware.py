@@ -117,10 +117,7 @@ def test_no_profile_no_hardware(asked: list[MeasureRequest]) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            ["nowhere"],
-            "elastic: nowhere: no such folder; a job is a folder with job.yaml and program.py",
-        ),
+        (["nowhere"], "elastic: profile: no run 'nowhere' here or in "),
         (["tiny", "--out", "."], "elastic: .: is a folder; give another --out FILE"),
         (
             ["tiny", "--out", "tiny/job.yaml/x"],

@@ -8,7 +8,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ from elastic.worker.profile.trace_parts import OTHERS, TraceParts, parts_of
 
 FOLDER = "profiles"
 LANE, LANE_ID = "where the time goes", 1 << 30  # of a trace: its parts, above what they are made of
+NO_KERNELS = (
+    "no kernel is in it, so CUPTI may not look at this GPU (the driver's option "
+    "NVreg_RestrictProfilingToAdminUsers, or another profiler)"
+)
 _OFF: AbstractContextManager[None] = nullcontext()
 
 
@@ -147,6 +151,8 @@ class StepProfile:
         try:
             trace = _exported(running)
             found = parts_of(trace["traceEvents"], self.of.groups(), self.of.otherwise)
+            if self.of.device.type == "cuda" and not found.on_device:
+                raise ValueError(NO_KERNELS)
             trace["traceEvents"] += _lane(trace["traceEvents"], found)
             packed = gzip.compress(json.dumps(trace).encode(), 6)
             place = f"{FOLDER}/{done.profile_id}/rank-{done.rank}"
@@ -160,8 +166,11 @@ class StepProfile:
 
     def _said(self, found: TraceParts, done: RankProfiled) -> dict[str, Any]:
         about = {"rank": done.rank, "worker": self.of.worker, "at": self.of.at}
-        said = {k: v for k, v in asdict(found).items() if k != "segments"}
-        return {"schema": 1, **about, "generation": done.generation, **said}
+        return {
+            "schema": 1, **about, "generation": done.generation, "steps": found.steps,
+            "step_s": found.step_s, "parts": found.parts, "collectives": found.collectives,
+            "on_device": found.on_device,
+        }  # fmt: skip
 
 
 def _exported(running: profile) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,16 @@ from elastic.worker.profile import step_profile
 
 TINY = str(PROGRAMS / "tiny.py")
 BATCH, STEPS = 8, 3
+ONE_STEP = json.dumps(
+    {
+        "traceEvents": [
+            {
+                "ph": "X", "cat": "user_annotation", "name": "elastic.step 4", "pid": 1, "tid": 2,
+                "ts": 0.0, "dur": 5.0,
+            }
+        ]
+    }
+)  # fmt: skip
 
 
 def job(steps: int) -> dict[str, Any]:
@@ -177,3 +188,27 @@ def test_ranges_are_recorded_only_while_a_profile_is_on() -> None:
     finally:
         end()
     assert axis_range("commit") is axis_range("data")
+
+
+@pytest.mark.parametrize(
+    ("written", "device", "why"),
+    [
+        ("{", "cpu", "JSONDecodeError"),
+        ('{"traceEvents": []}', "cpu", "no whole step is in the trace"),
+        (ONE_STEP, "cuda", "no kernel is in it, so CUPTI may not look at this GPU"),
+        (ONE_STEP, "cpu", ""),
+    ],
+)
+def test_a_trace_that_says_nothing_is_an_error_of_its_rank(
+    tmp_path: Path, written: str, device: str, why: str
+) -> None:
+    told: list[RankProfiled] = []
+    outlets = step_profile.ProfileOutlets(
+        LocalStorage(tmp_path), told.append, lambda *work: None, lambda phase, step: None
+    )
+    of = step_profile.TracedRank(0, "a/0", "", torch.device(device))
+    running: Any = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text(written))
+    step_profile.StepProfile(of, outlets)._write(running, RankProfiled(1, "one", 0, 3, 1))
+    (event,) = told
+    assert why in event.error and bool(why) == bool(event.error)
+    assert (tmp_path / "profiles/one/rank-0.json").exists() == (not why)

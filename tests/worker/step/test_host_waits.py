@@ -350,7 +350,7 @@ def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(
     assert len([step for step in timed if step >= 32]) == 4
 
 
-def test_rank_0_takes_in_the_steps_that_were_timed() -> None:
+def test_rank_0_takes_in_the_steps_that_were_timed_and_not_traced() -> None:
     taken: list[int] = []
     heard = CommitReport(Commit(1.0, 2.0, 3.0), (0.0, 0.0), (0.0, 0.0), (3,))
     own: Any = SimpleNamespace(
@@ -358,8 +358,9 @@ def test_rank_0_takes_in_the_steps_that_were_timed() -> None:
         new_shares=None,
         rank=0,
         _times=SimpleNamespace(add=lambda step, *rest, **named: taken.append(step)),
+        profile=SimpleNamespace(disturbs=lambda step: step == 3),
     )
-    for step, timing in enumerate((True, False, True)):
+    for step, timing in enumerate((True, False, True, True, True)):
         stepper: Any = SimpleNamespace(spans=SimpleNamespace(timing=timing))
         Generation._hear(own, heard, stepper, SimpleNamespace(step=step))  # type: ignore[arg-type]
-    assert taken == [0, 2]
+    assert taken == [0, 2, 4]

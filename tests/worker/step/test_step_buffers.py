@@ -149,6 +149,14 @@ def broken_off(stepper: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any
     return commits[0].commit
 
 
+def a_place() -> Any:
+    """A workplace that a generation can be made in."""
+    return SimpleNamespace(
+        held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None,
+        me=ALONE.ranks[0], storage=None, report=list, background=list, at_phase=list,
+    )  # fmt: skip
+
+
 def test_a_step_that_is_broken_off_may_still_be_applied(
     begun: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,9 +165,7 @@ def test_a_step_that_is_broken_off_may_still_be_applied(
     state, stepper, batch = begun(SKIP)
     commit = broken_off(stepper, batch(), monkeypatch)
     after = buffers_of(state)
-    place = SimpleNamespace(
-        held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None
-    )
+    place = a_place()
     left = Generation(
         place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False)
     )  # type: ignore[arg-type]
@@ -204,9 +210,7 @@ def test_samples_that_the_order_does_not_give_are_an_error(
 
 def test_a_state_in_the_middle_of_an_update_is_that_of_no_step(begun: Any) -> None:
     state, _, _ = begun(SKIP)
-    place = SimpleNamespace(
-        held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None
-    )
+    place = a_place()
     left = Generation(
         place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False)
     )  # type: ignore[arg-type]
@@ -281,9 +285,7 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     """The live boxes stay for whoever takes them over; the frozen ones are given up at once, though
     the model is still there, and the whole of it goes once nobody holds the boxes."""
     program = with_frozen_blocks(tmp_path)
-    place = SimpleNamespace(
-        held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None
-    )
+    place = a_place()
     left = Generation(
         place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False)
     )  # type: ignore[arg-type]
