@@ -6,12 +6,14 @@ blocks of a few seconds in turn, elastic and bare, bare and elastic, so that wha
 does meanwhile falls on both. Under elastic: two nodes of one worker each (dp_shard=2) on the
 embedded cluster, peer replicas and journal on. How often it copies is what a run before it comes to
 by itself (one that is frozen now and then measures long steps, and copies more often). Bare:
-bare.py in two processes. Wall seconds and CPU seconds per step; CPU seconds are of all processes,
+bare.py in two processes. The part `told`: a run that tells Prometheus, Ray and each tracker that is
+installed (offline), next to the same run without them. Wall seconds and CPU seconds per step; CPU seconds are of all processes,
 under elastic also of driver and Ray.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -20,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, Protocol
@@ -34,6 +37,7 @@ from elastic.cluster.ray import processes
 
 MOST_S, PAIRS = 1800.0, 32
 BATCH = 8
+TOLD, TRACKERS = "told", ("wandb", "mlflow", "trackio")
 MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}
 TINY = ROOT / "tests" / "programs" / "tiny.py"
 JOB = {
@@ -170,8 +174,11 @@ def own_cadence(program: Path, n_steps: int, clock: Clock) -> int:
 
 
 @contextmanager
-def under_elastic(program: Path, peer_every: int, n_steps: int, clock: Clock) -> Iterator[Elastic]:
-    with running({**JOB, "program": str(program), "peer_every": peer_every}, clock) as trial:
+def under_elastic(
+    program: Path, peer_every: int, n_steps: int, clock: Clock, **more: Any
+) -> Iterator[Elastic]:
+    job = {**JOB, "program": str(program), "peer_every": peer_every, **more}
+    with running(job, clock) as trial:
         contender = Elastic(trial)
         assert trial.process is not None
         try:
@@ -201,30 +208,63 @@ def compare(program: Path, n_pairs: int, size: Size, clock: Clock) -> dict[str, 
         under_bare(program, size.warm, clock) as (bare, step_s),
     ):
         seconds = max(size.block_least_s, (size.steps_a_block + figures.SETTLES) * step_s)
-        pairs: list[tuple[Block, Block]] = []
-        for number in range(n_pairs):
-            clock.look(f"block {number} of {n_pairs}")
-            both: list[Contender] = [ours, bare] if number % 2 == 0 else [bare, ours]
-            found = {id(contender): run_block(contender, seconds) for contender in both}
-            one, other = found[id(ours)], found[id(bare)]
-            if one is not None and other is not None:
-                pairs.append((one, other))
+        pairs = in_turn(ours, bare, seconds, n_pairs, clock)
     return {**figures.overhead(pairs), "peer_every": every}
+
+
+def compare_told(program: Path, n_pairs: int, size: Size, clock: Clock) -> dict[str, Any]:
+    """A run that tells all that are there, by the same run that tells nobody."""
+    trackers = [name for name in TRACKERS if find_spec(name) is not None]
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
+        os.environ |= {
+            "WANDB_MODE": "offline", "WANDB_DIR": folder, "TRACKIO_DIR": folder,
+            "MLFLOW_TRACKING_URI": f"file:{folder}/mlflow",
+        }  # fmt: skip
+        told = {"metrics_port": 0, "trackers": trackers}
+        with (
+            under_elastic(program, 0, size.warm, clock, **told) as telling,
+            under_elastic(program, 0, size.warm, clock) as silent,
+        ):
+            ends = silent.ends()
+            step_s = (ends[-1] - ends[-6]) / 5
+            seconds = max(size.block_least_s, (size.steps_a_block + figures.SETTLES) * step_s)
+            pairs = in_turn(telling, silent, seconds, n_pairs, clock)
+    return {**figures.overhead(pairs), "trackers": trackers}
+
+
+def in_turn(
+    ours: Contender, other: Contender, seconds: float, n_pairs: int, clock: Clock
+) -> list[tuple[Block, Block]]:
+    """Blocks of both that tell something, in pairs."""
+    pairs: list[tuple[Block, Block]] = []
+    for number in range(n_pairs):
+        clock.look(f"block {number} of {n_pairs}")
+        both: list[Contender] = [ours, other] if number % 2 == 0 else [other, ours]
+        found = {id(contender): run_block(contender, seconds) for contender in both}
+        first, second = found[id(ours)], found[id(other)]
+        if first is not None and second is not None:
+            pairs.append((first, second))
+    return pairs
 
 
 def measure(clock: Clock, n_pairs: int, models: list[str], size: Size) -> dict[str, Any]:
     """The figures of the wide model by their names, those of the small one below `small`."""
-    found = {name: compare(size.models[name], n_pairs, size, clock) for name in models}
+    found = {
+        name: compare(size.models[name], n_pairs, size, clock) for name in models if name != TOLD
+    }
+    if TOLD in models:
+        found[TOLD] = compare_told(size.models["wide"], n_pairs, size, clock)
+    told = {TOLD: found[TOLD]} if TOLD in found else {}
     small = (
         {"small": found["small"], "small_step_time_ratio": found["small"]["step_time_ratio"]}
         if "small" in found
         else {}
     )
-    return {**found.get("wide", {}), **small, "processes_left": 0}
+    return {**found.get("wide", {}), **small, **told, "processes_left": 0}
 
 
 if __name__ == "__main__":
-    given = options(__doc__, MOST_S, repeats=PAIRS, parts=tuple(MODELS), smoke_parts=("wide",))
+    given = options(__doc__, MOST_S, repeats=PAIRS, parts=(*MODELS, TOLD), smoke_parts=("wide",))
     size = SMOKE if given.smoke else WHOLE
     sys.exit(
         finish(

@@ -60,7 +60,7 @@ SMOKES = (
     Smoke("copies"),
     Smoke("reshard"),
     Smoke("radosgw"),
-    Smoke("overhead", without=("small",), long=True),
+    Smoke("overhead", without=("small", "told"), long=True),
     Smoke("checkpoint", long=True),
     Smoke("recovery", without=("device_bound_*", "sizes", "ray_train_*"), long=True),
     Smoke(

@@ -215,11 +215,11 @@ def test_a_driver_that_takes_over_counts_on_from_the_whole_journal(
     for before, new in (([], given[:9]), (given[5:9], later)):
         live = LiveNumbers(place, [lambda run, samples: told.append(samples)])
         journal = Journal(place.journal, new[0].epoch)
-        live.start(before, new[0].epoch)
-        for line in new:
+        for line in new:  # they are there before it looks at what earlier ones wrote
             journal.append(line.at_s, line.events, line.decision)
             live.hear(line)
         journal.close()
+        live.start(before, new[0].epoch)
         live.close()
     assert values(told[-1]) == values(numbers(given).samples())
 

@@ -17,7 +17,8 @@ class _Answers(Handoff):
 
     def __init__(self) -> None:
         super().__init__()
-        self.next = [OfferedBatch({"x": torch.ones(1)}, 0, 0), None]
+        batch = {"x": torch.ones(1)}
+        self.next = [OfferedBatch(batch, 0, 0), OfferedBatch(batch, 0, 0), None]
 
     def say(self, word: object) -> object:
         return self.next.pop(0)
@@ -38,6 +39,10 @@ def test_outside_of_a_step_there_is_nothing_to_tell_it_of() -> None:
     here.log({"a": 1})
     here.log({"b": torch.tensor(2.0), "a": 3})
     assert here.logged.taken() == {"a": 3.0, "b": 2.0}
+    assert here.logged.taken() == {}
+    here.log({"of_a_step_that_was_not_committed": 1})
+    here._batch = None
+    next(here)
     assert here.logged.taken() == {}
     here._batch = None
     with pytest.raises(StopIteration):

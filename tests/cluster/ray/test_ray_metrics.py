@@ -1,0 +1,84 @@
+"""The numbers of a run where Ray's own exporter is scraped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.places import ROOT
+
+from elastic.api.running.observers import _through_ray
+from elastic.cluster.ray import ray_metrics
+from elastic.observe.metrics.run_numbers import Sample
+
+SCRIPT = """
+import sys, time, urllib.request, ray
+from elastic.api.running.observers import _through_ray
+from elastic.observe.metrics.run_numbers import Sample
+ray.init(num_cpus=1, include_dashboard=False, _system_config={"metrics_report_interval_ms": 500})
+tell = _through_ray()
+for step in (5, 7):
+    tell("r", [Sample("elastic_step", step), Sample("elastic_steps_total", step),
+               Sample("elastic_nodes", 2, ("spot", "prepared"))])
+url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+for _ in range(60):
+    try:
+        text = urllib.request.urlopen(url, timeout=5).read().decode()
+    except OSError:
+        text = ""
+    if "ray_elastic_nodes" in text and "ray_elastic_steps_total" in text:
+        break
+    time.sleep(0.5)
+print(text)
+ray.shutdown()
+"""
+
+
+class _Told:
+    made: list[Any] = []
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        self.name, self.keys, self.values = name, tag_keys, list[tuple[float, dict[str, str]]]()
+        self.made.append(self)
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.values.append((value, tags))
+
+    inc = set
+
+
+def test_what_grows_is_told_by_how_much_and_the_rest_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gauge, counter = type("Gauge", (_Told,), {"made": []}), type("Counter", (_Told,), {"made": []})
+    monkeypatch.setattr(ray_metrics, "Gauge", gauge)
+    monkeypatch.setattr(ray_metrics, "Counter", counter)
+    tell = _through_ray()
+    for n in (0.0, 3.0, 3.0, 5.0):
+        tell("r", [Sample("elastic_step", n), Sample("elastic_notices_total", n, ("spot",))])
+    (step,), (notices,) = gauge.made, counter.made
+    assert [value for value, _ in step.values] == [0, 3, 3, 5] and step.keys == ("run",)
+    labels = {"run": "r", "pool": "spot"}
+    assert notices.values == [(3, labels), (2, labels)] and notices.keys == ("run", "pool")
+
+
+@pytest.mark.e2e
+def test_rays_exporter_has_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=180, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout[done.stdout.index("# HELP") :]
+    found = {
+        sample.name: (sample.value, sample.labels)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("ray_elastic_")
+    }
+    assert found["ray_elastic_step"][0] == 7 and found["ray_elastic_step"][1]["run"] == "r"
+    assert found["ray_elastic_steps_total"][0] == 7
+    value, labels = found["ray_elastic_nodes"]
+    assert value == 2 and labels["pool"] == "spot" and labels["status"] == "prepared"
