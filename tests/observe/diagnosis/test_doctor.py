@@ -6,7 +6,9 @@ from pathlib import Path
 
 from support.storage.faulty_proxy import FaultyProxy, expired
 
-from elastic.observe.diagnosis.doctor import DoctorCheck, _open_clusters, machine
+from elastic.observe.diagnosis.doctor import machine
+from elastic.observe.diagnosis.doctor_check import DoctorCheck
+from elastic.observe.diagnosis.machine_checks import open_clusters
 from elastic.storage.s3 import S3Storage
 
 
@@ -33,7 +35,7 @@ def test_a_ray_cluster_without_a_token_is_named(tmp_path: Path) -> None:
         (tmp_path / pid / "cmdline").write_text(words.replace(" ", "\0"))
         (tmp_path / pid / "environ").write_text(environ.replace(" ", "\0"))
 
-    assert _open_clusters(tmp_path).found == "none"
+    assert open_clusters(tmp_path).found == "none"
     process(
         "10",
         "/ray/gcs_server --gcs_server_port=1 --node-ip-address=10.0.0.1",
@@ -41,10 +43,10 @@ def test_a_ray_cluster_without_a_token_is_named(tmp_path: Path) -> None:
     )
     process("11", "/ray/gcs_server --node-ip-address=127.0.0.1", "RAY_AUTH_MODE=disabled")
     process("12", "python gcs_server", "RAY_AUTH_MODE=disabled")
-    assert _open_clusters(tmp_path) == DoctorCheck(
+    assert open_clusters(tmp_path) == DoctorCheck(
         "ray clusters here", "2, none open to the network"
     )
     process("13", "/ray/gcs_server --node-ip-address=10.0.0.1", "RAY_AUTH_MODE=disabled")
     (tmp_path / "14").mkdir()  # it has just ended
-    found = _open_clusters(tmp_path)
+    found = open_clusters(tmp_path)
     assert found.verdict == "look" and found.found.startswith("process 13 takes code from anyone")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from observe.reporting.test_report_page import long_run, priced
 from PIL import Image
 from support.observe.bound_runs import BoundRun
 from support.observe.browser import DARK, LIGHT, MISSING, Browser
+from support.observe.priced_run import long_run, priced
 
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.reporting.report_page import page

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.observe.bound_runs import BoundRun
 from support.observe.html_pages import PageSeen
+from support.observe.priced_run import PAID, changed, long_run, priced
 from support.observe.small_run import T0, lines, tick
 from support.places import ROOT
 from support.sim.market import SLOW, play
@@ -30,23 +31,6 @@ from elastic.types import DriverStarted, InstancesSeen, NodeLost, NodeReady, Poo
 
 KINDS: list[FaultKind] = ["notice", "loss", "notice", "drought", "loss", "hang"]
 EVIL = '<script>alert(1)</script>"><img src=x onerror=alert(2)>'
-PAID = (
-    Pool("spot", gpus_per_node=2, market_type="spot", max_nodes=2, usd_per_node_h=36.0),
-    Pool("on-demand", gpus_per_node=2, market_type="on-demand", usd_per_node_h=72.0),
-)
-
-
-def priced(found: list[Line] | None = None, pools: tuple[Pool, ...] = PAID) -> list[Line]:
-    """The small run, on nodes that cost something."""
-    return changed(found or lines(), lambda e: replace(e, pools=pools)
-                   if isinstance(e, DriverStarted) else e)  # fmt: skip
-
-
-def changed(found: list[Line], change: Any) -> list[Line]:
-    return [
-        replace(one, events=tuple((at_s, change(event)) for at_s, event in one.events))
-        for one in found
-    ]
 
 
 def shown(found: list[Line], target_loss: float | None = None) -> tuple[RunSeen, PageSeen]:
@@ -136,27 +120,6 @@ def test_the_story_of_a_short_run_has_each_change() -> None:
     assert told[2].text.startswith("Machine a failed without warning: training continued at step 6")
     assert "2 steps had to be trained again." in told[2].text
     assert told[3].text == "The run finished all of its 12 steps after 13.2 s."
-
-
-def long_run() -> list[Line]:
-    """Thirty growths and losses in thirty days of made-up time."""
-    from support.observe.small_run import plan
-
-    from elastic.types import EnterPlan, Layout, Node, PlanEntered, Resume
-
-    found, at_s = priced()[:5], 10.0
-    for k in range(2, 32):
-        at_s, cause = 86400.0 * (k - 1), "loss" if k % 2 else "growth"
-        event = NodeLost("b", "gone") if k % 2 else NodeReady(Node("b", "spot", 2))
-        names = ("a", "c") if k % 2 else ("a", "b", "c")
-        source = Resume("peer" if k % 2 else "live", k - 1)
-        made = plan(k, names, Layout(dp_shard=2 * len(names)), cause=cause, resume=source)
-        found += [
-            tick(at_s, event, actions=(EnterPlan(made),), reason="so"),
-            tick(at_s + 5, PlanEntered(k, k - 1)),
-            tick(at_s + 6, StepDone(k, k, 4.0, 1024, 0.5)),
-        ]
-    return found
 
 
 def test_the_story_of_a_long_run_is_told_by_periods() -> None:
