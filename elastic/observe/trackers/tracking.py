@@ -75,7 +75,7 @@ class Tracking:
             run = TrackedRun(key, state.run, self._spec.name, settings, config)
             mark = folder / _mark(library)
             if not mark.exists() and self._place.storage.remote:
-                with suppress(OSError, KeyError):  # another machine's; there may be none
+                with suppress(OSError):  # another machine's; there may be none
                     mark.parent.mkdir(parents=True, exist_ok=True)
                     mark.write_bytes(self._place.storage.get(_mark(library)))
             output = self._place.logs / f"tracker-{library}.log"
