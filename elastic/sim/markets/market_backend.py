@@ -10,6 +10,7 @@ from elastic.sim.markets.traces import Trace
 from elastic.sim.scripted_faults import Delays, Moment
 from elastic.sim.sim_backend import SimBackend
 from elastic.sim.sim_breaks import SimGeneration
+from elastic.sim.sim_nodes import Prices
 from elastic.types import Job, Plan, Pool, PriceSeen, RequestFailed, RequestNodes, StopAsked
 
 ANSWER_S = 1.0  # of a pool that has nothing
@@ -62,7 +63,7 @@ class MarketBackend(SimBackend):
         changes = iter(market.trace.changes(market.start_at_s, market.start_at_s + until_s))
         usd = market.trace.usd_at(market.start_at_s)
         if usd is not None:
-            self._prices[pool.name] = [(0.0, usd)]
+            self._prices[pool.name] = Prices(usd)
             self._tell(PriceSeen(pool.name, usd))
 
         def follow() -> None:
@@ -81,20 +82,11 @@ class MarketBackend(SimBackend):
         text = f"given up after {at_s / 3600:.1f} h"
         self._at(at_s, lambda: self._tell(StopAsked(text)))
 
-    def _alive(self, pool: Pool) -> list[str]:
-        lost = self._lost()
-        return [
-            name
-            for name, machine in self._machines.items()
-            if machine.node.pool == pool.name and name not in lost
-        ]
-
     def _announce(self, pool: Pool, market: PoolMarket, at_s: float) -> None:
         """Nodes that will be too many get the pool's notice, but for those that get none."""
-        there = self._alive(pool)
-        warned = [name for name in there if self._machines[name].deadline_s is not None]
-        n = len(there) - len(warned) - market.nodes_at(at_s)
-        free = [name for name in there if name not in warned]
+        there = self._living[pool.name]
+        free = [name for name in there if self._machines[name].deadline_s is None]
+        n = len(free) - market.nodes_at(at_s)
         for name in self._chance.sample(free, max(0, min(n, len(free)))):
             if self._chance.random() >= market.unannounced and at_s > self._now_s:
                 self._notice(name, at_s - self._now_s)
@@ -102,10 +94,11 @@ class MarketBackend(SimBackend):
 
     def _change(self, pool: Pool, market: PoolMarket, at_s: float) -> None:
         usd = market.trace.usd_at(market.start_at_s + at_s)
-        if usd is not None and usd != self._prices[pool.name][-1][1]:
-            self._prices[pool.name].append((self._now_s, usd))
+        if usd is not None and usd != self._prices[pool.name].now_usd_per_h:
+            self._prices[pool.name].change(self._now_s, usd)
             self._tell(PriceSeen(pool.name, usd))
-        there = [name for name in self._alive(pool) if self._machines[name].deadline_s is None]
+        living = self._living[pool.name]
+        there = [name for name in living if self._machines[name].deadline_s is None]
         n = len(there) - market.nodes_at(at_s)
         for name in self._chance.sample(there, max(0, min(n, len(there)))):
             self._lose(name, "taken", self.delays.confirm_s)
@@ -117,7 +110,7 @@ class MarketBackend(SimBackend):
         if market is None:
             return pool.max_nodes
         coming = self._coming.get(pool.name, 0)
-        return market.nodes_at(self._now_s) - len(self._alive(pool)) - coming
+        return market.nodes_at(self._now_s) - len(self._living[pool.name]) - coming
 
     def _request(self, action: RequestNodes) -> None:
         """As many as there are; for the rest the pool says no."""
@@ -139,7 +132,7 @@ class MarketBackend(SimBackend):
     def _come(self, pool: Pool, request_id: str) -> None:
         """What has been taken while it started never comes."""
         market = self._markets.get(pool.name)
-        if market is not None and len(self._alive(pool)) >= market.nodes_at(self._now_s):
+        if market is not None and len(self._living[pool.name]) >= market.nodes_at(self._now_s):
             self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)
             if request_id not in self._withdrawn:
                 self._tell(RequestFailed(pool.name, request_id, "taken while it started"))
