@@ -28,7 +28,6 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
-
 WAVES = 32  # in which the nodes of a request come at most
 
 
