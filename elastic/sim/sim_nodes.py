@@ -234,8 +234,8 @@ class SimMachines(Clock):
     def _lose(
         self, node_id: str, cause: str, confirm_s: float, *, moment: Moment = "inside"
     ) -> None:
-        machine = self._machines[node_id]
-        if machine.gone_s is not None or self._dying(node_id):
+        machine = self._machines.get(node_id)
+        if machine is None or not self._stands(machine):
             return
         self._dead.add(WorkerId(node_id, -1))
         self._living[machine.node.pool].pop(node_id, None)
@@ -246,10 +246,14 @@ class SimMachines(Clock):
             self._told_lost.add(node_id)
             self._dead -= self._workers_on(machine.node)  # it is gone with all that was on it
             self._tell(NodeLost(node_id, cause))
+            self._confirmed(machine)
 
         workers = {WorkerId(node_id, k) for k in range(machine.node.gpus)}
         self._kill(workers, moment)
         self._after(confirm_s, confirmed)
+
+    def _confirmed(self, machine: SimMachine) -> None:
+        """Everybody knows that it is gone."""
 
     def _come_back(self, node_id: str) -> None:
         """Under its name, with nothing in memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,10 +11,20 @@ from elastic.sim.markets.traces import Trace
 from elastic.sim.scripted_faults import Delays, Moment
 from elastic.sim.sim_backend import SimBackend
 from elastic.sim.sim_breaks import SimGeneration
-from elastic.sim.sim_nodes import Prices
-from elastic.types import Job, Plan, Pool, PriceSeen, RequestFailed, RequestNodes, StopAsked
+from elastic.sim.sim_nodes import Prices, SimMachine
+from elastic.types import (
+    EnterPlan,
+    Job,
+    Plan,
+    Pool,
+    PriceSeen,
+    RequestFailed,
+    RequestNodes,
+    StopAsked,
+)
 
 ANSWER_S = 1.0  # of a pool that has nothing
+KEPT_GONE, KEPT_GROUPS = 256, 32  # nodes and generations that are over, the newest
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class MarketBackend(SimBackend):
         self._markets, self._chance = dict(markets), random.Random(seed)
         self._took_s = step_s
         self.n_taken = 0
+        self._gone: deque[str] = deque()
+        self._gone_gpu_s = self._gone_usd = 0.0
         for pool in pools:
             market = self._markets.get(pool.name)
             if market is not None:
@@ -141,6 +154,34 @@ class MarketBackend(SimBackend):
 
     def _plan_step_s(self, plan: Plan) -> float:
         return self._took_s(plan) if self._took_s is not None else super()._plan_step_s(plan)
+
+    # ----------------------------------------------------------------------- what is over is summed
+
+    def gpu_seconds(self) -> float:
+        return self._gone_gpu_s + super().gpu_seconds()
+
+    def usd(self) -> float:
+        return self._gone_usd + super().usd()
+
+    def _confirmed(self, machine: SimMachine) -> None:
+        """Of nodes that are gone for long only the bill is kept: a run may have a million."""
+        self._gone.append(machine.node.node_id)
+        while len(self._gone) > KEPT_GONE:
+            old = self._machines.pop(self._gone.popleft())
+            self._told_lost.discard(old.node.node_id)
+            lived_s = (old.gone_s or 0.0) - old.born_s
+            self._gone_gpu_s += lived_s * old.node.gpus
+            self._gone_usd += self._cost(old.node.pool, old.born_s, old.born_s + lived_s)
+
+    def _enter(self, action: EnterPlan) -> None:
+        super()._enter(action)
+        held = {one.generation for holdings in self._held.values() for one in holdings}
+        newest = action.plan.generation - KEPT_GROUPS
+        self._groups = {
+            number: group
+            for number, group in self._groups.items()
+            if number > newest or number in held or not group.ended
+        }
 
     # ----------------------------------------------------------------------------- steps in batches
 
