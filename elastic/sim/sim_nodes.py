@@ -31,7 +31,7 @@ from elastic.types import (
 WAVES = 32  # in which the nodes of a request come at most
 
 
-class Prices:
+class NodePrices:
     """Of a node of a pool, as they change: dollars from the beginning until a moment."""
 
     def __init__(self, usd_per_h: float) -> None:
@@ -82,7 +82,7 @@ class SimMachines(Clock):
         self._crash_until_s: dict[str, float] = {}
         self._refuse_until_s: dict[str, float] = {}
         # since when which
-        self._prices = {pool.name: Prices(pool.usd_per_node_h) for pool in pools}
+        self._prices = {pool.name: NodePrices(pool.usd_per_node_h) for pool in pools}
         self._coming: dict[str, int] = {}
         self._withdrawn: set[str] = set()
         self._n_nodes = 0

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from elastic.sim.markets.late_holdings import LateHoldings
 from elastic.sim.markets.traces import Trace
 from elastic.sim.scripted_faults import Delays, Moment
 from elastic.sim.sim_backend import SimBackend
 from elastic.sim.sim_breaks import SimGeneration
-from elastic.sim.sim_nodes import Prices, SimMachine
+from elastic.sim.sim_nodes import NodePrices, SimMachine
 from elastic.types import (
     EnterPlan,
     Job,
@@ -63,6 +64,10 @@ class MarketBackend(SimBackend):
         self._markets, self._chance = dict(markets), random.Random(seed)
         self._took_s = step_s
         self.n_taken = 0
+        self._held = self._late = LateHoldings(self._write_down)
+        # generation -> the newest step and copy that its workers have, not written down yet
+        self._late_steps: dict[int, tuple[SimGeneration, int]] = {}
+        self._late_copies: dict[int, tuple[SimGeneration, int]] = {}
         self._gone: deque[str] = deque()
         self._gone_gpu_s = self._gone_usd = 0.0
         for pool in pools:
@@ -76,7 +81,7 @@ class MarketBackend(SimBackend):
         changes = iter(market.trace.changes(market.start_at_s, market.start_at_s + until_s))
         usd = market.trace.usd_at(market.start_at_s)
         if usd is not None:
-            self._prices[pool.name] = Prices(usd)
+            self._prices[pool.name] = NodePrices(usd)
             self._tell(PriceSeen(pool.name, usd))
 
         def follow() -> None:
@@ -182,6 +187,22 @@ class MarketBackend(SimBackend):
             for number, group in self._groups.items()
             if number > newest or number in held or not group.ended
         }
+
+    def _hold_step(self, group: SimGeneration, step: int) -> None:
+        self._late_steps[group.plan.generation] = group, step
+        self._late.late = True
+
+    def _hold_copies(self, group: SimGeneration, step: int) -> None:
+        self._late_copies[group.plan.generation] = group, step
+        self._late.late = True
+
+    def _write_down(self) -> None:
+        copies, self._late_copies = self._late_copies, {}
+        steps, self._late_steps = self._late_steps, {}
+        for group, step in copies.values():
+            super()._hold_copies(group, step)
+        for group, step in steps.values():
+            super()._hold_step(group, step)
 
     # ----------------------------------------------------------------------------- steps in batches
 
