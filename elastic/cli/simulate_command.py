@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.api import simulate
@@ -15,6 +17,7 @@ from elastic.observe.plans import simulated
 
 ABOUT = "what a job will cost and take on a spot market: the real policy on months of traces"
 MOST_STARTS = 10_000
+TOLD_EVERY_S = 10.0
 EPILOG = """examples:
   elastic simulate jobs/llama3_8b_spot --cluster cluster_configs/aws_p5_p4d_spot.yaml
   elastic simulate JOB --cluster FILE --trace traces/us-west-2.json --deadline 14d
@@ -94,7 +97,7 @@ def _answered(given: argparse.Namespace) -> int:
         unannounced=given.unannounced,
         seed=given.seed,
     )
-    found = simulate.simulate(asked, progress=_told)
+    found = simulate.simulate(asked, progress=_Progress())
     data = found.plain()
     lines = simulated.table(data)
     if given.png:
@@ -109,7 +112,17 @@ def _answered(given: argparse.Namespace) -> int:
     return 0
 
 
-def _told(done: int, of: int) -> None:
-    if sys.stderr.isatty():
-        end = "\n" if done == of else ""
-        print(f"\r{done} of {of} starts", end=end, file=sys.stderr, flush=True)
+@dataclass
+class _Progress:
+    """On stderr, also beside --json: one line that changes on a terminal, elsewhere a line now and
+    then."""
+
+    told_s: float = field(default_factory=time.monotonic)
+
+    def __call__(self, done: int, of: int) -> None:
+        text = f"{done} of {of} starts"
+        if sys.stderr.isatty():
+            print(f"\r{text}", end="\n" if done == of else "", file=sys.stderr, flush=True)
+        elif (now_s := time.monotonic()) >= self.told_s + TOLD_EVERY_S:
+            self.told_s = now_s
+            print(text, file=sys.stderr, flush=True)

@@ -201,7 +201,8 @@ def _alike(found: Candidate) -> HeteroAssignment:
     work, m = there.every.work, step.n_microbatches
     slots = next(there.place.arrangements(layout, there.every.job.max_workers or 0))
     ranks = tuple(worker for slot in slots for worker in slot.workers)
-    speeds = [min(slot.rate for slot in slots[d :: layout.dp]) for d in range(layout.dp)]
+    rates = [slot.rate for slot in slots]
+    speeds = [min(rates[d :: layout.dp]) for d in range(layout.dp)]
     samples = hetero_shares.shares(step.global_batch // m, speeds, m)
     layers = hetero_shares.stage_layers(work.model.n_blocks, layout.n_stages)
     return HeteroAssignment(ranks, samples, layers, found.cost)

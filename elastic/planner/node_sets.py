@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, repeat
 from math import inf
 from statistics import median
 
@@ -102,9 +102,11 @@ class SearchedNodes:
 
     def _measured(self) -> dict[WorkerId, float] | None:
         """None where not all workers are measured."""
-        rates = self.limits.rates or {}
+        rates = self.limits.rates
+        if not rates:
+            return None
         each = [WorkerId(node.node_id, k) for node in self.nodes for k in range(node.gpus)]
-        if not rates or not all(worker in rates for worker in each):
+        if not all(worker in rates for worker in each):
             return None
         return {worker: rates[worker] for worker in each}
 
@@ -275,7 +277,10 @@ class NodeSet:
     @cached_property
     def place(self) -> rank_placement.PlacementSite:
         workers = [WorkerId(node.node_id, k) for node in self.nodes for k in range(node.gpus)]
-        rates = {worker: self.every.speed(worker) for worker in workers}
+        speeds = map(self.every.speed, workers)
+        if self.every.measured is None and len(self.kinds) == 1:
+            speeds = map(self.every.nominal.__getitem__, repeat(self.slowest, len(workers)))
+        rates = dict(zip(workers, speeds, strict=True))
         kinds = rank_placement.kinds_of(rates, self.memory)
         return rank_placement.PlacementSite(self.nodes, rates, kinds, self.zones)
 

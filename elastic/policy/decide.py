@@ -10,7 +10,7 @@ from elastic.policy import forming_groups, profiling, restarts, stopping, transi
 from elastic.policy.copies import cadence, recovery
 from elastic.policy.copies.retention import retention
 from elastic.policy.faults import corruption, retries
-from elastic.policy.plans import choice_of, enter, from_where, with_rehearsals
+from elastic.policy.plans import choice_of, enter, from_where, never, with_rehearsals
 from elastic.policy.pools import drain, hazard, limits
 from elastic.policy.pools.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.pools.release import back_to_spot
@@ -278,10 +278,8 @@ def _others_starting(state: State) -> bool:
 
 def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
     """Too few nodes: wait, unless no number of nodes would do, or the budget buys none."""
-    try:
-        choice_of(state, potential(state))
-    except InfeasiblePlan as never:
-        return stopping.stop("failed", f"InfeasiblePlan: {never}")
+    if (none := never(state, potential(state))) is not None:
+        return stopping.stop("failed", f"InfeasiblePlan: {none}")
     if why := hazard.in_vain(state):
         return stopping.stop(
             "failed",

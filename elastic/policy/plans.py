@@ -3,7 +3,7 @@ and the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -32,7 +32,7 @@ from elastic.types import (
     Resume,
     WorkerId,
 )  # fmt: skip
-from elastic.types.replacing import replace
+from elastic.types.replacing import follows_from, replace
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,38 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
     return found
 
 
+def never(state: State, n_nodes: Mapping[tuple[str, int], int]) -> InfeasiblePlan | None:
+    """Why there is no plan for so many nodes of each pool and number of GPUs; None = there is one.
+    What they are called matters only where their speeds are known."""
+    counts = tuple(sorted(n_nodes.items()))
+    if not state.speeds and not state.job.restarted:
+        return _never(state, counts)
+    try:
+        choice_of(state, _unnamed(counts))
+    except InfeasiblePlan as error:
+        return error
+    return None
+
+
+Counts = tuple[tuple[tuple[str, int], int], ...]
+
+
+@follows_from("job", "pools", "model", "hardware", "infeasible", "unusable", "speeds")
+def _never(state: State, counts: Counts) -> InfeasiblePlan | None:
+    nodes = _unnamed(counts)
+    try:
+        plan_layout(
+            refused_layouts.usable_model(state), state.job, nodes, limits=_limits(state, nodes)
+        )
+    except InfeasiblePlan as error:
+        return error
+    return None
+
+
+def _unnamed(counts: Counts) -> list[Node]:
+    return [Node(f"{pool}?{gpus}.{k}", pool, gpus) for (pool, gpus), n in counts for k in range(n)]
+
+
 @lru_cache(maxsize=8)
 def _answered(question: _Question) -> Choice | InfeasiblePlan:
     try:
@@ -91,7 +123,7 @@ def _limits(state: State, nodes: Sequence[Node]) -> LayoutLimits:
         zones={name: zone_of(pool) for name, pool in of_node.items()},
         memory=memory if len(memory) == len(nodes) and all(memory.values()) else None,
         unusable=refused_layouts.unusable_layouts(state),
-        on_gpus=on_gpus(state, of_node),
+        on_gpus=any(pool.accelerator_type != "CPU" for pool in of_node.values()),
         host_memory={name: pool.host_memory_bytes for name, pool in of_node.items()},
     )
 

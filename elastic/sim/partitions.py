@@ -28,7 +28,7 @@ class Partitions(Generations):
     """Generations whose nodes may be cut off."""
 
     def _cut(self, node_id: str, fault: Fault) -> None:
-        machine = self._machines[node_id]
+        machine, self._cut_once = self._machines[node_id], True
         machine.cut_until_s = max(machine.cut_until_s, self._now_s + fault.lasts_s)
         for group in self._groups.values():
             if not group.ended and any(worker.node_id == node_id for worker in group.members):
@@ -94,6 +94,9 @@ class Partitions(Generations):
     # -------------------------------------------------------------------------------- what is heard
 
     def _say(self, event: Event) -> None:
+        if not self._cut_once:
+            super()._say(event)
+            return
         told_by = [worker for worker in self._speakers(event) if self._lives(worker)]
         wait_s = min((self._cut_s([worker]) for worker in told_by), default=0.0)
         if wait_s <= 0:

@@ -123,11 +123,10 @@ class SimBackend(Partitions):
             self._not_finite.add(max((g.step for g in self._running()), default=0) + 1)
             self._for_ever |= fault.lasting
             return
-        lost = self._lost()
         alive = [
             name
             for name, m in self._machines.items()
-            if name not in lost and fault.only in ("", m.node.pool)
+            if self._stands(m) and fault.only in ("", m.node.pool)
         ]
         if alive:
             self._node_fault(fault, alive)

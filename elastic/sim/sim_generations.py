@@ -335,8 +335,7 @@ class Generations(Breaks):
             """A multiple of it, among the steps of the batch."""
             return bool(every) and group.step // every > before // every
 
-        for rank in range(len(plan.ranks)):
-            self._advance(group, rank, group.step)
+        self._hold_step(group, group.step)
         copies = reaches(plan.peer_every)
         copy_s = self.delays.copy_s * 0.1 if copies else 0.0
         digest = f"sample-{group.step}"
@@ -421,6 +420,17 @@ class Generations(Breaks):
         if (wait_s := self._cut_s(plan.ranks)) > 0:
             self._after(wait_s, lambda: self._acknowledged(group, step))
             return
+        self._hold_copies(group, step)
+        copy = Copy(step, "peer", plan.generation, plan.layout, plan.layers)
+        self._tell(CopyStored(copy, self.delays.copy_s, 0.1 * self.delays.copy_s))
+
+    def _hold_step(self, group: SimGeneration, step: int) -> None:
+        """Each rank has its boxes of it."""
+        for rank in range(len(group.plan.ranks)):
+            self._advance(group, rank, step)
+
+    def _hold_copies(self, group: SimGeneration, step: int) -> None:
+        plan = group.plan
         fresh: dict[WorkerId, list[Holding]] = {worker: [] for worker in plan.ranks}
         for rank, worker in enumerate(plan.ranks):
             for keeper in (worker, *(plan.ranks[k] for k in plan.copies_to[rank])):
@@ -429,8 +439,6 @@ class Generations(Breaks):
             held = self._held.get(worker, ())
             live = tuple(h for h in held if h.kind == "live" and h.generation == plan.generation)
             self._held[worker] = (*live, *holdings)
-        copy = Copy(step, "peer", plan.generation, plan.layout, plan.layers)
-        self._tell(CopyStored(copy, self.delays.copy_s, 0.1 * self.delays.copy_s))
 
     def _save(self, group: SimGeneration) -> None:
         plan, step = group.plan, group.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,6 +28,28 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
+WAVES = 32  # in which the nodes of a request come at most
+
+
+class NodePrices:
+    """Of a node of a pool, as they change: dollars from the beginning until a moment."""
+
+    def __init__(self, usd_per_h: float) -> None:
+        self._at_s, self._usd_per_h, self._usd = [0.0], [usd_per_h], [0.0]
+
+    @property
+    def now_usd_per_h(self) -> float:
+        return self._usd_per_h[-1]
+
+    def change(self, at_s: float, usd_per_h: float) -> None:
+        self._usd.append(self.until(at_s))
+        self._at_s.append(at_s)
+        self._usd_per_h.append(usd_per_h)
+
+    def until(self, at_s: float) -> float:
+        k = max(0, bisect_right(self._at_s, at_s) - 1)
+        return self._usd[k] + max(0.0, at_s - self._at_s[k]) / 3600 * self._usd_per_h[k]
+
 
 @dataclass
 class SimMachine:
@@ -48,6 +71,9 @@ class SimMachines(Clock):
         super().__init__()
         self.pools, self.job, self.delays = pools, job, delays
         self._machines: dict[str, SimMachine] = {}
+        # of each pool those that stand, in the order in which they came
+        self._living: dict[str, dict[str, None]] = {pool.name: {} for pool in pools}
+        self._cut_once = False  # has any node ever been cut off?
         self._told_lost: set[str] = set()
         self._held: dict[WorkerId, tuple[Holding, ...]] = {}
         self._dead: set[WorkerId] = set()
@@ -56,11 +82,12 @@ class SimMachines(Clock):
         self._crash_until_s: dict[str, float] = {}
         self._refuse_until_s: dict[str, float] = {}
         # since when which
-        self._prices = {pool.name: [(0.0, pool.usd_per_node_h)] for pool in pools}
+        self._prices = {pool.name: NodePrices(pool.usd_per_node_h) for pool in pools}
         self._coming: dict[str, int] = {}
         self._withdrawn: set[str] = set()
         self._n_nodes = 0
         self._before: list[SimMachine] = []  # of nodes that stand again
+        self._n_paid = 0
         self.most_nodes = 0  # that were paid for at a time
 
     def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
@@ -85,12 +112,7 @@ class SimMachines(Clock):
         return [*self._before, *self._machines.values()]
 
     def _cost(self, pool: str, from_s: float, to_s: float) -> float:
-        known = self._prices[pool]
-        ends = [at_s for at_s, _ in known[1:]] + [float("inf")]
-        return sum(
-            max(0.0, min(end_s, to_s) - max(at_s, from_s)) / 3600 * usd
-            for (at_s, usd), end_s in zip(known, ends, strict=True)
-        )
+        return max(0.0, self._prices[pool].until(to_s) - self._prices[pool].until(from_s))
 
     def _pool_fault(self, fault: Fault) -> None:
         name, until_s = fault.pool, self._now_s + fault.lasts_s
@@ -103,7 +125,7 @@ class SimMachines(Clock):
         elif fault.kind == "refuse":
             self._refuse_until_s[name] = until_s
         else:
-            self._prices[name].append((self._now_s, fault.amount))
+            self._prices[name].change(self._now_s, fault.amount)
             self._tell(PriceSeen(name, fault.amount))
 
     def _request(self, action: RequestNodes) -> None:
@@ -122,9 +144,11 @@ class SimMachines(Clock):
             return
         until_s, more_s = self._slow.get(pool.name, (0.0, 0.0))
         boot_s = self.delays.boot_s + (more_s if self._now_s < until_s else 0.0)
-        for k in range(min(action.count, room)):
+        n = min(action.count, room)
+        at_once = -(-n // WAVES)
+        for k in range(n):
             self._coming[pool.name] = self._coming.get(pool.name, 0) + 1
-            self._after(boot_s + 0.5 * k, lambda: self._come(pool, action.request_id))
+            self._after(boot_s + 0.5 * (k // at_once), lambda: self._come(pool, action.request_id))
 
     def _come(self, pool: Pool, request_id: str) -> None:
         self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)
@@ -135,9 +159,9 @@ class SimMachines(Clock):
         self._n_nodes += 1
         node = Node(f"{pool.name}-{self._n_nodes}", pool.name, pool.gpus_per_node)
         self._machines[node.node_id] = SimMachine(node, self._now_s)
-        self.most_nodes = max(
-            self.most_nodes, sum(m.gone_s is None for m in self._machines.values())
-        )
+        self._living[pool.name][node.node_id] = None
+        self._n_paid += 1
+        self.most_nodes = max(self.most_nodes, self._n_paid)
         self._tell(NodeReady(node))
         if self._now_s < self._crash_until_s.get(pool.name, 0.0):
             self._after(
@@ -160,21 +184,25 @@ class SimMachines(Clock):
             return
 
         def done() -> None:
-            if machine.gone_s is None and machine.node.node_id not in self._lost():
+            if self._stands(machine):
                 machine.prepared, machine.hung = True, False
-                self._dead = {w for w in self._dead if w.node_id != action.node_id}
+                self._dead -= self._workers_on(machine.node)
                 self._tell(NodePrepared(action.node_id))
 
         self._after(self._cut_s([WorkerId(action.node_id, 0)]) + self.delays.prepare_s, done)
 
     def _refuse(self, machine: SimMachine) -> None:
-        if machine.gone_s is None and machine.node.node_id not in self._lost():
+        if self._stands(machine):
             self._tell(NodeRefused(machine.node.node_id, "scripted", machine.node.pool))
 
-    def _lost(self) -> set[str]:
-        return {
-            name for name, m in self._machines.items() if m.gone_s is not None or self._dying(name)
-        }
+    def _stands(self, machine: SimMachine) -> bool:
+        """It is neither lost nor about to be found so."""
+        return machine.node.node_id in self._living[machine.node.pool]
+
+    @staticmethod
+    def _workers_on(node: Node) -> set[WorkerId]:
+        """And what stands for the node itself."""
+        return {WorkerId(node.node_id, k) for k in range(-1, node.gpus)}
 
     def _dying(self, node_id: str) -> bool:
         return WorkerId(node_id, -1) in self._dead
@@ -189,6 +217,8 @@ class SimMachines(Clock):
 
     def _cut_s(self, workers: Iterable[WorkerId]) -> float:
         """Until all of these are reached."""
+        if not self._cut_once:
+            return 0.0
         there = [
             self._machines[worker.node_id] for worker in workers if worker.node_id in self._machines
         ]
@@ -204,19 +234,26 @@ class SimMachines(Clock):
     def _lose(
         self, node_id: str, cause: str, confirm_s: float, *, moment: Moment = "inside"
     ) -> None:
-        machine = self._machines[node_id]
-        if machine.gone_s is not None or self._dying(node_id):
+        machine = self._machines.get(node_id)
+        if machine is None or not self._stands(machine):
             return
         self._dead.add(WorkerId(node_id, -1))
+        self._living[machine.node.pool].pop(node_id, None)
 
         def confirmed() -> None:
             machine.gone_s = self._now_s
+            self._n_paid -= 1
             self._told_lost.add(node_id)
+            self._dead -= self._workers_on(machine.node)  # it is gone with all that was on it
             self._tell(NodeLost(node_id, cause))
+            self._confirmed(machine)
 
         workers = {WorkerId(node_id, k) for k in range(machine.node.gpus)}
         self._kill(workers, moment)
         self._after(confirm_s, confirmed)
+
+    def _confirmed(self, machine: SimMachine) -> None:
+        """Everybody knows that it is gone."""
 
     def _come_back(self, node_id: str) -> None:
         """Under its name, with nothing in memory."""
@@ -225,8 +262,9 @@ class SimMachines(Clock):
             self._after(self.delays.confirm_s, lambda: self._come_back(node_id))
             return
         self._before.append(before)
-        self._dead = {worker for worker in self._dead if worker.node_id != node_id}
         self._told_lost.discard(node_id)
+        self._living[before.node.pool][node_id] = None
+        self._n_paid += 1
         del self._machines[node_id]  # at the end: order of arrival
         self._machines[node_id] = SimMachine(before.node, self._now_s)
         self._tell(NodeReady(before.node))

@@ -2,18 +2,26 @@
 least that was possible.
 
 speed: a run of a month on markets whose nodes are taken at a given rate, by the number of nodes:
-events and node-months per second of one process. traces: a job of 48 hours on each trace of
-`--traces FOLDER` (without it, on made-up markets), deadlines of 1.1, 1.25, 1.5 and 2 times the time
-without faults, from `--starts` moments: dollars against on demand and against the bound, misses.
-A node starts in 12 minutes, and its prices are those of the year in which the traces were taken.
+events and node-months per second of CPU of one process, exponents over nodes and over time, and by
+how much more memory four times the time takes. traces: a job of 48 hours on each trace of `--traces
+FOLDER` (without it, on made-up markets), deadlines of 1.1, 1.25, 1.5 and 2 times the time without
+faults, from `--starts` moments: misses, dollars against on demand, against the bound, and ours
+against each other policy; medians, p5 and p95. `--write FILE` keeps what is found so far after each
+of them. A node starts in 12 minutes, and its prices are those of the year in which the traces were
+taken.
 """
 
 from __future__ import annotations
 
+import json
+import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
-from time import perf_counter
+from math import log
+from pathlib import Path
+from statistics import linear_regression, median
+from time import monotonic, process_time
 from typing import Any
 
 import report
@@ -22,7 +30,7 @@ from trial import Clock
 from elastic.sim.markets.generators import usual
 from elastic.sim.markets.market_backend import PoolMarket
 from elastic.sim.markets.market_run import RunSubject, run_on
-from elastic.sim.markets.study import Study, carried_out, summary
+from elastic.sim.markets.study import ELASTIC, Study, carried_out, spread, summary
 from elastic.sim.markets.traces import Trace, load_traces
 from elastic.sim.scripted_faults import Delays
 from elastic.types import Job, ModelProfile, OptimizerSpec, Plan, Pool, TensorSpec
@@ -35,6 +43,8 @@ SPOT_USD, FIXED_USD = 0.918, 3.06  # per hour: a p3.2xlarge in us-west-2 when th
 DEADLINES = (1.1, 1.25, 1.5, 2.0)
 POLICIES = ("elastic", "on-demand", "greedy", "time-sliced", "uniform-progress", "restart", "bound")
 SIZES = (16, 64, 256, 1000)
+LONGER, LONG_NODES = (0.25, 0.5, 1.0), 64  # parts of the time, and on how many nodes
+TOLD_EVERY_S = 30.0
 TAKEN_PER_H = 0.1  # of all nodes together: what grows is their number, not what happens
 MODEL = ModelProfile(
     4,
@@ -81,16 +91,39 @@ def speed(nodes: int, days: float) -> dict[str, float]:
         subject(nodes, length_s / HOUR, purpose="cheapest", on_demand_floor=0, durable_every=900),
         batch_s=HOUR,
     )
-    began_s = perf_counter()
-    found = run_on(month, {"spot": PoolMarket(trace)}, keep=True)
-    took_s = perf_counter() - began_s
+    began_s = process_time()
+    found = run_on(month, {"spot": PoolMarket(trace)})
+    took_s = process_time() - began_s
     assert found.done, found.reason
-    events = sum(len(line.events) for line in found.lines)
     return {
-        "events_per_s": events / took_s,
+        "events_per_s": found.n_events / took_s,
         "node_months_per_s": nodes * found.wall_s / MONTH_S / took_s,
         "seconds": took_s,
-        "events": events,
+        "events": found.n_events,
+        "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def exponent(rows: Sequence[tuple[float, float]]) -> float:
+    """How the second number grows with the first."""
+    slope, _ = linear_regression([log(x) for x, _ in rows], [log(y) for _, y in rows])
+    return round(slope, 2)
+
+
+def speeds(sizes: Sequence[int], days: float) -> dict[str, Any]:
+    """Memory first: a process never tells of less than it had before."""
+    longer = {part: speed(LONG_NODES, part * days) for part in LONGER}
+    rows = {nodes: speed(nodes, days) for nodes in sizes}
+    first, last = longer[LONGER[0]], longer[LONGER[-1]]
+    return {
+        "events_per_s": round(median(row["events_per_s"] for row in rows.values()), 1),
+        "node_months_per_s": round(rows[sizes[-1]]["node_months_per_s"], 2),
+        "seconds": {n: round(row["seconds"], 2) for n, row in rows.items()},
+        "events": {n: row["events"] for n, row in rows.items()},
+        "nodes_exponent": exponent([(n, row["seconds"]) for n, row in rows.items()]),
+        "time_exponent": exponent([(part, row["seconds"]) for part, row in longer.items()]),
+        "memory_mb": {n: round(row["mb"]) for n, row in rows.items()},
+        "memory_of_longer": round(last["mb"] / first["mb"], 3),
     }
 
 
@@ -100,28 +133,41 @@ def on_trace(trace: Trace, starts: int, smoke: bool) -> dict[str, Any]:
     for times in deadlines:
         late = subject(trace.most, hours).with_deadline(times * hours)
         study = Study(late, {"spot": trace}, POLICIES, starts)
-        found = summary(carried_out(study, processes=1 if smoke else None))
-        rows[f"{times:g}"] = {
-            name: {
-                "vs_on_demand": one.cost_vs_on_demand and round(one.cost_vs_on_demand.median, 3),
-                "vs_bound": one.cost_vs_bound and round(one.cost_vs_bound.median, 3),
+        told = Told(f"{trace.name}, {times:g} x ideal", starts)
+        found = carried_out(study, processes=1 if smoke else None, progress=told)
+        ours = [result.trials[ELASTIC].usd for result in found]
+        for name, one in summary(found).items():
+            theirs = [result.trials[name].usd for result in found]
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True) if 0 < b < float("inf")]
+            rows.setdefault(f"{times:g}", {})[name] = {
+                "vs_on_demand": one.cost_vs_on_demand and one.cost_vs_on_demand.plain(),
+                "vs_bound": one.cost_vs_bound and one.cost_vs_bound.plain(),
+                "elastic_vs_it": spread(ratios).plain() if ratios else None,
                 "misses": one.deadline_misses,
             }
-            for name, one in found.items()
-        }
     return rows
+
+
+class Told:
+    """On stderr, how far a study has come: now and then, and at its end."""
+
+    def __init__(self, what: str, starts: int) -> None:
+        self.what, self.starts, self.began_s = what, starts, monotonic()
+        self.last_s = self.began_s
+
+    def __call__(self, done: int) -> None:
+        now_s = monotonic()
+        if done == self.starts or now_s >= self.last_s + TOLD_EVERY_S:
+            self.last_s = now_s
+            took = f"{now_s - self.began_s:.0f} s"
+            print(f"{self.what}: {done} of {self.starts} starts, {took}", file=sys.stderr)
 
 
 def measure(clock: Clock, given: Any) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     if "speed" in given.parts:
         sizes, days = (SIZES[:2], 3.0) if given.smoke else (SIZES, 30.0)
-        rows = {nodes: speed(nodes, days) for nodes in sizes}
-        figures |= {
-            "events_per_s": round(median(row["events_per_s"] for row in rows.values()), 1),
-            "node_months_per_s": round(rows[sizes[-1]]["node_months_per_s"], 2),
-            "seconds": {n: round(row["seconds"], 2) for n, row in rows.items()},
-        }
+        figures |= speeds(sizes, days)
     if "traces" in given.parts:
         traces = (
             load_traces(given.traces)
@@ -138,11 +184,17 @@ def measure(clock: Clock, given: Any) -> dict[str, Any]:
             ]
         )
         starts = 1 if given.smoke else given.starts
-        found = {trace.name: on_trace(trace, starts, given.smoke) for trace in traces}
+        found: dict[str, Any] = {}
+        for trace in traces:
+            found[trace.name] = on_trace(trace, starts, given.smoke)
+            if given.write:
+                Path(given.write).write_text(json.dumps({"starts": starts, "traces": found}))
         each = [row["elastic"] for rows in found.values() for row in rows.values()]
         figures |= {
             "traces": found,
-            "cost_vs_bound": round(median(row["vs_bound"] for row in each), 3),
+            "cost_vs_bound": round(
+                median(row["vs_bound"]["median"] for row in each if row["vs_bound"]), 3
+            ),
             "deadline_misses": sum(row["misses"] for row in each),
             "starts": starts,
         }
@@ -151,7 +203,7 @@ def measure(clock: Clock, given: Any) -> dict[str, Any]:
 
 def main() -> int:
     given = report.options(
-        __doc__, MOST_S, repeats=1, parts=PARTS, values={"traces": "", "starts": "16"}
+        __doc__, MOST_S, repeats=1, parts=PARTS, values={"traces": "", "starts": "16", "write": ""}
     )
     given.starts = int(given.starts)
     return report.finish("simulate", given, lambda clock: measure(clock, given))

@@ -10,15 +10,10 @@ from typing import Any
 
 import pytest
 from support.chaos.simulated import play
-from support.sim.scenario import MODEL
+from support.sim.on_markets import on_markets
 
 import elastic.policy
 from elastic.policy.state.state import State
-from elastic.sim.markets.market_backend import PoolMarket
-from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
-from elastic.sim.markets.traces import Trace
-from elastic.sim.scripted_faults import Delays
-from elastic.types import Job, Pool
 
 FIELDS = frozenset(State.__dataclass_fields__)
 
@@ -69,26 +64,6 @@ def asserting(func: Any, seen: set[str]) -> Callable[..., Any]:
         return known
 
     return asked
-
-
-def on_markets(**keys: Any) -> RunResult:
-    """A job of some hours on spot nodes that come and go, with on-demand ones to fall back on."""
-    job = Job.from_plain(
-        {
-            "name": "j", "steps": 150, "global_batch": 240, "layout": "auto", "max_workers": 4,
-            "durable_every": 30, "min_workers": 2,
-        } | keys
-    )  # fmt: skip
-    pools = (
-        Pool("spot", "CPU", 1, "spot", 1.0, 0, 4, notice_s=120.0),
-        Pool("fixed", "CPU", 1, "on-demand", 3.0, 0, 4),
-    )
-    delays = Delays(boot_s=60.0, prepare_s=30.0, enter_s=2.0)
-    trace = Trace("t", (0.0, 3000.0, 6000.0, 9000.0), (4, 1, 0, 3), 12000.0)
-    run = RunSubject(
-        "j", job, pools, MODEL, lambda plan: 240 / len(plan.ranks), 2.5 * 3600.0, delays
-    )
-    return run_on(run, {"spot": PoolMarket(trace, unannounced=0.5)}, seed=1)
 
 
 def test_what_follows_from_fields_reads_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

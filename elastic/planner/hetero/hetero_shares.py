@@ -32,6 +32,9 @@ def shares(
             f"of {n_units * unit} samples the memory of {len(speeds)} ranks holds "
             f"{sum(most) * unit}"
         )
+    if not most and min(speeds) == max(speeds):  # the first ones have one more
+        base, more = divmod(n_units, len(speeds))
+        return ((base + 1) * unit,) * more + (base * unit,) * (len(speeds) - more)
     # until then nobody is done with what it surely gets
     sure = (n_units - len(speeds)) / sum(speeds) * (1 - 1e-9)
     limits = most or [n_units] * len(speeds)

@@ -44,6 +44,9 @@ def kinds_of(
 ) -> dict[WorkerId, int]:
     """Worker -> its kind, as `speed_kinds`. `memory`: of nodes."""
     rooms = memory or {}
+    known = not rooms or all(worker.node_id in rooms for worker in rates)
+    if known and len(set(rates.values())) <= 1 and len(set(rooms.values())) <= 1:
+        return dict.fromkeys(rates, 0)
     of = {worker: (rate, rooms.get(worker.node_id, 0)) for worker, rate in rates.items()}
     kinds = speed_kinds(of.values())
     return {worker: kinds[one] for worker, one in of.items()}
@@ -76,10 +79,20 @@ class PlacementSite:
         """Of `inner` workers each; where a node's GPUs differ, equal ones are together and the
         slowest are left over."""
         if inner not in self._slots:
-            self._slots[inner] = [
-                slot for node in self.nodes for slot in self._of_node(node, inner)
-            ]
+            self._slots[inner] = (
+                self._single()
+                if inner == 1 and not self.uneven
+                else [slot for node in self.nodes for slot in self._of_node(node, inner)]
+            )
         return self._slots[inner]
+
+    def _single(self) -> list[Slot]:
+        """Of one worker each, in the given order."""
+        zones = self.zones
+        return [
+            Slot(worker.node_id, (worker,), rate, 0, zones.get(worker.node_id, ""))
+            for worker, rate in self.rates.items()
+        ]
 
     def _of_node(self, node: Node, inner: int) -> list[Slot]:
         workers = [WorkerId(node.node_id, k) for k in range(node.gpus)]

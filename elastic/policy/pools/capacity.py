@@ -3,6 +3,8 @@ pool_allocation.py wants."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from math import ceil, inf
 
 from elastic.planner.layout_choice import most_workers
@@ -13,6 +15,7 @@ from elastic.policy.pools.release import leaving
 from elastic.policy.speed.relayout import left_for
 from elastic.policy.state.state import Backoff, Request, State
 from elastic.types import Action, Decision, Node, Prepare, Quarantine, ReleaseNode, RequestNodes
+from elastic.types.replacing import follows_from
 
 PREPARE_MOST_S = 600.0  # since its preparation was asked for, or has made progress last
 LEAVE_MOST_S = 5.0
@@ -228,18 +231,19 @@ class _Book:
         self.usd_per_h += n * pool.usd_per_node_h
 
 
-def potential(state: State) -> tuple[Node, ...]:
-    """The nodes there are and all that the pools could still give: if no plan fits them, none ever
-    will."""
+@follows_from("nodes", "pools", "job")
+def potential(state: State) -> Mapping[tuple[str, int], int]:
+    """Of each pool and number of GPUs the nodes that there are and all that it could still give: if
+    no plan fits them, none ever will."""
     nodes = [node for node in state.alive if node.status not in ("quarantined", "draining")]
-    bound = state.job.max_nodes
+    found = Counter((node.pool, node.gpus) for node in nodes)
+    there, bound = Counter(node.pool for node in nodes), state.job.max_nodes
     for pool in pool_allocation.by_price(state):
-        missing = pool.max_nodes - sum(node.pool == pool.name for node in nodes)
-        room = missing if bound is None else min(missing, bound - len(nodes))
-        nodes += [
-            Node(f"{pool.name}?{k}", pool.name, pool.gpus_per_node) for k in range(max(0, room))
-        ]
-    return tuple(nodes)
+        room = max(0, pool.max_nodes - there[pool.name])
+        if bound is not None:
+            room = max(0, min(room, bound - found.total()))
+        found[pool.name, pool.gpus_per_node] += room
+    return found
 
 
 def missing_capacity(state: State) -> str:

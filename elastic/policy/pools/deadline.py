@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -9,24 +10,24 @@ from elastic.policy.pools import drain, hazard, limits
 from elastic.policy.state.state import State
 from elastic.types import Pool
 
-LOOK_S = 60.0  # how often time alone is looked at
+LOOK_LEAST_S = 1.0  # until the moment at which time alone changes something
 DEADLINE_KEPT = 0.03  # of the time left, against steps that get slower
 BUSY_LEAST = 0.5  # of the time, that reclaims leave
 
 
 @dataclass(frozen=True)
 class WaitDecision:
-    """`look_s`: when waiting will have become too dear, if nothing comes."""
+    """`look_s`: when waiting will have become too dear, if nothing comes; None = it will not."""
 
     falls_back: bool
     why: str
-    look_s: float
+    look_s: float | None = None
 
 
 @dataclass(frozen=True)
 class DeadlineProgress:
     """What the deadline asks for. `workers`: that get it done; `last_call`: spot cannot be counted
-    on any more."""
+    on any more; `wakes`: when one of these will be otherwise if nothing happens."""
 
     workers: int
     behind: bool
@@ -69,7 +70,7 @@ def waiting(state: State, fixed: Pool, missing: int, *, now_s: float) -> WaitDec
     waits = f"waiting costs ${idle + hour:.2f}/h (${idle:.2f} of it idle nodes)"
     costs = f"{waits}, on demand ${price - spot_usd:.2f}/h more than spot"
     if less <= 0:
-        return WaitDecision(False, f"{costs}: waiting for spot", now_s + LOOK_S)
+        return WaitDecision(False, f"{costs}: waiting for spot")
     if less * dry_h < once:
         until = (
             f"until it is expected to stay away for {60 * once / less:.0f} min (a start on demand "
@@ -78,13 +79,13 @@ def waiting(state: State, fixed: Pool, missing: int, *, now_s: float) -> WaitDec
         return WaitDecision(
             False,
             f"{costs}: waiting for spot {until}",
-            now_s + max(1.0, 3600 * (once / less - dry_h) * ends),
+            now_s + max(LOOK_LEAST_S, 3600 * (once / less - dry_h) * ends),
         )
     awaited = (
         f"spot is expected in {60 * dry_h:.0f} min" if dry_h < inf else "there is no spot pool"
     )
     saves = f"falling back saves ${less * min(dry_h, 1e6):.2f} for ${once:.2f} once"
-    return WaitDecision(True, f"too few nodes to run: {costs}, and {awaited}: {saves}", now_s)
+    return WaitDecision(True, f"too few nodes to run: {costs}, and {awaited}: {saves}")
 
 
 def needed(
@@ -110,23 +111,29 @@ def needed(
     lag_s = since_s - whole_s * step / steps
     left_s = end_s - now_s
     behind, ahead = lag_s > 0, lag_s < -2 * change_s
-    look = (now_s + max(1.0, -lag_s if not behind else LOOK_S), now_s + LOOK_S)
+    turns_s = [-lag_s, -lag_s - 2 * change_s]  # until it is behind, and not ahead any more
     if not state.worker_step_s:
         text = f"no step yet, {left_s / 60:.0f} min before the deadline"
-        return DeadlineProgress(0, behind, False, False, text, look)
+        return DeadlineProgress(0, behind, False, False, text, _wakes(turns_s, now_s))
     rest_s = (steps - step) * state.worker_step_s / _busy(state)
     usable_s = left_s * (1 - DEADLINE_KEPT) - 2 * change_s
     workers = ceil(rest_s / usable_s) if usable_s > 0 else 10**9
-    last = (
-        steady_workers > 0
-        and left_s * (1 - DEADLINE_KEPT) <= rest_s / steady_workers + 2 * change_s
-    )
+    last = False
+    if steady_workers > 0:
+        last_s = left_s - (rest_s / steady_workers + 2 * change_s) / (1 - DEADLINE_KEPT)
+        last = last_s <= 0
+        turns_s.append(last_s)
     text = (
         f"step {step} of {steps}, {_minutes(lag_s)} even progress; the deadline is in "
         f"{left_s / 60:.0f} min and asks for "
         f"{min(workers, 10**6)} workers" + ("; spot is no longer counted on" if last else "")
     )
-    return DeadlineProgress(workers, behind, ahead, last, text, look)
+    return DeadlineProgress(workers, behind, ahead, last, text, _wakes(turns_s, now_s))
+
+
+def _wakes(turns_s: Sequence[float], now_s: float) -> tuple[float, ...]:
+    """Those that are still to come."""
+    return tuple(now_s + max(LOOK_LEAST_S, left_s) for left_s in turns_s if left_s >= 0)
 
 
 def safe_step(state: State) -> int:

@@ -329,7 +329,9 @@ def _for_minimum(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemandN
     worth = deadline.waiting(state, fixed[0], missing, now_s=now_s)
     if worth.falls_back:
         return OnDemandNeed(missing, worth.why)
-    return OnDemandNeed(kept.workers, kept.why, (*wakes, worth.look_s), worth.why)
+    if worth.look_s is not None:
+        wakes = (*wakes, worth.look_s)
+    return OnDemandNeed(kept.workers, kept.why, wakes, worth.why)
 
 
 def _can_be_asked(state: State, now_s: float) -> bool:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from elastic.sim.markets.late_holdings import LateHoldings
 from elastic.sim.markets.traces import Trace
 from elastic.sim.scripted_faults import Delays, Moment
 from elastic.sim.sim_backend import SimBackend
 from elastic.sim.sim_breaks import SimGeneration
-from elastic.types import Job, Plan, Pool, PriceSeen, RequestFailed, RequestNodes, StopAsked
+from elastic.sim.sim_nodes import NodePrices, SimMachine
+from elastic.types import (
+    EnterPlan,
+    Job,
+    Plan,
+    Pool,
+    PriceSeen,
+    RequestFailed,
+    RequestNodes,
+    StopAsked,
+)
 
 ANSWER_S = 1.0  # of a pool that has nothing
+KEPT_GONE, KEPT_GROUPS = 256, 32  # nodes and generations that are over, the newest
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,12 @@ class MarketBackend(SimBackend):
         self._markets, self._chance = dict(markets), random.Random(seed)
         self._took_s = step_s
         self.n_taken = 0
+        self._held = self._late = LateHoldings(self._write_down)
+        # generation -> the newest step and copy that its workers have, not written down yet
+        self._late_steps: dict[int, tuple[SimGeneration, int]] = {}
+        self._late_copies: dict[int, tuple[SimGeneration, int]] = {}
+        self._gone: deque[str] = deque()
+        self._gone_gpu_s = self._gone_usd = 0.0
         for pool in pools:
             market = self._markets.get(pool.name)
             if market is not None:
@@ -62,7 +81,7 @@ class MarketBackend(SimBackend):
         changes = iter(market.trace.changes(market.start_at_s, market.start_at_s + until_s))
         usd = market.trace.usd_at(market.start_at_s)
         if usd is not None:
-            self._prices[pool.name] = [(0.0, usd)]
+            self._prices[pool.name] = NodePrices(usd)
             self._tell(PriceSeen(pool.name, usd))
 
         def follow() -> None:
@@ -81,20 +100,11 @@ class MarketBackend(SimBackend):
         text = f"given up after {at_s / 3600:.1f} h"
         self._at(at_s, lambda: self._tell(StopAsked(text)))
 
-    def _alive(self, pool: Pool) -> list[str]:
-        lost = self._lost()
-        return [
-            name
-            for name, machine in self._machines.items()
-            if machine.node.pool == pool.name and name not in lost
-        ]
-
     def _announce(self, pool: Pool, market: PoolMarket, at_s: float) -> None:
         """Nodes that will be too many get the pool's notice, but for those that get none."""
-        there = self._alive(pool)
-        warned = [name for name in there if self._machines[name].deadline_s is not None]
-        n = len(there) - len(warned) - market.nodes_at(at_s)
-        free = [name for name in there if name not in warned]
+        there = self._living[pool.name]
+        free = [name for name in there if self._machines[name].deadline_s is None]
+        n = len(free) - market.nodes_at(at_s)
         for name in self._chance.sample(free, max(0, min(n, len(free)))):
             if self._chance.random() >= market.unannounced and at_s > self._now_s:
                 self._notice(name, at_s - self._now_s)
@@ -102,10 +112,11 @@ class MarketBackend(SimBackend):
 
     def _change(self, pool: Pool, market: PoolMarket, at_s: float) -> None:
         usd = market.trace.usd_at(market.start_at_s + at_s)
-        if usd is not None and usd != self._prices[pool.name][-1][1]:
-            self._prices[pool.name].append((self._now_s, usd))
+        if usd is not None and usd != self._prices[pool.name].now_usd_per_h:
+            self._prices[pool.name].change(self._now_s, usd)
             self._tell(PriceSeen(pool.name, usd))
-        there = [name for name in self._alive(pool) if self._machines[name].deadline_s is None]
+        living = self._living[pool.name]
+        there = [name for name in living if self._machines[name].deadline_s is None]
         n = len(there) - market.nodes_at(at_s)
         for name in self._chance.sample(there, max(0, min(n, len(there)))):
             self._lose(name, "taken", self.delays.confirm_s)
@@ -117,7 +128,7 @@ class MarketBackend(SimBackend):
         if market is None:
             return pool.max_nodes
         coming = self._coming.get(pool.name, 0)
-        return market.nodes_at(self._now_s) - len(self._alive(pool)) - coming
+        return market.nodes_at(self._now_s) - len(self._living[pool.name]) - coming
 
     def _request(self, action: RequestNodes) -> None:
         """As many as there are; for the rest the pool says no."""
@@ -139,7 +150,7 @@ class MarketBackend(SimBackend):
     def _come(self, pool: Pool, request_id: str) -> None:
         """What has been taken while it started never comes."""
         market = self._markets.get(pool.name)
-        if market is not None and len(self._alive(pool)) >= market.nodes_at(self._now_s):
+        if market is not None and len(self._living[pool.name]) >= market.nodes_at(self._now_s):
             self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)
             if request_id not in self._withdrawn:
                 self._tell(RequestFailed(pool.name, request_id, "taken while it started"))
@@ -148,6 +159,50 @@ class MarketBackend(SimBackend):
 
     def _plan_step_s(self, plan: Plan) -> float:
         return self._took_s(plan) if self._took_s is not None else super()._plan_step_s(plan)
+
+    # ----------------------------------------------------------------------- what is over is summed
+
+    def gpu_seconds(self) -> float:
+        return self._gone_gpu_s + super().gpu_seconds()
+
+    def usd(self) -> float:
+        return self._gone_usd + super().usd()
+
+    def _confirmed(self, machine: SimMachine) -> None:
+        """Of nodes that are gone for long only the bill is kept: a run may have a million."""
+        self._gone.append(machine.node.node_id)
+        while len(self._gone) > KEPT_GONE:
+            old = self._machines.pop(self._gone.popleft())
+            self._told_lost.discard(old.node.node_id)
+            lived_s = (old.gone_s or 0.0) - old.born_s
+            self._gone_gpu_s += lived_s * old.node.gpus
+            self._gone_usd += self._cost(old.node.pool, old.born_s, old.born_s + lived_s)
+
+    def _enter(self, action: EnterPlan) -> None:
+        super()._enter(action)
+        held = {one.generation for holdings in self._held.values() for one in holdings}
+        newest = action.plan.generation - KEPT_GROUPS
+        self._groups = {
+            number: group
+            for number, group in self._groups.items()
+            if number > newest or number in held or not group.ended
+        }
+
+    def _hold_step(self, group: SimGeneration, step: int) -> None:
+        self._late_steps[group.plan.generation] = group, step
+        self._late.late = True
+
+    def _hold_copies(self, group: SimGeneration, step: int) -> None:
+        self._late_copies[group.plan.generation] = group, step
+        self._late.late = True
+
+    def _write_down(self) -> None:
+        copies, self._late_copies = self._late_copies, {}
+        steps, self._late_steps = self._late_steps, {}
+        for group, step in copies.values():
+            super()._hold_copies(group, step)
+        for group, step in steps.values():
+            super()._hold_step(group, step)
 
     # ----------------------------------------------------------------------------- steps in batches
 

@@ -13,6 +13,7 @@ from elastic.policy.state.fold import State
 from elastic.sim.markets.market_backend import MarketBackend, PoolMarket
 from elastic.sim.scripted_faults import Delays
 from elastic.types import (
+    CopyStored,
     DriverStarted,
     EnterPlan,
     HardwareProfile,
@@ -25,6 +26,7 @@ from elastic.types import (
     StepDone,
 )
 
+KEPT_GENERATIONS = 8
 MOMENTS = 200  # of a history, at least, over the time without faults
 GIVEN_UP_TIMES = 40.0  # the time without faults, after which a run without a deadline is given up
 
@@ -63,7 +65,7 @@ class Moment:
 class RunResult:
     """`wall_s`: until it ended. `done`: all steps are, within the deadline where there is one.
     `goodput`: of the GPU-seconds that were paid for, those of steps that count. `causes`: how often
-    a generation came of what."""
+    a generation came of what. `n_events`: that the driver was told."""
 
     usd: float
     wall_s: float
@@ -73,6 +75,7 @@ class RunResult:
     causes: Mapping[str, int]
     reason: str
     step: int
+    n_events: int = 0
     history: tuple[Moment, ...] = field(default=(), compare=False)
     lines: tuple[Line, ...] = field(default=(), compare=False)
     violations: tuple[str, ...] = ()
@@ -85,8 +88,11 @@ class _Counted(MemoryJournal):
         super().__init__()
         self._keep, self._every_s = keep, every_s
         self.causes: dict[str, int] = {}
+        self.n_events = 0
         self._world: dict[int, int] = {}  # generation -> ranks
-        self._steps: dict[int, float] = {}  # last step of each batch -> GPU-seconds
+        # last step of each batch -> GPU-seconds; of those that nobody goes back behind: their sum
+        self._steps: dict[int, float] = {}
+        self._sure_gpu_s = 0.0
         self.history: list[Moment] = []
         self._nodes: dict[str, str] = {}
         self._used, self._step = 0, 0
@@ -95,11 +101,13 @@ class _Counted(MemoryJournal):
         if self._keep:
             super().append(at_s, events, decision)
         changed = False
+        self.n_events += len(events)
         for when_s, event in events:
             changed |= self._see(event, when_s)
         for action in decision.actions if decision is not None else ():
             if isinstance(action, EnterPlan):
                 plan = action.plan
+                self._world = dict(list(self._world.items())[-KEPT_GENERATIONS:])
                 self._world[plan.generation] = plan.layout.world_size
                 self.causes[plan.cause] = self.causes.get(plan.cause, 0) + 1
         last_s = self.history[-1].at_s if self.history else float("-inf")
@@ -115,6 +123,9 @@ class _Counted(MemoryJournal):
             self._steps[event.step] = event.step_time_s * world * (event.step - self._step)
             self._step = event.step
             return False
+        if isinstance(event, CopyStored) and event.copy.kind == "durable":
+            for step in [step for step in self._steps if step <= event.copy.step]:
+                self._sure_gpu_s += self._steps.pop(step)
         if isinstance(event, PlanEntered):
             self._used = self._world.get(event.generation, 0)
             for step in [step for step in self._steps if step > event.step]:
@@ -133,7 +144,7 @@ class _Counted(MemoryJournal):
     @property
     def useful_gpu_s(self) -> float:
         """Of steps that count."""
-        return sum(self._steps.values())
+        return self._sure_gpu_s + sum(self._steps.values())
 
 
 def run_on(
@@ -177,6 +188,7 @@ def run_on(
         dict(sorted(journal.causes.items())),
         state.outcome_reason,
         state.step,
+        journal.n_events,
         tuple(journal.history),
         tuple(journal.lines),
         tuple(backend.violations),

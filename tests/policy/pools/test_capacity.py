@@ -88,7 +88,10 @@ def test_request_ids_are_never_used_twice() -> None:
 
 
 def test_potential_is_what_is_there_plus_what_pools_could_give() -> None:
-    assert sum(node.gpus for node in potential(state())) == 12
-    assert sum(node.gpus for node in potential(state(job=Job.from_plain(job(max_nodes=2))))) == 4
+    def gpus(of: State) -> int:
+        return sum(n * each for (_, each), n in potential(of).items())
+
+    assert gpus(state()) == 12
+    assert gpus(state(job=Job.from_plain(job(max_nodes=2)))) == 4
     there = {"a": Node("a", "cheap", 2, "prepared"), "x": Node("x", "cheap", 2, "lost")}
-    assert sum(node.gpus for node in potential(state(nodes=there))) == 12
+    assert gpus(state(nodes=there)) == 12

@@ -303,7 +303,7 @@ class Outliving(SimBackend):
         return tuple(given[-PLANS_KEPT:])
 
     def _standing(self) -> list[SimMachine]:
-        return [machine for name, machine in self._machines.items() if name not in self._lost()]
+        return [machine for machine in self._machines.values() if self._stands(machine)]
 
     def _noticed(self, machine: SimMachine) -> list[Event]:
         return (
@@ -324,7 +324,8 @@ class Outliving(SimBackend):
                 if isinstance(event, Quiesced | WorkerFailed)
                 else getattr(event, "node_id", "")
             )
-        return not node_id or node_id not in self._lost()
+        machine = self._machines.get(node_id)
+        return machine is None or self._stands(machine)
 
     def _ends(self) -> None:
         """All nodes, with their driver."""
@@ -332,6 +333,7 @@ class Outliving(SimBackend):
             machine.gone_s = machine.gone_s or self._now_s
             self._told_lost.add(name)
             self._dead |= {WorkerId(name, k) for k in range(machine.node.gpus)}
+            self._living[machine.node.pool].pop(name, None)
         for group in self._groups.values():
             group.ended = True
         self._queue, self._out, self._held, self._coming = [], [], {}, {}
