@@ -216,8 +216,9 @@ def _starting(state: State, now_s: float) -> Decision | None:
     except InfeasiblePlan as error:
         return _not_yet(state, error, now_s)
     first = failure is None and state.generation == 0 and _others_coming(state)
-    # another restart would take them in
-    first = first or (state.job.restarted and _others_starting(state))
+    # another restart would take them in, and a step of few workers is long
+    alone = state.job.restarted or state.spends_slack
+    first = first or (alone and _others_starting(state))
     if first and now_s < state.prepared_at_s + START_WAIT_S:
         wait = (
             f"{choice.layout.world_size} workers are prepared; more are joining: waiting up to "
