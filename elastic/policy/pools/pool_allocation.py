@@ -426,7 +426,9 @@ def _for_deadline(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemand
     )
 
 
-def _by_slack(state: State, fixed: Sequence[Pool], spare: slack.Slack, *, now_s: float) -> OnDemandNeed:
+def _by_slack(
+    state: State, fixed: Sequence[Pool], spare: slack.Slack, *, now_s: float
+) -> OnDemandNeed:
     """All that works is counted, and what still starts is not: nodes on demand stay until spot
     nodes are prepared. With less slack than another start takes, spot is counted no more."""
     least, floor = (
