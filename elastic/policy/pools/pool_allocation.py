@@ -441,13 +441,23 @@ def _by_slack(
     at_risk = sum(node.gpus for node in ready if kinds.get(node.pool) == "spot")
     if spare.spare_s < spare.start_s * at_risk / least:
         works -= at_risk
-    missing = max(0, least - works - floor)
+    missing = max(0, least - works - floor - _left_behind(state))
     wakes = (now_s + max(slack.LOOK_S, spare.lasts_s),)
     if spare.behind:
         return OnDemandNeed(missing, str(spare), wakes)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     kept = 0 if spare.ahead else min(have, missing)
     return OnDemandNeed(kept, f"{spare}: still kept" if kept else "", wakes)
+
+
+def _left_behind(state: State) -> int:
+    """Workers of nodes that were to be left, and that train on since those that stood in are
+    gone."""
+    plan = state.plan
+    nodes = [state.nodes[name] for name in state.given_up if name in state.nodes]
+    if plan is None or state.phase != "running":
+        return 0
+    return sum(n.gpus for n in nodes if n.status == "draining" and n.node_id in plan.nodes)
 
 
 def steady_workers(state: State, fixed: Sequence[Pool]) -> int:
