@@ -43,12 +43,13 @@ class PoolDemand:
 @dataclass(frozen=True)
 class OnDemandNeed:
     """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of
-    them."""
+    them; `urgent`: they are asked for before spot."""
 
     workers: int = 0
     why: str = ""
     wakes: tuple[float, ...] = ()
     note: str = ""
+    urgent: bool = False
 
 
 def cheapest(state: State) -> bool:
@@ -70,11 +71,8 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     first = _shared(state, fixed, floor, why=why, now_s=now_s)
     need = fall_back(state, now_s)
     last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), why=need.why, now_s=now_s)
-    return [
-        *first,
-        *(PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)),
-        *last,
-    ], need
+    others = [PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)]
+    return [*first, *(([*last, *others]) if need.urgent else [*others, *last])], need
 
 
 @follows_from("pools")
@@ -277,7 +275,7 @@ def fall_back(state: State, now_s: float) -> OnDemandNeed:
     by_minimum, by_deadline = _for_minimum(state, fixed, now_s), _for_deadline(state, fixed, now_s)
     wakes = (*by_minimum.wakes, *by_deadline.wakes)
     most = max(by_deadline, by_minimum, key=lambda need: need.workers)
-    return OnDemandNeed(most.workers, most.why, wakes, by_minimum.note)
+    return OnDemandNeed(most.workers, most.why, wakes, by_minimum.note, most.urgent)
 
 
 def on_demand_workers(state: State, fixed: Sequence[Pool], now_s: float | None = None) -> int:
@@ -444,7 +442,7 @@ def _by_slack(
     missing = max(0, least - works - floor - _left_behind(state))
     wakes = (now_s + max(slack.LOOK_S, spare.lasts_s),)
     if spare.behind:
-        return OnDemandNeed(missing, str(spare), wakes)
+        return OnDemandNeed(missing, str(spare), wakes, urgent=spare.last_call)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     kept = 0 if spare.ahead else min(have, missing)
     return OnDemandNeed(kept, f"{spare}: still kept" if kept else "", wakes)
