@@ -20,8 +20,10 @@ from elastic.sim.markets.calibration import Calibration, calibrated
 from elastic.sim.markets.generators import FittedMarket, fitted, usual
 from elastic.sim.markets.market_run import RunResult, RunSubject
 from elastic.sim.markets.study import (
+    ELASTIC,
     KNOWN,
     USUAL,
+    VARIANTS,
     PolicySummary,
     Study,
     carried_out,
@@ -122,6 +124,7 @@ def simulate(
     trace = load_traces(asked.fit)[0] if asked.fit else None
     like = fitted(trace) if trace is not None else None
     study = _study(asked, names, notes, like=like)
+    notes += _bounded(study)
     told = (lambda n: progress(n, study.n_starts)) if progress is not None else None
     found = carried_out(study, processes=processes, progress=told)
     return Simulated(
@@ -170,6 +173,18 @@ def _study(
     )
     traces = _traces(asked, spot, notes, like=like, length_s=40 * whole_s)
     return Study(subject, traces, names, asked.n_starts, asked.unannounced, asked.own_policy)
+
+
+def _bounded(study: Study) -> list[str]:
+    """What the other policies take that the pools do not have."""
+    fixed = [pool for pool in study.subject.pools if pool.market_type == "on-demand"]
+    n, asked = sum(pool.max_nodes for pool in fixed), set(study.policies) - {ELASTIC, *VARIANTS}
+    if n >= study.n_nodes or not asked:
+        return []
+    return [
+        f"{', '.join(sorted(asked))}: as published they take all {study.n_nodes} nodes on demand, "
+        f"and the cluster has {n} such; elastic alone keeps to that"
+    ]
 
 
 def _measured(asked: Simulation, notes: list[str]) -> Calibration | None:

@@ -216,8 +216,9 @@ def _starting(state: State, now_s: float) -> Decision | None:
     except InfeasiblePlan as error:
         return _not_yet(state, error, now_s)
     first = failure is None and state.generation == 0 and _others_coming(state)
-    # another restart would take them in
-    first = first or (state.job.restarted and _others_starting(state))
+    # another restart would take them in, and a step of few workers is long
+    alone = state.job.restarted or state.spends_slack
+    first = first or (alone and _others_starting(state))
     if first and now_s < state.prepared_at_s + START_WAIT_S:
         wait = (
             f"{choice.layout.world_size} workers are prepared; more are joining: waiting up to "
@@ -363,6 +364,8 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
     try:
         choice = choice_of(state, (*state.available, *stay))
     except InfeasiblePlan as error:
+        if state.spends_slack and all(_left_by_us(state, node) for node in leaving):
+            return Decision((), f"{names} trains on, and is left when others are there; {error}")
         return _save_before(state, now_s, deadline_s, why=f"{left}; {error}")
     lead = drain.lead_of(state)
     near_s = deadline_s - drain.NEAR * lead.seconds
@@ -403,6 +406,11 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
     # in Ray too: there is no way back now
     gone = tuple(DrainNode(node.node_id) for node in leaving if node.node_id not in used)
     return replace(moved, actions=(*gone, *moved.actions))
+
+
+def _left_by_us(state: State, node: Node) -> bool:
+    """Nobody takes it: it was to be left for others, and these were taken before they stood in."""
+    return node.deadline_s is None and node.node_id in state.given_up
 
 
 def _enough(state: State) -> bool:

@@ -27,7 +27,9 @@ class DriverStarted(Event):
     or no longer than that driver lived. `forms_ahead`: groups of an announced change are made while
     the generation before it trains. `expects_measured`: a step of a plan is expected to take what
     steps of such plans took in this run (else as the newest one, scaled: journals of drivers that
-    knew nothing else).
+    knew nothing else). `spends_slack`: on-demand nodes stand in for spot when the slack of the
+    deadline is spent (else at even progress), and reclaims that come at once count as one (else
+    each by itself): likewise.
     """
 
     run: str
@@ -42,6 +44,7 @@ class DriverStarted(Event):
     paid_until_s: float | None = None
     forms_ahead: bool = False
     expects_measured: bool = False
+    spends_slack: bool = False
 
 
 @dataclass(frozen=True)

@@ -121,3 +121,19 @@ def test_steps_take_what_was_measured_then_what_was_predicted() -> None:
     assert StepTimes(1.0, 4, {}, 2.0)(plan) == 6.0
     unknown = Plan(1, Layout(dp_shard=2), ranks, (1, 1), (4,))
     assert StepTimes(1.0, 4)(unknown) == 2.0
+
+
+def test_who_takes_more_on_demand_nodes_than_there_are_is_told(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job has one node on demand, and two at once on spot."""
+
+    def told(*more: str) -> list[str]:
+        notes = as_json(capsys, *words(trace, "--deadline", "9h", *more))["notes"]
+        return [note for note in notes if "as published" in note]
+
+    assert told("--compare", "greedy,bound") == [
+        "bound, greedy: as published they take all 2 nodes on demand, and the cluster has 1 such; "
+        "elastic alone keeps to that"
+    ]
+    assert told("--compare", "no-replicas") == []

@@ -70,7 +70,7 @@ def subject(nodes: int, hours: float, **keys: Any) -> RunSubject:
         {
             "name": "job", "steps": round(hours * HOUR / STEP_S), "global_batch": 240 * nodes,
             "layout": "dp_shard=1" if nodes == 1 else "auto", "max_workers": nodes,
-            "purpose": "deadline", "durable_every": 30,
+            "purpose": "deadline", "durable_every": "auto",
         } | keys
     )  # fmt: skip
     pools = (

@@ -379,6 +379,7 @@ class JobRun:
             cut=self._cut.said if self._cut is not None else "",
             forms_ahead=True,
             expects_measured=True,
+            spends_slack=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

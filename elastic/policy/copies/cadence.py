@@ -15,6 +15,8 @@ PEER_SHARE = 0.01  # of the step time
 PEER_UNMEASURED = 5
 BURST_BYTES = 8 << 20  # go unpaced (elastic/worker/state/replica_stream.py)
 DURABLE_LEAST, DURABLE_UNMEASURED, DURABLE_ALONE, DURABLE_COPIES = 20, 20, 10, 4
+# where steps are long: at least so far apart, and times what storing one takes
+DURABLE_LEAST_S, DURABLE_TIMES = 60.0, 2.0
 STALL_UNMEASURED_S = 0.5
 FIRST_COPY_S = 240.0  # of steps without any checkpoint, after which one is taken
 CHANGE_FACTOR = 1.5  # another cadence is ordered when the best one differs by more
@@ -71,11 +73,21 @@ def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> i
         losses_per_h = losses_by_pool_per_h(state, Counter(node.pool for node in nodes))
         interval_s = sqrt(2 * stall_s * 3600 / max(1e-9, losses_per_h))
         every = max(
-            DURABLE_LEAST, min(round(interval_s / state.step_time_s), state.steps // DURABLE_COPIES)
+            _durable_least(state),
+            min(round(interval_s / state.step_time_s), state.steps // DURABLE_COPIES),
         )
     return (
         min(every, DURABLE_ALONE) if alone or len({node.node_id for node in nodes}) < 2 else every
     )
+
+
+def _durable_least(state: State) -> int:
+    """The market takes many nodes at once, and their replicas with them: what is done again then is
+    what lies between two checkpoints, and 20 long steps are much."""
+    if not state.spends_slack:
+        return DURABLE_LEAST
+    apart_s = max(DURABLE_LEAST_S, DURABLE_TIMES * state.durable_s)
+    return max(1, min(DURABLE_LEAST, ceil(apart_s / state.step_time_s)))
 
 
 # -------------------------------------------------------------------------------- while a plan runs

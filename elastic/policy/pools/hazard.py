@@ -9,7 +9,8 @@ Bayesian Data Analysis, section 2.6).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
 
 from elastic.policy.state.state import Backoff, PoolSeen, State
 from elastic.types import Node, Pool
@@ -25,6 +26,8 @@ WARNED_SHARE = 0.2
 DROUGHT_PRIOR_H = 0.25
 START_PRIOR_S = 180.0  # from the request to a node that is prepared, before the pool has given one
 BACKOFF_S, BACKOFF_MAX_S = 30.0, 600.0  # of a pool that has no capacity
+BACKOFF_SPOT_S = 120.0  # at most, of a spot pool: what comes back is not missed for long
+MOMENT_S = 60.0  # nodes that are taken within it are taken at once
 DEATHS_BORNE = 1  # at start, in a row, before the pool is left alone
 DEATH_BACKOFF_S, DEATH_BACKOFF_MAX_S = 30.0, 3600.0
 # in a row that end before a node is prepared, of every pool: more than four hours with the waits
@@ -72,6 +75,18 @@ def reclaims_by_pool_per_h(state: State, n_nodes: Mapping[str, int]) -> float:
     return sum(n * reclaims_per_node_h(state, name) for name, n in n_nodes.items())
 
 
+def calm_h(state: State, pools: Collection[str]) -> float:
+    """Expected hours until some node of these pools is taken next, one or all of them: the market
+    takes many at once, so moments are counted, in the hours in which nodes were there."""
+    per_h = 0.0
+    for pool in state.pools:
+        if pool.name in pools:
+            seen, prior = of(state, pool.name), RECLAIMS_PER_NODE_H[pool.market_type]
+            moments = prior * PRIOR_NODE_H + seen.moments
+            per_h += moments / (PRIOR_NODE_H + seen.there_s / 3600)
+    return 1 / per_h if per_h else inf
+
+
 def dry_for_h(state: State, pool: str, now_s: float) -> float:
     """How long a pool that gives nothing is expected to continue with that.
 
@@ -91,6 +106,11 @@ def start_s(state: State, pool: str, prior_s: float = START_PRIOR_S) -> float:
 # --------------------------------------------------------------------------------------------- fold
 
 
+def _is_spot(state: State, pool: str) -> bool:
+    found = state.pool(pool)
+    return found is not None and found.market_type == "spot"
+
+
 def _with(state: State, pool: str, seen: PoolSeen) -> State:
     return replace(state, history={**state.history, pool: seen})
 
@@ -100,15 +120,18 @@ def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
     history = dict(state.history)
     for pool, n in state.alive_by_pool.items():
         seen = history.get(pool, PoolSeen())
-        history[pool] = replace(seen, node_s=seen.node_s + n * passed_s)
+        there_s = seen.there_s + passed_s * (n > 0)
+        history[pool] = replace(seen, node_s=seen.node_s + n * passed_s, there_s=there_s)
     return history
 
 
-def taken(state: State, node: Node, lost: bool, *, known: bool) -> State:
+def taken(state: State, node: Node, lost: bool, *, known: bool, at_s: float) -> State:
     """The node will be or is taken. `lost`: it is gone, and was not released; `known`: there was a
     notice. A warning of it was right, and counts no more beside the reclaim."""
     seen, warned = of(state, node.pool), not known and node.node_id in state.warned
     state = replace(state, warned=state.warned - {node.node_id}) if warned else state
+    if not known and (seen.taken_at_s is None or at_s > seen.taken_at_s + MOMENT_S):
+        seen = replace(seen, moments=seen.moments + 1, taken_at_s=at_s)
     found = replace(
         seen,
         losses=seen.losses + lost,
@@ -133,7 +156,8 @@ def refused(state: State, pool: str, request_id: str, *, reason: str, at_s: floa
     """The pool said no, or nothing at all: it is left alone, twice as long each time until it gives
     a node."""
     old, seen = state.backoff.get(pool), of(state, pool)
-    wait_s = min(BACKOFF_MAX_S, old.wait_s * 2) if old else BACKOFF_S
+    most_s = BACKOFF_SPOT_S if state.spends_slack and _is_spot(state, pool) else BACKOFF_MAX_S
+    wait_s = min(most_s, old.wait_s * 2) if old else BACKOFF_S
     backoff = {
         **state.backoff,
         pool: Backoff(at_s + wait_s, wait_s, reason, old.deaths if old else 0),
@@ -185,16 +209,19 @@ def started(state: State, node: Node, at_s: float) -> State:
     return without_backoff(state, node.pool) if bad and bad.deaths else state
 
 
-def died(state: State, node: Node, why: str, *, at_s: float) -> State:
+def died(state: State, node: Node, why: str, *, at_s: float, reclaimed: bool = False) -> State:
     """The node is gone or quarantined before it was prepared: after the second in a row the pool is
     left alone, twice as long each time. Those that were asked for before the last one had died
-    count with it."""
+    count with it. `reclaimed`: it went by itself, which is no fault of a spot pool whose nodes have
+    been prepared in this run."""
     asked_s = state.born.get(node.node_id)
     if asked_s is None:
         return state
     state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
     seen = of(state, node.pool)
     if seen.deaths and asked_s < seen.died_at_s:
+        return state
+    if reclaimed and seen.start_s and state.spends_slack and _is_spot(state, node.pool):
         return state
     n = seen.deaths + 1
     state = _with(state, node.pool, replace(seen, deaths=n, died_at_s=at_s))
@@ -229,6 +256,11 @@ def usd_per_gpu_h(
 ) -> float:
     """What an hour of one of its GPUs costs when reclaims are paid too: each costs the start of
     another node, a pause of all `n_nodes` of the run, and the wait for a node that does not come.
-    price x (1 + reclaims per node-hour x (start + nodes x pause + wait) / 3600 s)."""
+    price x (1 + reclaims per node-hour x (start + nodes x pause + wait) / 3600 s); where reclaims
+    at once count as one, they share a pause."""
+    if state.spends_slack:
+        lost_h = reclaims_per_node_h(state, pool.name) * (start_s(state, pool.name) + wait_s) / 3600
+        paused_h = pause_s / 3600 / calm_h(state, {pool.name})
+        return pool.usd_per_gpu_h * (1 + lost_h + paused_h)
     lost_h = (start_s(state, pool.name) + n_nodes * pause_s + wait_s) / 3600
     return pool.usd_per_gpu_h * (1 + reclaims_per_node_h(state, pool.name) * lost_h)

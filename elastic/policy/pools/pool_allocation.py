@@ -15,7 +15,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.cost.memory import USABLE
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.policy.plans import choice_of
-from elastic.policy.pools import deadline, drain, hazard
+from elastic.policy.pools import deadline, drain, hazard, slack
 from elastic.policy.state.state import Request, State
 from elastic.types import Layout, Node, Pool, is_auto, parse_layout
 from elastic.types.replacing import follows_from
@@ -43,12 +43,13 @@ class PoolDemand:
 @dataclass(frozen=True)
 class OnDemandNeed:
     """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of
-    them."""
+    them; `urgent`: they are asked for before spot."""
 
     workers: int = 0
     why: str = ""
     wakes: tuple[float, ...] = ()
     note: str = ""
+    urgent: bool = False
 
 
 def cheapest(state: State) -> bool:
@@ -70,11 +71,8 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     first = _shared(state, fixed, floor, why=why, now_s=now_s)
     need = fall_back(state, now_s)
     last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), why=need.why, now_s=now_s)
-    return [
-        *first,
-        *(PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)),
-        *last,
-    ], need
+    others = [PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)]
+    return [*first, *(([*last, *others]) if need.urgent else [*others, *last])], need
 
 
 @follows_from("pools")
@@ -277,7 +275,7 @@ def fall_back(state: State, now_s: float) -> OnDemandNeed:
     by_minimum, by_deadline = _for_minimum(state, fixed, now_s), _for_deadline(state, fixed, now_s)
     wakes = (*by_minimum.wakes, *by_deadline.wakes)
     most = max(by_deadline, by_minimum, key=lambda need: need.workers)
-    return OnDemandNeed(most.workers, most.why, wakes, by_minimum.note)
+    return OnDemandNeed(most.workers, most.why, wakes, by_minimum.note, most.urgent)
 
 
 def on_demand_workers(state: State, fixed: Sequence[Pool], now_s: float | None = None) -> int:
@@ -304,7 +302,30 @@ def stand_in_workers(state: State, now_s: float) -> int:
     fixed = on_demand(state)
     if not fixed or not cheapest(state):
         return 0
-    return max(0, on_demand_workers(state, fixed, now_s) - floor_workers(state, fixed))
+    n = max(0, on_demand_workers(state, fixed, now_s) - floor_workers(state, fixed))
+    return n if not n or not state.spends_slack or _worth_a_stand_in(state, fixed, now_s) else 0
+
+
+def _worth_a_stand_in(state: State, fixed: Sequence[Pool], now_s: float) -> bool:
+    """Is there slack for another reclaim, and does what spot saves until then pay for its start?"""
+    found = slack_of(state, fixed, now_s)
+    if found is not None and found.last_call:
+        return False
+    for pool in state.pools:
+        if pool.market_type == "spot":
+            start_usd = hazard.start_s(state, pool.name) / 3600 * pool.usd_per_gpu_h
+            worth = slack.stand_in(state, fixed[:1], [pool], workers=steady_workers(state, fixed))
+            if worth.usd > start_usd * fixed[0].gpus_per_node:
+                return True
+    return False
+
+
+def slack_of(state: State, fixed: Sequence[Pool], now_s: float) -> slack.Slack | None:
+    """None = no deadline, nothing on demand, or no step yet."""
+    if not fixed:
+        return None
+    step = slack.step_at(state, deadline.safe_step(state), now_s)
+    return slack.of(state, fixed[0], steady_workers(state, fixed), step=step, now_s=now_s)
 
 
 def cheap_workers(state: State, now_s: float | None = None) -> int:
@@ -377,8 +398,11 @@ def _missing(state: State, fixed: Sequence[Pool], workers: int) -> int:
 
 def _for_deadline(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemandNeed:
     """Progress is below what the deadline needs."""
+    spare = slack_of(state, fixed, now_s) if state.spends_slack else None
+    if spare is not None:
+        return _by_slack(state, fixed, spare, now_s=now_s)
     floor = floor_workers(state, fixed)
-    found = deadline.needed(state, fixed[0], _steady_workers(state, fixed), now_s=now_s)
+    found = deadline.needed(state, fixed[0], steady_workers(state, fixed), now_s=now_s)
     if found is None:
         return OnDemandNeed()
     # asked for again of a pool that said no: nodes on demand do not go for that
@@ -402,7 +426,41 @@ def _for_deadline(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemand
     )
 
 
-def _steady_workers(state: State, fixed: Sequence[Pool]) -> int:
+def _by_slack(
+    state: State, fixed: Sequence[Pool], spare: slack.Slack, *, now_s: float
+) -> OnDemandNeed:
+    """All that works is counted, and what still starts is not: nodes on demand stay until spot
+    nodes are prepared. With less slack than another start takes, spot is counted no more."""
+    least, floor = (
+        max(steady_workers(state, fixed), least_workers(state)),
+        floor_workers(state, fixed),
+    )
+    kinds = {pool.name: pool.market_type for pool in state.pools}
+    ready = [node for node in state.available if kinds.get(node.pool) != "on-demand"]
+    works = sum(node.gpus for node in ready)
+    at_risk = sum(node.gpus for node in ready if kinds.get(node.pool) == "spot")
+    if spare.spare_s < spare.start_s * at_risk / least:
+        works -= at_risk
+    missing = max(0, least - works - floor - _left_behind(state))
+    wakes = (now_s + max(slack.LOOK_S, spare.lasts_s),)
+    if spare.behind:
+        return OnDemandNeed(missing, str(spare), wakes, urgent=spare.last_call)
+    have = max(0, on_demand_workers(state, fixed, now_s) - floor)
+    kept = 0 if spare.ahead else min(have, missing)
+    return OnDemandNeed(kept, f"{spare}: still kept" if kept else "", wakes)
+
+
+def _left_behind(state: State) -> int:
+    """Workers of nodes that were to be left, and that train on since those that stood in are
+    gone."""
+    plan = state.plan
+    nodes = [state.nodes[name] for name in state.given_up if name in state.nodes]
+    if plan is None or state.phase != "running":
+        return 0
+    return sum(n.gpus for n in nodes if n.status == "draining" and n.node_id in plan.nodes)
+
+
+def steady_workers(state: State, fixed: Sequence[Pool]) -> int:
     """The most workers that do not depend on spot."""
     steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
     nodes = sorted(

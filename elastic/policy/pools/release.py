@@ -6,14 +6,14 @@ from __future__ import annotations
 from math import inf
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.layout_choice import most_workers
 from elastic.policy.copies import recovery
 from elastic.policy.plans import choice_of, enter
-from elastic.policy.pools import drain, hazard, pool_allocation
+from elastic.policy.pools import drain, hazard, pool_allocation, slack
 from elastic.policy.state.state import State
 from elastic.types import Decision, DrainNode, Node, Pool, ReleaseNode
 
 SETTLE_S = 2.0  # for nodes that are being prepared, after the last one was
-SCRIPT_REST_S = 3600.0  # believed of a script that is restarted, whose steps are its own
 
 
 def leaving(state: State, now_s: float) -> Decision:
@@ -71,7 +71,23 @@ def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
         usd = sum(pool.usd_per_node_h for node in spare if (pool := state.pool(node.pool)))
         names = ", ".join(node.node_id for node in spare)
         texts = [*texts, f"{names} on demand not needed any more: released, ${usd:.2f}/h less"]
-    return [*above, *(ReleaseNode(node.node_id) for node in spare)], texts
+    useless = [node for node in _useless(state, now_s) if node.node_id not in gone]
+    if useless:
+        names = ", ".join(node.node_id for node in useless)
+        texts = [*texts, f"{names}: the job can use no more nodes, and these can stand in for none"]
+    return [*above, *(ReleaseNode(node.node_id) for node in (*spare, *useless))], texts
+
+
+def _useless(state: State, now_s: float) -> list[Node]:
+    """Spot nodes that are prepared, and that no plan will use: the one that runs has all workers
+    that it can use, and they are not to stand in for nodes on demand."""
+    plan, most = state.plan, most_workers(state.job)
+    if not state.spends_slack or plan is None or most is None or plan.layout.world_size < most:
+        return []
+    if pool_allocation.stand_in_workers(state, now_s):
+        return []
+    spot = {pool.name for pool in state.pools if pool.market_type == "spot"}
+    return [node for node in _idle(state) if node.pool in spot and node.status == "prepared"]
 
 
 def _idle(state: State) -> list[Node]:
@@ -139,6 +155,9 @@ def back_to_spot(state: State, now_s: float) -> Decision | None:
     if not used or (state.preparing and now_s < state.prepared_at_s + SETTLE_S):
         return None
     go = _beyond(state, used, now_s)
+    spare = pool_allocation.slack_of(state, list(fixed.values()), now_s)
+    if state.spends_slack and spare is not None and spare.last_call:
+        return None
     gone = {node.node_id for node in go}
     stay = [node for node in state.available if node.node_id not in gone]
     if not go or sum(node.gpus for node in stay) < pool_allocation.least_workers(state):
@@ -170,6 +189,8 @@ def pays(state: State, go: list[Node], stay: list[Node]) -> str:
     is taken (1 / their hazard) or until the end. Cost: the pause for all nodes, drain.WORTH times,
     and a pause with another start for the reclaim that may come in that time.
     """
+    if state.spends_slack:
+        return _stand_in_pays(state, go, stay)
     fixed = _fixed(state)
     gpus = sum(node.gpus for node in go)
     others = [node for node in stay if node.pool not in fixed]
@@ -186,7 +207,7 @@ def pays(state: State, go: list[Node], stay: list[Node]) -> str:
     if less <= 0:
         return ""
     hazard_per_h = hazard.reclaims_per_h(state, others)
-    rest_s = SCRIPT_REST_S
+    rest_s = slack.SCRIPT_REST_S
     if state.rest_steps < inf:
         gpus_left = max(1, sum(node.gpus for node in stay))
         rest_s = state.rest_steps * state.worker_step_s / gpus_left
@@ -201,3 +222,18 @@ def pays(state: State, go: list[Node], stay: list[Node]) -> str:
         f"${less * hours:.2f} saved for "
         f"${pause_usd:.2f} of pause ({lead.pause_s:.1f} s) and ${risk_usd:.2f} of risk"
     )
+
+
+def _stand_in_pays(state: State, go: list[Node], stay: list[Node]) -> str:
+    """By the moments at which nodes of these pools were taken, however many at once."""
+    fixed = _fixed(state)
+    names = {node.pool for node in stay if node.pool not in fixed}
+    pools = [pool for pool in state.pools if pool.name in names]
+    if not pools:
+        return ""
+    worth = slack.stand_in(state, go, pools, workers=sum(node.gpus for node in stay))
+    pause_s = drain.lead_of(state).pause_s
+    pause_usd = drain.WORTH * pause_s / 3600 * state.usd_per_h
+    if worth.usd <= pause_usd:
+        return ""
+    return f"{worth}, ${pause_usd:.2f} for a pause of {pause_s:.1f} s"

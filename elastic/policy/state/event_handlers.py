@@ -111,7 +111,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "run": event.run, "epoch": event.epoch, "job": Job.from_plain(event.job),
         "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
         "billed_at_s": at_s, "forms_ahead": event.forms_ahead,
-        "expects_measured": event.expects_measured,
+        "expects_measured": event.expects_measured, "spends_slack": event.spends_slack,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
@@ -243,7 +243,7 @@ def _notice(state: State, event: Notice, at_s: float) -> State:
         state = replace(state, n_notices=state.n_notices + (node.status != "draining"))
     elif node.status != "draining":
         state = hazard.taken(
-            replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False
+            replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False, at_s=at_s
         )
     return set_status(state, event.node_id, "draining", deadline_s=event.deadline_s)
 
@@ -281,8 +281,8 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     )
     why = f"node {node.node_id} is gone" + (f" ({event.cause})" if event.cause else "")
     if not released:
-        state = hazard.taken(state, node, lost=True, known=node.status == "draining")
-        state = hazard.died(state, node, event.cause or "gone", at_s=at_s)
+        state = hazard.taken(state, node, lost=True, known=node.status == "draining", at_s=at_s)
+        state = hazard.died(state, node, event.cause or "gone", at_s=at_s, reclaimed=True)
     state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
     state = without(state, gone, why, at_s=at_s)
     lost = [name for name, n in state.nodes.items() if n.status == "lost"]

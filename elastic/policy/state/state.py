@@ -66,6 +66,9 @@ class PoolSeen:
 
     node_s: float = 0.0  # node-seconds
     reclaims: int = 0  # nodes that were taken, with a notice or without
+    moments: int = 0  # at which some were taken, few or many at once
+    taken_at_s: float | None = None  # the last of them
+    there_s: float = 0.0  # seconds in which any node of it was there
     # nodes that the cloud said are likelier to be taken, and that were not taken since
     warnings: int = 0
     losses: int = 0  # nodes that were gone before they had been released
@@ -238,6 +241,7 @@ class State:
     failure: Failure | None = None
     forms_ahead: bool = False  # see DriverStarted
     expects_measured: bool = False  # see DriverStarted
+    spends_slack: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import exp
 
 from elastic.sim.markets.tick_world import Choose, Mode, TickView
 
@@ -17,6 +18,8 @@ SLICES = 10  # of the time until the deadline
 # From a kill to the next step of Ray Train 2.60's elastic trainer, and the steps it does again:
 # measured at its defaults; 10 steps of a few seconds, or what lies between two checkpoints.
 RAY_TRAIN_RESTART_S = 78.0
+DELTA = 0.05  # of what an hour is worth, below which SkyNomad stays where it is
+PRIOR_TICKS = 12.0  # that a node is believed to last where none has been seen to end
 
 
 def on_demand_only(view: TickView) -> tuple[Mode, int]:
@@ -84,27 +87,74 @@ def uniform_progress(view: TickView) -> tuple[Mode, int]:
 
 
 @dataclass
-class LongestZone:
-    """As SkyNomad does over regions: of the zones that have nodes, the one whose nodes have lasted
-    longest so far; uniform progress in time. One object per run."""
+class SkyNomad:
+    """The rule of SkyNomad (Li et al., 2026, arXiv 2601.06520) over zones: an hour of progress is
+    worth V = on-demand price x (work left / time left) / (work / deadline), and what is chosen
+    brings most per hour: V x (L - start) / L - price - egress / L, with L the hours that a node
+    there is expected to last yet (Nelson-Aalen, by what was seen of the zone); on demand L is the
+    rest of the work; idle brings nothing. What runs has started already. It is left for another
+    zone only where that brings DELTA x V more. One object per run.
+
+    Availability is seen in each tick, which SkyNomad pays probes for; all zones have one price.
+    """
 
     lived: dict[int, list[int]] = field(default_factory=dict)
     _since: dict[int, int] = field(default_factory=dict)
+    _home: int | None = None  # the zone that holds the state
 
     def __call__(self, view: TickView) -> tuple[Mode, int]:
         for zone in view.spot:
             self._since.setdefault(zone, view.tick)
         for zone in [zone for zone in self._since if zone not in view.spot]:
             self.lived.setdefault(zone, []).append(view.tick - self._since.pop(zone))
-        mode, zone = uniform_progress(view)
-        if mode == "spot" and view.mode != "spot":
-            return "spot", max(view.spot, key=lambda one: self._expected(one, view.tick))
+        mode, zone = self._best(view)
+        self._home = zone if mode == "spot" else self._home
         return mode, zone
 
-    def _expected(self, zone: int, tick: int) -> float:
-        """Mean life in ticks, the present one counted as far as it goes."""
-        lived = self.lived.get(zone, [])
-        return (sum(lived) + tick - self._since[zone]) / (len(lived) + 1)
+    def _best(self, view: TickView) -> tuple[Mode, int]:
+        world = view.world
+        if must_end(view):
+            return _to_the_end(view)
+        pace = (view.rest_s / view.left_s) / (world.ideal_s / world.deadline_s)
+        # work has to be done in any case: an hour is worth what it costs at least
+        value = max(world.spot_usd_per_h, world.on_demand_usd_per_h * pace)
+        there: list[tuple[float, tuple[Mode, int]]] = [(0.0, ("idle", 0))]
+        for zone in view.spot:
+            move_usd = 0.0 if self._home in (None, zone) else world.egress_usd_per_node
+            there.append((self._brings(view, value, zone, move_usd), ("spot", zone)))
+        rest_h = max(1e-9, view.rest_s / 3600)
+        start_h = (view.starting_s if view.mode == "on-demand" else world.start_s) / 3600
+        lasts_h = rest_h + start_h
+        worth = value * rest_h / lasts_h - world.on_demand_usd_per_h
+        there.append((worth, ("on-demand", 0)))
+        best = max(there, key=lambda one: one[0])
+        now = [one for one in there if one[1] == (view.mode, view.zone)]
+        if view.mode == "spot" and now and best[0] < now[0][0] + DELTA * value:
+            return now[0][1]
+        return best[1]
+
+    def _brings(self, view: TickView, value: float, zone: int, move_usd: float) -> float:
+        """Dollars per hour and node."""
+        world, runs = view.world, view.mode == "spot" and view.zone == zone
+        lasts_h = self.lasts_ticks(zone, view.tick) * world.tick_s / 3600
+        start_h = (view.starting_s if runs else world.start_s) / 3600
+        share = max(0.0, lasts_h - start_h) / lasts_h
+        return value * share - world.spot_usd_per_h - move_usd / lasts_h
+
+    def lasts_ticks(self, zone: int, tick: int) -> float:
+        """Mean rest of the life of a node of that age: the sum of the survival that the
+        Nelson-Aalen hazards give, beyond which those who are older than any that was seen to end
+        last as long again."""
+        lives, age = sorted(self.lived.get(zone, [])), tick - self._since[zone]
+        rest, survival = 0.0, 1.0
+        older = [life for life in lives if life > age]
+        if not older:
+            return max(PRIOR_TICKS, float(age))
+        for at in range(age, older[-1]):
+            at_risk = sum(life > at for life in lives)
+            survival *= exp(-sum(life == at + 1 for life in lives) / at_risk)
+            rest += survival
+        return rest + survival * max(PRIOR_TICKS, float(older[-1]))
 
 
 @dataclass(frozen=True)
@@ -123,7 +173,7 @@ BASELINES: Mapping[str, Baseline] = {
     "greedy": Baseline(lambda: greedy, "spot while it is there, on demand when time runs out"),
     "time-sliced": Baseline(lambda: time_sliced, f"greedy in each of {SLICES} slices of the time"),
     "uniform-progress": Baseline(lambda: uniform_progress, "even progress, of Can't Be Late"),
-    "longest-zone": Baseline(LongestZone, "uniform progress where spot has lasted longest"),
+    "skynomad": Baseline(SkyNomad, "what progress is worth, by zone, lives and time left"),
     "restart": Baseline(
         lambda: greedy,
         "greedy at fixed size, restarted from checkpoints as Ray Train does",

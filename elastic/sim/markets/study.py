@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic.driver import Decide
 from elastic.errors import SpecError
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.policy.decide import decide
 from elastic.sim.markets.baselines import BASELINES
 from elastic.sim.markets.bound import least_usd
@@ -28,6 +29,7 @@ ELASTIC, BOUND, ON_DEMAND = "elastic", "bound", "on-demand"
 RESTART_S = 78.0  # of a whole group, where nothing is changed live
 TICKS_MOST = 1500  # of a world: more are put together
 START_TICKS = 8  # that a start is cut into at most
+EGRESS_USD_PER_GB = 0.02  # between regions of AWS: its price list for EC2, data transfer
 BOUND_NODES = 64  # beyond that the bound takes too long
 
 
@@ -164,6 +166,7 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         min(pool.usd_per_node_h for pool in spot),
         min((pool.usd_per_node_h for pool in fixed), default=spot[0].usd_per_node_h),
         start_s,
+        _egress_usd(study),
     )
     world = tick_world(
         like,
@@ -175,6 +178,14 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         return world
     together = tuple(sum(zone[tick] for zone in world.spot) for tick in range(world.n_ticks))
     return replace(world, spot=(together,))
+
+
+def _egress_usd(study: Study) -> float:
+    """Per node, of its part of the state; within a region it costs nothing."""
+    if len({pool.region for pool in study.spot}) < 2:
+        return 0.0
+    n_bytes = ModelCost.of(study.subject.model).state_bytes / study.n_nodes
+    return n_bytes / 1e9 * EGRESS_USD_PER_GB
 
 
 def _mean_usd(spot: Sequence[Pool]) -> float:

@@ -21,7 +21,8 @@ Mode = Literal["idle", "spot", "on-demand"]
 @dataclass(frozen=True)
 class TickWorld:
     """`spot`: zone -> nodes that it has in each tick, as many ticks as the deadline has.
-    `work_node_s`: of the whole job, on one node. Prices are per node and hour."""
+    `work_node_s`: of the whole job, on one node. Prices are per node and hour.
+    `egress_usd_per_node`: of the state that a node holds, from one zone to another."""
 
     tick_s: float
     spot: tuple[tuple[int, ...], ...]
@@ -30,6 +31,7 @@ class TickWorld:
     spot_usd_per_h: float
     on_demand_usd_per_h: float
     start_s: float = 0.0
+    egress_usd_per_node: float = 0.0
 
     @property
     def n_ticks(self) -> int:
@@ -130,6 +132,7 @@ def play(world: TickWorld, choose: Choose, lost_s: float = 0.0) -> TickResult:
     zone, starting_s, done, usd, starts, paid_s = 0, 0.0, 0.0, 0.0, 0, 0.0
     whole = world.work_node_s
     run_s = 0.0  # since it began to work on these nodes: no more than that can be lost
+    home: int | None = None  # the zone that holds the state
     for tick in range(world.n_ticks):
         full = tuple(k for k, row in enumerate(world.spot) if row[tick] >= world.n_nodes)
         if mode == "spot" and zone not in full:
@@ -144,6 +147,9 @@ def play(world: TickWorld, choose: Choose, lost_s: float = 0.0) -> TickResult:
         mode, zone = wanted, where
         if mode == "idle":
             continue
+        if mode == "spot":
+            usd += world.n_nodes * world.egress_usd_per_node if home not in (None, zone) else 0.0
+            home = zone
         price = world.spot_usd_per_h if mode == "spot" else world.on_demand_usd_per_h
         need_s = starting_s + (whole - done) / world.n_nodes
         used_s = min(world.tick_s, need_s)
