@@ -16,7 +16,7 @@ if [ "$gpu" = yes ]; then
     # The pin without a local version: a CPU build that pip may also see (torch==X+cpu) must not be taken here.
     echo "elastic: NVIDIA GPU found. Downloads torch $torch_pin with its CUDA packages (2-4 GB), ray and about 95 small packages (400 MB)."
     "$python" -m pip install -q "torch===$torch_pin"
-elif [ "$(uname -s)" = Darwin ] || "$python" -m pip index versions torch 2>/dev/null | grep -qF "$torch_pin+cpu"; then
+elif [ "$(uname -s)" = Darwin ] || [[ "$("$python" -m pip index versions torch 2>/dev/null)" == *"$torch_pin+cpu"* ]]; then
     echo "elastic: no NVIDIA GPU. Downloads the CPU build of torch $torch_pin (200 MB), ray and about 95 small packages (400 MB)."
 else
     echo "elastic: no NVIDIA GPU. Downloads the CPU build of torch $torch_pin (200 MB) from $TORCH_CPU_INDEX,"
