@@ -365,11 +365,11 @@ def _missing(state: State, fixed: Sequence[Pool], workers: int) -> int:
         return missing
     nodes = list(drain.usable(state, state.billed_at_s))
     gpus = fixed[0].gpus_per_node
-    spares = [Node(f"?{k}", fixed[0].name, gpus) for k in range(fixed[0].max_nodes)]
-    for k in range(len(spares) + 1):
+    for k in range(fixed[0].max_nodes + 1):
         try:
-            choice_of(state, [*nodes, *spares[:k]])
+            choice_of(state, nodes)
         except InfeasiblePlan:
+            nodes.append(Node(f"?{k}", fixed[0].name, gpus))
             continue
         return k * gpus
     return 0
@@ -402,6 +402,7 @@ def _for_deadline(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemand
     )
 
 
+@follows_from("pools", "job")
 def _steady_workers(state: State, fixed: Sequence[Pool]) -> int:
     """The most workers that do not depend on spot."""
     steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
