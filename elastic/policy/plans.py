@@ -207,9 +207,10 @@ def with_rehearsals(state: State, decision: Decision) -> Decision:
     choices = []
     for fewer in (0, 1):
         try:
-            choices.append(choice_of(state, nodes[: len(nodes) - fewer]))
+            choice = choice_of(state, nodes[: len(nodes) - fewer])
         except InfeasiblePlan:  # nothing to rehearse
             continue
+        choices.append((choice, {worker: rank for rank, worker in enumerate(choice.ranks)}))
     actions = tuple(
         _rehearsing(state, action, choices) if isinstance(action, Prepare) else action
         for action in decision.actions
@@ -217,12 +218,15 @@ def with_rehearsals(state: State, decision: Decision) -> Decision:
     return replace(decision, actions=actions)
 
 
-def _rehearsing(state: State, action: Prepare, choices: list[Choice]) -> Prepare:
+def _rehearsing(
+    state: State, action: Prepare, choices: Sequence[tuple[Choice, Mapping[WorkerId, int]]]
+) -> Prepare:
+    """`choices`: each with the ranks of its workers."""
     node = state.nodes[action.node_id]
     pool = state.pool(node.pool)
     on_gpu = pool is not None and pool.accelerator_type != "CPU"
-    least = min((choice.memory_bytes for choice in choices), default=0)
-    rehearse = tuple(_rehearsal(choice, node) for choice in choices)
+    least = min((choice.memory_bytes for choice, _ in choices), default=0)
+    rehearse = tuple(_rehearsal(choice, at, node) for choice, at in choices)
     return replace(
         action,
         rehearse=rehearse,
@@ -231,8 +235,7 @@ def _rehearsing(state: State, action: Prepare, choices: list[Choice]) -> Prepare
     )
 
 
-def _rehearsal(choice: Choice, node: Node) -> Rehearsal:
-    at = {worker: rank for rank, worker in enumerate(choice.ranks)}
+def _rehearsal(choice: Choice, at: Mapping[WorkerId, int], node: Node) -> Rehearsal:
     ranks = tuple(at.get(WorkerId(node.node_id, k), -1) for k in range(node.gpus))
     return Rehearsal(
         choice.layout, choice.layers, choice.n_microbatches, max(choice.samples), ranks

@@ -386,11 +386,11 @@ def _missing(state: State, fixed: Sequence[Pool], workers: int) -> int:
         return missing
     nodes = list(drain.usable(state, state.billed_at_s))
     gpus = fixed[0].gpus_per_node
-    spares = [Node(f"?{k}", fixed[0].name, gpus) for k in range(fixed[0].max_nodes)]
-    for k in range(len(spares) + 1):
+    for k in range(fixed[0].max_nodes + 1):
         try:
-            choice_of(state, [*nodes, *spares[:k]])
+            choice_of(state, nodes)
         except InfeasiblePlan:
+            nodes.append(Node(f"?{k}", fixed[0].name, gpus))
             continue
         return k * gpus
     return 0
@@ -426,6 +426,7 @@ def _for_deadline(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemand
     )
 
 
+<<<<<<< HEAD
 def _by_slack(
     state: State, fixed: Sequence[Pool], spare: slack.Slack, *, now_s: float
 ) -> OnDemandNeed:
@@ -461,6 +462,10 @@ def _left_behind(state: State) -> int:
 
 
 def steady_workers(state: State, fixed: Sequence[Pool]) -> int:
+=======
+@follows_from("pools", "job")
+def _steady_workers(state: State, fixed: Sequence[Pool]) -> int:
+>>>>>>> simspeed
     """The most workers that do not depend on spot."""
     steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
     nodes = sorted(

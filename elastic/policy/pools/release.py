@@ -63,8 +63,8 @@ def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
     if not pool_allocation.cheapest(state):
         return above, texts
     gone = {order.node_id for order in above}
-    fixed = _fixed(state)
-    idle = [node for node in _idle(state) if node.pool in fixed]
+    fixed = {name for name in _fixed(state) if name in state.alive_by_pool}
+    idle = [node for node in _idle(state) if node.pool in fixed] if fixed else []
     beyond = _beyond(state, idle, now_s) if idle else []
     spare = [node for node in beyond if node.node_id not in gone]
     if spare:
@@ -147,6 +147,8 @@ def back_to_spot(state: State, now_s: float) -> Decision | None:
     if plan is None or not pool_allocation.cheapest(state) or state.rest_steps <= 1:
         return None
     fixed = _fixed(state)
+    if fixed.keys().isdisjoint(state.plan_by_pool):
+        return None
     used = [
         node
         for name in plan.nodes
