@@ -207,7 +207,8 @@ def _subject(work: Workload, deadline_h: float) -> RunSubject:
     of = subject(1, work.hours).with_deadline(deadline_h)
     usd = {"spot": work.spot_usd, "fixed": work.fixed_usd}
     pools: tuple[Pool, ...] = tuple(replace(p, usd_per_node_h=usd[p.name]) for p in of.pools)
-    delays = replace(of.delays, prepare_s=work.start_s - of.delays.boot_s)
+    # a preparation that takes longer than ten minutes counts as stuck
+    delays = replace(of.delays, boot_s=work.start_s - of.delays.prepare_s)
     return replace(of, pools=pools, delays=delays)
 
 

@@ -57,6 +57,7 @@ SMOKES = (
     Smoke("scale"),
     Smoke("month"),
     Smoke("simulate"),
+    Smoke("spot_policy"),
     Smoke("copies"),
     Smoke("reshard"),
     Smoke("radosgw"),

@@ -19,8 +19,10 @@ from elastic.types import Node, Pool
 KEPT = 0.03
 # Starts on demand. RESERVE: on-demand nodes stand in for spot from that slack on, until it is
 # AHEAD more. RISKED: with less than that, no spot node is counted on. Searched with
-# tests/bench/simulate.py --parts search on the first halves of the public traces.
+# tests/bench/spot_policy.py --parts search on the first halves of the public traces.
 RESERVE, AHEAD, RISKED = 9.0, 2.0, 1.5
+# of the slack that the deadline began with, the most that is kept; but RESERVE_LEAST starts
+RESERVED_MOST, RESERVE_LEAST = 0.5, 2.5
 START_PRIOR_S = 600.0  # before any pool has given a node
 RUNNING_MOST_S = 600.0  # what runs since the last step is believed to go on for so long
 LOOK_S = 60.0  # how often it is looked at once it is used up
@@ -29,20 +31,27 @@ SCRIPT_REST_S = 3600.0  # believed of a script that is restarted, whose steps ar
 
 @dataclass(frozen=True)
 class Slack:
-    """`spare_s`: of the time left, what on-demand nodes alone would leave over. `start_s`: of one
-    of them, with the pause that takes it in."""
+    """`spare_s`: of the time left, what on-demand nodes alone would leave over; `whole_s`: of it
+    when the run began. `start_s`: of one of them, with the pause that takes it in."""
 
     spare_s: float
+    whole_s: float
     start_s: float
     left_s: float
 
     @property
+    def reserve_s(self) -> float:
+        """That is kept for reclaims."""
+        most_s = max(RESERVE_LEAST * self.start_s, RESERVED_MOST * self.whole_s)
+        return min(RESERVE * self.start_s, most_s)
+
+    @property
     def behind(self) -> bool:
-        return self.spare_s <= RESERVE * self.start_s
+        return self.spare_s <= self.reserve_s
 
     @property
     def ahead(self) -> bool:
-        return self.spare_s > (RESERVE + AHEAD) * self.start_s
+        return self.spare_s > self.reserve_s + AHEAD * self.start_s
 
     @property
     def last_call(self) -> bool:
@@ -51,13 +60,14 @@ class Slack:
     @property
     def lasts_s(self) -> float:
         """Until it is behind, if nothing runs."""
-        return self.spare_s - RESERVE * self.start_s
+        return self.spare_s - self.reserve_s
 
     def __str__(self) -> str:
         return (
             f"the deadline is in {self.left_s / 60:.0f} min, and on demand alone the rest leaves "
             f"{max(0.0, self.spare_s) / 60:.0f} min of it, "
-            f"{RESERVE * self.start_s / 60:.0f} of which are kept for {RESERVE:.0f} starts"
+            f"{self.reserve_s / 60:.0f} of which are kept for "
+            f"{self.reserve_s / self.start_s:.0f} starts"
         )
 
 
@@ -84,9 +94,11 @@ def of(state: State, fixed: Pool, workers: int, *, step: float, now_s: float) ->
     if end_s is None or not state.steps or not state.worker_step_s or workers <= 0:
         return None
     left_s = end_s - now_s
-    rest_s = (state.steps - step) * state.worker_step_s / workers
+    work_s = state.worker_step_s / workers
+    whole_s = 3600 * (state.job.deadline_h or 0.0) * (1 - KEPT) - state.steps * work_s
+    rest_s = (state.steps - step) * work_s
     change_s = start_s(state, fixed) + drain.lead_of(state).pause_s
-    return Slack(left_s * (1 - KEPT) - rest_s, change_s, left_s)
+    return Slack(left_s * (1 - KEPT) - rest_s, whole_s, change_s, left_s)
 
 
 @dataclass(frozen=True)

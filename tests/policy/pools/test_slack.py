@@ -51,9 +51,9 @@ def told(spare_starts: float, *names: str, fixed: int = 0, **changes: Any) -> St
     rest_s = (500 - story.state.step) * story.state.worker_step_s / 4
     left_s = (rest_s + spare_starts * START_S) / (1 - slack.KEPT)
     whole = story.state.job
-    deadline_h = (story.now_s + left_s) / HOUR
+    deadline_h = (story.now_s + left_s) / HOUR + 100.0
     story.state = replace(story.state, job=replace(whole, deadline_h=deadline_h, purpose="cheapest"),
-                          first_started_at_s=0.0, spends_slack=True)  # fmt: skip
+                          first_started_at_s=-100 * HOUR, spends_slack=True)  # fmt: skip
     return story
 
 
@@ -109,17 +109,27 @@ def test_before_on_demand_has_given_a_node_it_starts_as_others_do() -> None:
     assert slack.start_s(replace(story.state, history={}), FIXED) == slack.START_PRIOR_S
 
 
+def test_no_more_than_half_of_the_slack_is_kept() -> None:
+    story = told(7.0, "a", "b")
+    assert spare(story).behind
+    whole_h = (story.state.job.deadline_h or 0.0) - 100.0
+    state = replace(story.state, job=replace(story.state.job, deadline_h=whole_h))
+    story.state = replace(state, first_started_at_s=0.0)
+    found = spare(story)
+    assert found.reserve_s == pytest.approx(3.5 * START_S, rel=0.1) and not found.behind
+    little = replace(found, whole_s=START_S)
+    assert little.reserve_s == slack.RESERVE_LEAST * START_S
+
+
 # ------------------------------------------------------------------------- how many nodes on demand
 
 
 def test_with_slack_nothing_is_paid_but_spot_however_late_it_is() -> None:
     story = told(slack.RESERVE + 1, "a", "b")
-    found = deadline.needed(story.state, FIXED, 4, now_s=story.now_s)
-    assert found is not None
+    late = deadline.needed(story.state, FIXED, 4, now_s=story.now_s)
+    assert late is not None and late.behind
     assert need(story).workers == 0
-    story.state = replace(story.state, spends_slack=False, first_started_at_s=-100 * HOUR,
-                          job=replace(story.state.job, deadline_h=100 + story.now_s / HOUR
-                                      + 3.0))  # fmt: skip
+    story.state = replace(story.state, spends_slack=False)
     assert need(story).workers > 0, "the rule of journals before"
 
 

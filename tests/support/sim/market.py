@@ -59,9 +59,8 @@ def play(
     names = [pool.name for pool in pools]
     known = [fault for fault in faults if not fault.pool or fault.pool in names]
     backend, journal = SimBackend(pools, Job.from_plain(job), known, delays=delays), MemoryJournal()
-    return Run(
-        drive(backend, journal, DriverStarted("market", 1, job, pools, MODEL)), backend, journal
-    )
+    start = DriverStarted("market", 1, job, pools, MODEL, spends_slack=True)
+    return Run(drive(backend, journal, start), backend, journal)
 
 
 def reasons(run: Run, word: str) -> list[str]:
