@@ -24,6 +24,7 @@ def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
 def test_object_storage(s3: S3Storage, proxy: FaultyProxy) -> None:
     s3.put("one/k", b"")
     assert of_storage(s3.uri) == DoctorCheck(f"storage {s3.uri}", "answers; holds 1 folders")
+    assert s3.list() == ["one/k"], "what was tried is removed again"
     proxy.faults.append(expired())
     refused = of_storage(s3.uri)
     assert refused.verdict == "bad" and "the credentials have expired" in refused.found
