@@ -26,6 +26,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic.errors import PeerGarbled
 from elastic.worker.process.doing import doing
+from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.rendezvous import PROOF_BYTES, proof
 
 HELLO_TAG = 1 << 20  # no message of the ranks has it
@@ -50,7 +51,7 @@ class Control:
     ) -> torch.Tensor:
         """In place; of a tensor in host memory."""
         self.n_begun += 1
-        with doing("others"):
+        with doing("others"), axis_range("commit"):
             return self._reduced(tensor, op)
 
     def _reduced(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:

@@ -303,9 +303,7 @@ class Stepper(ForwardBackward):
         n_calls = 0 if self.script is None else 2
         n_blocks, n_small = len(pending.block_square_norms), len(pending.small)
         slots = Slots.of(self.plan.layout, n_blocks, n_small=n_small, n_calls=n_calls)
-        part = self._part(pending, words).pack(slots)
-        with axis_range("commit"):
-            vector = self.groups.commit.all_reduce(part)
+        vector = self.groups.commit.all_reduce(self._part(pending, words).pack(slots))
         heard = CommitReport.unpack(vector, slots)
         if heard.calls_differ:
             self._refuse_calls()
