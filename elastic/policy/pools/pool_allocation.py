@@ -426,7 +426,6 @@ def _for_deadline(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemand
     )
 
 
-<<<<<<< HEAD
 def _by_slack(
     state: State, fixed: Sequence[Pool], spare: slack.Slack, *, now_s: float
 ) -> OnDemandNeed:
@@ -461,11 +460,8 @@ def _left_behind(state: State) -> int:
     return sum(n.gpus for n in nodes if n.status == "draining" and n.node_id in plan.nodes)
 
 
-def steady_workers(state: State, fixed: Sequence[Pool]) -> int:
-=======
 @follows_from("pools", "job")
-def _steady_workers(state: State, fixed: Sequence[Pool]) -> int:
->>>>>>> simspeed
+def steady_workers(state: State, fixed: Sequence[Pool]) -> int:
     """The most workers that do not depend on spot."""
     steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
     nodes = sorted(
