@@ -161,7 +161,7 @@ __all__ = [
     "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec", "Terms", "Transfer",
     "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "coarsest", "is_auto",
     "named_after_auto", "names_of", "parse_layout", "redone_as_before", "repeats", "tolerance",
-    "version_differences", "worst",
+    "version_differences", "with_loss", "worst",
 ]  # fmt: skip
 
 
