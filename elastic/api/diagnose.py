@@ -6,20 +6,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from elastic.errors import SpecError
 from elastic.observe.diagnosis.evidence import Evidence
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.diagnosis.verdicts import RunVerdict
+from elastic.observe.profiles.profile_files import mean_parts, read_profile
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.sites import site_of
 from elastic.planner.cost.step_cost import step_cost
+from elastic.storage import Storage
 from elastic.types import Plan
 
+# a part of a traced step -> its name in the cost model; waits for data and copies are told by the
+# ledger
+TRACED = {
+    "compute": "products", "optimizer": "optimizer", "fsdp": "fsdp", "dp_replicate": "replicas",
+    "tp": "tp", "cp": "cp", "pp": "pp", "bubble": "bubble", "commit": "commit",
+    "other ranks": "jitter", "idle": "idle",
+}  # fmt: skip
 
-def diagnosed(seen: Evidence) -> tuple[RunVerdict, ...]:
-    """What would win most first."""
-    plan = seen.main.plan if seen.main is not None else None
-    return verdicts(replace(seen, parts=step_parts(seen, plan)) if plan is not None else seen)
+
+def diagnosed(seen: Evidence, storage: Storage | None = None) -> tuple[RunVerdict, ...]:
+    """What would win most first. `storage`: of the run, where its profiles are."""
+    if seen.main is None:
+        return verdicts(seen)
+    traced = traced_parts(storage, seen.main.profile)
+    parts = traced or step_parts(seen, seen.main.plan)
+    return verdicts(replace(seen, parts=parts, traced=bool(traced)))
+
+
+def traced_parts(storage: Storage | None, profile_id: str) -> dict[str, float]:
+    """Seconds of a traced step, the mean of its ranks; {} = there is no such profile any more, or
+    none that can be read here."""
+    try:
+        ranks = read_profile(storage, profile_id) if storage is not None and profile_id else []
+    except (SpecError, ValueError, KeyError, TypeError):  # a newer elastic's, or damaged
+        return {}
+    return {
+        TRACED[name]: seconds
+        for name, seconds in (mean_parts(ranks).items() if ranks else ())
+        if name in TRACED
+    }
 
 
 def step_parts(seen: Evidence, plan: Plan) -> Mapping[str, float]:

@@ -4,6 +4,7 @@ doctor."""
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def _ls(given: argparse.Namespace) -> int:
 def _status(given: argparse.Namespace) -> int:
     run = opened(given)
     seen, holder = seen_of(find_runs.lines_of(run)), api.holder(run.storage)
-    view, found = seen.view, diagnosed(seen.evidence)
+    view, found = seen.view, diagnosed(seen.evidence, run.storage)
     plain = run_tables.status_plain(view, holder) | {"verdicts": [one.plain() for one in found]}
     show(given, plain, run_tables.status(view, holder, found[0].line if found else ""))
     return 0
@@ -116,7 +117,9 @@ def _report(given: argparse.Namespace) -> int:
         print(text_of(rows, columns_of(rows)), end="")
         return 0
     asked = report.Asked(Path(given.html) if given.html else None, given.target_loss)
-    data, lines = report.write(opened(given), None, diagnosed, asked=asked)
+    run = opened(given)
+    diagnosis = partial(diagnosed, storage=run.storage)
+    data, lines = report.write(run, None, diagnosis, asked=asked)
     show(given, data, lines)
     return 0
 
@@ -163,8 +166,12 @@ def _logs(given: argparse.Namespace) -> int:
 
 def _doctor(given: argparse.Namespace) -> int:
     if given.run:
-        seen = seen_of_run(opened(given))
-        checks = [*doctor.run_troubles(seen.view), *doctor.bounds(diagnosed(seen.evidence))]
+        run = opened(given)
+        seen = seen_of_run(run)
+        checks = [
+            *doctor.run_troubles(seen.view),
+            *doctor.bounds(diagnosed(seen.evidence, run.storage)),
+        ]
     else:
         checks = doctor.machine(find_runs.storage_uri(given.storage))
     rows = [

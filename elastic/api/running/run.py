@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -484,7 +485,11 @@ class JobRun:
         if state.phase == "failed" and self.terminal is not None:
             self._show_traceback(lines)
         try:
-            data, shown = report.write(self.place, self._extras(state, lines), diagnosed)
+            data, shown = report.write(
+                self.place,
+                self._extras(state, lines),
+                partial(diagnosed, storage=self.place.storage),
+            )
         except OSError as error:  # the run itself has ended
             text = (
                 f"run '{self.name}' has ended, its report could not be written (elastic report "

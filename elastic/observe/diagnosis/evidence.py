@@ -22,6 +22,7 @@ from elastic.types import (
     NodePrepared,
     Plan,
     PlanEntered,
+    RankProfiled,
     RanksTimed,
     StepDone,
     WorkerId,
@@ -38,6 +39,7 @@ class GenerationFacts:
     computing_s: list[float] = field(default_factory=list)  # waiting for data and copies left out
     imbalance: list[float] = field(default_factory=list)
     timed: RanksTimed | None = None
+    profile: str = ""  # the newest one that a rank has written
     n_seen: int = 0
 
     @property
@@ -77,8 +79,9 @@ class Evidence:
     """`main`: the generation that trained longest; None = none has made enough steps. `nodes`:
     those that there are or were. `devices`: what GPUs have said of themselves, any time.
     `links`: bytes per second between a node and a neighbor, as found when it was admitted.
-    `parts`: seconds of a step in the main generation by what they are for, as the cost model has
-    them ({} = the hardware is not known)."""
+    `parts`: seconds of a step in the main generation by what they are for, as a
+    profile of it has measured them (`traced`), else as the cost model has them ({} = the hardware
+    is not known)."""
 
     state: State
     account: Account
@@ -90,6 +93,7 @@ class Evidence:
     checkpoints: Checkpoints
     replica_slowed_s: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    traced: bool = False
 
     @property
     def wall_s(self) -> float:
@@ -130,6 +134,8 @@ class EvidenceReader:
                 facts.take(event)
             case RanksTimed() if (facts := self._facts(event.generation)) is not None:
                 facts.timed = event
+            case RankProfiled(error="") if (facts := self._facts(event.generation)) is not None:
+                facts.profile = event.profile_id
             case DeviceNoted(worker, note) if note:
                 self.devices[worker] = note
             case NodePrepared(admission=found) if found is not None and found.neighbor:
@@ -173,10 +179,10 @@ class EvidenceReader:
     def found(self, account: Account) -> Evidence:
         """As it stands, without `parts`."""
         enough = [one for one in self.generations.values() if len(one.steps_s) >= LEAST]
+        main = max(enough, key=lambda one: one.spent_s, default=None)
         return Evidence(
-            self.state, account, max(enough, key=lambda one: one.spent_s, default=None),
-            self.nodes, self.node_speeds, self.devices, self.links, self.checkpoints,
-            self.replica_slowed_s,
+            self.state, account, main, self.nodes, self.node_speeds, self.devices, self.links,
+            self.checkpoints, self.replica_slowed_s,
         )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def _network(seen: Evidence, facts: GenerationFacts) -> RunVerdict | None:
         share, (axis, advice) = sum(sends.values()) / whole, SENDS[worst]
         number = (
             f"{percent(share)} of a step is communication that computation does not hide, most of "
-            f"it on {axis}{_slower_than_expected(facts, whole)}"
+            f"it on {axis}{_read_from(seen, facts, whole)}"
         )
     else:
         busy = computing(facts)
@@ -174,7 +174,10 @@ def _network(seen: Evidence, facts: GenerationFacts) -> RunVerdict | None:
     return _of_steps(seen, "network", share, number=number, advice=advice)
 
 
-def _slower_than_expected(facts: GenerationFacts, whole_s: float) -> str:
+def _read_from(seen: Evidence, facts: GenerationFacts, whole_s: float) -> str:
+    """A trace was measured; of the cost model is said where the steps take much longer."""
+    if seen.traced:
+        return f" (measured, profile {facts.profile})"
     if facts.step_s <= BEYOND * whole_s:
         return ""
     return f" (expected {whole_s:.3f} s a step, measured {facts.step_s:.3f} s)"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.observe import small_run
@@ -12,6 +14,7 @@ from elastic.api.diagnose import diagnosed, step_parts
 from elastic.observe.diagnosis.evidence import evidence_of
 from elastic.observe.diagnosis.step_verdicts import computing, loads, mfu, verdicts
 from elastic.observe.diagnosis.verdicts import WORTH, RunVerdict
+from elastic.storage import LocalStorage
 from elastic.types import (
     Copy,
     CopyFailed,
@@ -20,6 +23,7 @@ from elastic.types import (
     Evaluated,
     HardwareProfile,
     Layout,
+    RankProfiled,
     StepDone,
     WorkerId,
 )
@@ -222,3 +226,26 @@ def test_a_run_of_a_few_steps_says_nothing_of_its_steps() -> None:
     seen = evidence_of(QUIET.lines()[:5])
     assert seen.main is None and [one.bound for one in verdicts(seen)] in ([], ["start-up"])
     assert verdicts(evidence_of([])) == ()
+
+
+def test_a_profile_of_the_run_counts_in_the_place_of_the_cost_model(tmp_path: Path) -> None:
+    parts = {"compute": 0.5, "fsdp": 0.3, "data": 0.5, "idle": 0.1, "optimizer": 0.1}
+    said = {
+        "schema": 1, "rank": 0, "worker": "n0/0", "at": "", "steps": [20], "step_s": 1.5,
+        "parts": parts, "collectives": {}, "on_device": True,
+    }  # fmt: skip
+    storage = LocalStorage(tmp_path)
+    storage.put("profiles/p1/rank-0.json", json.dumps(said).encode())
+    told = RankProfiled(1, "p1", 0, 19, 1, 100)
+    run = QUIET.with_(hardware=known(), at_step=((21, (told,)),))
+    seen = evidence_of(run.lines())
+    verdict = {one.bound: one for one in diagnosed(seen, storage)}["network"]
+    assert "30 % of a step is communication" in verdict.number
+    assert "most of it on dp_shard (measured, profile p1)" in verdict.number
+    assert "network" not in {one.bound for one in diagnosed(seen)}, "without its files: as before"
+    storage.put("profiles/p1/rank-1.json", b"{")
+    assert "network" not in {one.bound for one in diagnosed(seen, storage)}, "damaged"
+    storage.delete("profiles/p1/rank-1.json")
+    failed = replace(told, error="no room")
+    unread = evidence_of(run.with_(at_step=((21, (failed,)),)).lines())
+    assert "network" not in {one.bound for one in diagnosed(unread, storage)}
