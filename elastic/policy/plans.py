@@ -34,6 +34,8 @@ from elastic.types import (
 )  # fmt: skip
 from elastic.types.replacing import follows_from, replace
 
+KEPT_CHOICES = 64  # for other numbers of nodes
+
 
 @dataclass(frozen=True, eq=False)
 class _Question:
@@ -70,33 +72,33 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
 def never(state: State, n_nodes: Mapping[tuple[str, int], int]) -> InfeasiblePlan | None:
     """Why there is no plan for so many nodes of each pool and number of GPUs; None = there is one.
     What they are called matters only where their speeds are known."""
-    counts = tuple(sorted(n_nodes.items()))
-    if not state.speeds and not state.job.restarted:
-        return _never(state, counts)
+    kinds = tuple(kind for kind, n in sorted(n_nodes.items()) for _ in range(n))
     try:
-        choice_of(state, _unnamed(counts))
+        if state.speeds or state.job.restarted:
+            choice_of(state, _unnamed(kinds))
+        elif isinstance(found := _alike(state, kinds), InfeasiblePlan):
+            return found
     except InfeasiblePlan as error:
         return error
     return None
 
 
-Counts = tuple[tuple[tuple[str, int], int], ...]
+def _unnamed(kinds: Sequence[tuple[str, int]]) -> list[Node]:
+    return [Node(f"?{k}", pool, gpus) for k, (pool, gpus) in enumerate(kinds)]
 
 
-@follows_from("job", "pools", "model", "hardware", "infeasible", "unusable", "speeds")
-def _never(state: State, counts: Counts) -> InfeasiblePlan | None:
-    nodes = _unnamed(counts)
+@follows_from(
+    "job", "pools", "model", "hardware", "infeasible", "unusable", "speeds", kept=KEPT_CHOICES
+)
+def _alike(state: State, kinds: tuple[tuple[str, int], ...]) -> Choice | InfeasiblePlan:
+    """Of nodes that are told apart by their place, while nobody knows more of them than of which
+    pool they are and how many GPUs they have."""
+    nodes = _unnamed(kinds)
+    usable = refused_layouts.usable_model(state)
     try:
-        plan_layout(
-            refused_layouts.usable_model(state), state.job, nodes, limits=_limits(state, nodes)
-        )
+        return plan_layout(usable, state.job, nodes, limits=_limits(state, nodes))
     except InfeasiblePlan as error:
         return error
-    return None
-
-
-def _unnamed(counts: Counts) -> list[Node]:
-    return [Node(f"{pool}?{gpus}.{k}", pool, gpus) for (pool, gpus), n in counts for k in range(n)]
 
 
 @lru_cache(maxsize=8)
@@ -108,8 +110,16 @@ def _answered(question: _Question) -> Choice | InfeasiblePlan:
 
 
 def _searched(state: State, nodes: Sequence[Node]) -> Choice:
-    ordered, usable = restarts.in_order(state, nodes), refused_layouts.usable_model(state)
-    return plan_layout(usable, state.job, ordered, limits=_limits(state, nodes))
+    ordered = restarts.in_order(state, nodes)
+    if state.speeds:
+        usable = refused_layouts.usable_model(state)
+        return plan_layout(usable, state.job, ordered, limits=_limits(state, nodes))
+    found = _alike(state, tuple((node.pool, node.gpus) for node in ordered))
+    if isinstance(found, InfeasiblePlan):
+        raise found
+    names = {f"?{k}": node.node_id for k, node in enumerate(ordered)}
+    ranks = tuple(WorkerId(names[worker.node_id], worker.local_rank) for worker in found.ranks)
+    return replace(found, ranks=ranks, nodes=tuple(names[name] for name in found.nodes))
 
 
 def _limits(state: State, nodes: Sequence[Node]) -> LayoutLimits:

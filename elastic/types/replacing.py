@@ -32,10 +32,10 @@ def derived(*of: str) -> Callable[[Callable[[Any], T]], Derived[T]]:
     return lambda func: Derived(func, of)
 
 
-def follows_from(*fields: str) -> Callable[[F], F]:
+def follows_from(*fields: str, kept: int = KEPT_ANSWERS) -> Callable[[F], F]:
     """Decorates a function that reads of its first argument, a noun, these fields alone: while they
     and the other arguments are equal, so is what it has found, which nobody changes in place.
-    Without fields it is known for the same noun only."""
+    Without fields it is known for the same noun only. `kept`: so many answers are, the newest."""
     one, read = len(fields) == 1, attrgetter(*fields) if fields else None
 
     def decorate(func: Any) -> Any:
@@ -50,7 +50,7 @@ def follows_from(*fields: str) -> Callable[[F], F]:
                     return answer
             answer = func(noun, *others, **named)
             known.insert(0, (values, given, answer))
-            del known[KEPT_ANSWERS:]
+            del known[kept:]
             return answer
 
         found.fields_read = fields  # type: ignore[attr-defined]

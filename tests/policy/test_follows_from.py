@@ -60,7 +60,8 @@ def asserting(func: Any, seen: set[str]) -> Callable[..., Any]:
             state.__dict__["reads"] |= reads
             return fresh
         known = func(state, *others, **named)
-        assert known == fresh, f"{name}: known {known}, found now {fresh}"
+        same = repr(known) == repr(fresh) if isinstance(fresh, Exception) else known == fresh
+        assert same, f"{name}: known {known}, found now {fresh}"
         return known
 
     return asked

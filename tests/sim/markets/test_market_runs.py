@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from elastic.errors import SpecError
+from elastic.sim.markets import market_backend, market_run
 from elastic.sim.markets.calibration import calibrated
-from elastic.sim.markets.market_backend import PoolMarket
+from elastic.sim.markets.market_backend import MarketBackend, PoolMarket
 from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
 from elastic.sim.markets.study import (
     KNOWN,
@@ -36,6 +37,7 @@ from elastic.types import (
     Plan,
     Pool,
     RequestFailed,
+    RequestNodes,
     TensorSpec,
 )
 
@@ -242,3 +244,35 @@ def test_nodes_on_demand_do_not_go_for_spot_that_a_dry_pool_is_asked_for() -> No
     assert result.done
     lost = [event.node_id for _, event in events(result, NodeLost)]
     assert lost == [] and result.goodput > 0.9
+
+
+def test_what_is_over_is_forgotten_but_for_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes and generations that are over: the bill and all else are what they were."""
+    market = PoolMarket(day(4, 2, 3, 0, 4), unannounced=0.5)
+    asked = subject(hours=8.0, purpose="cheapest", on_demand_floor=0)
+    made: list[market_backend.MarketBackend] = []
+
+    class Seen(market_backend.MarketBackend):
+        def __init__(self, *parts: Any, **keys: Any) -> None:
+            super().__init__(*parts, **keys)
+            made.append(self)
+
+    monkeypatch.setattr(market_run, "MarketBackend", Seen)
+    whole = run_on(asked, {"spot": market})
+    monkeypatch.setattr(market_backend, "KEPT_GONE", 1)
+    monkeypatch.setattr(market_backend, "KEPT_GROUPS", 1)
+    small = run_on(asked, {"spot": market})
+    assert replace(small, usd=0.0, goodput=0.0) == replace(whole, usd=0.0, goodput=0.0)
+    assert small.usd == pytest.approx(whole.usd) and small.goodput == pytest.approx(whole.goodput)
+    before, now = made
+    assert len(now._machines) < len(before._machines) and len(now._groups) < len(before._groups)
+
+
+def test_a_large_request_comes_in_waves() -> None:
+    pool = Pool("spot", "CPU", 1, "spot", 1.0, 0, 100)
+    backend = MarketBackend((pool,), Job(), {}, delays=DELAYS, until_s=HOUR)
+    backend.execute(RequestNodes("spot", 100, "spot-1"))
+    came: list[float] = []
+    while len(came) < 100:
+        came += [backend.now_s() for event in backend.poll(HOUR) if isinstance(event, NodeReady)]
+    assert len(set(came)) == 25 and came[0] == 60.0 and came[-1] == 72.0
