@@ -50,7 +50,7 @@ class Workload:
     saved: tuple[float, float]
 
 
-# on-demand prices are table 5's dollars by the hours
+# prices on demand: list prices of then; of the second by its discount of 91 %
 WORKLOADS = (
     Workload("ML training", 72.0, (84.0, 100.0), 18 * 60.0, 0.92, 3.06, (0.41, 0.48)),
     Workload("bioinformatics", 22.5, (24.0, 28.0), 11 * 60.0, 0.34, 3.76, (0.63, 0.84)),

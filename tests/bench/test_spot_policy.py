@@ -37,9 +37,10 @@ def test_dollars_by_what_they_were_spent_on_are_the_bill() -> None:
 
 
 def test_published_jobs_are_the_papers() -> None:
-    """Tables 4 and 5: dollars on demand, and deadlines of 90 and 75 % of the job."""
-    dollars = {"ML training": 233.5, "bioinformatics": 140.5, "data analytics": 109.6}
+    """Table 4: discounts of spot, and deadlines of about 90 and 75 % of the job."""
+    discounts = {"ML training": 0.67, "bioinformatics": 0.91, "data analytics": 0.55}
     for work in WORKLOADS:
-        assert work.hours * work.fixed_usd == pytest.approx(dollars[work.name], rel=0.45), work
+        discount = 1 - work.spot_usd / work.fixed_usd
+        assert discount == pytest.approx(discounts[work.name], abs=0.04), work
         tight, loose = (work.hours / deadline_h for deadline_h in work.deadlines_h)
         assert tight > loose > 0.7 and tight < 0.95

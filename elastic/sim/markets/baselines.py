@@ -121,7 +121,7 @@ class SkyNomad:
         there: list[tuple[float, tuple[Mode, int]]] = [(0.0, ("idle", 0))]
         for zone in view.spot:
             move_usd = 0.0 if self._home in (None, zone) else world.egress_usd_per_node
-            there.append((self._brings(view, value, zone, move_usd=move_usd), ("spot", zone)))
+            there.append((self._brings(view, zone, value=value, move_usd=move_usd), ("spot", zone)))
         rest_h = max(1e-9, view.rest_s / 3600)
         start_h = (view.starting_s if view.mode == "on-demand" else world.start_s) / 3600
         lasts_h = rest_h + start_h
@@ -133,7 +133,7 @@ class SkyNomad:
             return now[0][1]
         return best[1]
 
-    def _brings(self, view: TickView, value: float, zone: int, *, move_usd: float) -> float:
+    def _brings(self, view: TickView, zone: int, *, value: float, move_usd: float) -> float:
         """Dollars per hour and node."""
         world, runs = view.world, view.mode == "spot" and view.zone == zone
         lasts_h = self.lasts_ticks(zone, view.tick) * world.tick_s / 3600

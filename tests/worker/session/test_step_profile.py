@@ -64,7 +64,7 @@ def trained(pool: Pool, folder: Path, layout: Layout, n: int, *profiles: StartPr
         (Layout(dp_replicate=2, dp_shard=2), {"fsdp", "dp_replicate", "commit"}),
         (Layout(cp=2, dp_shard=2), {"fsdp", "cp", "commit"}),
     ],
-    ids=str,
+    ids=lambda given: str(given) if isinstance(given, Layout) else "axes",
 )
 def test_every_rank_says_where_its_steps_went(
     pool: Pool, tmp_path: Path, layout: Layout, axes: set[str]
