@@ -45,9 +45,7 @@ def checked(drill: Sequence[Mapping[str, Any]], where: str) -> None:
     for i, entry in enumerate(drill, 1):
         if not any(kind in entry for kind in KNOWN):
             kind = next((key for key in entry if key != "at_step"), "nothing")
-            raise SpecError(
-                f"{where}, entry {i}: {kind} is not simulated; {', '.join(KNOWN)} are"
-            )
+            raise SpecError(f"{where}, entry {i}: {kind} is not simulated; {', '.join(KNOWN)} are")
 
 
 class DrilledBackend(SimBackend):
@@ -145,9 +143,7 @@ class DrilledBackend(SimBackend):
             lasts_s = entry.get("for_s", PARTITION_S)
         alive = [one for one in self._machines if one not in self._lost()]
         self._fault(
-            Fault(
-                self._now_s, FAULTS[kind], alive.index(name), lasts_s, gpu=entry.get("gpu", -1)
-            )
+            Fault(self._now_s, FAULTS[kind], alive.index(name), lasts_s, gpu=entry.get("gpu", -1))
         )
 
     # ---------------------------------------------------------------------------------------- steps
