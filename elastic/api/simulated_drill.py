@@ -13,7 +13,7 @@ from elastic.config.clusters import load_cluster
 from elastic.config.job import load_drill
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
-from elastic.observe import report
+from elastic.observe.reporting import report
 from elastic.observe.run_view import view_of
 from elastic.sim.markets.drilled_run import checked, drilled_run
 from elastic.sim.scripted_faults import Delays

@@ -119,7 +119,7 @@ class DrilledBackend(SimBackend):
             self._start(pool, "drill")
             return
         kind = next(kind for kind in FAULTS if kind in entry)
-        standing = [name for name in self._machines if name not in self._lost()]
+        standing = self._standing()
         market = {pool.name: pool.market_type for pool in self.pools}
         markets = {name: market[self._machines[name].node.pool] for name in standing}
         leaving = {name for name in standing if self._machines[name].deadline_s is not None}
@@ -134,6 +134,10 @@ class DrilledBackend(SimBackend):
         for name in names:
             self._hit(name, kind, entry)
 
+    def _standing(self) -> list[str]:
+        """In the order in which they came."""
+        return [name for name, machine in self._machines.items() if self._stands(machine)]
+
     def _hit(self, name: str, kind: str, entry: Mapping[str, Any]) -> None:
         pool = next(p for p in self.pools if p.name == self._machines[name].node.pool)
         if kind in ("notice", "kill") and self._machines[name].deadline_s is None:
@@ -141,9 +145,14 @@ class DrilledBackend(SimBackend):
         lasts_s = entry.get("deadline_s", pool.notice_s)
         if kind == "partition":
             lasts_s = entry.get("for_s", PARTITION_S)
-        alive = [one for one in self._machines if one not in self._lost()]
         self._fault(
-            Fault(self._now_s, FAULTS[kind], alive.index(name), lasts_s, gpu=entry.get("gpu", -1))
+            Fault(
+                self._now_s,
+                FAULTS[kind],
+                self._standing().index(name),
+                lasts_s,
+                gpu=entry.get("gpu", -1),
+            )
         )
 
     # ---------------------------------------------------------------------------------------- steps

@@ -12,7 +12,7 @@ from support.sim.scenario import MODEL
 
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
-from elastic.observe.report import ledger
+from elastic.observe.reporting.report import ledger
 from elastic.scenarios.judge import Undisturbed, wrong
 from elastic.scenarios.kept_steps import events
 from elastic.sim.markets.calibration import Calibration, calibrated
