@@ -48,8 +48,8 @@ fuzz: $(STAMP)  ## N wrong inputs for each reader of files and messages (N=10000
 mutants: $(STAMP)  ## seed some 190 faults one by one and see which test notices each (half an hour)
 	@$(BIN)/python tests/mutants/run.py
 
-chaos: $(STAMP)  ## random jobs under random faults (SEED=n RUNS=k MINUTES=m of each; ENGINE=virtual or processes)
-	@failed=; for engine in $(or $(ENGINE),virtual processes); do $(BIN)/python tests/chaos.py --engine $$engine $(if $(SEED),--seed $(SEED)) $(if $(RUNS),--runs $(RUNS)) $(if $(MINUTES),--minutes $(MINUTES)) || failed=1; done; [ -z "$$failed" ]
+chaos: $(STAMP)  ## random jobs under random faults (SEED=n RUNS=k MINUTES=m of each; ENGINE=virtual, markets or processes)
+	@failed=; for engine in $(or $(ENGINE),virtual markets processes); do $(BIN)/python tests/chaos.py --engine $$engine $(if $(SEED),--seed $(SEED)) $(if $(RUNS),--runs $(RUNS)) $(if $(MINUTES),--minutes $(MINUTES)) || failed=1; done; [ -z "$$failed" ]
 
 bench: $(STAMP)  ## the benchmarks (hours; `--smoke` of each takes seconds)
 	@failed=; for bench in planner overhead copies reshard checkpoint recovery unequal sickness; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]

@@ -1,13 +1,14 @@
-"""Random jobs under random faults: on the virtual clock (hundreds of runs a minute or two), or in
-processes of this machine.
+"""Random jobs under random faults: on the virtual clock (hundreds of runs a minute or two), on
+markets that are drawn, too, or in processes of this machine.
 
     python tests/chaos.py --runs 500                    # on the virtual clock, from a random seed on
     python tests/chaos.py --seed 84 --runs 1            # that run again
+    python tests/chaos.py --engine markets --seed 0 --runs 10000
     python tests/chaos.py --engine processes --minutes 10
 
 Each run is judged by elastic/scenarios/judge.py. The exit code is 1 where one was wrong; its seed
-is said, and belongs into KEPT of tests/sim/test_random_runs.py, or SEEDS of
-tests/e2e/test_chaos_runs.py.
+is said, and belongs into KEPT of tests/sim/test_random_runs.py, of tests/sim/markets/
+test_random_worlds.py, or SEEDS of tests/e2e/test_chaos_runs.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SEED_MOST = 10**7
-RUNS = {"virtual": 500, "processes": 10}
+RUNS = {"virtual": 500, "markets": 1000, "processes": 10}
 SAY_EVERY_S = 10.0
 
 
@@ -88,6 +89,14 @@ def simulated(seed: int) -> tuple[list[str], list[str]]:
     return [fault.kind for fault in played.faults], played.wrong
 
 
+def markets(seed: int) -> tuple[list[str], list[str]]:
+    """What its generations came of, and what is wrong."""
+    from support.chaos.markets import play
+
+    played = play(seed)
+    return [*Counter(played.result.causes).elements()], played.wrong
+
+
 def processes(seed: int) -> tuple[list[str], list[str]]:
     from support.chaos.processes import play
 
@@ -110,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine", choices=("virtual", "processes"), default="virtual")
+    parser.add_argument("--engine", choices=tuple(RUNS), default="virtual")
     parser.add_argument(
         "--seed", type=int, help="of the first run (default: by chance); the next ones follow"
     )
@@ -124,7 +133,8 @@ def main() -> int:
     first = SystemRandom().randrange(SEED_MOST) if given.seed is None else given.seed
     runs = given.runs or (RUNS[given.engine] if given.minutes is None else sys.maxsize)
     print(f"{given.engine}: seeds from {first} on", flush=True)
-    one, table = {"virtual": simulated, "processes": processes}[given.engine], Table()
+    engines = {"virtual": simulated, "markets": markets, "processes": processes}
+    one, table = engines[given.engine], Table()
     seed = first
     try:
         while table.runs < runs and (given.minutes is None or table.seconds < 60 * given.minutes):

@@ -157,7 +157,8 @@ NOT_STARTED = Bound(
 ENDED = Bound("ended_otherwise", "it ends as it was asked to", most=0)
 ORDERS = Bound(
     "orders_wrong",
-    "each order has a reason, generations only rise, and no plan has a node that is known as lost",
+    "each order has a reason, generations only rise and are entered once, no plan has a node that "
+    "is known as lost, nothing is ordered after the end",
     most=0,
 )
 SAMPLES = Bound(
@@ -176,6 +177,11 @@ REPLAY = Bound(
 BILL = Bound(
     "bill_wrong",
     "the ledger's sum is what the policy counted, no part is below zero, nothing is paid later",
+    most=0,
+)
+BOUNDS = Bound(
+    "bounds_broken",
+    "no pool and no run has more nodes than it may, budget and deadline end it",
     most=0,
 )
 LEFT = Bound("processes_left", "nothing that the run started may outlive it", most=0)

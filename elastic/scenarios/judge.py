@@ -4,6 +4,7 @@ beside an undisturbed run."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,13 @@ from elastic.ledger.journal import Line
 from elastic.observe.accounting.accounts import account
 from elastic.observe.accounting.transitions import Transition
 from elastic.observe.run_view import view_of
+from elastic.policy.state.fold import changes
 from elastic.scenarios.check import (
     BILL,
+    BOUNDS,
     CONTENTS,
     ENDED,
+    NONE_LOST,
     NOT_STARTED,
     ORDERS,
     REPLAY,
@@ -36,6 +40,7 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    Notice,
     PlanEntered,
     Stop,
     WorkerFailed,
@@ -99,18 +104,33 @@ def _end(lines: Sequence[Line], expected: Undisturbed) -> Check:
 
 
 def _orders(lines: Sequence[Line]) -> Iterator[str]:
-    """A reason for each, ever newer generations, on nodes that are not lost."""
+    """A reason for each, ever newer generations, on nodes that are not lost; each is entered once
+    by a driver, and nothing is ordered once the run has ended."""
     lost: set[str] = set()
     generation, newest = 0, None
+    ordered: set[tuple[int, int]] = set()  # epoch, generation
+    entered: set[tuple[int, int]] = set()
+    over: set[int] = set()  # epochs
     for line in lines:
         for _, event in line.events:
             lost |= {event.node_id} if isinstance(event, NodeLost) else set()
             lost -= {event.node.node_id} if isinstance(event, NodeReady) else set()
+            if isinstance(event, PlanEntered):
+                if (line.epoch, event.generation) in entered:
+                    yield f"generation {event.generation} is entered twice"
+                entered.add((line.epoch, event.generation))
         for action in line.decision.actions if line.decision else ():
             if line.decision is not None and not line.decision.reason:
                 yield f"{action} without a reason"
+            if line.epoch in over and not isinstance(action, Stop):
+                yield f"{action} is ordered after the end"
+            if not isinstance(action, EnterPlan):
+                continue
+            if (line.epoch, action.plan.generation) in ordered:
+                yield f"generation {action.plan.generation} is ordered twice by one driver"
+            ordered.add((line.epoch, action.plan.generation))
             # the same again: by a driver that attaches
-            if isinstance(action, EnterPlan) and action.plan != newest:
+            if action.plan != newest:
                 if action.plan.generation <= generation:
                     yield f"generation {action.plan.generation} is ordered after {generation}"
                 if there := lost & set(action.plan.nodes):
@@ -119,6 +139,12 @@ def _orders(lines: Sequence[Line]) -> Iterator[str]:
                         f"{', '.join(sorted(there))}, which is lost"
                     )
                 generation, newest = action.plan.generation, action.plan
+        if _stops(line):
+            over.add(line.epoch)
+
+
+def _stops(line: Line) -> bool:
+    return any(isinstance(a, Stop) for a in (line.decision.actions if line.decision else ()))
 
 
 # ---------------------------------------------------------------------------------------- the steps
@@ -246,14 +272,7 @@ def replayed(lines: Sequence[Line]) -> Check:
 
 
 def _until_its_end(lines: Sequence[Line]) -> Sequence[Line]:
-    last = max(
-        (
-            i
-            for i, line in enumerate(lines)
-            if line.decision and any(isinstance(a, Stop) for a in line.decision.actions)
-        ),
-        default=-1,
-    )
+    last = max((i for i, line in enumerate(lines) if _stops(line)), default=-1)
     return lines[: last + 1] or lines
 
 
@@ -266,10 +285,7 @@ def _money(lines: Sequence[Line]) -> Iterator[str]:
     """Two counts of the bill agree, nothing is below zero, and nothing is paid once the run is
     over."""
     state, books = restored(lines), account(lines)
-    if not any(
-        isinstance(action, Stop)
-        for action in (lines[-1].decision.actions if lines[-1].decision else ())
-    ):
+    if not _stops(lines[-1]):
         yield "its last line does not end it"
     if min(books.gpu_seconds.values()) < -1e-6:
         yield f"less than no GPU-seconds: {books.gpu_seconds}"
@@ -312,3 +328,56 @@ def before_acknowledged(move: Transition, lines: Sequence[Line]) -> int:
         if any(plan.generation == move.generation for plan in plans([line])):
             break
     return max(0, max(copies) - move.at_step) if copies else move.at_step + 1
+
+
+def planned(lines: Sequence[Line], *, least_notice_s: float) -> Check:
+    """Changes that were known beforehand cost no step: whatever grows, is released or rebalanced,
+    and notices of at least so many seconds, where nothing was lost between order and entry."""
+    told: dict[str, float] = {}  # node -> seconds from its notice to its deadline
+    lost = [
+        at_s
+        for line in lines
+        for at_s, event in line.events
+        if isinstance(event, WorkerFailed)
+        or (isinstance(event, NodeLost) and event.cause != "released")
+    ]
+    ordered_s = {
+        action.plan.generation: line.at_s
+        for line in lines
+        for action in (line.decision.actions if line.decision else ())
+        if isinstance(action, EnterPlan)
+    }
+    for line in lines:
+        told |= {e.node_id: e.deadline_s - at_s for at_s, e in line.events if isinstance(e, Notice)}
+    short = min(told.values(), default=least_notice_s) < least_notice_s
+    said = [
+        f"generation {move.generation} ({move.cause}, from {move.source}) lost {move.steps_lost} "
+        f"steps at step {move.at_step}"
+        for move in account(lines).transitions
+        if move.steps_lost
+        and move.cause in ("growth", "release", "rebalance", *(() if short else ("notice",)))
+        and not any(ordered_s.get(move.generation, 0.0) <= at_s <= move.at_s for at_s in lost)
+    ]
+    return _counted("planned moves", iter(said), replace(NONE_LOST, figure="moves_with_lost_steps"))
+
+
+def bounds_kept(lines: Sequence[Line], *, over_s: float) -> Check:
+    """No pool has more nodes than it may, nor the run, warned nodes not counted, whose successors
+    may join before they go; it ends, and its bill too, within `over_s` of its deadline and
+    budget."""
+    said: dict[str, None] = {}
+    for change in changes(lines):
+        state = change.after
+        most = {pool.name: pool.max_nodes for pool in state.pools}
+        staying = Counter(node.pool for node in state.alive if node.status != "draining")
+        for pool, n in staying.items():
+            if n > most.get(pool, 0):
+                said[f"{n} nodes of pool {pool}, which may have {most.get(pool, 0)}"] = None
+        if state.job.max_nodes is not None and len(state.alive) > state.job.max_nodes:
+            said[f"{len(state.alive)} nodes, max_nodes is {state.job.max_nodes}"] = None
+        budget, hours = state.job.budget_usd, state.job.deadline_h
+        if budget is not None and state.usd > budget + state.usd_per_h * over_s / 3600 + 1e-9:
+            said[f"it spent more than its budget of ${budget:.4f}"] = None
+        if hours is not None and change.at_s > 3600 * hours + over_s:
+            said[f"it ran beyond its deadline of {hours:.4f} h"] = None
+    return _counted("bounds", iter(said), BOUNDS)

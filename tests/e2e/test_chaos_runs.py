@@ -1,5 +1,5 @@
 """Random jobs under random faults, in processes: what `make chaos ENGINE=processes` plays, for some
-seeds; and both engines of `make chaos` for some minutes, from a random seed on."""
+seeds; and the engines of `make chaos` for some minutes, from a random seed on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_random_run(seed: int) -> None:
 
 # the last run begins in the last minute, and its seed must be told
 @pytest.mark.timeout(60 * MINUTES + 3 * RUN_MOST_S)
-@pytest.mark.parametrize("engine", ["virtual", "processes"])
+@pytest.mark.parametrize("engine", ["virtual", "markets", "processes"])
 def test_minutes_of_random_runs(engine: str) -> None:
     """Other runs each time: what it prints says from which seed on, and of each wrong run the seed
     that plays it again."""

@@ -23,7 +23,7 @@ def raises_at_8(seed: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(("one", "code"), [(right, 0), (wrong_at_8, 1), (raises_at_8, 1)])
-@pytest.mark.parametrize("engine", ["virtual", "processes"])
+@pytest.mark.parametrize("engine", ["virtual", "markets", "processes"])
 def test_its_exit_code_says_whether_a_run_was_wrong(
     engine: str,
     one: Callable[[int], tuple[list[str], list[str]]],
@@ -31,7 +31,7 @@ def test_its_exit_code_says_whether_a_run_was_wrong(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(chaos, "simulated" if engine == "virtual" else "processes", one)
+    monkeypatch.setattr(chaos, "simulated" if engine == "virtual" else engine, one)
     monkeypatch.setattr("sys.argv", ["chaos.py", "--engine", engine, "--seed", "7", "--runs", "3"])
     assert chaos.main() == code
     said = capsys.readouterr().out

@@ -155,8 +155,11 @@ class _Book:
         pools = {pool.name: pool for pool in state.pools}
         self.have = {name: pool_allocation.asked(state, name, now_s) for name in pools}
         bound, most = state.job.max_nodes, most_workers(state.job)
-        n_coming = sum(self.have.values())
-        # all that is paid for counts
+        # all that is paid for counts, also what starts of a request that stands no more
+        n_coming = sum(
+            max(n, seen.starting if (seen := state.instances.get(name)) else 0)
+            for name, n in self.have.items()
+        )
         self.nodes: float = inf if bound is None else bound - len(state.alive) - n_coming
         gpus = sum(gpus for _, gpus in state.there.values()) + sum(
             pools[name].gpus_per_node * n for name, n in self.have.items()

@@ -15,12 +15,14 @@ from elastic.sim.sim_breaks import SimGeneration
 from elastic.sim.sim_nodes import NodePrices, SimMachine
 from elastic.types import (
     EnterPlan,
+    InstancesSeen,
     Job,
     Plan,
     Pool,
     PriceSeen,
     RequestFailed,
     RequestNodes,
+    Stop,
     StopAsked,
 )
 
@@ -70,6 +72,8 @@ class MarketBackend(SimBackend):
         self._late_copies: dict[int, tuple[SimGeneration, int]] = {}
         self._gone: deque[str] = deque()
         self._gone_gpu_s = self._gone_usd = 0.0
+        # of machines that start: pool, request, moment; a cloud bills them from their launch on
+        self._launched: list[tuple[str, str, float]] = []
         for pool in pools:
             market = self._markets.get(pool.name)
             if market is not None:
@@ -123,39 +127,59 @@ class MarketBackend(SimBackend):
             self.n_taken += 1
 
     def _room(self, pool: Pool) -> int:
-        """Nodes that the market has beyond those that are there and coming."""
+        """Nodes that it has beyond those that are there and coming."""
+        there, coming = self._living[pool.name], self._coming.get(pool.name, 0)
+        warned = sum(self._machines[name].deadline_s is not None for name in there)
+        room = pool.max_nodes - len(there) + warned - coming
         market = self._markets.get(pool.name)
-        if market is None:
-            return pool.max_nodes
-        coming = self._coming.get(pool.name, 0)
-        return market.nodes_at(self._now_s) - len(self._living[pool.name]) - coming
+        if market is not None:
+            room = min(room, market.nodes_at(self._now_s) - len(there) - coming)
+        return max(0, room)
 
     def _request(self, action: RequestNodes) -> None:
         """As many as there are; for the rest the pool says no."""
         pool = next(p for p in self.pools if p.name == action.pool)
-        room = self._room(pool)
-        if action.count <= room or action.count == 0:
-            super()._request(action)
-            return
-        if room > 0:
-            super()._request(RequestNodes(action.pool, room, action.request_id))
-        self._tell(RequestFailed(pool.name, action.request_id, "no capacity"), ANSWER_S)
+        before, n = len(self._launched), min(action.count, self._room(pool))
+        if n < action.count:
+            self._tell(RequestFailed(pool.name, action.request_id, "no capacity"), ANSWER_S)
+        if n or not action.count:
+            super()._request(RequestNodes(pool.name, n, action.request_id))
+        if not action.count:  # withdrawn: what starts for it ends
+            for row in [row for row in self._launched if row[1] == action.request_id]:
+                self._never_comes(*row)
+        self._launched += [(pool.name, action.request_id, self._now_s)] * n
+        if len(self._launched) != before:
+            self._tell_starting(pool.name)
 
-    def _boot(self, pool: Pool) -> None:
-        """A cloud bills from the launch on."""
-        super()._boot(pool)
-        machine = next(reversed(self._machines.values()))
-        machine.born_s = max(0.0, self._now_s - self.delays.boot_s)
+    def _tell_starting(self, pool: str) -> None:
+        self._tell(InstancesSeen(pool, sum(row[0] == pool for row in self._launched)))
+
+    def _never_comes(self, pool: str, request_id: str, launched_s: float) -> None:
+        """What was paid for it stays on the bill."""
+        self._launched.remove((pool, request_id, launched_s))
+        gpus = next(p.gpus_per_node for p in self.pools if p.name == pool)
+        self._gone_gpu_s += (self._now_s - launched_s) * gpus
+        self._gone_usd += self._cost(pool, launched_s, self._now_s)
+
+    def _stop(self, action: Stop) -> None:
+        for row in list(self._launched):
+            self._never_comes(*row)
+        super()._stop(action)
 
     def _come(self, pool: Pool, request_id: str) -> None:
         """What has been taken while it started never comes."""
+        row = next((row for row in self._launched if row[1] == request_id), None)
         market = self._markets.get(pool.name)
-        if market is not None and len(self._living[pool.name]) >= market.nodes_at(self._now_s):
+        if row and market and len(self._living[pool.name]) >= market.nodes_at(self._now_s):
             self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)
-            if request_id not in self._withdrawn:
-                self._tell(RequestFailed(pool.name, request_id, "taken while it started"))
+            self._never_comes(*row)
+            self._tell(RequestFailed(pool.name, request_id, "taken while it started"))
+            self._tell_starting(pool.name)
             return
         super()._come(pool, request_id)
+        if row:
+            self._launched.remove(row)
+            next(reversed(self._machines.values())).born_s = row[2]
 
     def _plan_step_s(self, plan: Plan) -> float:
         return self._took_s(plan) if self._took_s is not None else super()._plan_step_s(plan)

@@ -79,6 +79,7 @@ class RunResult:
     history: tuple[Moment, ...] = field(default=(), compare=False)
     lines: tuple[Line, ...] = field(default=(), compare=False)
     violations: tuple[str, ...] = ()
+    gpu_seconds: float = 0.0  # that were paid for
 
 
 class _Counted(MemoryJournal):
@@ -192,4 +193,5 @@ def run_on(
         tuple(journal.history),
         tuple(journal.lines),
         tuple(backend.violations),
+        paid,
     )
