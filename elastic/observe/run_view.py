@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from elastic.ledger.journal import Line, parse_line
 from elastic.observe import event_messages
@@ -38,8 +38,7 @@ RECENT = 20  # steps that rates are measured over
 SKIPPED = "CopySkipped"  # kind of the note about a checkpoint that was skipped: none has failed
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One optimizer step on the curve."""
 
     step: int
