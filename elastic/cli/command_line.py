@@ -18,6 +18,7 @@ from elastic.cli import (
     read_commands,
     run_command,
     simulate_command,
+    why_command,
 )
 from elastic.cli.parser import Parser, carry_out, verb
 
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
         plan_command,
         simulate_command,
         read_commands,
+        why_command,
         order_commands,
         checkpoint_commands,
         cluster_commands,

@@ -204,7 +204,7 @@ def test_one_gpu_of_a_node_is_told_from_the_whole_node() -> None:
     whole = play([Fault(AT_S, "throttle", 1, lasting=True, amount=3.0)], n=3, gpus=2)
     assert "GPU p-2/1 only" in one.orders(SetShares)[0][2]
     assert "all 2 of its GPUs" in whole.orders(SetShares)[0][2]
-    said = "\n".join(run_tables.why(view_of(whole.journal.lines)))
+    said = "\n".join(note.text for note in view_of(whole.journal.lines).notes)
     assert "node p-2 computes 3 times slower" in said
 
 

@@ -54,10 +54,10 @@ class Layered(Mapping[K, V], Generic[K, V]):
 
 def with_entry(of: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     """`of` with this entry."""
-    return _with(of, key, value, len(of) + (key not in of))
+    return _with(of, key, value, n=len(of) + (key not in of))
 
 
-def _with(of: Mapping[K, V], key: K, value: V, n: int) -> Mapping[K, V]:
+def _with(of: Mapping[K, V], key: K, value: V, *, n: int) -> Mapping[K, V]:
     base, above = (of._base, of._above) if isinstance(of, Layered) else (of, {})
     above = {**above, key: value}
     if len(above) <= LEAST or len(above) ** 2 <= len(base):
@@ -75,4 +75,4 @@ def without_entry(of: Mapping[K, V], key: K) -> Mapping[K, V]:
     base, above = (of._base, of._above) if isinstance(of, Layered) else (of, {})
     if key not in base:
         return Layered(base, {k: v for k, v in above.items() if k != key}, len(of) - 1)
-    return _with(of, key, _GONE, len(of) - 1)
+    return _with(of, key, _GONE, n=len(of) - 1)
