@@ -12,6 +12,7 @@ from elastic.certify import certify_command as certify
 from elastic.cli import (
     checkpoint_commands,
     cluster_commands,
+    init_command,
     order_commands,
     plan_command,
     profile_command,
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
     for group in (
+        init_command,
         run_command,
         plan_command,
         simulate_command,

@@ -40,9 +40,7 @@ def add(verbs: Any) -> None:
     made.add_argument(
         "--until", metavar="TIME", type=_ago, help="until so long before the newest line"
     )
-    made.add_argument(
-        "--last", metavar="N", type=natural, default=0, help="only the last N lines"
-    )
+    made.add_argument("--last", metavar="N", type=natural, default=0, help="only the last N lines")
 
 
 def _ago(text: str) -> float:

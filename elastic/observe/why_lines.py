@@ -86,7 +86,9 @@ def notes_of(view: View, wanted: Wanted) -> list[Note]:
 def _kinds(view: View, word: str) -> tuple[str, ...]:
     if not word:
         return ()
-    exact = {note.kind for note in view.notes} | {kind for kinds in KINDS.values() for kind in kinds}
+    exact = {note.kind for note in view.notes} | {
+        kind for kinds in KINDS.values() for kind in kinds
+    }
     found = KINDS.get(word.lower()) or ((word,) if word in exact else ())
     if not found:
         raise SpecError(f"--kind {word}: must be one of {', '.join(KINDS)}")
@@ -195,7 +197,9 @@ def _told(view: View, note: Note) -> Told | None:
     if not key:
         return None
     pool = re.search(r"pool (\S+)|\((\S+)\)", text)
-    where = (pool[1] or pool[2]) if pool and key in ("capacity", "notice", "lost", "refused") else ""
+    where = (
+        (pool[1] or pool[2]) if pool and key in ("capacity", "notice", "lost", "refused") else ""
+    )
     return Told(note.at_s, note.step, f"{key} {where}".strip(), kind, text, last_s=note.at_s)
 
 
