@@ -14,7 +14,7 @@ from elastic.errors import SpecError
 from elastic.observe.event_messages import SOURCES, duration
 from elastic.observe.run_view import Note, View
 from elastic.text import n_of
-from elastic.types import Decided, EnterPlan, PlanEntered, Quarantine, Stop
+from elastic.types import Decided, PlanEntered, Quarantine, Stop
 
 MOST = 36  # lines about what happened; more are folded, first those of ten minutes, then of an hour
 WIDTHS_S = (0.0, 600.0, 3600.0, 6 * 3600.0, 86400.0, 2 * 86400.0, 4 * 86400.0, float("inf"))

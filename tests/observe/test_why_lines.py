@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -133,8 +134,9 @@ def test_on_a_terminal_lines_are_cut_to_its_width(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["why", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert 3 < len(lines) <= 40 and all(len(line) <= 80 for line in lines)
+    colored = capsys.readouterr().out
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", colored).splitlines()
+    assert 3 < len(lines) <= 40 and all(len(line) <= 80 for line in lines) and "\x1b" in colored
 
 
 def test_a_time_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        change: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + change
 
 
 class Model(nn.Module):
@@ -30,10 +31,11 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[batch, length] -> [batch, length, vocabulary]."""
-        x = self.embed(ids)
+        x: Tensor = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -28,7 +28,8 @@ class Block(nn.Module):
             for part in (self.q, self.k, self.v)
         )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        change: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + change
 
 
 class Classes(nn.Linear):
@@ -47,10 +48,11 @@ class Model(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         """[batch, 3, side, side] -> [batch, classes]."""
-        x = self.patches(pictures).flatten(2).transpose(1, 2)
+        x: Tensor = self.patches(pictures).flatten(2).transpose(1, 2)
         for layer in self.layers:
             x = layer(x)
-        return self.classes(x)
+        scores: Tensor = self.classes(x)
+        return scores
 
 
 class Pictures(torch.utils.data.Dataset[dict[str, Tensor]]):
