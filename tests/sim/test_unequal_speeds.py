@@ -11,7 +11,6 @@ import pytest
 
 from elastic.driver import drive
 from elastic.ledger.journal import MemoryJournal, parse_line, write_line
-from elastic.observe import run_tables
 from elastic.observe.run_view import view_of
 from elastic.policy.speed.relayout import REPLACE_AFTER_S
 from elastic.policy.state.fold import State
