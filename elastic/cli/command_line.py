@@ -12,12 +12,14 @@ from elastic.certify import certify_command as certify
 from elastic.cli import (
     checkpoint_commands,
     cluster_commands,
+    init_command,
     order_commands,
     plan_command,
     profile_command,
     read_commands,
     run_command,
     simulate_command,
+    why_command,
 )
 from elastic.cli.parser import Parser, carry_out, verb
 
@@ -53,10 +55,12 @@ def parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
     for group in (
+        init_command,
         run_command,
         plan_command,
         simulate_command,
         read_commands,
+        why_command,
         order_commands,
         checkpoint_commands,
         cluster_commands,

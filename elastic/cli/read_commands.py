@@ -24,7 +24,6 @@ def add(verbs: Any) -> None:
     verb(verbs, "ls", _ls, about="list the runs")
     for name, handler, about in (
         ("status", _status, "status of a run"),
-        ("why", _why, "events of a run, and the reason of each decision"),
         ("ledger", _ledger, "time and cost of a run by category"),
         (
             "report",
@@ -44,9 +43,6 @@ def add(verbs: Any) -> None:
     )
     verbs.choices["report"].add_argument(
         "--target-loss", metavar="LOSS", type=_loss, help="say what reaching this loss has cost"
-    )
-    verbs.choices["why"].add_argument(
-        "--last", metavar="N", type=int, default=0, help="only the last N lines"
     )
     made = run_verb(
         verbs,
@@ -95,12 +91,6 @@ def _status(given: argparse.Namespace) -> int:
     view, found = seen.view, diagnosed(seen.evidence, run.storage)
     plain = run_tables.status_plain(view, holder) | {"verdicts": [one.plain() for one in found]}
     show(given, plain, run_tables.status(view, holder, found[0].line if found else ""))
-    return 0
-
-
-def _why(given: argparse.Namespace) -> int:
-    view = find_runs.view(opened(given))
-    show(given, run_tables.why_plain(view, given.last), run_tables.why(view, given.last))
     return 0
 
 

@@ -81,6 +81,9 @@ def add(verbs: Any) -> None:
         metavar="PORT",
         help="tell Prometheus the run's numbers there (PORT, HOST:PORT, 0 = any, or ray)",
     )
+    made.add_argument(
+        "-q", "--quiet", action="store_true", help="no progress and no report while it runs"
+    )
     add_overrides(made)
 
 
@@ -107,6 +110,7 @@ def _run(given: argparse.Namespace) -> int:
         no_budget=given.no_budget,
         metrics_port=given.metrics_port,
         stream=sys.stderr if given.json else sys.stdout,
+        show=not given.quiet,
     )
     if given.script is not None:
         result = api.run_script(given.script, given.args, given.job, options=options)

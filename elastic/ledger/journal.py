@@ -36,6 +36,7 @@ from elastic.errors import InternalError, JournalDamaged, SpecError
 from elastic.ledger.append_file import Appender
 from elastic.ledger.segments import GO_ON, Segments
 from elastic.types import Decision, EnterPlan, Event, Job, RollForward, StepDone, Stop
+from elastic.types.replacing import made
 
 T = TypeVar("T")
 VERSION = 1
@@ -82,9 +83,10 @@ def decode(data: dict[str, Any]) -> Any:
         raise SpecError(
             f"journal: unknown kind '{name}'; it was written by another version of elastic"
         )
-    plain = {
-        ("kind" if key == "kind_" else key): value for key, value in data.items() if key != "kind"
-    }
+    plain = dict(data)
+    del plain["kind"]
+    if "kind_" in plain:
+        plain["kind"] = plain.pop("kind_")
     return _reader_of(CLASSES[name])(plain)
 
 
@@ -123,16 +125,25 @@ def _names(cls: type) -> tuple[str, ...]:
 
 @cache
 def _reader_of(cls: type) -> Callable[[dict[str, Any]], Any]:
-    """A function that builds `cls` from plain data, with one reader per field."""
+    """A function that builds `cls` from plain data, with one reader for each field that needs
+    one."""
     hints = typing.get_type_hints(cls)
     readers = {name: _reader(hints[name]) for name in _names(cls)}
+    names = frozenset(readers)
+    read = [(name, reader) for name, reader in readers.items() if reader is not _as_it_is]
 
     def build(data: dict[str, Any]) -> Any:
-        return cls(
-            **{name: readers[name](value) for name, value in data.items() if name in readers}
-        )
+        found = {name: value for name, value in data.items() if name in names}
+        for name, reader in read:
+            if name in found:
+                found[name] = reader(found[name])
+        return made(cls, found)
 
     return build
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _reader(hint: Any) -> Callable[[Any], Any]:
@@ -148,7 +159,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda value: tuple(read(v) for read, v in zip(readers, value, strict=True))
     if origin in (tuple, frozenset):
         item, kind = _reader(args[0]), tuple if origin is tuple else frozenset
-        return lambda value: kind(item(v) for v in value)
+        return lambda value: kind([item(v) for v in value])
     if origin in (dict, Mapping):
         key, item = int if args[0] is int else _reader(args[0]), _reader(args[1])
         return lambda value: {
@@ -160,7 +171,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return Job.from_plain
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _reader_of(hint)
-    return float if hint is float else lambda value: value
+    return float if hint is float else _as_it_is
 
 
 def plain(obj: Any) -> dict[str, Any]:
@@ -235,7 +246,7 @@ def _parsed(text: bytes) -> _Read:
     if seal and crc_of(text[: seal.start()] + b"}") != seal[1].decode():
         raise ValueError("its checksum is another")
     try:
-        data = json.loads(text)
+        data = json.loads(text.decode("utf-8", "surrogatepass"))
         if not isinstance(data, dict) or "v" not in data:
             raise ValueError("not a journal line")
         if data["v"] > VERSION_OF_STATE:
@@ -307,11 +318,16 @@ class Sieve:
     where it ended for good, in the text that it was given last."""
 
     def __init__(self, epoch: int = 0, last: str = NO_LINE) -> None:
-        self.last = last
         self.damage: Damage | None = None
+        self._newest: str | bytes = last
         self._epoch = epoch
         self._torn: Damage | None = None
         self._sealed: int | None = None  # the last epoch whose lines have checksums
+
+    @property
+    def last(self) -> str:
+        """It is asked for rarely, and lines are many."""
+        return self._newest if isinstance(self._newest, str) else crc_of(self._newest)
 
     def lines(self, text: bytes) -> Iterator[Line]:
         """Up to a damaged one that no driver left so."""
@@ -340,7 +356,7 @@ class Sieve:
             ):
                 self.damage = self._torn
                 return
-            self._torn, self.last = None, crc_of(one)
+            self._torn, self._newest = None, one
             if line.epoch >= self._epoch:
                 self._epoch = line.epoch
                 yield line

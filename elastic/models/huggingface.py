@@ -50,7 +50,7 @@ BESIDE = (
 
 def causal_lm(
     source: str | Path | PreTrainedConfig,
-    dataset: Callable[[], Any],
+    dataset: Callable[[], Any] | None,
     optimizer: Callable[[Any], Any],
     **more: Any,
 ) -> Program:

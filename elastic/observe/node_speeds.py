@@ -17,6 +17,7 @@ from elastic.types import (
     Plan,
     Quarantine,
     RanksTimed,
+    StepDone,
     WorkerId,
 )
 from elastic.types.grid import coordinates
@@ -39,6 +40,8 @@ class NodeSpeeds:
     def take(self, change: Change, plan: Plan | None) -> None:
         """`plan`: that was entered last."""
         match event := change.event:
+            case StepDone():  # nearly all that there are
+                pass
             case RanksTimed() if plan is not None and plan.generation == event.generation:
                 told = zip(plan.ranks, event.unit_s)
                 self.unit_s |= {worker: unit_s for worker, unit_s in told if unit_s > 0}

@@ -241,31 +241,6 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def why(view: View, last: int = 0) -> list[str]:
-    """Decisions with what led to them, oldest first; `last` > 0: only that many lines."""
-    lines = []
-    for note in view.notes:
-        mark = "=> " if note.kind == "Decision" else "   "
-        lines.append(
-            f"{note.at_s - view.started_at_s:8.1f} s  step {note.step:<5} {mark}{note.text}"
-        )
-    return lines[-last:] if last else lines
-
-
-def why_plain(view: View, last: int = 0) -> list[dict[str, Any]]:
-    """The same as data: events and decisions in order."""
-    notes = view.notes[-last:] if last else view.notes
-    return [
-        {
-            "at_s": round(n.at_s - view.started_at_s, 3),
-            "step": n.step,
-            "kind": n.kind,
-            "text": n.text,
-        }
-        for n in notes
-    ]
-
-
 def _away(view: View) -> str:
     """'' = storage answers."""
     seen = view.state.away

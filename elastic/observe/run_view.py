@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from elastic.ledger.journal import Line, parse_line
 from elastic.observe import event_messages
@@ -20,6 +20,7 @@ from elastic.types import (
     CopyStored,
     Decided,
     DriverStarted,
+    EnterPlan,
     Evaluated,
     Event,
     Job,
@@ -38,8 +39,7 @@ RECENT = 20  # steps that rates are measured over
 SKIPPED = "CopySkipped"  # kind of the note about a checkpoint that was skipped: none has failed
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One optimizer step on the curve."""
 
     step: int
@@ -52,7 +52,7 @@ class Point:
     imbalance: float = 0.0
     pad_share: float = 0.0
     grad_norm: float = 0.0
-    logged: Mapping[str, float] = field(default_factory=dict)  # by the user's code
+    logged: Mapping[str, float] = {}  # by the user's code
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Note:
     step: int
     kind: str
     text: str
+    about: Event | None = None
 
 
 @dataclass
@@ -84,6 +85,7 @@ class View:
     saved: CopyStored | None = None  # the newest checkpoint
     entered: list[tuple[float, PlanEntered]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    orders: dict[int, str] = field(default_factory=dict)  # generation -> why it was ordered
     reason: str = ""
     node_speeds: NodeSpeeds = field(default_factory=NodeSpeeds)
     launches: Launches = field(default_factory=Launches)
@@ -241,15 +243,15 @@ class View:
         self._follow(change.after)
         if text:
             skipped = isinstance(event, CopyFailed) and event.skipped
-            self._note(SKIPPED if skipped else type(event).__name__, text)
+            self._note(SKIPPED if skipped else type(event).__name__, text, event)
         if isinstance(event, DriverStarted) and not event.attached:
             for text in event_messages.of_model(event.model):
                 self._note("ModelNoted", text)
         elif isinstance(event, Decided) and event.decision.actions and event.decision.reason:
-            self._note("Decision", event.decision.reason)
+            self._note("Decision", event.decision.reason, event)
 
-    def _note(self, kind: str, text: str) -> None:
-        self.notes.append(Note(self.at_s, self.step, kind, text))
+    def _note(self, kind: str, text: str, about: Event | None = None) -> None:
+        self.notes.append(Note(self.at_s, self.step, kind, text, about))
 
     def _follow(self, now: State) -> None:
         """What the State will forget."""
@@ -274,6 +276,9 @@ class View:
                 self.points.append(self._point(event))
             case Decided(decision):
                 self.reason = decision.reason or self.reason
+                for action in decision.actions:
+                    if isinstance(action, EnterPlan):
+                        self.orders[action.plan.generation] = decision.reason
             case DriverStarted(attached=False):
                 self.nodes, self.plan = {}, None
             case NodeReady(node):

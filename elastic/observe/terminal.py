@@ -192,8 +192,23 @@ def _progress(view: View) -> RenderableType:
     table.add_row(
         "checkpoint", f"step {view.saved_step}" if view.saved_step is not None else "none yet"
     )
+    if view.state.usd or view.state.usd_per_h:
+        table.add_row("dollars", _dollars(view))
+    table.add_row("nodes", _by_pool(view) or "none")
     table.add_row("ETA", duration(view.eta_s()))
     return table
+
+
+def _dollars(view: View) -> str:
+    """`$3.12 of $20.00, $7.20 an hour`."""
+    state, budget = view.state, view.job.budget_usd
+    of = f" of ${budget:,.2f}" if budget is not None else ""
+    return f"${state.usd_at(view.at_s):,.2f}{of}, ${state.usd_per_h:,.2f} an hour"
+
+
+def _by_pool(view: View) -> str:
+    """`spot 2, on-demand 1`: that are paid for."""
+    return ", ".join(f"{pool} {n}" for pool, n in view.state.alive_by_pool.items())
 
 
 def _names(view: View) -> dict[str, str]:

@@ -41,7 +41,6 @@ from elastic.types.agreement import (
     redone_as_before,
     repeats,
     tolerance,
-    with_loss,
 )
 from elastic.types.events import (
     CopyDamaged,
@@ -161,7 +160,7 @@ __all__ = [
     "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec", "Terms", "Transfer",
     "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "coarsest", "is_auto",
     "named_after_auto", "names_of", "parse_layout", "redone_as_before", "repeats", "tolerance",
-    "version_differences", "with_loss", "worst",
+    "version_differences", "worst",
 ]  # fmt: skip
 
 

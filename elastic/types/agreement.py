@@ -14,7 +14,6 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2, "float8": 5e-2
 # key of a running job: the type of fewest bits that its model was seen to compute in
 COMPUTES_IN = "computes_in"
 SMALLEST = 1e-3  # of the numbers that a difference is set in relation to
-KEPT_LOSSES = 500
 SKIPPED = math.inf  # stands for the loss of a step whose update was left out
 
 # step -> train_loss, digest of its sample ids, generation
@@ -64,19 +63,3 @@ def redone_as_before(losses: Losses, done: StepDone, n_redone: int, *, job: Job)
     ):
         return None
     return agree(before, done.train_loss, max(1, n_redone) * tolerance(job))
-
-
-def with_loss(losses: Losses, done: StepDone) -> dict[int, tuple[float, str, int]]:
-    """With what is known now: a step that was done before keeps its first loss. Where an update is
-    left out that was not before, or the reverse, the steps after it are others."""
-    kept = dict(losses)
-    loss = SKIPPED if done.skipped else done.train_loss
-    if not done.skipped and not math.isfinite(loss):
-        return kept
-    if done.step in kept and (kept[done.step][0] == SKIPPED) != done.skipped:
-        kept = {step: known for step, known in kept.items() if step < done.step}
-    kept.setdefault(done.step, (loss, done.digest, done.generation))
-    if len(kept) > KEPT_LOSSES:
-        for step in sorted(kept)[: KEPT_LOSSES // 2]:
-            del kept[step]
-    return kept

@@ -67,21 +67,56 @@ else:
         """A copy of a frozen dataclass with other values; what is cached stays where it is derived
         from none of these."""
         kind = type(noun)
-        names, cached = _copied(kind)
-        if names is None:
+        stale = _stale(kind, tuple(changes))
+        if stale is None:
             return dataclasses.replace(noun, **changes)
-        if not names >= changes.keys():
-            raise TypeError(
-                f"{kind.__name__} has no field {', '.join(sorted(changes.keys() - names))}"
-            )
-        made = object.__new__(kind)
-        values = made.__dict__
+        other = object.__new__(kind)
+        values = other.__dict__
         values.update(noun.__dict__)
-        for name, of in cached:
-            if name in values and not of.isdisjoint(changes):
-                del values[name]
+        for name in stale:
+            values.pop(name, None)
         values.update(changes)
-        return made
+        return other
+
+
+@cache  # there are as many sets of changes as places in the code
+def _stale(kind: type, changed: tuple[str, ...]) -> tuple[str, ...] | None:
+    """What is cached and follows from one of these fields; None: the class's __init__ has to be
+    called. Raises TypeError for what is no field."""
+    names, cached = _copied(kind)
+    if names is None:
+        return None
+    unknown = sorted(set(changed) - names)
+    if unknown:
+        raise TypeError(f"{kind.__name__} has no field {', '.join(unknown)}")
+    return tuple(name for name, of in cached if not of.isdisjoint(changed))
+
+
+def made(kind: Any, values: dict[str, Any]) -> Any:
+    """`kind(**values)`, of a frozen dataclass: the standard library's sets one field after the
+    other. A field that is missing has its default."""
+    defaults = _defaults(kind)
+    if defaults is None:
+        return kind(**values)
+    whole = {**defaults, **values}
+    if len(whole) != len(_copied(kind)[0] or ()):
+        return kind(**values)  # which says what is missing, or too much
+    noun = object.__new__(kind)
+    noun.__dict__.update(whole)
+    return noun
+
+
+@cache
+def _defaults(kind: type) -> dict[str, Any] | None:
+    """Of its fields; None: its __init__ has to be called."""
+    fields = dataclasses.fields(kind)
+    if _copied(kind)[0] is None or any(
+        field.default_factory is not dataclasses.MISSING for field in fields
+    ):
+        return None
+    return {
+        field.name: field.default for field in fields if field.default is not dataclasses.MISSING
+    }
 
 
 @cache

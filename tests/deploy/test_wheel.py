@@ -95,7 +95,10 @@ def test_what_the_wheel_brings(wheel: Path) -> None:
         names = opened.namelist()
         (about,) = (name for name in names if name.endswith("/METADATA"))
         metadata = Parser().parsestr(opened.read(about).decode())
-    tables = {"py.typed", "catalog/prices.csv", "config/clusters/kuberay_schema.json"}
+    tables = {
+        "py.typed", "catalog/prices.csv", "config/clusters/kuberay_schema.json",
+        "api/templates/jobs/program.yaml", "api/templates/clusters/aws.yaml",
+    }  # fmt: skip
     assert {f"elastic/{name}" for name in tables} <= set(names)
     assert {name.rpartition("/")[2] for name in names if ".data/scripts/" in name} == {
         "end_without_head.sh",
@@ -120,6 +123,28 @@ def test_a_job_of_ones_own_runs_and_is_planned(there: Path, own: Path) -> None:
     assert str(ROOT) not in workers
     assert "best: " in run([elastic, "plan", "job", "--layout", "auto"], own)
     assert run([elastic, "--version"], own).split()[-1] == __version__
+
+
+@pytest.mark.e2e
+def test_what_init_writes_is_checked_and_planned(there: Path, tmp_path: Path) -> None:
+    """All kinds in all places, in one process of the environment that has the wheel alone."""
+    play = """
+import json, os, shlex, sys
+from contextlib import redirect_stdout
+from io import StringIO
+from elastic.api.init_job import KINDS, PLACES
+from elastic.cli.command_line import main
+for kind in KINDS:
+    for place in PLACES:
+        os.makedirs(f"{kind}-{place}"); os.chdir(f"{kind}-{place}")
+        with redirect_stdout(StringIO()) as said:
+            assert main(["init", "job", "--kind", kind, "--on", place, "--json"]) == 0
+            for command in json.loads(said.getvalue())["next"][:2]:
+                assert main(shlex.split(command)[1:]) == 0, (kind, place, command)
+        os.chdir("..")
+print(len(KINDS) * len(PLACES), "pairs")
+"""
+    assert "30 pairs" in run([str(there / "bin" / "python"), "-c", play], tmp_path)
 
 
 @pytest.mark.e2e

@@ -11,7 +11,6 @@ import pytest
 
 from elastic.driver import drive
 from elastic.ledger.journal import MemoryJournal, parse_line, write_line
-from elastic.observe import run_tables
 from elastic.observe.run_view import view_of
 from elastic.policy.speed.relayout import REPLACE_AFTER_S
 from elastic.policy.state.fold import State
@@ -204,7 +203,7 @@ def test_one_gpu_of_a_node_is_told_from_the_whole_node() -> None:
     whole = play([Fault(AT_S, "throttle", 1, lasting=True, amount=3.0)], n=3, gpus=2)
     assert "GPU p-2/1 only" in one.orders(SetShares)[0][2]
     assert "all 2 of its GPUs" in whole.orders(SetShares)[0][2]
-    said = "\n".join(run_tables.why(view_of(whole.journal.lines)))
+    said = "\n".join(note.text for note in view_of(whole.journal.lines).notes)
     assert "node p-2 computes 3 times slower" in said
 
 

@@ -39,7 +39,7 @@ from elastic.cluster.workers.worker_group import (
 )
 from elastic.errors import SpecError
 from elastic.ledger.lease import Lease
-from elastic.policy.state.event_handlers import digested
+from elastic.policy.state.newest_steps import digested
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,

@@ -119,7 +119,7 @@ def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
     """The history when the nodes that are paid for have lived so much longer."""
     history = dict(state.history)
     for pool, n in state.alive_by_pool.items():
-        seen = history.get(pool, PoolSeen())
+        seen = history.get(pool, NOTHING_SEEN)
         there_s = seen.there_s + passed_s * (n > 0)
         history[pool] = replace(seen, node_s=seen.node_s + n * passed_s, there_s=there_s)
     return history

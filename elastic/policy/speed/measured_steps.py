@@ -22,7 +22,6 @@ from statistics import fmean, linear_regression, median
 from elastic.planner.layout_choice import Choice
 from elastic.policy.state.state import MeasuredSteps, State
 from elastic.types import Plan, StepDone, WorkerId
-from elastic.types.replacing import replace
 
 KEPT_PLANS = 32
 KEPT_STEPS = 31  # of a plan, the newest
@@ -36,11 +35,14 @@ def with_step(state: State, plan: Plan, event: StepDone) -> tuple[MeasuredSteps,
     ordinary_s = event.step_time_s - event.data_s - event.copy_s
     if event.step <= state.entered_step + 1 or ordinary_s <= 0:
         return state.measured
-    *before, last = state.measured or (MeasuredSteps(plan),)
-    if last.plan.generation != plan.generation or last.plan.samples != plan.samples:
-        before, last = [*before, last], MeasuredSteps(plan)
-    seconds = (*last.seconds, ordinary_s)[-KEPT_STEPS:]
-    return (*before[1 - KEPT_PLANS :], replace(last, seconds=seconds))
+    before, last = state.measured[:-1], state.measured[-1] if state.measured else None
+    if last is None or (
+        last.plan is not plan
+        and (last.plan.generation != plan.generation or last.plan.samples != plan.samples)
+    ):
+        before, last = state.measured, MeasuredSteps(plan)
+    seconds = (*last.seconds[1 - KEPT_STEPS :], ordinary_s)
+    return (*before[1 - KEPT_PLANS :], MeasuredSteps(last.plan, seconds))
 
 
 def expected_s(state: State, choice: Choice) -> float:

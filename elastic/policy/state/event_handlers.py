@@ -8,11 +8,10 @@ of the one being entered. Two facts count whatever their generation: what a work
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from elastic.config.fingerprint import KEY
-from elastic.data.order import NO_STEP, chained
 from elastic.policy import profiling, restarts
 from elastic.policy.copies.retention import HANDLERS as COPIES
 from elastic.policy.faults import refused_layouts
@@ -36,6 +35,7 @@ from elastic.policy.speed.measured_steps import with_step
 from elastic.policy.speed.speeds import HANDLERS as SPEEDS
 from elastic.policy.speed.speeds import forget
 from elastic.policy.state.action_effects import ordered_plan
+from elastic.policy.state.newest_steps import digested, with_loss
 from elastic.policy.state.state import ENDED, Failure, State, StopWish
 from elastic.policy.transition_cost import paced
 from elastic.types import (
@@ -68,32 +68,34 @@ from elastic.types import (
     StorageSeen,
     WorkerId,
     redone_as_before,
-    with_loss,
 )  # fmt: skip
 from elastic.types.replacing import replace
 
-KEPT_DIGESTS = 512
 KEPT_COPIES = 100
 KEPT_LOST_NODES = 32
 KEPT_PAUSES = 9
 
 
 def billed(state: State, at_s: float) -> State:
+    return replace(state, **bill) if (bill := _bill(state, at_s)) else state
+
+
+def _bill(state: State, at_s: float) -> dict[str, Any]:
+    """What changes with time alone, until `at_s`."""
     passed_s = at_s - state.billed_at_s
     if passed_s <= 0:
-        return state
-    usd = state.usd + state.usd_per_h * passed_s / 3600
-    node_s = state.node_s + passed_s * len(state.alive)
-    state = replace(
-        state, usd=usd, billed_at_s=at_s, node_s=node_s, history=hazard.lived(state, passed_s)
-    )
+        return {}
     put_off = state.stop is not None and state.away is not None and not state.stop.limit
     stop = (
         limits.wish(state, at_s)
         if (state.stop is None or put_off) and state.phase not in ENDED
         else None
     )
-    return replace(state, stop=stop) if stop else state
+    return {
+        "usd": state.usd + state.usd_per_h * passed_s / 3600, "billed_at_s": at_s,
+        "node_s": state.node_s + passed_s * len(state.alive),
+        "history": hazard.lived(state, passed_s), "stop": stop or state.stop,
+    }  # fmt: skip
 
 
 def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
@@ -347,7 +349,20 @@ def _plan_failed(state: State, event: PlanFailed, at_s: float) -> State:
     return failed(state, Failure("infrastructure", event.reason, at_s))
 
 
-def _step_done(state: State, event: StepDone, at_s: float) -> State:
+def step_done(state: State, event: StepDone, at_s: float) -> State:
+    """Of all events the most frequent: an ordinary step makes one State, which is billed too."""
+    plan = state.plan
+    entering = state.target is not None and event.generation == state.target.generation
+    late = state.aborting is not None and event.generation in state.plans
+    if entering or late or plan is None:
+        return _odd_step(billed(state, at_s), event, at_s)
+    if event.generation != plan.generation or event.step <= state.step:
+        return billed(state, at_s)
+    return _stepped(state, plan, event, at_s=at_s)
+
+
+def _odd_step(state: State, event: StepDone, at_s: float) -> State:
+    """Around a change of plans; `state` is billed."""
     if state.target and event.generation == state.target.generation:
         state = _plan_entered(state, PlanEntered(event.generation, event.step - 1), at_s)
     plan = state.plan
@@ -364,17 +379,27 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
         )
     if plan is None or event.generation != plan.generation or event.step <= state.step:
         return state
+    return _stepped(state, plan, event, at_s=at_s)
+
+
+def _stepped(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
+    """The next step of the running plan."""
+    known = event.skipped or math.isfinite(event.train_loss)
+    same = _as_before(state, plan, event) if known else None
     progress = event.step > state.retry_step
     state = replace(
-        state, **_timed(state, plan, event, at_s=at_s), step=event.step,
+        state, **_bill(state, at_s), **_timed(state, plan, event, at_s=at_s), step=event.step,
         best_step=max(state.best_step, event.step), last_step=event, last_step_at_s=at_s,
         retries=0 if progress else state.retries,
         digests=digested(state.digests, event),
+        losses=with_loss(state.losses, event) if same else state.losses,
         unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,
     )  # fmt: skip
     state = profiling.judged(state)
-    if event.skipped or math.isfinite(event.train_loss):
-        return _compared(state, plan, event, at_s=at_s)
+    if same is False:
+        return _unlike(state, plan, event, at_s=at_s)
+    if known:
+        return state
     text = (
         f"step {event.step}: train_loss is {event.train_loss} (sample digest "
         f"{event.digest or 'not given'})"
@@ -382,14 +407,17 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
     return tripped(state, "not_finite", text, step=event.step, at_s=at_s)
 
 
-def _compared(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
-    """With the step's loss. Where it was done before and had another one, the layout computes
-    something else, or steps of this model do not repeat (see refused_layouts.py)."""
+def _as_before(state: State, plan: Plan, event: StepDone) -> bool | None:
+    """False: the step was done before, and had another loss. None: its loss is not kept."""
     if plan.generation in state.distrusted or not refused_layouts.repeatable(state):
-        return state
-    same = redone_as_before(state.losses, event, event.step - state.entered_step, job=state.job)
-    if same is not False:
-        return replace(state, losses=with_loss(state.losses, event))
+        return None
+    n_redone = event.step - state.entered_step
+    return redone_as_before(state.losses, event, n_redone, job=state.job) is not False
+
+
+def _unlike(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
+    """The layout computes something else, or steps of this model do not repeat (see
+    refused_layouts.py)."""
     before, _, generation = state.losses[event.step]
     old = (
         state.plans[generation].layout
@@ -429,19 +457,6 @@ def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> dict[st
         "step_time_s": step_time_s, "pauses_s": pauses_s, "worker_step_s": worker_step_s,
         "measured": with_step(state, plan, event),
     }  # fmt: skip
-
-
-def digested(digests: Mapping[int, str], event: StepDone) -> dict[int, str]:
-    """Running digests of the sample ids, with the step's; without, where that of the step before is
-    not known."""
-    kept = dict(digests)
-    if len(kept) >= KEPT_DIGESTS:
-        for step in sorted(kept)[: KEPT_DIGESTS // 2]:
-            del kept[step]
-    before = kept.get(event.step - 1, NO_STEP if event.step == 1 else None)
-    if before is not None:
-        kept[event.step] = chained(before, event.step, event.digest)
-    return kept
 
 
 def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
@@ -539,7 +554,7 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     Notice: _notice, NodeRefused: _node_refused, NodeWarned: _node_warned,
     InstancesSeen: _instances_seen, NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost,
     RequestFailed: _request_failed, PlanEntered: _plan_entered, PlanFailed: _plan_failed,
-    StepDone: _step_done, CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,
+    CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,
     PinningFailed: _pinning_failed, StopAsked: _stop_asked, StorageSeen: _storage_seen,
     PlansFound: _plans_found, **profiling.HANDLERS, **FAILURES, **COPIES,
     **refused_layouts.HANDLERS, **SPEEDS, **SUSPECTS, **AHEAD, **restarts.HANDLERS,

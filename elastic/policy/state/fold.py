@@ -4,11 +4,11 @@ a journal goes through it by `changes`."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic.ledger.journal import Line, built
 from elastic.policy.state.action_effects import ORDERS
-from elastic.policy.state.event_handlers import HANDLERS, billed
+from elastic.policy.state.event_handlers import HANDLERS, billed, step_done
 from elastic.policy.state.state import ENDED as ENDED
 from elastic.policy.state.state import Aborting as Aborting
 from elastic.policy.state.state import Backoff as Backoff
@@ -18,12 +18,14 @@ from elastic.policy.state.state import PoolSeen as PoolSeen
 from elastic.policy.state.state import Request as Request
 from elastic.policy.state.state import State as State
 from elastic.policy.state.state import StopWish as StopWish
-from elastic.types import Decided, DriverStarted, Event
+from elastic.types import Decided, DriverStarted, Event, StepDone
 
 
 def fold(state: State, event: Event, at_s: float) -> State:
     """The state after `event`, which became known at `at_s`. By a decision without orders only the
     bill continues."""
+    if isinstance(event, StepDone):
+        return step_done(state, event, at_s)
     if not isinstance(event, Decided):
         handler = HANDLERS.get(type(event))
         # clocks of two drivers may differ: the bill resumes from this one's
@@ -40,8 +42,7 @@ def fold(state: State, event: Event, at_s: float) -> State:
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """An entry of a journal, and what is known before and after it. `event`: a Decided for a
     decision; None for a stored State, which stands for lines that are not there."""
 

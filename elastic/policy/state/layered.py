@@ -7,6 +7,7 @@ new State.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -21,10 +22,10 @@ class Layered(Mapping[K, V], Generic[K, V]):
     """`base` with the few newest changes above it; when these are more than the root of its size,
     they become a new base."""
 
-    __slots__ = ("_above", "_base")
+    __slots__ = ("_above", "_base", "_n")
 
-    def __init__(self, base: Mapping[K, V], above: Mapping[K, V] | None = None) -> None:
-        self._base, self._above = base, above or {}
+    def __init__(self, base: Mapping[K, V], above: Mapping[K, V], n: int) -> None:
+        self._base, self._above, self._n = base, above, n
 
     def __getitem__(self, key: K) -> V:
         value = self._above[key] if key in self._above else self._base[key]
@@ -32,12 +33,20 @@ class Layered(Mapping[K, V], Generic[K, V]):
             raise KeyError(key)
         return value
 
+    def get(self, key: K, default: Any = None) -> Any:
+        """Asked for at each step, mostly for what is not there."""
+        value = self._above[key] if key in self._above else self._base.get(key, _GONE)
+        return default if value is _GONE else value
+
+    def __contains__(self, key: object) -> bool:
+        return self.get(typing.cast(K, key), _GONE) is not _GONE
+
     def __iter__(self) -> Iterator[K]:
         yield from (key for key in self._base if self._above.get(key) is not _GONE)
         yield from (key for key in self._above if key not in self._base)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return self._n
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -45,14 +54,18 @@ class Layered(Mapping[K, V], Generic[K, V]):
 
 def with_entry(of: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     """`of` with this entry."""
+    return _with(of, key, value, n=len(of) + (key not in of))
+
+
+def _with(of: Mapping[K, V], key: K, value: V, *, n: int) -> Mapping[K, V]:
     base, above = (of._base, of._above) if isinstance(of, Layered) else (of, {})
     above = {**above, key: value}
-    if len(above) <= max(LEAST, len(base) ** 0.5):
-        return Layered(base, above)
+    if len(above) <= LEAST or len(above) ** 2 <= len(base):
+        return Layered(base, above, n)
     whole = {**base, **above}  # keeps the hashes: those of workers are counted in Python
     for gone in [k for k, v in above.items() if v is _GONE]:
         del whole[gone]
-    return Layered(whole)
+    return Layered(whole, {}, n)
 
 
 def without_entry(of: Mapping[K, V], key: K) -> Mapping[K, V]:
@@ -61,5 +74,5 @@ def without_entry(of: Mapping[K, V], key: K) -> Mapping[K, V]:
         return of
     base, above = (of._base, of._above) if isinstance(of, Layered) else (of, {})
     if key not in base:
-        return Layered(base, {k: v for k, v in above.items() if k != key})
-    return with_entry(of, key, _GONE)
+        return Layered(base, {k: v for k, v in above.items() if k != key}, len(of) - 1)
+    return _with(of, key, _GONE, n=len(of) - 1)

@@ -19,7 +19,7 @@ from typing import Any
 from elastic.config.fingerprint import KEY
 from elastic.errors import LostContact
 from elastic.ledger.lease import Lease
-from elastic.policy.state.event_handlers import digested
+from elastic.policy.state.newest_steps import digested
 from elastic.storage import Storage
 from elastic.types import (
     Abort,

@@ -10,8 +10,8 @@ from support.api.tiny_job import START, prepared, steps
 from elastic.api.running import sample_check
 from elastic.data.streams import N_POSITIONS
 from elastic.ledger.journal import Line
-from elastic.policy.state.event_handlers import digested
 from elastic.policy.state.fold import State
+from elastic.policy.state.newest_steps import digested
 from elastic.types import (
     Copy,
     Decision,

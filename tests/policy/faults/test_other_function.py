@@ -12,6 +12,7 @@ from support.policy.story import MODEL, Story, orders, plan_of
 from elastic.policy.copies import recovery
 from elastic.policy.faults import refused_layouts
 from elastic.policy.state.fold import fold
+from elastic.policy.state.newest_steps import with_loss
 from elastic.types import (
     COMPUTES_IN,
     Abort,
@@ -37,7 +38,6 @@ from elastic.types import (
     agree,
     coarsest,
     tolerance,
-    with_loss,
 )
 
 SHARDED = {2: "dp_shard=2", 3: "pp=3"}

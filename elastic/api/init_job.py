@@ -1,0 +1,190 @@
+"""init(): a job folder and a cluster file to begin with, written from the templates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from elastic.errors import SpecError
+from elastic.version import __version__
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # as a cluster and a resource may be called
+
+# what is trained -> its program (or script) and the keys of its job
+KINDS: Mapping[str, tuple[str, str]] = {
+    "module": ("module_program.py", "program.yaml"),
+    "causal-lm": ("causal_lm_program.py", "text.yaml"),
+    "lora": ("lora_program.py", "text.yaml"),
+    "vision": ("vision_program.py", "program.yaml"),
+    "script": ("loop_train.py", "script.yaml"),
+}
+# where it runs -> in a word, for whoever is asked
+PLACES: Mapping[str, str] = {
+    "aws": "AWS", "gcp": "Google Cloud", "azure": "Azure", "kubernetes": "Kubernetes (KubeRay)",
+    "own-hosts": "hosts of your own, over SSH", "laptop": "this machine alone",
+}  # fmt: skip
+ABOUT: Mapping[str, str] = {
+    "module": "a module of your own", "causal-lm": "a Hugging Face causal language model",
+    "lora": "LoRA adapters on one", "vision": "pictures", "script": "a script with its own loop",
+}  # fmt: skip
+STORAGES: Mapping[str, str] = {
+    "aws": "s3://BUCKET/PREFIX", "gcp": "gs://BUCKET/PREFIX", "azure": "az://CONTAINER/PREFIX",
+    "kubernetes": "s3://BUCKET/PREFIX", "own-hosts": "/a/folder/that/all/hosts/share",
+    "laptop": "./elastic_runs",
+}  # fmt: skip
+EXTRAS: Mapping[str, str] = {"gcp": "gcs", "azure": "azure"}
+BY_LAUNCHER = ("aws", "gcp", "azure", "own-hosts")  # their files end with Ray's commands
+
+
+class _Text(Template):
+    """`@@{name}`: the files themselves are full of dollars, for shells."""
+
+    delimiter = "@@"
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """What is asked for. `storage`: '' = that of the place, to be put in later."""
+
+    folder: str
+    kind: str = "module"
+    place: str = "laptop"
+    cluster: str = ""  # its file; '' = cluster.yaml beside the folder
+    storage: str = ""
+
+    @property
+    def cluster_file(self) -> Path:
+        return Path(self.cluster) if self.cluster else Path(self.folder).parent / "cluster.yaml"
+
+
+@dataclass(frozen=True)
+class Written:
+    """`then`: what to type next, each with what it does."""
+
+    files: tuple[Path, ...]
+    then: tuple[tuple[str, str], ...]
+
+
+def init(asked: NewJob) -> Written:
+    """Writes the files; none that is there is touched. Raises SpecError."""
+    if asked.kind not in KINDS:
+        raise SpecError(f"--kind {asked.kind}: must be one of {', '.join(KINDS)}")
+    if asked.place not in PLACES:
+        raise SpecError(f"--on {asked.place}: must be one of {', '.join(PLACES)}")
+    folder = Path(asked.folder)
+    name = folder.resolve().name.lower().replace("_", "-")
+    if not NAME.fullmatch(name):
+        raise SpecError(
+            f"{asked.folder}: a cluster cannot be called '{name}'; name the folder with letters, "
+            "digits, '-' and '_'"
+        )
+    code, keys = KINDS[asked.kind]
+    wanted = {
+        folder / ("train.py" if asked.kind == "script" else "program.py"): _read("jobs", code),
+        folder / "job.yaml": _Text(_read("jobs", keys)).substitute(
+            name=name, storage=_storage(asked)
+        ),
+        asked.cluster_file: _cluster(asked, name),
+    }
+    for path in wanted:
+        if path.exists():
+            raise SpecError(f"{path} is there already, and nothing is overwritten; name another")
+    for path, text in wanted.items():
+        _write(path, text)
+    return Written(tuple(wanted), _then(asked))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _read(room: str, name: str) -> str:
+    return files("elastic.api.templates").joinpath(room, name).read_text(encoding="utf-8")
+
+
+def _storage(asked: NewJob) -> str:
+    if asked.storage:
+        return f"storage: {asked.storage}"
+    usual = STORAGES[asked.place]
+    if asked.place == "laptop":
+        return f"# storage: {usual}  # where runs lie, if nothing else is said"
+    return f"# storage: {usual}  # a must on a cluster: all nodes read and write it"
+
+
+def _cluster(asked: NewJob, name: str) -> str:
+    text = _read("clusters", f"{asked.place.replace('-', '_')}.yaml")
+    own = asked.place == "own-hosts"
+    if asked.place in BY_LAUNCHER:
+        text += _read("clusters", "ray_commands.yaml")
+    extras = [EXTRAS[asked.place]] if asked.place in EXTRAS else []
+    extras += ["huggingface"] if asked.kind in ("causal-lm", "lora") else []
+    clients = {"gcp": "google-api-python-client", "azure": "azure-cli-core azure-identity"}
+    client = f"[~/venv/bin/pip install -q {clients[asked.place]}]" if asked.place in clients else ""
+    return _Text(text).substitute(
+        name=name, folder=asked.folder, file=asked.cluster_file, version=__version__,
+        extra=f"[{','.join(extras)}]" if extras else "", head_setup=client or "[]",
+        ends="Ray on its host" if own else "its machine",
+        end='END="$HOME/venv/bin/ray stop --force" ' if own else "",
+        labels="\n    --labels=elastic-pool=hosts,ray.io/market-type=owned" if own else "",
+    )  # fmt: skip
+
+
+def _then(asked: NewJob) -> tuple[tuple[str, str], ...]:
+    job, file = asked.folder, asked.cluster_file
+    planned = f"elastic plan {job} --cluster {file}"
+    about = "layout, memory, seconds and dollars"
+    if asked.kind == "script":  # what it computes is known when it runs
+        planned, about = f"elastic plan --model 1b --cluster {file}", "of a model of your size"
+    checks = (
+        (f"elastic cluster check {file} --job {job}", "what is left to be put in, and prices"),
+        (planned, about),
+    )
+    here = (f"elastic run {job} --cluster {file} --local", "on this machine, at once")
+    if asked.place == "laptop":
+        return (*checks, here)
+    start = {
+        "kubernetes": f"kubectl apply -f {file}",
+        "own-hosts": f"RAY_UP_enable_autoscaler_v2=0 ray up {file}",
+    }.get(asked.place, f"ray up {file}")
+    submit = (
+        "ray job submit --address http://127.0.0.1:8265 --working-dir . -- elastic run "
+        f"{job} --cluster {file} --run-name first --supervise"
+    )
+    return (*checks, here, (start, "start the cluster (docs/clusters.md)"), (submit, "the run"))
+
+
+# ------------------------------------------------------------------------------------- questions
+
+
+def asked_for(given: NewJob, ask: Callable[[str, str], str], known: frozenset[str]) -> NewJob:
+    """With the answers to what was not given; `known`: fields that were. `ask`: a question and
+    what an empty answer means -> the answer."""
+
+    def one(field: str, question: str, usual: str, choices: Mapping[str, str] | None = None) -> str:
+        if field in known:
+            return str(getattr(given, field))
+        if choices:
+            listed = "\n".join(
+                f"  {n}  {word:<11} {about}" for n, (word, about) in enumerate(choices.items(), 1)
+            )
+            question = f"{question}\n{listed}\n"
+        answer = ask(question, usual).strip() or usual
+        numbered = dict(enumerate(choices or (), 1))
+        return numbered.get(int(answer), answer) if answer.isdigit() and choices else answer
+
+    folder = one("folder", "Which folder shall hold the job?", given.folder)
+    kind = one("kind", "What is trained?", given.kind, ABOUT)
+    place = one("place", "Where does it run?", given.place, PLACES)
+    usual = NewJob(folder, kind, place)
+    cluster = one("cluster", "Which file shall describe the cluster?", str(usual.cluster_file))
+    storage = one("storage", "Where do runs lie (a URI that all nodes reach)? Empty: later", "")
+    return NewJob(folder, kind, place, cluster, storage)

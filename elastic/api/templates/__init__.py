@@ -1,0 +1,1 @@
+"""What `elastic init` writes: jobs and cluster files that work as they are, to be edited."""

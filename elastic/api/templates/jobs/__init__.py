@@ -1,0 +1,1 @@
+"""Programs and a script as they are written into a job folder, and their job.yaml files."""

@@ -1,0 +1,27 @@
+"""What is trained: low-rank adapters (LoRA) on a causal language model of Hugging Face."""
+
+import torch
+from transformers import LlamaConfig
+
+from elastic.models.huggingface import causal_lm
+from elastic.models.lora import lora
+
+# A folder with config.json and safetensors, as `hf download Qwen/Qwen3-8B --local-dir DIR` makes
+# one; it must be there on every node. None: the small model below, with random weights.
+FOLDER = None
+SMALL = LlamaConfig(
+    vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+)  # fmt: skip
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+program = lora(
+    causal_lm(
+        FOLDER or SMALL,
+        dataset=None,  # `data` in job.yaml says it
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-4),
+    ),
+    LAYERS,
+    r=8,
+    alpha=16,
+)

@@ -1,0 +1,77 @@
+"""`elastic why`: what changed a run and why, on one screen; or all that is noted of it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from elastic.cli.parser import natural, opened, run_verb, show
+from elastic.observe import find_runs, why_lines
+from elastic.observe.terminal import STYLES
+from elastic.observe.why_lines import HEAD, KINDS, REST, Row, Wanted
+
+SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+AGO = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d|w)")
+EPILOG = """examples:
+  elastic why RUN                          # what changed it; what repeats is one line
+  elastic why RUN --all --since 2h         # each note and decision of the last two hours of it
+  elastic why RUN --node spot-3            # all that is said of a node
+  elastic why RUN --kind notice            # of a kind: """
+
+
+def add(verbs: Any) -> None:
+    made = run_verb(verbs, "why", _why, about="what changed a run, and the reason of each decision")
+    made.epilog = EPILOG + ", ".join(KINDS)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    made.add_argument(
+        "--all", action="store_true", help="every note and decision, as with a filter (--json: so)"
+    )
+    made.add_argument("--node", metavar="NAME", default="", help="only what is said of this node")
+    made.add_argument("--kind", metavar="KIND", default="", help="only notes of this kind (below)")
+    made.add_argument(
+        "--since", metavar="TIME", type=_ago, help="from so long before the newest line on: 2h, 3d"
+    )
+    made.add_argument(
+        "--until", metavar="TIME", type=_ago, help="until so long before the newest line"
+    )
+    made.add_argument("--last", metavar="N", type=natural, default=0, help="only the last N lines")
+
+
+def _ago(text: str) -> float:
+    found = AGO.fullmatch(text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a time, as in 90s, 30m, 2h or 3d")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def _why(given: argparse.Namespace) -> int:
+    view = find_runs.view(opened(given))
+    wanted = Wanted(given.node, given.kind, given.since, given.until)
+    notes = why_lines.notes_of(view, wanted)
+    if given.json:
+        show(given, why_lines.plain(view, notes[-given.last :]), [])
+        return 0
+    by_name = given.node or given.kind
+    if given.all or by_name:
+        rows = why_lines.every(view, notes) or [Row("nothing of that is noted")]
+    else:
+        rows = why_lines.short(view, why_lines.story(view, notes), len(notes))
+    _print(rows[-given.last :])
+    return 0
+
+
+def _print(rows: Sequence[Row]) -> None:
+    """On a terminal colored, and cut to its width; `--all | less -R`, or a file, has all of it."""
+    if not sys.stdout.isatty():
+        print("\n".join(row.text for row in rows))
+        return
+    console = Console(highlight=False)
+    for row in rows:
+        style = {HEAD: "bold", REST: "dim"}.get(row.kind, STYLES.get(row.kind, ""))
+        console.print(Text(row.text, style=style), no_wrap=True, overflow="ellipsis", crop=True)

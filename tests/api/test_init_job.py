@@ -1,0 +1,119 @@
+"""`elastic init`: each kind in each place passes the commands that it prints next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from elastic.api.init_job import KINDS, PLACES, NewJob, asked_for, init
+from elastic.cli.command_line import main
+from elastic.errors import SpecError
+
+PAIRS = [(kind, place) for kind in KINDS for place in PLACES]
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(kind: str, place: str, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    assert main(["init", "my_job", "--kind", kind, "--on", place, "--json"]) == 0
+    found: dict[str, list[str]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "place"), PAIRS)
+def test_what_is_written_passes_check_and_plan_as_it_is(
+    kind: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = written(kind, place, capsys)
+    assert all(Path(name).is_file() for name in found["files"])
+    check, plan = (shlex.split(command)[1:] for command in found["next"][:2])
+    assert (check[:2], plan[0]) == (["cluster", "check"], "plan")
+    assert main(check) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert ": 0 errors" in said
+    assert place == "laptop" or "REPLACE" in said
+    assert main(plan) == 0, capsys.readouterr()
+    for name in found["files"]:
+        assert "@@" not in Path(name).read_text()
+
+
+def test_files_are_short_and_say_where_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    found = written("lora", "gcp", capsys)
+    program, job, cluster = (Path(name).read_text() for name in found["files"])
+    assert "hf download" in program and len(program.splitlines()) < 50
+    assert "storage: gs://" in job and "name: my-job" in job and len(job.splitlines()) < 20
+    assert "[gcs,huggingface]" in cluster and "cluster_name: my-job" in cluster
+
+
+def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    written("module", "laptop", capsys)
+    Path("my_job/job.yaml").write_text("mine: 1\n")
+    Path("my_job/program.py").unlink()
+    assert main(["init", "my_job", "--yes"]) == 2
+    told = capsys.readouterr().err
+    assert "my_job/job.yaml is there already, and nothing is overwritten" in told
+    assert told.count("\n") == 1
+    assert Path("my_job/job.yaml").read_text() == "mine: 1\n"
+    assert not Path("my_job/program.py").exists(), "all or nothing"
+
+
+def test_without_a_terminal_nothing_is_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda text: pytest.fail("asked"))
+    assert main(["init"]) == 0
+    said = capsys.readouterr().out
+    assert "wrote job/program.py, job/job.yaml, cluster.yaml" in said
+    assert "elastic run job --cluster cluster.yaml --local" in said
+
+
+def test_five_questions_and_none_whose_answer_was_given() -> None:
+    asked: list[str] = []
+
+    def ask(question: str, usual: str) -> str:
+        asked.append(question)
+        return {"What is trained?": "3", "Where does it run?": "aws"}.get(
+            question.splitlines()[0], ""
+        )
+
+    found = asked_for(NewJob("job"), ask, frozenset())
+    assert len(asked) == 5 and "lora" in asked[1] and "Kubernetes" in asked[2]
+    assert found == NewJob("job", "lora", "aws", "cluster.yaml", "")
+    asked.clear()
+    known = frozenset({"folder", "kind", "place", "cluster"})
+    asked_for(NewJob("job", "vision", "gcp", "c.yaml"), ask, known)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (NewJob("job", "poem"), "--kind poem: must be one of module"),
+        (NewJob("job", "module", "moon"), "--on moon: must be one of aws"),
+        (NewJob("a job!"), "a cluster cannot be called"),
+    ],
+)
+def test_what_is_none_is_refused_by_name(wrong: NewJob, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        init(wrong)
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_each_kind_trains_on_this_machine(
+    kind: str, capsys: pytest.CaptureFixture[str], empty: Path
+) -> None:
+    found = written(kind, "laptop", capsys)
+    run = shlex.split(found["next"][-1])[1:]
+    assert main([*run, "--set", "steps=4", "--storage", str(empty / "runs"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["steps"] == 4 and summary["samples_exact"] is True

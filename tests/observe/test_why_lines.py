@@ -1,0 +1,145 @@
+"""`elastic why`: a week on one screen, what repeats as one line, filters."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support.sim.market import play, weather
+
+from elastic.cli.command_line import main
+from elastic.ledger.journal import write_line
+from elastic.observe import why_lines
+from elastic.observe.run_view import View, view_of
+from elastic.observe.why_lines import MOST, Wanted
+
+DAY_S = 86400.0
+
+
+@pytest.fixture(scope="module")
+def week() -> View:
+    """Five days on a spot market, until the budget is spent."""
+    return view_of(play(weather(3, 168.0), steps=9000, budget_usd=600.0).journal.lines)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of some hours."""
+    made = tmp_path_factory.mktemp("runs") / "hours"
+    made.mkdir()
+    lines = play(weather(5, 12.0), steps=120).journal.lines
+    (made / "journal.jsonl").write_text("".join(write_line(line) + "\n" for line in lines))
+    return made
+
+
+def said(view: View) -> list[str]:
+    told = why_lines.story(view, view.notes)
+    return [row.text for row in why_lines.short(view, told, len(view.notes))]
+
+
+def test_one_screen_tells_the_story_of_a_week(week: View) -> None:
+    assert week.at_s - week.started_at_s > 4 * DAY_S and len(week.notes) > 2000
+    lines = said(week)
+    text = "\n".join(lines)
+    assert 10 < len(lines) <= MOST + 2
+    assert "stopped at step" in lines[0] and "plans entered" in lines[0] and "$" in lines[0]
+    assert "times: pool spot has no further node: no capacity, last at" in text
+    assert "times: new plans (notice)" in text and "times: new plans (loss)" in text
+    assert "is almost spent" in lines[-2] and "--all" in lines[-1]
+
+
+def test_what_is_folded_is_counted(week: View) -> None:
+    told = why_lines.story(week, week.notes)
+    n = sum(note.kind == "RequestFailed" for note in week.notes)
+    assert sum(one.n for one in told if one.kind == "RequestFailed") == n > 100
+    entered = sum(note.kind == "PlanEntered" for note in week.notes)
+    assert sum(one.n for one in told if one.kind == "PlanEntered") == entered
+
+
+def test_a_short_run_has_a_line_for_each_plan_with_cause_and_numbers(folder: Path) -> None:
+    lines = play([], steps=20).journal.lines
+    view = view_of(lines)
+    told = why_lines.story(view, view.notes)
+    (start,) = (one for one in told if one.kind == "PlanEntered")
+    assert start.text.startswith("generation 1 (start): dp_shard=4 on 4 workers")
+    assert all(one.n == 1 for one in told)
+
+
+def test_a_pause_and_steps_that_are_done_again_stand_beside_the_plan(week: View) -> None:
+    told = [why_lines._told(week, note) for note in week.notes if note.kind == "PlanEntered"]
+    losses = [one for one in told if one is not None and one.key == "plan loss"]
+    assert any(one.lost for one in losses) and all(one.pause_s >= 0 for one in losses)
+    assert any("step again" in one.text and "paused" in one.text for one in losses)
+
+
+def test_filters_by_node_kind_and_time(week: View) -> None:
+    node = list(week.nodes)[10]
+    of_node = why_lines.notes_of(week, Wanted(node=node))
+    assert of_node and any(note.kind == "PlanEntered" for note in of_node)
+    assert all(note.kind == "PlanEntered" or node in note.text for note in of_node)
+    # spot-1 is not spot-10
+    first = why_lines.notes_of(week, Wanted(node="spot-1", kind="notice"))
+    assert {note.text.split()[2] for note in first} <= {"spot-1"}
+    kinds = {note.kind for note in why_lines.notes_of(week, Wanted(kind="notice"))}
+    assert kinds and kinds <= {"Notice", "NoticeWithdrawn", "NodeWarned"}
+    late = why_lines.notes_of(week, Wanted(since_s=7200.0, until_s=3600.0))
+    assert all(week.at_s - 7200 <= note.at_s <= week.at_s - 3600 for note in late)
+    assert len(late) < len(why_lines.notes_of(week, Wanted(since_s=7200.0))) < len(week.notes)
+
+
+def test_times_after_two_days_have_the_day(week: View) -> None:
+    assert why_lines.when(week, week.started_at_s + 3725) == "1:02:05"
+    assert why_lines.when(week, week.started_at_s + 3 * DAY_S + 3725) == "3d 01:02"
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--node", "nobody"], "--node nobody: no node of this run"),
+        (["--kind", "weather"], "--kind weather: must be one of plan, notice, loss"),
+    ],
+)
+def test_a_filter_that_nobody_knows_is_one_line(
+    folder: Path, words: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["why", str(folder), *words]) == 2
+    told = capsys.readouterr().err
+    assert wrong in told and told.count("\n") == 1
+
+
+def test_json_has_all_decisions_and_all_has_all_lines(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["why", str(folder), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"at_s", "step", "kind", "text"} == set(data[0])
+    assert main(["why", str(folder), "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(data) and sum("=> " in line for line in lines) == sum(
+        one["kind"] == "Decision" for one in data
+    )
+    assert main(["why", str(folder), "--json", "--last", "3", "--kind", "decision"]) == 0
+    assert [one["kind"] for one in json.loads(capsys.readouterr().out)] == ["Decision"] * 3
+    assert main(["why", str(folder)]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 40 and "\x1b" not in short
+
+
+def test_on_a_terminal_lines_are_cut_to_its_width(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["why", str(folder)]) == 0
+    colored = capsys.readouterr().out
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", colored).splitlines()
+    assert 3 < len(lines) <= 40 and all(len(line) <= 80 for line in lines) and "\x1b" in colored
+
+
+def test_a_time_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["why", str(folder), "--since", "yesterday"])
+    assert ended.value.code == 2 and "'yesterday' must be a time" in capsys.readouterr().err
