@@ -12,6 +12,7 @@ from elastic.certify import certify_command as certify
 from elastic.cli import (
     checkpoint_commands,
     cluster_commands,
+    dashboard_command,
     order_commands,
     plan_command,
     profile_command,
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
         plan_command,
         simulate_command,
         read_commands,
+        dashboard_command,
         order_commands,
         checkpoint_commands,
         cluster_commands,

@@ -81,6 +81,9 @@ def add(verbs: Any) -> None:
         metavar="PORT",
         help="tell Prometheus the run's numbers there (PORT, HOST:PORT, 0 = any, or ray)",
     )
+    made.add_argument(
+        "--dashboard", action="store_true", help="show it in a browser too, as `elastic dashboard`"
+    )
     add_overrides(made)
 
 
@@ -106,6 +109,7 @@ def _run(given: argparse.Namespace) -> int:
         supervised=given.supervised,
         no_budget=given.no_budget,
         metrics_port=given.metrics_port,
+        dashboard=given.dashboard,
         stream=sys.stderr if given.json else sys.stdout,
     )
     if given.script is not None:
