@@ -29,7 +29,7 @@ from elastic.observe.run_view import View, view_of
 from elastic.policy.state.fold import changes
 from elastic.sim.sim_backend import SimBackend
 from elastic.storage import LocalStorage
-from elastic.types import AXES, DriverStarted, Job, Layout, Plan, StepDone, WorkerId
+from elastic.types import AXES, DriverStarted, Job, Layout, Plan, PlanEntered, StepDone, WorkerId
 from elastic.types.grid import coordinates
 
 
@@ -55,6 +55,19 @@ def test_the_curve_holds_the_steps_that_count(seed: int) -> None:
     kept, curve = view_of(journal.lines).curve(), curve_of(journal.lines)
     assert list(curve.steps) == [point.step for point in kept]
     assert list(curve.columns["train_loss"]) == [point.train_loss for point in kept]
+
+
+def test_a_generation_whose_entering_no_line_tells_of_takes_the_place_of_its_steps() -> None:
+    lines = [
+        one
+        for one in small_run.lines()
+        if not any(
+            isinstance(event, PlanEntered) and event.generation == 3 for _, event in one.events
+        )
+    ]
+    kept, curve = view_of(lines).curve(), curve_of(lines)
+    assert list(curve.steps) == [point.step for point in kept] == list(range(1, 13))
+    assert list(curve.columns["at_s"]) == [point.at_s for point in kept]
 
 
 def test_buckets_keep_the_least_and_the_greatest_value() -> None:
