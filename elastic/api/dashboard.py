@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elastic.api.control import holder
-from elastic.api.diagnose import diagnosed, step_parts
+from elastic.api.diagnose import diagnosed, step_parts, traced_parts
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.dashboard.followed_run import PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf, shelf_of
-from elastic.storage import open_storage
+from elastic.observe.diagnosis.evidence import Evidence
+from elastic.observe.diagnosis.verdicts import RunVerdict
+from elastic.storage import Storage, open_storage
+from elastic.types import Plan
 
 if TYPE_CHECKING:
     from elastic.observe.dashboard.dashboard_server import DashboardServer
@@ -43,7 +46,8 @@ def dashboard(runs: Sequence[str], options: DashboardOptions, say: Callable[[str
     # its web framework takes 0.2 s to import
     from elastic.observe.dashboard.dashboard_server import DashboardServer, listening
 
-    sources = PageSources(holder, diagnosed, step_parts)
+    profiles = TracedProfiles()
+    sources = PageSources(holder, profiles.verdicts, profiles.of, step_parts)
     with listening(options.host, options.port) as place:
         if options.beside_driver:
             shelf = RunShelf(tuple(RunFolder.of(open_storage(run)) for run in runs), sources)
@@ -67,6 +71,29 @@ async def _serve(server: DashboardServer, beside: bool, say: Callable[[str], Non
         threading.Thread(target=wait, name="elastic-driver-ends", daemon=True).start()
     say(server.url)
     await server.serve(stop)
+
+
+@dataclass
+class TracedProfiles:
+    """What profiles of runs say of their steps; each is read from storage once."""
+
+    _known: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def of(self, seen: Evidence, plan: Plan, storage: Storage) -> Mapping[str, float]:
+        """Of the running plan; {} = none was made."""
+        main = seen.main
+        if main is None or not main.profile or main.plan.generation != plan.generation:
+            return {}
+        key = storage.uri_of(main.profile)
+        if key not in self._known:
+            self._known[key] = traced_parts(storage, main.profile)
+        return self._known[key]
+
+    def verdicts(self, seen: Evidence, storage: Storage) -> tuple[RunVerdict, ...]:
+        """As `elastic report` has them."""
+        main = seen.main
+        traced = self.of(seen, main.plan, storage) if main is not None else {}
+        return diagnosed(seen, traced=traced)
 
 
 class DashboardBeside:

@@ -43,11 +43,12 @@ MARKED = (
 @dataclass(frozen=True)
 class PageSources:
     """What a journal does not tell. `holder`: who drives a run now, '' = nobody; `verdicts`: what
-    it is bound by; `parts`: seconds of a step of a plan by what they are for, as the cost model has
-    them, {} = it cannot say."""
+    it is bound by; `traced`: seconds of a step of the running plan by what they are for, by a
+    profile of the run, and `parts`: by the cost model; {} = not known."""
 
     holder: Callable[[Storage], str] = lambda run: ""
-    verdicts: Callable[[Evidence], Sequence[RunVerdict]] = verdicts
+    verdicts: Callable[[Evidence, Storage], Sequence[RunVerdict]] = lambda seen, run: verdicts(seen)
+    traced: Callable[[Evidence, Plan, Storage], Mapping[str, float]] = lambda seen, plan, run: {}
     parts: Callable[[Evidence, Plan], Mapping[str, float]] = lambda seen, plan: {}
 
 

@@ -132,7 +132,7 @@ def advice(run: FollowedRun, books: Account) -> list[dict[str, str]]:
         if check.verdict != "ok" and check.name != UNDONE
     ]
     if totals.wall_s > LEAST_S:
-        bound = run.sources.verdicts(run.evidence.found(books))
+        bound = run.sources.verdicts(run.evidence.found(books), run.run.storage)
         found += [
             {"verdict": "look", "what": one.bound, "found": _number(one), "hint": one.advice}
             for one in bound
@@ -163,17 +163,20 @@ def _number(one: RunVerdict) -> str:
 
 
 def _communication(run: FollowedRun, books: Account) -> dict[str, Any]:
-    """Of the running plan: seconds of a step as the cost model has them, what steps took, and bytes
-    that the last transition moved inside nodes and between them."""
+    """Of the running plan: seconds of a step as a profile of the run has them, or the cost model,
+    what steps took, and bytes that the last transition moved inside nodes and between them."""
     view, state = run.view, run.view.state
     plan = state.plan
     if plan is None:
         return {"parts": {}}
-    parts = run.sources.parts(run.evidence.found(books), plan)
+    seen = run.evidence.found(books)
+    traced = run.sources.traced(seen, plan, run.run.storage)
+    parts = traced or run.sources.parts(seen, plan)
     last, move = state.last_step, plan.move
     links = move.links if move is not None else ()
     return {
         "parts": {name: float(f"{seconds:.4g}") for name, seconds in parts.items() if seconds > 0},
+        "traced": bool(traced),
         "expected_step_s": plan.predicted_step_time_s or None,
         "model_step_s": plan.model_step_s or None,
         "measured_step_s": view.step_time_s(),

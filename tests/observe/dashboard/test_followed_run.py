@@ -242,7 +242,11 @@ def test_communication_is_that_of_the_cost_model(tmp_path: Path) -> None:
     run = followed(tmp_path, lines[:10], parts=lambda seen, plan: {"tp": 0.25, "pp": 0.0})
     run.look()
     found = snapshot(run)["communication"]
-    assert found["parts"] == {"tp": 0.25}
+    assert found["parts"] == {"tp": 0.25} and not found["traced"]
+    told = followed(tmp_path, lines[:10], traced=lambda seen, plan, storage: {"tp": 0.5})
+    told.look()
+    found = snapshot(told)["communication"]
+    assert found["parts"] == {"tp": 0.5} and found["traced"]  # what was measured counts first
     assert found["expected_step_s"] == pytest.approx(4.08) and found["data_s"] == 0.02
 
 

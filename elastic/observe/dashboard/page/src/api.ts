@@ -49,7 +49,7 @@ export interface Run {
   advice: Advice[]; cluster: Cluster;
   generations: { left_out: number; rows: Generation[] };
   communication: {
-    parts: Record<string, number>; expected_step_s?: number | null; model_step_s?: number | null;
+    parts: Record<string, number>; traced?: boolean; expected_step_s?: number | null; model_step_s?: number | null;
     measured_step_s?: number | null; data_s?: number | null; copy_s?: number | null;
     moved_bytes?: number | null; moved_in_node_bytes?: number; moved_between_bytes?: number;
   };

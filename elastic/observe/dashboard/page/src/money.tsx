@@ -152,7 +152,7 @@ const TOLD: Record<string, string> = {
   products: "matrix products", attention: "attention", moved: "memory traffic", recomputed: "activations again", optimizer: "optimizer",
   tp: "tp: collectives inside a block", cp: "cp: keys and values", ep: "ep: exchange between experts", pp: "pp: sends between stages",
   fsdp: "dp_shard: gathering and scattering", replicas: "dp_replicate: sum over replicas", commit: "world: the step's last all-reduce",
-  bubble: "pp: bubble", uneven: "uneven stages or shares", accumulate: "adding up gradients", offload: "copies to host memory", jitter: "waiting for the slowest node",
+  bubble: "pp: bubble", uneven: "uneven stages or shares", accumulate: "adding up gradients", offload: "copies to host memory", jitter: "waiting for the slowest rank", idle: "idle",
 };
 const AXIS_PARTS = ["tp", "cp", "ep", "pp", "fsdp", "replicas", "commit", "bubble"];
 
@@ -187,7 +187,7 @@ export function Communication({ run }: { run: Run }) {
       {parts.length > 0 ? (
         <div class="scroll" tabIndex={0} role="region" aria-label="parts of a step">
           <table>
-            <caption>as the cost model predicts it for this layout; what computation hides is not counted</caption>
+            <caption>{found.traced ? "measured by the newest profile of this generation" : "as the cost model predicts it for this layout"}; what computation hides is not counted</caption>
             <thead><tr><th>Communication by axis</th><th class="num">A step</th><th class="num">Share</th><th class="wide"><span class="hidden">bar</span></th></tr></thead>
             <tbody>{axes.length ? axes.map(row) : <tr><td colSpan={4} class="muted">none is waited for</td></tr>}</tbody>
             <thead><tr><th>Computation</th><th class="num">A step</th><th class="num">Share</th><th><span class="hidden">bar</span></th></tr></thead>
