@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-unit test-all chaos fuzz mutants bench race proven lint dist clean
+.PHONY: help venv run test test-unit test-all chaos fuzz mutants bench race proven lint dashboard dist clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -59,6 +59,9 @@ race: $(STAMP)  ## race against Ray Train and torchrun (about 17 minutes; draws 
 
 proven: $(STAMP)  ## certify this machine with and without Ray (10 minutes), then write docs/proven.md
 	@failed=; for how in "" --no-ray; do $(BIN)/elastic certify --minutes 5 $$how --out docs/certified || failed=1; done; $(BIN)/python -m elastic.certify.proven; [ -z "$$failed" ]
+
+dashboard:  ## build the page of `elastic dashboard` anew (needs Node.js 20)
+	cd elastic/observe/dashboard/page && npm ci && npm run build
 
 dist: $(STAMP)  ## the wheel and the versions that its tests ran with, for repositories of your own
 	rm -rf build dist

@@ -4,6 +4,7 @@ It picks the backend."""
 from elastic.api.check_cluster import check_cluster
 from elastic.api.checkpoints import Import, checkpoints, export, import_state, remove, verify
 from elastic.api.control import drill, holder, stop
+from elastic.api.dashboard import DashboardOptions, dashboard
 from elastic.api.live_profile import RunProfile, RunProfileRequest, profile_run
 from elastic.api.price_query import PriceQuery, gpus, prices
 from elastic.api.profile_hardware import Profiled, profile
@@ -15,9 +16,9 @@ from elastic.api.scaling import ScalingRequest, ScalingStudy, scaling_study
 from elastic.api.trainer import ElasticTrainer
 
 __all__ = [
-    "ElasticTrainer", "Import", "Options", "PriceQuery", "ProfileRequest", "Profiled", "Reaped",
-    "Result", "RunProfile", "RunProfileRequest", "ScalingRequest", "ScalingStudy", "check_cluster",
-    "checkpoints", "drill", "export", "gpus", "holder", "import_state", "prices", "profile",
-    "profile_run", "ray_address", "reap", "remove", "run", "run_script", "scaling_study", "stop",
-    "verify",
+    "DashboardOptions", "ElasticTrainer", "Import", "Options", "PriceQuery", "ProfileRequest",
+    "Profiled", "Reaped", "Result", "RunProfile", "RunProfileRequest", "ScalingRequest",
+    "ScalingStudy", "check_cluster", "checkpoints", "dashboard", "drill", "export", "gpus",
+    "holder", "import_state", "prices", "profile", "profile_run", "ray_address", "reap", "remove",
+    "run", "run_script", "scaling_study", "stop", "verify",
 ]  # fmt: skip

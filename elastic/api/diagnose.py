@@ -27,11 +27,14 @@ TRACED = {
 }  # fmt: skip
 
 
-def diagnosed(seen: Evidence, storage: Storage | None = None) -> tuple[RunVerdict, ...]:
-    """What would win most first. `storage`: of the run, where its profiles are."""
+def diagnosed(
+    seen: Evidence, storage: Storage | None = None, traced: Mapping[str, float] | None = None
+) -> tuple[RunVerdict, ...]:
+    """What would win most first. `storage`: of the run, where its profiles are; `traced`: what they
+    say, where they were read already."""
     if seen.main is None:
         return verdicts(seen)
-    traced = traced_parts(storage, seen.main.profile)
+    traced = traced_parts(storage, seen.main.profile) if traced is None else traced
     parts = traced or step_parts(seen, seen.main.plan)
     return verdicts(replace(seen, parts=parts, traced=bool(traced)))
 

@@ -12,6 +12,7 @@ from elastic.certify import certify_command as certify
 from elastic.cli import (
     checkpoint_commands,
     cluster_commands,
+    dashboard_command,
     init_command,
     order_commands,
     plan_command,
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         simulate_command,
         read_commands,
         why_command,
+        dashboard_command,
         order_commands,
         checkpoint_commands,
         cluster_commands,

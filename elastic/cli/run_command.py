@@ -84,6 +84,9 @@ def add(verbs: Any) -> None:
     made.add_argument(
         "-q", "--quiet", action="store_true", help="no progress and no report while it runs"
     )
+    made.add_argument(
+        "--dashboard", action="store_true", help="show it in a browser too, as `elastic dashboard`"
+    )
     add_overrides(made)
 
 
@@ -109,6 +112,7 @@ def _run(given: argparse.Namespace) -> int:
         supervised=given.supervised,
         no_budget=given.no_budget,
         metrics_port=given.metrics_port,
+        dashboard=given.dashboard,
         stream=sys.stderr if given.json else sys.stdout,
         show=not given.quiet,
     )

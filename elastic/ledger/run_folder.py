@@ -154,6 +154,12 @@ class RunFolder:
             found if found.parts.names else read_text(found.text, found.where, found.stored.place)
         )
 
+    def parts_and_text(self, known: JournalParts | None = None) -> tuple[JournalParts, bytes]:
+        """Its closed parts, and the text after them, as of one moment. `known`: what a reader who
+        comes again has of the parts. Raises JournalDamaged."""
+        found = self._found(known)
+        return found.parts, found.text
+
     def age_s(self) -> float:
         """Seconds since the journal was last written; between clocks of two machines only as good
         as they are."""
@@ -226,9 +232,10 @@ class RunFolder:
         if self.storage.remote:
             self.storage.put(name, (self.folder / name).read_bytes())
 
-    def _found(self) -> _Found:
+    def _found(self, known: JournalParts | None = None) -> _Found:
         """As of one moment: where a part was stored while this looked, it looks again."""
         parts = JournalParts.of(self.storage)
+        parts = known if known is not None and known.names == parts.names else parts
         for _ in range(N_LOOKS):
             found = self._look(parts)
             now = JournalParts.of(self.storage)

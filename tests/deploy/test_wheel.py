@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
     for name in ("elastic", "deploy"):
-        ignored = shutil.ignore_patterns("__pycache__", "elastic_runs")
+        ignored = shutil.ignore_patterns("__pycache__", "elastic_runs", "node_modules")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     words = ("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "dist", ".")
     run([sys.executable, "-m", "pip", *words], folder)
@@ -100,6 +100,9 @@ def test_what_the_wheel_brings(wheel: Path) -> None:
         "api/templates/jobs/program.yaml", "api/templates/clusters/aws.yaml",
     }  # fmt: skip
     assert {f"elastic/{name}" for name in tables} <= set(names)
+    page = {name for name in names if name.startswith("elastic/observe/dashboard/static/")}
+    assert {Path(name).suffix for name in page} == {".html", ".js", ".css", ".svg", ".txt"}
+    assert not any("/dashboard/page/" in name for name in names)
     assert {name.rpartition("/")[2] for name in names if ".data/scripts/" in name} == {
         "end_without_head.sh",
         "pre_stop.sh",
@@ -107,9 +110,9 @@ def test_what_the_wheel_brings(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"elastic", *(name for name in tops if name.startswith("elastic_ray-"))}
     extras = set(metadata.get_all("Provides-Extra") or ())
-    page = (ROOT / "docs" / PAGE).read_text()
+    text = (ROOT / "docs" / PAGE).read_text()
     assert {"huggingface", "test", "lint", "audit", "dev"} <= extras
-    assert f"elastic-ray=={__version__}" in page and page.count(WHEEL) >= 4
+    assert f"elastic-ray=={__version__}" in text and text.count(WHEEL) >= 4
 
 
 @pytest.mark.e2e

@@ -3,6 +3,7 @@ loop, writes the report."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from elastic.api.dashboard import DashboardBeside
 from elastic.api.diagnose import diagnosed
 from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
@@ -70,6 +72,8 @@ from elastic.worker.hosting.resume_checks import (
 if TYPE_CHECKING:
     from elastic.cluster.local.local_cluster import LocalCluster
 
+log = logging.getLogger(__name__)
+
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -93,6 +97,7 @@ class Options:
     supervised: bool = False
     no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
     show: bool = True  # progress while it runs
+    dashboard: bool = False  # a page in the browser while it runs, on this machine
     # drills on a Ray cluster take the workers of a node and leave the node itself alone
     spared: bool = False
     stream: TextIO | None = None  # where progress and report go; default: standard output
@@ -478,6 +483,9 @@ class JobRun:
             print(said, file=self._out())
             self.terminal.start()
             stack.callback(self.terminal.stop)
+        if self.options.dashboard:
+            page = DashboardBeside(self.place, self._shown() or log.warning)
+            stack.callback(page.close)
 
     def _result(self, state: State) -> Result:
         """Writes the report and prints it. Raises StorageFailed or LostContact."""

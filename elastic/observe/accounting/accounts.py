@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elastic.ledger.journal import Line
 from elastic.observe.accounting.loss_checks import LossChecks
@@ -144,6 +145,8 @@ class Books:
     first_of: tuple[str, str] = ("", "")
     timing: TransitionTimes = field(default_factory=TransitionTimes)
     checks: LossChecks = field(default_factory=LossChecks)
+    # what _paid has found, and from what
+    _places: tuple[Any, list[tuple[str, int, int, _Amount]]] | None = None
 
     # ----------------------------------------------------------------------------------------- time
 
@@ -156,20 +159,34 @@ class Books:
             return
         state = self.state
         self.sums["head_node"].usd += passed_s * state.head_usd_per_h / 3600
-        paid = [(node.pool, node.gpus, self._place(node)) for node in state.alive]
-        paid += self._no_nodes()
+        paid = self._paid()
         if not paid:
             self.sums["waiting_for_capacity"].add(_Amount(passed_s, wall_s=passed_s))
             return
         prices = {pool.name: pool.usd_per_node_h for pool in state.pools}
-        n_gpus = sum(gpus for _, gpus, _ in paid)
+        n_gpus = max(1, sum(gpus for _, _, gpus, _ in paid))
         touched: dict[int, _Amount] = {}
-        for pool, gpus, place in paid:
-            usd = passed_s * prices.get(pool, 0.0) / 3600
-            place.add(_Amount(passed_s * gpus / max(1, n_gpus), passed_s * gpus, usd))
+        for pool, n_machines, gpus, place in paid:
+            usd = passed_s * n_machines * prices.get(pool, 0.0) / 3600
+            place.add(_Amount(passed_s * gpus / n_gpus, passed_s * gpus, usd))
             touched[id(place)] = place
         for place in touched.values():
             place.wall_s += passed_s
+
+    def _paid(self) -> list[tuple[str, int, int, _Amount]]:
+        """Pool, number and GPUs of the machines that are paid for, by the place of their time. Most
+        lines change none of that: with hundreds of nodes it is not looked for again."""
+        state = self.state
+        seen = (state.nodes, state.instances, state.plan, state.target, self.away_since_s is None)
+        known = self._places
+        if known is None or any(a is not b for a, b in zip(known[0], seen, strict=True)):
+            machines = [(node.pool, node.gpus, self._place(node)) for node in state.alive]
+            found: dict[tuple[str, int], tuple[str, int, int, _Amount]] = {}
+            for pool, gpus, place in [*machines, *self._no_nodes()]:
+                _, n, n_gpus, _ = found.get((pool, id(place)), (pool, 0, 0, place))
+                found[pool, id(place)] = (pool, n + 1, n_gpus + gpus, place)
+            known = self._places = (seen, list(found.values()))
+        return known[1]
 
     def _no_nodes(self) -> list[tuple[str, int, _Amount]]:
         """Pool, GPUs and place of each machine that is not a node yet, or any more."""
@@ -224,9 +241,11 @@ class Books:
     def _seen(self, event: Event, at_s: float) -> None:
         if isinstance(event, NodePrepared):
             self.prepared.add(event.node_id)
+            self._places = None
         elif isinstance(event, NodeLost):
             self._settle_wait()
             self.prepared.discard(event.node_id)
+            self._places = None
         elif isinstance(event, Quiesced | WorkerFailed):
             self._settle_wait()
         elif isinstance(event, GroupRan | Evaluated):
@@ -265,7 +284,7 @@ class Books:
         if not event.attached:
             self.sums["wasted_progress"].add(self.group.taken())
             self._waited("waiting_for_capacity")
-            self.prepared = set()
+            self.prepared, self._places = set(), None
         if self.away_since_s is not None and self.at_s is not None:
             self._storage(StorageSeen(True, "", self.away_since_s), self.at_s)
         if self.at_s is not None:

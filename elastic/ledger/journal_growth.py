@@ -1,0 +1,122 @@
+"""What a run's journal has more than when it was looked at last: whoever follows a run reads every
+line once, in a folder as in object storage, also while the journal is closed into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+from elastic.ledger.journal import CLOSED, SEAL, Line, Sieve, crc_of, damaged
+from elastic.ledger.parts import PREFIX as PARTS
+from elastic.ledger.parts import JournalParts
+from elastic.ledger.run_folder import RunFolder
+from elastic.ledger.segments import PREFIX
+from elastic.storage import Storage
+
+NEWLINE = b"\n"
+MARK = 64  # bytes before the place that was read to, by which the same text is known again
+
+
+class ReadOnce:
+    """A storage whose journal segments, which are never changed, are fetched once."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._texts: dict[str, bytes] = {}
+
+    def list(self, prefix: str = "") -> list[str]:
+        keys = self._storage.list(prefix)
+        if prefix == PREFIX:
+            self._texts = {key: text for key, text in self._texts.items() if key in keys}
+        return keys
+
+    def get(self, key: str) -> bytes:
+        if not key.startswith(PREFIX):
+            return self._storage.get(key)
+        if key not in self._texts:
+            self._texts[key] = self._storage.get(key)
+        return self._texts[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+
+class JournalGrowth:
+    """Reads what was added since the last call. `begun`: how often it began from the first line: a
+    journal that was cut, or that another driver's lines replaced, is read again from there."""
+
+    def __init__(self, run: RunFolder) -> None:
+        if run.storage.remote:
+            run = replace(run, storage=cast(Storage, ReadOnce(run.storage)))
+        self._run = run
+        self.begun = 0
+        self.trouble = ""  # why nothing more is read
+        self._signs: object = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.begun += 1
+        self.trouble = ""
+        self._sieve = Sieve()
+        self._parts: JournalParts | None = None
+        self._n_parts, self._at, self._mark = 0, 0, b""
+        self._n_lines = 0  # of the text that is read, for messages
+
+    def look(self) -> Iterator[Line]:
+        """Lines that nobody has read; to be taken to their end. Raises JournalDamaged for parts or
+        segments that are missing, SpecError where a newer version wrote it."""
+        signs = self._seen()
+        if signs == self._signs:
+            return
+        parts, text = self._run.parts_and_text(self._parts)
+        if not self._continues(parts, text):
+            self._begin()
+        self._parts = parts
+        for name in parts.names[self._n_parts :]:
+            yield from self._taken(parts.read(name)[1], parts.storage.uri_of(name.key("xz")))
+            self._n_parts, self._at, self._mark = self._n_parts + 1, 0, b""
+        yield from self._taken(text, str(self._run.journal))
+        self._signs = signs
+
+    def _seen(self) -> object:
+        """What is another where anything was added."""
+        run = self._run
+        here = []
+        for path in (run.journal, run.folder / CLOSED):
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                continue
+            here.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        stored = run.storage.list(PREFIX) if run.storage.remote else []
+        return here, stored, run.storage.list(PARTS)
+
+    def _continues(self, parts: JournalParts, text: bytes) -> bool:
+        """Does the journal still begin with what was read?"""
+        if len(parts.names) < self._n_parts:
+            return False
+        known = self._parts.names[: self._n_parts] if self._parts is not None else ()
+        if parts.names[: self._n_parts] != known:
+            return False
+        if len(parts.names) > self._n_parts:
+            text = parts.read(parts.names[self._n_parts])[1]
+        return text[max(0, self._at - MARK) : self._at] == self._mark
+
+    def _taken(self, text: bytes, where: str) -> Iterator[Line]:
+        """The whole lines that follow the place that was read to."""
+        end = text.rfind(NEWLINE, self._at) + 1 or self._at
+        rest = text[end:]
+        seal = SEAL.search(rest)
+        if seal and crc_of(rest[: seal.start()] + b"}") == seal[1].decode():
+            end = len(text)  # whole but for its newline
+        added = text[self._at : end]
+        if not added or self.trouble:
+            return
+        yield from self._sieve.lines(added)
+        if (damage := self._sieve.damage) is not None:
+            number = self._n_lines + damage.number
+            self.trouble = str(damaged(where, replace(damage, number=number)))
+            return
+        self._n_lines += added.count(NEWLINE)
+        self._at, self._mark = end, text[max(0, end - MARK) : end]

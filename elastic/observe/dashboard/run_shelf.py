@@ -1,0 +1,165 @@
+"""The runs that a page shows: those that were named, or all of a storage folder, of which a run is
+read when somebody looks at it."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import ElasticError, SpecError
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe import find_runs
+from elastic.observe.dashboard.followed_run import FollowedRun, PageSources
+from elastic.observe.dashboard.run_summary import snapshot
+
+LOOK_S, LOOK_REMOTE_S = 1.0, 10.0  # between two looks at a journal
+LIST_S, LIST_REMOTE_S = 10.0, 60.0  # between two looks for runs that have begun
+DUTY = 20.0  # a snapshot that takes a second is made every 20 s at most
+
+
+def id_of(run: RunFolder) -> str:
+    """The same after a restart of the server; safe in a URL, whatever the folder is called."""
+    return hashlib.sha256(run.uri.encode()).hexdigest()[:10]
+
+
+@dataclass
+class _Answer:
+    """A snapshot as it goes to pages."""
+
+    version: int
+    body: bytes  # gzip
+    again_at_s: float
+
+
+class RunShelf:
+    """`named`: runs to show; () = all of `storage`, the newest of which is read at once."""
+
+    def __init__(
+        self, named: tuple[RunFolder, ...], sources: PageSources, storage: str | None = None
+    ) -> None:
+        self._sources, self._storage = sources, storage
+        self._all = not named
+        self._known: dict[str, RunFolder] = {id_of(run): run for run in named}
+        self._followed: dict[str, FollowedRun] = {}
+        self._answers: dict[str, _Answer] = {}
+        self._next: dict[str, float] = {}
+        self._listed_at_s = 0.0
+        self._lock = threading.Lock()
+        if self._all:
+            self._list()
+        first = list(self._known) if not self._all else list(self._known)[:1]
+        for key in first:
+            self.followed(key)
+
+    @property
+    def runs(self) -> list[FollowedRun]:
+        """Those that are read."""
+        return list(self._followed.values())
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return {key: run.version for key, run in self._followed.items()}
+
+    def followed(self, key: str) -> FollowedRun:
+        """Raises KeyError."""
+        with self._lock:
+            if key not in self._followed:
+                self._followed[key] = FollowedRun(self._known[key], self._sources)
+            return self._followed[key]
+
+    def check(self) -> None:
+        """Raises SpecError where there is nothing to show, JournalDamaged."""
+        for run in self.runs:
+            run.check()
+
+    def _list(self) -> None:
+        """The newest first."""
+        remote = "://" in find_runs.storage_uri(self._storage)
+        every_s = LIST_REMOTE_S if remote else LIST_S
+        if self._known and time.monotonic() - self._listed_at_s < every_s:
+            return
+        self._listed_at_s = time.monotonic()
+        found = [run for _, run in reversed(find_runs.all_runs(self._storage))]
+        self._known = {id_of(run): run for run in found} | self._known
+
+    def look(self) -> bool:
+        """At all journals whose time has come: is anything new?"""
+        n = len(self._known)
+        if self._all:
+            # out of reach for a while: those that are known stay
+            with suppress(ElasticError, OSError):
+                self._list()
+        changed = len(self._known) != n
+        for key, run in list(self._followed.items()):
+            now_s = time.monotonic()
+            if now_s >= self._next.get(key, 0.0):
+                changed |= run.look()
+                every_s = LOOK_REMOTE_S if run.run.storage.remote else LOOK_S
+                self._next[key] = time.monotonic() + every_s
+        return changed
+
+    def listed(self) -> list[dict[str, Any]]:
+        rows = []
+        for key, place in list(self._known.items()):
+            run = self._followed.get(key)
+            read = run is not None and not run.empty
+            rows.append(
+                {
+                    "id": key,
+                    "name": place.name,
+                    "uri": place.uri,
+                    "read": read,
+                    "phase": run.view.phase if run is not None and read else "",
+                }
+            )
+        return rows
+
+    def answer(self, key: str) -> bytes:
+        """The newest snapshot that there is time for. Raises KeyError."""
+        run = self.followed(key)
+        known = self._answers.get(key)
+        if known is not None and (
+            known.version == run.version or time.monotonic() < known.again_at_s
+        ):
+            return known.body
+        began_s, version = time.monotonic(), run.version
+        body = gzip.compress(compact(snapshot(run)), 5)
+        again_at_s = time.monotonic() + DUTY * (time.monotonic() - began_s)
+        self._answers[key] = _Answer(version, body, again_at_s)
+        return body
+
+
+def compact(data: Any) -> bytes:
+    """JSON; numbers that are none become null."""
+    try:
+        return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if data - data == 0 else None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return data
+
+
+def shelf_of(names: list[str], sources: PageSources, storage: str | None = None) -> RunShelf:
+    """Of runs by name, folder or URI; [] = all of the storage folder. Raises SpecError."""
+    named = tuple(find_runs.open_run(name, storage) for name in names)
+    shelf = RunShelf(named, sources, storage)
+    if not shelf.listed():
+        raise SpecError(
+            f"no runs in {find_runs.storage_uri(storage)}: start one with `elastic run JOB "
+            "--dashboard`, or name the folder of another one"
+        )
+    return shelf

@@ -1,0 +1,296 @@
+"""What a page is told of a run is what `status`, `why` and `ledger` say of it, at every moment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.observe import small_run
+from support.observe.long_run import LongRun
+from support.sim.scenario import MODEL, scenario
+
+from elastic.driver import drive
+from elastic.errors import SpecError
+from elastic.ledger.journal import Line, MemoryJournal, write_line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.accounting.accounts import account
+from elastic.observe.dashboard.drawn_cluster import cluster
+from elastic.observe.dashboard.finish_forecast import forecast
+from elastic.observe.dashboard.followed_run import FollowedRun, PageSources
+from elastic.observe.dashboard.run_shelf import RunShelf, compact, id_of
+from elastic.observe.dashboard.run_summary import snapshot
+from elastic.observe.dashboard.step_curve import StepCurve, Stretch
+from elastic.observe.diagnosis.step_verdicts import verdicts
+from elastic.observe.reporting.report import worth
+from elastic.observe.reporting.run_seen import seen_of
+from elastic.observe.run_view import View, view_of
+from elastic.policy.state.fold import changes
+from elastic.sim.sim_backend import SimBackend
+from elastic.storage import LocalStorage
+from elastic.types import AXES, DriverStarted, Job, Layout, Plan, PlanEntered, StepDone, WorkerId
+from elastic.types.grid import coordinates
+
+
+def followed(folder: Path, lines: list[Line], **more: object) -> FollowedRun:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "journal.jsonl").write_text("".join(write_line(one) + "\n" for one in lines))
+    return FollowedRun(RunFolder(LocalStorage(folder), folder), PageSources(**more))  # type: ignore[arg-type]
+
+
+def curve_of(lines: list[Line]) -> StepCurve:
+    curve = StepCurve()
+    for change in changes(lines):
+        curve.take(change)
+    return curve
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_curve_holds_the_steps_that_count(seed: int) -> None:
+    job, pools, faults, delays = scenario(seed)
+    journal = MemoryJournal()
+    start = DriverStarted("random", 1, job, pools, MODEL)
+    drive(SimBackend(pools, Job.from_plain(job), faults, delays=delays), journal, start)
+    kept, curve = view_of(journal.lines).curve(), curve_of(journal.lines)
+    assert list(curve.steps) == [point.step for point in kept]
+    assert list(curve.columns["train_loss"]) == [point.train_loss for point in kept]
+
+
+def test_a_generation_whose_entering_no_line_tells_of_takes_the_place_of_its_steps() -> None:
+    lines = [
+        one
+        for one in small_run.lines()
+        if not any(
+            isinstance(event, PlanEntered) and event.generation == 3 for _, event in one.events
+        )
+    ]
+    kept, curve = view_of(lines).curve(), curve_of(lines)
+    assert list(curve.steps) == [point.step for point in kept] == list(range(1, 13))
+    assert list(curve.columns["at_s"]) == [point.at_s for point in kept]
+
+
+def test_buckets_keep_the_least_and_the_greatest_value() -> None:
+    lines = list(LongRun(2, 3000, 3).lines())
+    curve = curve_of(lines)
+    losses = list(curve.columns["train_loss"])
+    found = curve.charted(Stretch("step", buckets=100), small_run.T0)
+    loss = found["train_loss"]
+    assert 90 <= len(found["x"]) == len(loss["mid"]) == len(loss["max"]) <= 100
+    assert max(loss["max"]) == pytest.approx(max(losses), rel=1e-5)
+    assert min(loss["min"]) == pytest.approx(min(losses), rel=1e-5)
+    assert all(a <= b <= c for a, b, c in zip(loss["min"], loss["mid"], loss["max"], strict=True))
+    few = curve.charted(Stretch("step", 1000, 1050, 100), small_run.T0)
+    assert few["x"] == list(range(999, 1052)) and "min" not in few["train_loss"]
+    assert len(compact(found)) < 15_000
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+    lines = small_run.lines()[:4]
+    lines.append(small_run.tick(5, StepDone(1, 1, float("nan"), 10, 0.5)))
+    run = followed(tmp_path, lines)
+    run.look()
+    assert run.series(Stretch())["train_loss"]["mid"] == [None]
+    assert json.loads(compact(snapshot(run)))["train_loss"] is None
+
+
+def test_line_by_line_it_says_what_the_ledger_says(tmp_path: Path) -> None:
+    lines = small_run.lines()
+    for n in range(1, len(lines) + 1):
+        run = followed(tmp_path / str(n), lines[:n])
+        assert run.look() and not run.trouble
+        found = snapshot(run)
+        view, books = view_of(lines[:n]), account(lines[:n])
+        assert found["step"] == view.step and found["phase"] in (view.phase, "interrupted")
+        totals = found["account"]["totals"]
+        assert totals["usd"] == pytest.approx(books.totals.usd)
+        for one in found["account"]["categories"]:
+            assert one["gpu_seconds"] == pytest.approx(books.gpu_seconds[one["name"]], abs=1e-3)
+        # and asking changes nothing
+        assert snapshot(run) == found
+
+
+def test_it_follows_what_is_added_and_says_so(tmp_path: Path) -> None:
+    lines = small_run.lines()
+    run = followed(tmp_path, lines[:6], holder=lambda storage: "process 1 on here")
+    assert run.look() and not run.look()
+    version = run.version
+    assert snapshot(run)["phase"] == "running"
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write("".join(write_line(one) + "\n" for one in lines[6:])[:-9])
+    assert run.look() and run.version > version
+    assert not run.view.ended  # the last line is cut
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write(write_line(lines[-1])[-8:] + "\n")
+    assert run.look()
+    found = snapshot(run)
+    assert found["phase"] == "succeeded" and found["ended"]
+    whole = view_of(lines)
+    assert [one["text"] for one in run.notes()["rows"]] == [n.text for n in reversed(whole.notes)]
+
+
+def test_a_driver_that_is_gone_and_comes_back(tmp_path: Path) -> None:
+    lines = small_run.lines()
+    drivers = ["process 1 on here", "", "process 2 on here"]
+    run = followed(tmp_path, lines[:8], holder=lambda storage: drivers[0])
+    run.look()
+    assert snapshot(run)["phase"] == "running"
+    del drivers[0]
+    version = run.version
+    assert run.look() and run.version > version  # although no line was added
+    assert snapshot(run)["phase"] == "interrupted"
+    del drivers[0]
+    assert run.look()
+    assert snapshot(run)["phase"] == "running"
+
+
+def test_a_journal_that_is_another_one_is_read_anew(tmp_path: Path) -> None:
+    lines = small_run.lines()
+    run = followed(tmp_path, lines)
+    run.look()
+    followed(tmp_path, lines[:5])
+    assert run.look()
+    assert run.view.step == view_of(lines[:5]).step and len(run.curve) == 1
+
+
+def test_what_cannot_be_read_is_told_and_read_when_it_can(tmp_path: Path) -> None:
+    run = followed(tmp_path, small_run.lines()[:5])
+    run.look()
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"v": 9, "at_s": 1}\n')
+    assert run.look()
+    assert "schema version 9 is newer" in snapshot(run)["trouble"]
+    followed(tmp_path, small_run.lines())
+    assert run.look()
+    found = snapshot(run)
+    assert not found["trouble"] and found["phase"] == "succeeded"
+
+
+def test_search_finds_all_words_in_any_case(tmp_path: Path) -> None:
+    run = followed(tmp_path, small_run.lines())
+    run.look()
+    found = run.notes("LOST a")
+    assert found["rows"] and all("lost" in one["text"] for one in found["rows"])
+    assert run.notes("nothing of the kind")["rows"] == []
+    decisions = run.notes(kind="Decision")["rows"]
+    assert {one["kind"] for one in decisions} == {"Decision"}
+    older = run.notes(kind="Decision", before=decisions[0]["n"])["rows"]
+    assert older == decisions[1:]
+    assert run.notes()["kinds"]["Decision"] == len(decisions)
+
+
+LAYOUTS = [Layout(pp=2, dp_replicate=3, dp_shard=2, cp=2, tp=2), Layout(dp_shard=4), Layout()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_coordinates_are_those_of_the_grid(layout: Layout) -> None:
+    n = layout.world_size
+    ranks = tuple(WorkerId(f"n{k // 8}", k % 8) for k in range(n))
+    view = View()
+    plan = Plan(1, layout, ranks, (8,) * layout.dp, (3,) * layout.pp, copies_to=((0,),) * n)
+    view.state = replace(view.state, plan=plan)
+    drawn = cluster(view)["plan"]
+    for rank in range(n):
+        at = coordinates(layout, rank)
+        for axis in AXES:
+            if getattr(layout, axis) > 1:
+                assert drawn["coordinates"][axis][rank] == getattr(at, axis)
+    assert len(drawn["stages"]) == layout.pp and drawn["copies_to"] == [[0]] * n
+
+
+def test_the_cluster_says_who_holds_what(tmp_path: Path) -> None:
+    lines = list(LongRun(4, 40, 4).lines())
+    run = followed(tmp_path, lines[:10])
+    run.look()
+    found = snapshot(run)["cluster"]
+    assert [one["status"] for one in found["nodes"]] == ["prepared"] * 4
+    assert sorted(rank for one in found["nodes"] for rank in one["ranks"]) == list(range(32))
+    assert found["plan"]["copies_to"][0] == [8]  # on the next node
+    assert found["plan"]["axes"] == {"pp": 4, "tp": 8}
+
+
+def test_a_forecast_holds_the_end_between_its_bounds() -> None:
+    lines = list(LongRun(4, 2000, 10).lines())
+    whole = curve_of(lines)
+    half = [one for one in lines if one.at_s <= lines[len(lines) // 2].at_s]
+    curve = curve_of(half)
+    rest = 2000 - curve.steps[-1]
+    found = forecast(curve, rest, curve.columns["usd"][-1])
+    assert found is not None
+    truth_s = whole.columns["at_s"][-1] - curve.columns["at_s"][-1]
+    assert found.rest_s.low < truth_s < found.rest_s.high
+    assert found.rest_s.low <= found.rest_s.mid <= found.rest_s.high
+    assert found.usd.low < whole.columns["usd"][-1] < found.usd.high
+    assert forecast(curve, 0, 1.0) is None and forecast(StepCurve(), 10, 1.0) is None
+    assert forecast(curve, float("inf"), 1.0) is None  # a script that is restarted
+
+
+def test_saved_and_verdicts_are_those_of_the_report(tmp_path: Path) -> None:
+    lines = list(LongRun(3, 400, 6).lines())
+    run = followed(tmp_path, lines)
+    run.look()
+    found, seen = snapshot(run), seen_of(lines)
+    worth_it = worth(seen, verdicts(seen.evidence))
+    assert found["saved"]["usd"] == pytest.approx(worth_it["on_demand"]["saved_usd"])
+    said = [one["what"] for one in found["advice"]]
+    bounds = [one["bound"] for one in worth_it["verdicts"]]
+    assert bounds and said[-len(bounds) :] == bounds
+
+
+def test_communication_is_that_of_the_cost_model(tmp_path: Path) -> None:
+    lines = list(LongRun(4, 40, 4).lines())
+    run = followed(tmp_path, lines[:10], parts=lambda seen, plan: {"tp": 0.25, "pp": 0.0})
+    run.look()
+    found = snapshot(run)["communication"]
+    assert found["parts"] == {"tp": 0.25} and not found["traced"]
+    told = followed(tmp_path, lines[:10], traced=lambda seen, plan, storage: {"tp": 0.5})
+    told.look()
+    found = snapshot(told)["communication"]
+    assert found["parts"] == {"tp": 0.5} and found["traced"]  # what was measured counts first
+    assert found["expected_step_s"] == pytest.approx(4.08) and found["data_s"] == 0.02
+
+
+def test_advice_names_a_budget_that_will_not_do(tmp_path: Path) -> None:
+    lines = list(LongRun(4, 400, 2).lines())
+    start = lines[0].events[0][1]
+    assert isinstance(start, DriverStarted)
+    start.job["budget_usd"] = 1.0
+    run = followed(tmp_path, lines[:200])
+    run.look()
+    (found,) = [one for one in snapshot(run)["advice"] if one["what"] == "budget"]
+    assert found["verdict"] == "bad" and "1.00 may be spent" in found["found"]
+
+
+@pytest.mark.slow
+def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    run = followed(tmp_path, list(LongRun(64, 3000, 30).lines()))
+    run.look()
+    assert len(compact(snapshot(run))) < 80_000  # 512 ranks
+    assert len(compact(run.series(Stretch(buckets=700)))) < 120_000
+    assert len(run.view.points) <= 20 and len(run.view.planned) <= 16
+
+
+def test_nothing_to_show_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="its journal is empty"):
+        followed(tmp_path, []).check()
+    (tmp_path / "journal.jsonl").write_text('{"v": 9, "at_s": 1}\n')
+    with pytest.raises(SpecError, match="schema version 9 is newer"):
+        followed_as_is(tmp_path).check()
+    followed(tmp_path, small_run.lines()).check()
+
+
+def followed_as_is(folder: Path) -> FollowedRun:
+    return FollowedRun(RunFolder(LocalStorage(folder), folder))
+
+
+def test_a_folder_of_runs_reads_the_newest_and_others_when_asked(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        followed(tmp_path / name, small_run.lines())
+    shelf = RunShelf((), PageSources(), str(tmp_path))
+    assert {one["name"] for one in shelf.listed()} == {"one", "two"} and len(shelf.runs) == 1
+    other = next(one for one in shelf.listed() if one["id"] not in shelf.versions)
+    assert shelf.followed(other["id"]).name == other["name"]
+    assert shelf.look() and all(one["read"] for one in shelf.listed())
+    with pytest.raises(KeyError):
+        shelf.followed("no such run")
+    assert id_of(shelf.runs[0].run) in shelf.versions

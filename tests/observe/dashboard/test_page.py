@@ -1,0 +1,348 @@
+"""The page itself: its built files are those of its sources; in a real browser it shows a run as it
+is, asks no other host, takes names as text, and can be used by everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from support.observe import devtools
+from support.observe.devtools import Page, opened
+from support.observe.long_run import LongRun
+from support.places import ROOT
+
+from elastic.ledger.journal import Line, write_line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.dashboard.dashboard_server import DashboardServer, listening
+from elastic.observe.dashboard.followed_run import PageSources
+from elastic.observe.dashboard.run_shelf import RunShelf
+from elastic.storage import LocalStorage
+from elastic.types import DeviceNoted, WorkerId
+
+SOURCES = ROOT / "elastic" / "observe" / "dashboard" / "page"
+BUILT = SOURCES.with_name("static")
+BAD = '<script>window.broken=1</script><img src="//example.org/x" onerror="window.broken=1">'
+READY = "document.querySelector('.tiles') && document.querySelectorAll('.plot canvas').length >= 3"
+
+whole = pytest.mark.whole
+needs_browser = pytest.mark.skipif(devtools.CHROMIUM is None, reason="there is no chromium")
+needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="there is no npm")
+
+
+def source_files() -> list[str]:
+    files = (p for p in SOURCES.rglob("*") if p.is_file() and "node_modules" not in p.parts)
+    return sorted(path.relative_to(SOURCES).as_posix() for path in files)
+
+
+def test_the_built_files_are_those_of_the_sources() -> None:
+    """`make dashboard` makes them; with npm the whole tier makes them again and compares."""
+    total = sha256()
+    for name in source_files():
+        one = sha256((SOURCES / name).read_bytes()).hexdigest()
+        total.update(f"{name}\n{one}\n".encode())
+    built_from = (BUILT / "built-from.txt").read_text().strip()
+    assert total.hexdigest() == built_from, "the page was changed: make dashboard"
+
+
+def test_versions_are_pinned_and_no_registry_is_named() -> None:
+    package = json.loads((SOURCES / "package.json").read_text())
+    locked = (SOURCES / "package-lock.json").read_text()
+    for version in {**package["dependencies"], **package["devDependencies"]}.values():
+        assert version[0].isdigit()
+    assert '"resolved"' not in locked and "://registry" not in locked
+    assert '"integrity"' in locked
+
+
+def test_what_is_bundled_has_its_license_beside_it() -> None:
+    package = json.loads((SOURCES / "package.json").read_text())
+    text = (BUILT / "licenses.txt").read_text()
+    for name, version in package["dependencies"].items():
+        assert f"{name} {version} (MIT)" in text
+    assert text.count("Permission is hereby granted") == len(package["dependencies"])
+
+
+def test_no_name_becomes_markup_and_the_page_is_light() -> None:
+    for path in (SOURCES / "src").iterdir():
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert word not in path.read_text(), f"{path.name}: {word}"
+    assert sum(path.stat().st_size for path in BUILT.rglob("*.js")) < 160_000
+
+
+@whole
+@needs_npm
+def test_building_it_again_gives_the_same_files(tmp_path: Path) -> None:
+    copy = tmp_path / "page"
+    shutil.copytree(SOURCES, copy, ignore=shutil.ignore_patterns("node_modules"))
+    made = subprocess.run(["npm", "ci"], cwd=copy, capture_output=True, text=True)
+    if made.returncode and any(
+        word in made.stderr for word in ("ENOTFOUND", "EAI_AGAIN", "ETIMEDOUT")
+    ):
+        pytest.skip("npm's registry is out of reach")
+    assert made.returncode == 0, made.stderr
+    built = subprocess.run(["npm", "run", "build"], cwd=copy, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert contents(tmp_path / "static") == contents(BUILT)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+# ---------------------------------------------------------------------------------------- in chromium
+
+
+def lines() -> list[Line]:
+    """A run whose nodes, devices and reasons are called as an attacker would call them."""
+    made = LongRun(6, 400, 10)
+    made.nodes[2] = f"spot-{BAD}"
+    found = list(made.lines())
+    at_s = found[30].at_s
+    note = DeviceNoted(WorkerId("spot-1", 0), BAD)
+    found.insert(31, Line(at_s, 1, ((at_s, note),), None))
+    for k, one in enumerate(found):
+        if one.decision is not None and k > 3:
+            found[k] = replace(
+                one, decision=replace(one.decision, reason=f"{one.decision.reason} {BAD}")
+            )
+    return found
+
+
+class Shown:
+    """A served run, `n` of whose lines are written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = folder / BAD.replace("/", "_")
+        self.place.mkdir(parents=True, exist_ok=True)
+        self.other = folder / "another"
+        self.other.mkdir(exist_ok=True)
+        self.text = [write_line(one) + "\n" for one in lines()]
+        self.other_text = "".join(write_line(one) + "\n" for one in LongRun(2, 60, 3).lines())
+        (self.other / "journal.jsonl").write_text(self.other_text)
+        self.stop = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def write(self, n: int | None = None, cut: int = 0) -> None:
+        text = "".join(self.text[:n])
+        (self.place / "journal.jsonl").write_text(text[: len(text) - cut])
+
+    async def serve(self, port: int = 0) -> DashboardServer:
+        runs = [RunFolder(LocalStorage(one), one) for one in (self.place, self.other)]
+        shelf = RunShelf(tuple(runs), PageSources(holder=lambda run: "process 1 on here"))
+        await asyncio.to_thread(shelf.look)
+        server, self.stop = DashboardServer(shelf, listening("127.0.0.1", port)), asyncio.Event()
+        self.task = asyncio.create_task(server.serve(self.stop))
+        return server
+
+    async def end(self) -> None:
+        self.stop.set()
+        if self.task is not None:
+            await self.task
+
+
+def shown(folder: Path, work: Callable[[Shown, DashboardServer, Page], Awaitable[None]]) -> None:
+    async def main() -> None:
+        found = Shown(folder)
+        found.write()
+        server = await found.serve()
+        try:
+            async with opened() as page:
+                await page.size(1400, 1000)
+                await page.go(server.url)
+                await page.until(READY)
+                await work(found, server, page)
+        finally:
+            await found.end()
+
+    asyncio.run(main())
+
+
+@whole
+@needs_browser
+def test_it_asks_no_other_host_and_takes_names_as_text(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        await page.until("document.querySelectorAll('table.log tbody tr').length > 20")
+        text = await page.value("document.body.innerText")
+        assert "window.broken=1" in text
+        for name in (found.place.name, f"spot-{BAD}"[:-4]):
+            assert name in await page.value("document.body.textContent")
+        await page.value(
+            "[...document.querySelectorAll('button.node')].find(n => n.textContent.includes('script')).click()"
+        )
+        await page.until("document.querySelector('.details h3').textContent.startsWith('spot-')")
+        assert BAD in await page.value("document.querySelector('.details').textContent")
+        assert await page.value("window.broken === undefined")
+        assert await page.value("document.querySelectorAll('main img, main script').length") == 0
+        assert await page.value("document.title.includes('<script>')")
+        await asyncio.sleep(0.5)  # sleeps: complaints that come late are the subject
+        assert page.complaints == []
+        asked = [urlsplit(url) for url in page.requests if not url.startswith("data:")]
+        assert {one.netloc for one in asked} == {f"127.0.0.1:{server.port}"}
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1400), ("dark", 1400), ("light", 390), ("dark", 390)]
+)
+def test_everybody_can_use_it(tmp_path: Path, scheme: str, width: int) -> None:
+    """By axe-core: contrast, names, roles, order; in both colors, on a screen and on a phone."""
+    axe = SOURCES / "node_modules" / "axe-core" / "axe.min.js"
+    if not axe.is_file():
+        pytest.skip("axe-core is not installed: make dashboard")
+
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        await page.size(width, 900)
+        await page.colors(scheme)
+        await page.until(f"document.documentElement.dataset.theme === '{scheme}'")
+        await page.value("document.querySelectorAll('button.node')[3].click()")
+        await page.value(axe.read_text() + "; true")
+        result = await page.value("axe.run(document, {resultTypes: ['violations']})")
+        said = [
+            (one["id"], one["help"], [node["html"][:200] for node in one["nodes"][:3]])
+            for one in result["violations"]
+        ]
+        assert said == []
+        # nothing is wider than the screen
+        assert await page.value("document.documentElement.scrollWidth") <= width
+        await page.picture(tmp_path / "page.png")
+        assert (tmp_path / "page.png").stat().st_size > 20_000
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+def test_the_keyboard_alone_will_do(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        focused = "document.activeElement"
+        await page.value("document.querySelector('button.node').focus()")
+        first = await page.value(f"{focused}.textContent")
+        await page.key("ArrowRight")
+        assert (name := await page.value(f"{focused}.textContent")) != first
+        await page.value(f"{focused}.click()")
+        await page.until("document.querySelector('.details .ranks b').textContent === 'worker 0'")
+        assert (await page.value("document.querySelector('.details h3').textContent")) in name
+        await page.value("document.querySelector('.zoom button').focus()")
+        await page.value(
+            "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: '+', bubbles: true}))"
+        )
+        await page.until("!document.querySelectorAll('.zoom button')[1].disabled")
+        for _ in range(40):
+            await page.key("Tab")
+        assert (
+            await page.value(
+                'document.querySelectorAll(\'[tabindex]:not([tabindex="0"]):not([tabindex="-1"])\').length'
+            )
+            == 0
+        )
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+def test_colors_follow_the_system_and_the_switch(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        background = "getComputedStyle(document.body).backgroundColor"
+        await page.colors("light")
+        await page.until("document.documentElement.dataset.theme === 'light'")
+        light = await page.value(background)
+        await page.colors("dark")
+        await page.until("document.documentElement.dataset.theme === 'dark'")
+        assert await page.value(background) != light
+        await page.value(
+            "(() => { const one = document.querySelector('select[aria-label=\"colors\"]');"
+            "one.value = 'light'; one.dispatchEvent(new Event('change', {bubbles: true})); })()"
+        )
+        await page.until("document.documentElement.dataset.theme === 'light'")
+        await page.go(server.url)
+        await page.until(READY)
+        assert await page.value(background) == light  # it is remembered
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+def test_it_stays_true_while_the_run_and_the_server_change(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        headline = "document.querySelector('.headline')?.textContent"
+        link = "document.querySelector('.link').textContent"
+        await page.until(f"{headline}.includes('succeeded')")
+        found.write(230)  # it is another journal now
+        await page.until(f"{headline}.includes('running')")
+        await page.until(f"{link}.includes('live')")
+        step = await page.value(headline)
+        found.write(260, cut=20)  # the last line is cut
+        await page.until(f"{headline} !== {json.dumps(step)}")
+        assert "running" in await page.value(headline)
+        await found.end()
+        await page.until(f"{link}.includes('no connection')")
+        found.write()
+        await found.serve(server.port)
+        await page.until(f"{link}.includes('run has ended')", 40)
+        await page.until(f"{headline}.includes('succeeded')")
+        # what could not be reached is the server that was gone
+        assert all("ERR_" in one or "Failed to load" in one for one in page.complaints)
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+def test_searching_comparing_and_choosing_a_run(tmp_path: Path) -> None:
+    async def typed(page: Page, selector: str, text: str) -> None:
+        await page.value(
+            f"(() => {{ const one = document.querySelector({selector!r}); one.value = {text!r};"
+            "one.dispatchEvent(new Event('input', {bubbles: true}));"
+            "one.dispatchEvent(new Event('change', {bubbles: true})); })()"
+        )
+
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        await page.until("document.querySelectorAll('table.log tbody tr').length > 20")
+        await typed(page, "input[aria-label='search decisions']", "leaves in 120 s")
+        rows = "[...document.querySelectorAll('table.log tbody tr')].map(r => r.innerText)"
+        await page.until(f"{rows}.length && {rows}.every(row => row.includes('leaves in 120 s'))")
+        compared = "[...document.querySelectorAll('section[aria-labelledby=compare] tbody tr')].map(r => r.innerText)"
+        await page.until(f"{compared}.filter(t => t.includes('succeeded')).length === 2")
+        key = await page.value("document.querySelectorAll('.top select option')[1].value")
+        await typed(page, ".top select", key)
+        await page.until("document.title.endsWith('another')")
+        assert await page.value("location.hash") == f"#{key}"
+        await page.until(
+            "document.querySelector('.headline')?.textContent.includes('step 60 of 60')"
+        )
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+def test_hundreds_of_nodes_and_thousands_of_steps(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        text = [write_line(one) + "\n" for one in LongRun(512, 5000, 8).lines()]
+        (found.other / "journal.jsonl").write_text("".join(text))
+        key = next(one["id"] for one in server.shelf.listed() if one["name"] == "another")
+        await page.value(f"location.hash = '{key}'")
+        await page.until(
+            "document.querySelector('.headline')?.textContent.includes('step 5,000 of 5,000')", 240
+        )
+        await page.until("document.querySelectorAll('.nodes .cell').length >= 4096")
+        assert await page.value("performance.memory.usedJSHeapSize") < 100e6
+        assert page.complaints == []
+
+    shown(tmp_path, work)
