@@ -169,7 +169,9 @@ def asked_for(given: NewJob, ask: Callable[[str, str], str], known: frozenset[st
     """With the answers to what was not given; `known`: fields that were. `ask`: a question and
     what an empty answer means -> the answer."""
 
-    def one(field: str, question: str, usual: str, choices: Mapping[str, str] | None = None) -> str:
+    def one(
+        field: str, question: str, usual: str, *, choices: Mapping[str, str] | None = None
+    ) -> str:
         if field in known:
             return str(getattr(given, field))
         if choices:
@@ -182,8 +184,8 @@ def asked_for(given: NewJob, ask: Callable[[str, str], str], known: frozenset[st
         return numbered.get(int(answer), answer) if answer.isdigit() and choices else answer
 
     folder = one("folder", "Which folder shall hold the job?", given.folder)
-    kind = one("kind", "What is trained?", given.kind, ABOUT)
-    place = one("place", "Where does it run?", given.place, PLACES)
+    kind = one("kind", "What is trained?", given.kind, choices=ABOUT)
+    place = one("place", "Where does it run?", given.place, choices=PLACES)
     usual = NewJob(folder, kind, place)
     cluster = one("cluster", "Which file shall describe the cluster?", str(usual.cluster_file))
     storage = one("storage", "Where do runs lie (a URI that all nodes reach)? Empty: later", "")

@@ -14,7 +14,7 @@ from rich.text import Text
 from elastic.cli.parser import natural, opened, run_verb, show
 from elastic.observe import find_runs, why_lines
 from elastic.observe.terminal import STYLES
-from elastic.observe.why_lines import HEAD, KINDS, REST, Row, Wanted
+from elastic.observe.why_lines import HEAD, KINDS, REST, Wanted, WhyRow
 
 SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 AGO = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d|w)")
@@ -59,14 +59,14 @@ def _why(given: argparse.Namespace) -> int:
         return 0
     by_name = given.node or given.kind
     if given.all or by_name:
-        rows = why_lines.every(view, notes) or [Row("nothing of that is noted")]
+        rows = why_lines.every(view, notes) or [WhyRow("nothing of that is noted")]
     else:
         rows = why_lines.short(view, why_lines.story(view, notes), len(notes))
     _print(rows[-given.last :])
     return 0
 
 
-def _print(rows: Sequence[Row]) -> None:
+def _print(rows: Sequence[WhyRow]) -> None:
     """On a terminal colored, and cut to its width; `--all | less -R`, or a file, has all of it."""
     if not sys.stdout.isatty():
         print("\n".join(row.text for row in rows))

@@ -115,7 +115,7 @@ def when(view: View, at_s: float) -> str:
     return f"{int(since_s // DAY_S)}d {minutes // 60:02d}:{minutes % 60:02d}"
 
 
-class Row(NamedTuple):
+class WhyRow(NamedTuple):
     """A line; `kind` of the note that it tells of says its color, HEAD and REST are none."""
 
     text: str
@@ -125,10 +125,10 @@ class Row(NamedTuple):
 HEAD, REST = "head", "rest"
 
 
-def every(view: View, notes: Iterable[Note]) -> list[Row]:
+def every(view: View, notes: Iterable[Note]) -> list[WhyRow]:
     """A line for each note; decisions are marked."""
     return [
-        Row(
+        WhyRow(
             f"{note.at_s - view.started_at_s:8.1f} s  step {note.step:<5} "
             f"{'=> ' if note.kind == 'Decision' else '   '}{note.text}",
             note.kind,
@@ -287,15 +287,15 @@ def head(view: View) -> str:
     )
 
 
-def short(view: View, told: Sequence[Told], n_notes: int) -> list[Row]:
+def short(view: View, told: Sequence[Told], n_notes: int) -> list[WhyRow]:
     """The story as lines."""
     times = [when(view, one.at_s) for one in told]
     width = max([len(text) for text in times], default=0)
     steps = max([len(str(one.step)) for one in told], default=1)
     rows = [
-        Row(f"{at:>{width}}  step {one.step:<{steps}}  {one.text}", one.kind)
+        WhyRow(f"{at:>{width}}  step {one.step:<{steps}}  {one.text}", one.kind)
         for at, one in zip(times, told)
     ]
     n_left = n_notes - sum(one.n for one in told)
-    left = [Row(f"({n_left} more notes and decisions: --all)", REST)] if n_left > 0 else []
-    return [Row(head(view), HEAD), *(rows or [Row("nothing has changed it")]), *left]
+    left = [WhyRow(f"({n_left} more notes and decisions: --all)", REST)] if n_left > 0 else []
+    return [WhyRow(head(view), HEAD), *(rows or [WhyRow("nothing has changed it")]), *left]

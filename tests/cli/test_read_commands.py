@@ -37,10 +37,10 @@ def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.usefixtures("storage")
 def test_why_says_what_led_to_what(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = called(capsys, "why", "tiny-1")[1].splitlines()
+    lines = called(capsys, "why", "tiny-1", "--all")[1].splitlines()
     notice = next(i for i, line in enumerate(lines) if "notice: node" in line)
     assert "=> " in lines[notice + 1]
-    assert called(capsys, "why", "tiny-1", "--last", "1")[1].splitlines() == lines[-1:]
+    assert called(capsys, "why", "tiny-1", "--all", "--last", "1")[1].splitlines() == lines[-1:]
     kinds = [note["kind"] for note in as_json(capsys, "why", "tiny-1")]
     assert "NodeLost" in kinds
     assert "Decision" in kinds

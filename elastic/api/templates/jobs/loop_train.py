@@ -10,7 +10,7 @@ import elastic
 LEARNING_RATE, SEED = 1e-3, 1
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+class FlippedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return 960
 
@@ -23,7 +23,7 @@ torch.manual_seed(SEED)
 model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 # how many steps of how many samples: job.yaml says it
-with elastic.loop(model=model, optimizer=optimizer, dataset=Rows()) as run:
+with elastic.loop(model=model, optimizer=optimizer, dataset=FlippedRows()) as run:
     for batch in run:  # this rank's share of the step
         # read the model from `run`: it may be rebuilt. The loss is a sum, not a mean
         loss = F.mse_loss(run.model(batch["input"]), batch["target"], reduction="sum")

@@ -9,7 +9,7 @@ import elastic
 VOCABULARY, HIDDEN, LENGTH = 64, 32, 16
 
 
-class Block(nn.Module):
+class OwnBlock(nn.Module):
     """A block adds to its own input: only so may a pipeline be cut between two of them."""
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Block(nn.Module):
         return x + change
 
 
-class Model(nn.Module):
+class OwnModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(OwnBlock() for _ in range(4))
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Model(nn.Module):
         return logits
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+class OwnRows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """len() and [sample id]; which rank reads which sample, and when, is elastic's affair."""
 
     def __len__(self) -> int:
@@ -55,9 +55,9 @@ def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 program = elastic.Program(
-    model=Model,
+    model=OwnModel,
     optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
-    dataset=Rows,
+    dataset=OwnRows,
     loss=loss,
     blocks="layers.*",
     # how tensor parallelism cuts them; without it tp = 1

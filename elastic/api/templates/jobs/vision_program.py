@@ -10,7 +10,7 @@ import elastic
 SIDE, PATCH, HIDDEN, HEADS, CLASSES = 16, 4, 32, 4, 4
 
 
-class Block(nn.Module):
+class PictureBlock(nn.Module):
     """A block adds to its own input: only so may a pipeline be cut between two of them."""
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Classes(nn.Linear):
         return super().forward(x.mean(1))
 
 
-class Model(nn.Module):
+class PictureModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, HIDDEN, PATCH, stride=PATCH)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(PictureBlock() for _ in range(4))
         self.classes = Classes(HIDDEN, CLASSES)
 
     def forward(self, pictures: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Pictures(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 program = elastic.Program(
-    model=Model,
+    model=PictureModel,
     optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
     dataset=Pictures,
     # the sum, not the mean: elastic divides by what the whole step counts
