@@ -439,10 +439,13 @@ def _by_slack(
     ready = [node for node in state.available if kinds.get(node.pool) != "on-demand"]
     works = sum(node.gpus for node in ready)
     at_risk = sum(node.gpus for node in ready if kinds.get(node.pool) == "spot")
-    if spare.spare_s < spare.start_s * at_risk / least:
+    counted_s = spare.spare_s - spare.start_s * at_risk / least  # so long, if nothing runs
+    if counted_s < 0:
         works -= at_risk
     missing = max(0, least - works - floor - _left_behind(state))
-    wakes = (now_s + max(slack.LOOK_S, spare.lasts_s),)
+    turns_s = [turn_s for turn_s in (spare.lasts_s, counted_s) if turn_s >= 0]
+    look_s = max(deadline.LOOK_LEAST_S, min(turns_s, default=slack.LOOK_S))
+    wakes = (now_s + look_s,)
     if spare.behind:
         return OnDemandNeed(missing, str(spare), wakes, urgent=spare.last_call)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
