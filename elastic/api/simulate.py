@@ -195,10 +195,19 @@ def _measured(asked: Simulation, notes: list[str]) -> Calibration | None:
             "those of a run"
         )
         return None
-    found = calibrated(_lines(asked.calibrate), USUAL_DELAYS)
-    seen = ", ".join(f"{name} of {n}" for name, n in sorted(found.seen.items()))
-    notes.append(f"measured by run {asked.calibrate}: {seen}; steps of {len(found.step_s)} layouts")
+    found, note = measured_by(asked.calibrate, USUAL_DELAYS)
+    notes.append(note)
     return found
+
+
+def measured_by(run: str, defaults: Delays) -> tuple[Calibration, str]:
+    """What a past run has measured, and a sentence on it. Raises SpecError."""
+    try:
+        found = calibrated(_lines(run), defaults)
+    except SpecError as error:
+        raise SpecError(f"--calibrate {run}: {error}") from None
+    seen = ", ".join(f"{name} of {n}" for name, n in sorted(found.seen.items()))
+    return found, f"measured by run {run}: {seen}; steps of {len(found.step_s)} layouts"
 
 
 def _lines(run: str) -> Sequence[Any]:

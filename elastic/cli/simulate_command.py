@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.api import simulate
+from elastic.api import simulate, simulated_drill
 from elastic.api.planning import model_source
 from elastic.api.planning.quantities import hours_of
 from elastic.cli.parser import show, verb
@@ -24,6 +24,7 @@ EPILOG = """examples:
   elastic simulate JOB --cluster FILE --trace traces/ --compare greedy,uniform-progress,no-replicas
   elastic simulate JOB --cluster FILE --fit traces/us-west-2.json --start-times 100
   elastic simulate JOB --cluster FILE --calibrate my-last-run --png run.png
+  elastic simulate JOB --drill FILE --calibrate my-last-run
 
 A trace is a JSON file of ticks ({"metadata": {"gap_seconds": 300}, "data": [8, 8, 7, ...]}), a CSV
 file with the columns at_s,nodes (and usd_per_node_h) or at_s,event,node (add, remove), or a past
@@ -40,6 +41,10 @@ def add(verbs: Any) -> None:
     made.add_argument(
         "--calibrate", metavar="RUN", default="", help="start-up, pauses and steps as it measured"
     )
+    made.add_argument(
+        "--drill", metavar="FILE", default="",
+        help="no market: what this drill does on the embedded cluster (with --calibrate)",
+    )  # fmt: skip
     made.add_argument(
         "--deadline", metavar="TIME", default="", help="36h, 14d (default: the job's)"
     )
@@ -83,7 +88,12 @@ def _part(text: str) -> float:
     return share
 
 
+OF_MARKETS = ("trace", "fit", "compare", "policy", "deadline", "unannounced", "png")
+
+
 def _answered(given: argparse.Namespace) -> int:
+    if given.drill:
+        return _drilled(given)
     asked = simulate.Simulation(
         model_source.of_job(given.job, given.overrides),
         given.cluster,
@@ -109,6 +119,20 @@ def _answered(given: argparse.Namespace) -> int:
             ) from error
         lines.append(f"picture: {data['png']}")
     show(given, data, lines)
+    return 0
+
+
+def _drilled(given: argparse.Namespace) -> int:
+    for option in OF_MARKETS:
+        if getattr(given, option):
+            raise SpecError(f"--{option} is of markets, --drill of none; leave one of them out")
+    found = simulated_drill.simulate_drill(
+        model_source.of_job(given.job, given.overrides),
+        cluster=given.cluster,
+        drill=given.drill,
+        calibrate=given.calibrate,
+    )
+    show(given, found.plain(), found.text())
     return 0
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from elastic.types import Plan
 
 FaultKind = Literal[
     "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought",
@@ -16,7 +19,9 @@ Moment = Literal["inside", "waiting", "torn"]
 
 @dataclass(frozen=True)
 class Delays:
-    """Seconds on the virtual clock. A step takes `work_s` divided by the number of workers."""
+    """Seconds on the virtual clock. A step takes `work_s` divided by the number of workers.
+    `changes_s`: kind of change (`change_of`) -> what entering it takes, where that is known; others
+    take `restore_s` or `enter_s`."""
 
     boot_s: float = 5.0
     admit_s: float = 1.0  # of prepare_s, until a node that may not take part is found out
@@ -32,6 +37,17 @@ class Delays:
     silent_s: float = 6.0
     quiesce_s: float = 0.1
     release_s: float = 0.5
+    changes_s: Mapping[str, float] = field(default_factory=dict)
+
+    def entering_s(self, plan: Plan) -> float:
+        usual_s = self.restore_s if plan.resume.source == "durable" else self.enter_s
+        return self.changes_s.get(change_of(plan), usual_s)
+
+
+def change_of(plan: Plan) -> str:
+    """Changes of one kind take about the same time: newcomers have things to build, survivors of a
+    loss other things than those of a notice."""
+    return f"{plan.cause}/{plan.resume.source}"
 
 
 @dataclass(frozen=True)

@@ -147,12 +147,9 @@ class Generations(Breaks):
         return float("inf") if deadline_s is None else deadline_s
 
     def _transition(self, group: SimGeneration) -> None:
-        slow = group.plan.resume.source == "durable"
-        enter_s = (
-            self.sim_storage.read_s(self._now_s, self.delays.restore_s)
-            if slow
-            else self.delays.enter_s
-        )
+        enter_s = self.delays.entering_s(group.plan)
+        if group.plan.resume.source == "durable":
+            enter_s = self.sim_storage.read_s(self._now_s, enter_s)
         self._after(enter_s + group.set_up_s, lambda: self._entered(group))
 
     def _set_up_s(self, plan: Plan) -> float:

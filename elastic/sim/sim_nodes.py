@@ -157,7 +157,7 @@ class SimMachines(Clock):
 
     def _boot(self, pool: Pool) -> None:
         self._n_nodes += 1
-        node = Node(f"{pool.name}-{self._n_nodes}", pool.name, pool.gpus_per_node)
+        node = Node(self._name(pool), pool.name, pool.gpus_per_node)
         self._machines[node.node_id] = SimMachine(node, self._now_s)
         self._living[pool.name][node.node_id] = None
         self._n_paid += 1
@@ -175,6 +175,14 @@ class SimMachines(Clock):
                 ),
             )
 
+    def _name(self, pool: Pool) -> str:
+        """Of the node that boots."""
+        return f"{pool.name}-{self._n_nodes}"
+
+    def _prepare_s(self) -> float:
+        """Of a node, from now on."""
+        return self.delays.prepare_s
+
     def _prepare(self, action: Prepare) -> None:
         machine = self._machines.get(action.node_id)
         if machine is None:
@@ -189,7 +197,7 @@ class SimMachines(Clock):
                 self._dead -= self._workers_on(machine.node)
                 self._tell(NodePrepared(action.node_id))
 
-        self._after(self._cut_s([WorkerId(action.node_id, 0)]) + self.delays.prepare_s, done)
+        self._after(self._cut_s([WorkerId(action.node_id, 0)]) + self._prepare_s(), done)
 
     def _refuse(self, machine: SimMachine) -> None:
         if self._stands(machine):

@@ -72,6 +72,7 @@ SMOKES = (
     ),
     Smoke("sickness", long=True),
     Smoke("capacity", long=True),
+    Smoke("predict", long=True),
     Smoke("race", long=True),
 )
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from elastic.cluster.backend import drills
 from elastic.cluster.nodes.providers import NodeProvider
 from elastic.cluster.notices.merged_notices import DRILL
-from elastic.config.drill import ON_NODES, ON_WORKERS, PARTITION_S, SIDES
+from elastic.config.drill import ON_NODES, ON_WORKERS, PARTITION_S, SIDES, Scene, resolve
 from elastic.errors import SpecError
 from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder
@@ -66,9 +66,7 @@ class DrillRunner:
         kind = next(kind for kind in ON_NODES if kind in entry)
         markets = {node_id: self._pool(node_id).market_type for node_id in self.nodes}
         try:
-            names = drills.resolve(
-                entry[kind], drills.Scene(plan, markets, frozenset(self._deadlines))
-            )
+            names = resolve(entry[kind], Scene(plan, markets, frozenset(self._deadlines)))
         except SpecError as error:
             return [DrillAsked({**entry, "error": str(error)})]
         events: list[Event] = [DrillAsked({**entry, kind: list(names)})]

@@ -15,7 +15,8 @@ from support.cluster.stage import plan
 from support.storage.faulty_proxy import FaultyProxy
 from support.waiting import until
 
-from elastic.cluster.backend.drills import Scene, Schedule, resolve
+from elastic.cluster.backend.drills import Schedule
+from elastic.config.drill import Scene, resolve
 from elastic.errors import SpecError
 from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import ProfileAsked, WorkerId

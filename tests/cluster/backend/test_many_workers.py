@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from support.counting import growth
 
-from elastic.cluster.backend.drills import Scene, resolve
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
 from elastic.cluster.nodes.autoscaler_agent import AutoscalerReport
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.workers.worker_actor import WorkerSetup
 from elastic.cluster.workers.worker_group import WorkerGroup, _Member
+from elastic.config.drill import Scene, resolve
 from elastic.types import Layout, Plan, Pool, WorkerId
 from elastic.types.grid import replica_key
 from elastic.worker.hosting.aggregate import CheckpointParts
