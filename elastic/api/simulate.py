@@ -172,6 +172,12 @@ def _study(
         known_of(pools),
     )
     traces = _traces(asked, spot, notes, like=like, length_s=40 * whole_s)
+    for trace in traces.values():
+        if trace.tick_s > whole_s:
+            raise SpecError(
+                f"trace {trace.name}: its tick of {trace.tick_s:g} s is longer than the run, "
+                f"which takes {whole_s:.3g} s on all nodes; give a finer trace, or more steps"
+            )
     return Study(subject, traces, names, asked.n_starts, asked.unannounced, asked.own_policy)
 
 

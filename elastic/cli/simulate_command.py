@@ -102,7 +102,7 @@ def _answered(given: argparse.Namespace) -> int:
         calibrate=given.calibrate,
         compare=tuple(filter(None, given.compare.split(","))) or simulate.USUAL,
         own_policy=given.policy,
-        deadline_h=hours_of(given.deadline) if given.deadline else 0.0,
+        deadline_h=hours_of(given.deadline, "--deadline") if given.deadline else 0.0,
         n_starts=given.start_times,
         unannounced=given.unannounced,
         seed=given.seed,

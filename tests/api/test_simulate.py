@@ -86,6 +86,8 @@ def test_others_like_a_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--compare", "gready"], "no policy 'gready'; there are elastic"),
         (["--deadline", "1h", "--set", "steps=300000"], "cannot be met even on demand"),
+        (["--deadline", "0"], "--deadline 0: it must be a duration"),
+        (["--set", "steps=3"], "its tick of 1200 s is longer than the run"),
         (["--fit", "TRACE"], "--trace and --fit are two ways at once"),
         (["--policy", "nowhere:at_all"], "give module:function"),
         (["--calibrate", "no-such-run"], "no run 'no-such-run'"),

@@ -63,7 +63,7 @@ def usd_of(text: str) -> float:
     return usd
 
 
-def hours_of(text: str) -> float:
+def hours_of(text: str, flag: str = "--within") -> float:
     """`3w` -> 504. Raises SpecError."""
     low = text.strip().lower().replace(" ", "")
     hours = (
@@ -73,7 +73,7 @@ def hours_of(text: str) -> float:
     )
     if not 0 < hours <= HOURS_MOST:
         raise SpecError(
-            f"--within {text}: it must be a duration of at most {HOURS_MOST:g} hours, as in 3w, "
+            f"{flag} {text}: it must be a duration of at most {HOURS_MOST:g} hours, as in 3w, "
             "10d, 36h or 1w3d"
         )
     return hours

@@ -15,7 +15,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ from elastic.types import DriverStarted, NodeLost, NodeReady, RequestFailed
 ADD, REMOVE = "add", "remove"
 LEVELS, EVENTS = ("at_s", "nodes"), ("at_s", "event", "node")
 PRICE = "usd_per_node_h"
+SHOWN = 80  # letters of what a file has in the place of columns
+NODES_MOST = 10**6
+GAP_LEAST_S = 1.0  # no cloud is asked more often
+SECONDS_MOST = 1e11  # three thousand years
 BIG_BYTES = 1 << 28  # a trace of three months in ticks of a minute is far below that
 
 
@@ -34,13 +38,15 @@ BIG_BYTES = 1 << 28  # a trace of three months in ticks of a minute is far below
 class Trace:
     """A step function. `at_s`: when each stretch begins, the first at 0, rising; `nodes`: that can
     be had in it; `usd_per_node_h`: the price in it, empty = the pool's own; `ends_s`: where the
-    trace ends, after which it begins anew."""
+    trace ends, after which it begins anew. `tick_s`: so often it was looked, 0 = at every
+    change."""
 
     name: str
     at_s: tuple[float, ...]
     nodes: tuple[int, ...]
     ends_s: float
     usd_per_node_h: tuple[float, ...] = ()
+    tick_s: float = 0.0
 
     @cached_property
     def most(self) -> int:
@@ -142,32 +148,40 @@ def load_trace(file: str | Path) -> Trace:
 def _of_ticks(path: Path, text: str) -> Trace:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: no JSON: {error}") from None
     metadata = found.get("metadata") if isinstance(found, dict) else None
     gap_s: Any = metadata.get("gap_seconds") if isinstance(metadata, Mapping) else None
-    if not _is_number(gap_s) or gap_s <= 0:
+    if not _is_number(gap_s) or not GAP_LEAST_S <= gap_s <= SECONDS_MOST:
         raise SpecError(
-            f"{path}: metadata.gap_seconds is {gap_s!r}; it must be the seconds of a tick, above 0"
+            f"{path}: metadata.gap_seconds is {str(gap_s)[:SHOWN]}; it must be the seconds of a "
+            f"tick, from {GAP_LEAST_S:g} to {SECONDS_MOST:g}"
         )
     data = found.get("data")
     if not isinstance(data, list) or not data:
         raise SpecError(f"{path}: data must be a list of at least one number of nodes")
     nodes = [_count(path, f"data[{k}]", value) for k, value in enumerate(data)]
     at_s = [k * float(gap_s) for k in range(len(nodes))]
-    return _some(path, merged(path.stem, at_s, nodes, ends_s=len(nodes) * float(gap_s)))
+    trace = merged(path.stem, at_s, nodes, ends_s=len(nodes) * float(gap_s))
+    return _some(path, replace(trace, tick_s=float(gap_s)))
 
 
 def _of_rows(path: Path, text: str) -> Trace:
     reader = csv.DictReader(io.StringIO(text))
-    columns = tuple(reader.fieldnames or ())
-    rows = list(reader)
+    try:
+        columns = tuple(reader.fieldnames or ())
+        rows = list(reader)
+    except csv.Error as error:
+        raise SpecError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
+    for k, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise SpecError(f"{path}, line {k}: it has not {len(columns)} cells, as the first line")
     if all(name in columns for name in EVENTS):
         return _some(path, _of_events(path, rows))
     if not all(name in columns for name in LEVELS):
         raise SpecError(
-            f"{path}: its columns are {', '.join(columns)}; a trace has {', '.join(LEVELS)} (and "
-            f"{PRICE}), or {', '.join(EVENTS)}"
+            f"{path}: its columns are {', '.join(columns)[:SHOWN]}; a trace has "
+            f"{', '.join(LEVELS)} (and {PRICE}), or {', '.join(EVENTS)}"
         )
     if len(rows) < 2:
         raise SpecError(f"{path}: {len(rows)} rows; a trace has two at least, the last is its end")
@@ -201,10 +215,12 @@ def _of_events(path: Path, rows: Sequence[Mapping[str, str]]) -> Trace:
         last = _moment(path, k, row["at_s"], after=last, equal=True)
         event, node = (row["event"] or "").strip(), (row["node"] or "").strip()
         if event not in (ADD, REMOVE):
-            raise SpecError(f"{path}, line {k}: event is '{event}'; it must be add or remove")
+            raise SpecError(
+                f"{path}, line {k}: event is '{event[:SHOWN]}'; it must be add or remove"
+            )
         if (event == ADD) == (node in there):
             what = "is there already" if event == ADD else "is not there"
-            raise SpecError(f"{path}, line {k}: node '{node}' {what}")
+            raise SpecError(f"{path}, line {k}: node '{node[:SHOWN]}' {what}")
         there ^= {node}
         if at_s and at_s[-1] == last:
             nodes[-1] = len(there)
@@ -233,21 +249,25 @@ def _value(text: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return True
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _count(path: Path, where: str, value: Any) -> int:
-    if not _is_number(value) or value < 0 or value != int(value):
+    if not _is_number(value) or not 0 <= value <= NODES_MOST or value != int(value):
+        shown = f"{value:g}" if isinstance(value, float) else repr(value)
         raise SpecError(
-            f"{path}: {where} is {value!r}; it must be a whole number of nodes, 0 or more"
+            f"{path}: {where} is {shown[:SHOWN]}; it must be a whole number of nodes, from 0 to "
+            f"{NODES_MOST:,}"
         )
     return int(value)
 
 
 def _moment(path: Path, line: int, text: str, *, after: float | None, equal: bool = False) -> float:
     value = _value(text)
-    if not _is_number(value):
-        raise SpecError(f"{path}, line {line}: at_s is '{text}'; it must be seconds")
+    if not _is_number(value) or abs(value) > SECONDS_MOST:
+        raise SpecError(f"{path}, line {line}: at_s is '{text[:SHOWN]}'; it must be seconds")
     if after is not None and (value < after or (value == after and not equal)):
         raise SpecError(f"{path}, line {line}: at_s is {value:g} after {after:g}; times must rise")
     return float(value)
@@ -256,7 +276,9 @@ def _moment(path: Path, line: int, text: str, *, after: float | None, equal: boo
 def _price(path: Path, line: int, text: str) -> float:
     value = _value(text)
     if not _is_number(value) or value < 0:
-        raise SpecError(f"{path}, line {line}: {PRICE} is '{text}'; it must be dollars, 0 or more")
+        raise SpecError(
+            f"{path}, line {line}: {PRICE} is '{text[:SHOWN]}'; it must be dollars, 0 or more"
+        )
     return float(value)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from support.e2e.prediction import FIRST_DRILL, OTHER_DRILL, deviations, transitions
+from support.e2e.prediction import FIRST_DRILL, OTHER_DRILL, STEPS, deviations, transitions
 from support.sim.scenario import MODEL
 
 from elastic.errors import SpecError
@@ -20,7 +20,6 @@ from elastic.sim.markets.drilled_run import checked, drilled_run
 from elastic.sim.scripted_faults import Delays
 from elastic.types import DrillAsked, DriverStarted, Evaluated, NodeReady, Plan, Pool, RequestFailed
 
-STEPS = 95
 JOB = {
     "name": "timed", "steps": STEPS, "global_batch": 12, "peer_every": 5, "durable_every": 25,
     "layout": {"3": "dp_shard=3", "2": "dp_shard=2", "1": "dp_shard=1"}, "min_workers": 1,

@@ -78,8 +78,11 @@ def test_the_same_share_of_another_number_of_nodes() -> None:
         ("", "a.json", "it is empty"),
         ("{", "a.json", "no JSON"),
         (ticks(gap_s=300), "a.json", "at least one number"),
-        (ticks(1, gap_s=0), "a.json", "above 0"),
-        (ticks(1, gap_s=float("nan")), "a.json", "above 0"),
+        (ticks(1, gap_s=0), "a.json", "gap_seconds is 0; it must be the seconds of a tick, from 1"),
+        (ticks(1, gap_s=float("nan")), "a.json", "gap_seconds is nan"),
+        (ticks(1, gap_s=1e308), "a.json", "from 1 to 1e+11"),
+        (ticks(1, 10**400), "a.json", "from 0 to 1,000,000"),
+        ('{"metadata": ' + "[" * 10**5, "a.json", "no JSON"),
         (ticks(1, -1), "a.json", "data[1] is -1"),
         (ticks(1, float("nan")), "a.json", "data[1] is nan"),
         (ticks(1, 0.5), "a.json", "whole number"),
@@ -88,6 +91,11 @@ def test_the_same_share_of_another_number_of_nodes() -> None:
         ('{"data": [1]}', "a.json", "gap_seconds is None"),
         ("at_s,count\n1,2\n", "a.csv", "its columns are at_s, count"),
         ("at_s,nodes\n0,2\n", "a.csv", "1 rows"),
+        ("at_s,nodes\n0,2,1\n5,1\n", "a.csv", "line 2: it has not 2 cells"),
+        ("at_s,nodes\n0,2\n5\n", "a.csv", "line 3: it has not 2 cells"),
+        ("at_s,nodes\n0," + "1" * 2 * 10**5 + "\n5,1\n", "a.csv", "no CSV: field larger"),
+        ("[" * 10**5, "a.json", "its columns are [[["),
+        ("at_s,nodes\n0,2\n1e300,1\n", "a.csv", "line 3: at_s is '1e300'"),
         ("at_s,nodes\n0,2\n0,1\n", "a.csv", "line 3: at_s is 0 after 0"),
         ("at_s,nodes\n0,2\nlate,1\n", "a.csv", "line 3: at_s is 'late'"),
         ("at_s,nodes\n0,2\n5,-1\n", "a.csv", "line 3, nodes is -1"),
@@ -103,7 +111,7 @@ def test_bad_files_are_one_line(tmp_path: Path, text: str, name: str, words: str
     with pytest.raises(SpecError) as caught:
         load_trace(path)
     assert str(path) in str(caught.value) and words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 240
 
 
 def test_a_folder_without_traces(tmp_path: Path) -> None:

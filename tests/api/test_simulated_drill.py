@@ -1,0 +1,74 @@
+"""`elastic simulate --drill`: what it answers, and what it refuses in one line. The whole way is in
+tests/e2e/test_predicted_run.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.e2e.prediction import FIRST_DRILL, JOB, OTHER_DRILL, STEPS, transitions
+from support.e2e.shell import Shell, last_line
+
+from elastic.config.job import load_job
+from elastic.driver import drive
+from elastic.ledger.journal import Journal
+from elastic.ledger.run_folder import JOURNAL
+from elastic.sim.markets.calibration import Calibration
+from elastic.sim.markets.drilled_run import DrilledBackend
+from elastic.sim.scripted_faults import Delays
+from elastic.types import DriverStarted, ModelProfile, TensorSpec
+
+SPECS = (TensorSpec("w", (1000, 1000), "float32", 0, 1),)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """With a job, both drills, and a run of the first."""
+    made = Shell(tmp_path)
+    name = made.job(**JOB)
+    for run, drill in (("first", FIRST_DRILL), ("other", OTHER_DRILL)):
+        (tmp_path / f"{run}.yaml").write_text(json.dumps(drill))
+    folder = tmp_path / "elastic_runs" / "first"
+    folder.mkdir(parents=True)
+    spec = load_job(tmp_path / name)
+    job, pools = spec.job(), tuple(pool.pool() for pool in spec.pools)
+    known = Calibration(Delays(prepare_s=6.0), {}, 1.0, {})
+    backend = DrilledBackend(
+        pools, job, FIRST_DRILL, measured=known, step_s=lambda plan: 1.2 / len(plan.ranks)
+    )
+    start = DriverStarted("first", 1, job.plain(), pools, ModelProfile(4, 10**6, SPECS))
+    drive(backend, Journal(folder / JOURNAL, 1), start)
+    return made
+
+
+def test_a_drill_is_told_beforehand(shell: Shell) -> None:
+    words = ("simulate", "tiny", "--drill", "other.yaml", "--calibrate", "first")
+    code, out, err = shell.here(*words, "--json")
+    assert code == 0, err
+    found = last_line(out)
+    assert (found["outcome"], found["steps"]) == ("succeeded", STEPS)
+    assert [one[0] for one in transitions(found)] == ["start", "loss", "growth", "notice", "growth"]
+    assert found["categories"]["reshard"]["gpu_seconds"] > 0 and found["totals"]["wall_s"] > 0
+    assert "measured by run first: " in found["notes"][0]
+    code, out, err = shell.here(*words)
+    assert code == 0 and "succeeded: all" in out and "CATEGORY" in out and "growth" in out, err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--drill", "other.yaml"], "--drill needs --calibrate RUN"),
+        (["--drill", "none.yaml", "--calibrate", "first"], "none.yaml: no such file"),
+        (["--drill", "slow.yaml", "--calibrate", "first"], "entry 1: slow is not simulated"),
+        (["--drill", "other.yaml", "--calibrate", "nobody"], "no run 'nobody'"),
+        (
+            ["--drill", "other.yaml", "--calibrate", "first", "--trace", "t"],
+            "--trace is of markets",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(shell: Shell, words: list[str], said: str) -> None:
+    (shell.root / "slow.yaml").write_text('[{"at_step": 3, "slow": "any", "factor": 2.0}]')
+    code, out, err = shell.here("simulate", "tiny", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1) and said in err
