@@ -75,6 +75,9 @@ class Node:
     status: NodeStatus = "ready"
     deadline_s: float | None = None
     host_memory_bytes: int = 0  # as found on the node; 0 = not known, the pool's counts
+    # of the one machine that it shares with all other nodes of the run, where its workers compute
+    # on these; 0 = it has a machine of its own
+    shared_cores: int = 0
 
 
 @dataclass(frozen=True, order=True)

@@ -7,6 +7,7 @@ others use, too, several times what `tests/bench/predict.py` finds on a quiet ma
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from support.e2e.prediction import FIRST_DRILL, JOB, OTHER_DRILL, STEPS, deviations, transitions
@@ -14,6 +15,8 @@ from support.e2e.shell import Shell, last_line
 
 pytestmark = pytest.mark.e2e
 WALL, PAUSE, PAUSE_S, POINTS = 0.4, 0.5, 1.5, 15.0  # in CI; quiet: 0.15, 0.25, 0, 5
+# Of a step's time: as measured before, as it came then, and of a layout that the run had not had.
+SEEN, SEEN_LATER, UNSEEN = 0.1, 0.25, 0.4  # quiet: 0.1, 0.1, 0.3
 
 
 def test_what_one_run_measures_predicts_another(shell: Shell) -> None:
@@ -41,3 +44,20 @@ def test_what_one_run_measures_predicts_another(shell: Shell) -> None:
     assert abs(found.wall) <= WALL, said
     assert all(abs(mine - its) <= max(PAUSE * its, PAUSE_S) for mine, its in found.pauses_s), said
     assert found.worst_category <= POINTS, said
+    _steps_are_expected_as_they_were_measured(real["step_times"])
+
+
+def _steps_are_expected_as_they_were_measured(rows: list[dict[str, Any]]) -> None:
+    """The ledger's last table. A layout that was measured before is expected to take what it took
+    then, whatever the machine does meanwhile; both come within bounds of what they took."""
+    before: dict[str, float] = {}
+    for row in rows:
+        layout, expected, measured = row["layout"], row["expected_s"], row["measured_s"]
+        assert measured, f"generation {row['generation']} has too few steps"
+        if layout in before:
+            assert expected == pytest.approx(before[layout], rel=SEEN), rows
+        if expected:
+            bound = SEEN_LATER if layout in before else UNSEEN
+            assert expected == pytest.approx(measured, rel=bound), rows
+        before[layout] = measured
+    assert len(before) < len(rows) - 1, "no layout was seen twice"

@@ -15,7 +15,7 @@ from elastic.planner.layout_choice import Choice, plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.planner.published.decoder import Decoder
 from elastic.policy.speed.measured_steps import KEPT_STEPS, expected_s
-from elastic.policy.state.state import MeasuredSteps, State
+from elastic.policy.state.state import MeasuredSteps, State, Window
 from elastic.types import Job, Layout, Node, NodeLost, Plan, SharesSet, WorkerId
 
 MODEL = Decoder(16, 2048, 32, 8, 8192, 32000, 2048).profile()  # large enough for 3 GPUs
@@ -111,6 +111,32 @@ def test_plans_that_were_not_measured_follow_those_that_were() -> None:
     grows = measured(("abcd", 0.3), ("ab", 0.2))
     assert expected_s(grows, on("a")) == pytest.approx(0.2), "the nearest one's"
     assert expected_s(measured(), on("a")) == 0.0
+
+
+def on_one_machine(cores: int, unit_s: float, took_s: float) -> State:
+    """Four workers share it; a step of all of them has taken so long, each pass of a sample through
+    a block so many seconds of a processor (forward)."""
+    state = measured(("abcd", took_s))
+    nodes = {name: replace(node, shared_cores=cores) for name, node in state.nodes.items()}
+    window = Window(0.0, 9.0, unit_s, 4, generation=1, step=9)
+    return replace(state, nodes=nodes, speeds={WorkerId(name, 0): (window,) for name in "abcd"})
+
+
+def test_blocks_that_keep_all_cores_busy_take_as_long_with_fewer_workers() -> None:
+    """12 samples through 4 blocks there and back: 144 units."""
+    busy = on_one_machine(2, 0.4 / 144, 0.2)
+    assert expected_s(busy, on("ab")) == pytest.approx(0.2), "two cores compute all the while"
+    assert expected_s(busy, on("a")) == pytest.approx(0.4), "one of them stays idle"
+    half = on_one_machine(2, 0.2 / 144, 0.2)
+    assert expected_s(half, on("ab")) == pytest.approx(0.1 + 0.1 * 2)
+    waits = on_one_machine(2, 0.0, 0.2)
+    assert expected_s(waits, on("ab")) == pytest.approx(0.4)
+    own = on_one_machine(0, 0.4 / 144, 0.2)
+    assert expected_s(own, on("ab")) == pytest.approx(0.4), "each node has a machine of its own"
+    many = on_one_machine(8, 0.4 / 144, 0.2)
+    assert expected_s(many, on("ab")) == pytest.approx(0.4), "there are cores enough"
+    known = replace(busy, measured=(*busy.measured, MeasuredSteps(plan_on("abc"), (0.27,) * 3)))
+    assert expected_s(known, on("ab")) == pytest.approx(0.4, rel=0.02), "what was seen counts more"
 
 
 def test_the_cost_model_scales_where_it_knows_the_hardware() -> None:

@@ -153,11 +153,17 @@ class EmbeddedNodes:
                 events.append(RequestFailed(pool, request_id, str(error)))
                 continue
             self._ray_ids[node_id] = answer.result()["ray_id"]
-            gpus = next(p.gpus_per_node for p in self.pools if p.name == pool)
+            found = next(p for p in self.pools if p.name == pool)
             most = sum(self._capacity.values())  # nodes that share this machine
             events.append(
                 NodeReady(
-                    Node(node_id, pool, gpus, host_memory_bytes=machine_bytes() // max(1, most))
+                    Node(
+                        node_id,
+                        pool,
+                        found.gpus_per_node,
+                        host_memory_bytes=machine_bytes() // max(1, most),
+                        shared_cores=machine_cores() if found.accelerator_type == "CPU" else 0,
+                    )
                 )
             )
         return events
@@ -471,6 +477,11 @@ def _host_bytes(resources: Mapping[str, float]) -> int:
     host's, or a little less."""
     memory = resources.get("memory", 0.0)
     return int(memory + resources.get("object_store_memory", 0.0)) if memory else 0
+
+
+def machine_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
 
 
 def machine_bytes() -> int:

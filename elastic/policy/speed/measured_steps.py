@@ -5,6 +5,11 @@ same pools) is expected to take what that took. Any other takes the time of the 
 is nearest by the cost model (where it knows the hardware, else by the number of ranks), times the
 power of the two predictions' ratio that the measured plans follow: 1 where they differ as
 predicted, 0 where they take equally long, as processes do that share the cores of one machine.
+
+From one measured plan no power follows. Where all nodes share the cores of one machine, its steps
+are cut in two by what its ranks have told of themselves (seconds of a processor, see RanksTimed):
+the part in which the blocks keep the cores busy, which takes as long with any number of workers
+that do so, and the rest, which goes by the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import exp, log
-from statistics import linear_regression, median
+from statistics import fmean, linear_regression, median
 
 from elastic.planner.layout_choice import Choice
 from elastic.policy.state.state import MeasuredSteps, State
@@ -22,6 +27,7 @@ from elastic.types.replacing import replace
 KEPT_PLANS = 32
 KEPT_STEPS = 31  # of a plan, the newest
 LEAST_STEPS = 3  # that are believed
+FORWARD = 1 / 3  # of the work of a block: what its ranks time
 SAME = 0.01  # of each other: predictions that say nothing of how times follow them
 
 
@@ -48,7 +54,7 @@ def expected_s(state: State, choice: Choice) -> float:
         for one in same:
             if like(one.plan.ranks) == wanted:
                 return median(one.seconds)
-    return _scaled(choice, seen)
+    return _scaled(state, choice, seen)
 
 
 def _parts(of: Plan | Choice) -> tuple[object, ...]:
@@ -65,20 +71,52 @@ def _pools(state: State, ranks: Iterable[WorkerId]) -> Counter[str]:
     return Counter(pools.get(worker.node_id, worker.node_id) for worker in ranks)
 
 
-def _scaled(choice: Choice, seen: Sequence[MeasuredSteps]) -> float:
+def _scaled(state: State, choice: Choice, seen: Sequence[MeasuredSteps]) -> float:
     modelled = choice.hardware_known and all(one.plan.model_step_s for one in seen)
     of: Callable[[Plan | Choice], float]
     of = (lambda it: it.model_step_s) if modelled else (lambda it: 1 / it.layout.world_size)
     wanted = log(of(choice))
     points = [(log(of(one.plan)), log(median(one.seconds))) for one in seen]
-    at, measured = min(points, key=lambda point: abs(point[0] - wanted))
-    return exp(measured + _power(points) * (wanted - at))
+    at, measured, near = min(
+        ((*point, one.plan) for point, one in zip(points, seen, strict=True)),
+        key=lambda row: abs(row[0] - wanted),
+    )
+    power = _power(points)
+    if power is None and not modelled and (cores := _shared_cores(state, choice)):
+        return _on_shared_cores(state, choice, near, took_s=exp(measured), cores=cores)
+    return exp(measured + (1.0 if power is None else power) * (wanted - at))
 
 
-def _power(points: Sequence[tuple[float, float]]) -> float:
-    """Between 0 and 1; 1 until two plans were measured that should differ."""
+def _shared_cores(state: State, choice: Choice) -> int:
+    """0 = its nodes have machines of their own."""
+    nodes = [state.nodes.get(name) for name in {worker.node_id for worker in choice.ranks}]
+    return min((node.shared_cores if node is not None else 0 for node in nodes), default=0)
+
+
+def _on_shared_cores(
+    state: State, choice: Choice, near: Plan, *, took_s: float, cores: int
+) -> float:
+    before, after = near.layout.world_size, choice.layout.world_size
+    busy_s = min(took_s, _processor_s(state, near) / min(before, cores))
+    return busy_s * min(before, cores) / min(after, cores) + (took_s - busy_s) * before / after
+
+
+def _processor_s(state: State, plan: Plan) -> float:
+    """Of all its ranks together, in the blocks of one step; 0 = they have not told."""
+    told = [
+        windows[-1].unit_s
+        for worker in plan.ranks
+        if (windows := state.speeds.get(worker)) and windows[-1].generation == plan.generation
+    ]
+    layout = plan.layout
+    units = sum(plan.samples) * sum(plan.layers) * layout.tp * layout.cp
+    return fmean(told) * units / FORWARD if told else 0.0
+
+
+def _power(points: Sequence[tuple[float, float]]) -> float | None:
+    """Between 0 and 1; None until two plans were measured that should differ."""
     predicted = [at for at, _ in points]
     if max(predicted) - min(predicted) < SAME:
-        return 1.0
+        return None
     slope, _ = linear_regression(predicted, [measured for _, measured in points])
     return min(1.0, max(0.0, slope))
