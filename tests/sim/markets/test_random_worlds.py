@@ -40,6 +40,7 @@ def test_worlds_that_were_wrong_once(seed: int) -> None:
 NOTICED = 48  # a world whose run grows and gets a notice
 
 
+@pytest.mark.slow
 def test_what_breaks_a_rule_is_said() -> None:
     """One fault at a time, in the journal of a world that keeps them all."""
     good = check(NOTICED)
