@@ -5,14 +5,14 @@ from elastic.api.check_cluster import check_cluster
 from elastic.api.checkpoints import Import, checkpoints, export, import_state, remove, verify
 from elastic.api.control import drill, holder, stop
 from elastic.api.dashboard import DashboardOptions, dashboard
-from elastic.api.live_profile import RunProfile, RunProfileRequest, profile_run
 from elastic.api.price_query import PriceQuery, gpus, prices
-from elastic.api.profile_hardware import Profiled, profile
-from elastic.api.profile_hardware import ProfileRequest as ProfileRequest
+from elastic.api.profiling.live_profile import RunProfile, RunProfileRequest, profile_run
+from elastic.api.profiling.profile_hardware import Profiled, profile
+from elastic.api.profiling.profile_hardware import ProfileRequest as ProfileRequest
+from elastic.api.profiling.scaling import ScalingRequest, ScalingStudy, scaling_study
 from elastic.api.reap import Reaped, reap
 from elastic.api.running.entry import run, run_script
 from elastic.api.running.run import Options, Result, ray_address
-from elastic.api.scaling import ScalingRequest, ScalingStudy, scaling_study
 from elastic.api.trainer import ElasticTrainer
 
 __all__ = [

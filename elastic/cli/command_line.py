@@ -12,7 +12,6 @@ from elastic.certify import certify_command as certify
 from elastic.cli import (
     checkpoint_commands,
     cluster_commands,
-    dashboard_command,
     init_command,
     order_commands,
     plan_command,
@@ -62,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
         simulate_command,
         read_commands,
         why_command,
-        dashboard_command,
         order_commands,
         checkpoint_commands,
         cluster_commands,

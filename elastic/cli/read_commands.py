@@ -1,9 +1,10 @@
-"""Commands that read a run and change nothing in it: ls, status, why, ledger, report, replay, logs,
-doctor."""
+"""Commands that read runs and change nothing in them: ls, status, ledger, report, replay, logs,
+doctor, dashboard."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from functools import partial
 from math import isfinite, nan
 from pathlib import Path
@@ -60,6 +61,7 @@ def add(verbs: Any) -> None:
         verbs, "doctor", _doctor, about="check this machine; with RUN, what went wrong in that run"
     )
     made.add_argument("run", metavar="RUN", nargs="?", help=RUN)
+    _add_dashboard(verbs)
 
 
 def _loss(text: str) -> float:
@@ -170,3 +172,34 @@ def _doctor(given: argparse.Namespace) -> int:
     ]
     show(given, [check.plain() for check in checks], run_tables.columns(rows))
     return 1 if any(check.verdict == "bad" for check in checks) else 0
+
+
+def _add_dashboard(verbs: Any) -> None:
+    made = verb(verbs, "dashboard", _dashboard, about="show runs in a browser, live")
+    made.add_argument(
+        "runs", metavar="RUN", nargs="*", help=f"{RUN}; several are compared; default: all runs"
+    )
+    made.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address to listen at (default: this machine alone; another one: its URL has a token)",
+    )
+    made.add_argument(
+        "--port", metavar="N", type=natural, help="port (default: 8270, or a free one; 0 = free)"
+    )
+    # what `elastic run --dashboard` starts
+    made.add_argument("--beside-driver", action="store_true", help=argparse.SUPPRESS)
+
+
+def _dashboard(given: argparse.Namespace) -> int:
+    options = api.DashboardOptions(
+        host=given.host, port=given.port, storage=given.storage, beside_driver=given.beside_driver
+    )
+
+    def say(url: str) -> None:
+        text = f"dashboard: {url}" if given.beside_driver else f"{url}  (Ctrl-C ends it)"
+        print(json.dumps({"url": url}) if given.json else text, flush=True)
+
+    api.dashboard(given.runs, options, say)
+    return 0

@@ -76,6 +76,12 @@ def add(verbs: Any) -> None:
         metavar="FILE",
         help="notices, kills and growth to carry out, instead of the job's own",
     )
+    _add_watching(made)
+    add_overrides(made)
+
+
+def _add_watching(made: argparse.ArgumentParser) -> None:
+    """Who is shown what while it runs."""
     made.add_argument(
         "--metrics-port",
         metavar="PORT",
@@ -87,7 +93,6 @@ def add(verbs: Any) -> None:
     made.add_argument(
         "--dashboard", action="store_true", help="show it in a browser too, as `elastic dashboard`"
     )
-    add_overrides(made)
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ here and nowhere else."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from elastic.types.nouns import AUTO, LAYOUT_OPTIONS, Layout, Pool, named_after_auto, parse_layout
@@ -198,6 +198,8 @@ class Job:
     across_zones: bool = False
     check_numbers_every: Auto | int = "auto"
     drill: tuple[Mapping[str, Any], ...] = ()
+    trackers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    metrics_port: int | str | None = None
     script: str | None = None
     args: tuple[str, ...] = ()
 

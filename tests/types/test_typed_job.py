@@ -33,7 +33,8 @@ FULL: dict[str, Any] = {
     "seq": 8}, "validation": {"a": {"jsonl": "a"}, "b": "rows"}, "cache_gb": 3},
     "drill": [{"at_step": 3, "kill": "any"}, {"at_step": 4, "partition": "any", "from": "driver"}],
     "pools": [{"name": "p", "max_nodes": 4, "usd_per_node_h": 1.5}], "trusted_axes": ["pp"],
-    "on_demand_floor": "copy",
+    "on_demand_floor": "copy", "trackers": {"wandb": {"project": "p"}, "mlflow": None},
+    "metrics_port": "127.0.0.1:9400",
 }  # fmt: skip
 
 

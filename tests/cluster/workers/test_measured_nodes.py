@@ -10,7 +10,7 @@ import pytest
 import ray
 from support.places import ROOT
 
-from elastic.api import profile_hardware
+from elastic.api.profiling import profile_hardware
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray._ray_private import read_environment_again
 from elastic.cluster.workers import measured_nodes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.api.tiny_job import PROGRAM
 
-from elastic.api import scaling
+from elastic.api.profiling import scaling
 from elastic.api.running.run import Options
 from elastic.config.job import JobSpec
 from elastic.driver import drive

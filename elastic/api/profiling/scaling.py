@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from elastic.api.live_profile import new_id, planned_of
+from elastic.api.profiling.live_profile import new_id, planned_of
 from elastic.api.running.run import Options, default_storage, run_job
 from elastic.config.job import load_job
 from elastic.errors import ElasticError, SpecError

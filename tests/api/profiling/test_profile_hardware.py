@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.places import PROGRAMS
 
-from elastic.api import Options, profile_hardware
+from elastic.api import Options
+from elastic.api.profiling import profile_hardware
 from elastic.api.running import run
 from elastic.cli.command_line import main
 from elastic.config.hardware import PLACE, path_of, read_hardware
