@@ -14,9 +14,10 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.accounting.accounts import account
 from elastic.observe.reporting import report
-from elastic.observe.run_tables import status, status_plain, why
+from elastic.observe.run_tables import status, status_plain
 from elastic.observe.run_view import view_of
 from elastic.observe.terminal import plain_note
+from elastic.observe.why_lines import every
 from elastic.storage import open_storage
 from elastic.types import (
     DigestChecked,
@@ -165,7 +166,7 @@ def test_why_status_and_report_say_what_is_closed(tmp_path: Path) -> None:
         and NOTE in shown
         and status_plain(view)["unusable"] == view.unusable
     )
-    told = why(view)
+    told = [row.text for row in every(view, view.notes)]
     assert (
         sum(NOTE in line for line in told) == 1
         and sum("no cp for this model" in line for line in told) == 1
