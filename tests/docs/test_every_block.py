@@ -61,7 +61,7 @@ OTHERS = {
     },
     "capacity.md": {
         "52 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
-        "120 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
+        "114 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
         "mix  ": "sim/test_mix_runs.py::test_the_mix_meets_deadlines_that_spot_misses_for_less_than_on_demand",
     },
     "checkpoints.md": {

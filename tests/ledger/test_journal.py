@@ -128,6 +128,7 @@ WHOLE_JOBS: tuple[dict[str, Any], ...] = (
         "pools": [{"name": "key", "region": "token", "max_nodes": 4}], "trusted_axes": ["pp"],
         "rebalance": False, "across_zones": True, "check_numbers_every": 50,
         "drill": [{"at_step": 3, "kill": ["rank0", "any"]}],
+        "trackers": {"wandb": {"project": "token"}}, "metrics_port": "127.0.0.1:0",
     }, {"script": "/f/train_token.py", "args": ["--end-token", "<end>", "--tokens", "x.bin"],
     "microbatch_size": None}, {"microbatch_size": 2, "data": {"train": {"tokens": "/d/x.bin",
     "end_token": "<end>"}}},
