@@ -405,7 +405,8 @@ def job_data(folder: str | Path, overrides: Iterable[str] = ()) -> tuple[dict[st
     file = root / "job.yaml"
     shown = Path(folder) / "job.yaml"
     if not root.is_dir():
-        raise SpecError(f"{folder}: no such folder; a job is a folder with job.yaml and program.py")
+        what = "a file; a script is given by --script" if root.is_file() else "no such folder"
+        raise SpecError(f"{folder}: {what}; a job is a folder with job.yaml and program.py")
     if not file.is_file():
         raise SpecError(
             f"{shown}: no such file; a job folder needs a job.yaml (steps, global_batch ...)"

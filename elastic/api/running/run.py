@@ -347,8 +347,9 @@ class JobRun:
         return lines, stored, state
 
     def _check_not_done(self, state: State | None) -> None:
-        if state is not None and state.phase == "succeeded":
-            check_not_done(self.name, self.spec.steps, state.saved_step)
+        if state is not None:
+            done = state.phase == "succeeded"
+            check_not_done(self.name, self.spec.steps, state.saved_step, succeeded=done)
 
     def _start(
         self,

@@ -76,12 +76,14 @@ def _copy(found: CheckpointInfo) -> Copy:
     )
 
 
-def check_not_done(run: str, steps: int, done: int) -> None:
-    """`done`: steps after which the run has succeeded. Raises SpecError."""
-    if done and steps <= done:
+def check_not_done(run: str, steps: int, saved: int, *, succeeded: bool) -> None:
+    """`saved`: the step that the run would go on from. Raises SpecError where it has nothing left
+    to do."""
+    if saved and (steps <= saved if succeeded else steps < saved):
+        at = f"is done ({saved} steps)" if succeeded else f"is at step {saved} of now {steps} steps"
         raise SpecError(
-            f"run '{run}' is done ({done} steps); --set steps=N with more of them lets it "
-            "continue; another --run-name (RunConfig(name=...)), or none, starts over"
+            f"run '{run}' {at}; --set steps=N with more of them lets it continue; another "
+            "--run-name (RunConfig(name=...)), or none, starts over"
         )
 
 

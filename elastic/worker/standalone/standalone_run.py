@@ -339,9 +339,9 @@ class StandaloneRun:
         self, start: DriverStarted, lines: list[Line], state: State | None, *, found: FoundCopies
     ) -> None:
         """Raises SpecError where a run of this name is done, or another one."""
-        if state is None or state.phase == "succeeded":
-            saved = max((copy.step for copy in found.copies), default=0)
-            check_not_done(self.name, self.spec.steps, saved)
+        saved = max((copy.step for copy in found.copies), default=0)
+        done = state is None or state.phase == "succeeded"
+        check_not_done(self.name, self.spec.steps, saved, succeeded=done)
         check_layouts(self.spec, start.model)
         warn_of_clock(lines, time.time())
         check_same(lines, start, found.meta, allow_changed=self.wishes.allow_changed)

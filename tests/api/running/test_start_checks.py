@@ -197,3 +197,28 @@ def test_a_dataset_that_is_smaller_than_a_step_is_told(n_samples: int, said: int
     notes = resume_checks.with_few(MODEL, spec, n_samples).notes
     assert len(notes) == said
     assert not said or "has 5 samples and a step takes 12 (global_batch)" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "succeeded", "said"),
+    [
+        (12, 12, True, "run 'one' is done (12 steps); --set steps=N with more of them"),
+        (300, 617, False, "run 'one' is at step 617 of now 300 steps; --set steps=N with more"),
+    ],
+)
+def test_a_run_with_nothing_left_to_do_says_so(
+    steps: int, saved: int, succeeded: bool, said: str
+) -> None:
+    with pytest.raises(SpecError) as refused:
+        resume_checks.check_not_done("one", steps, saved, succeeded=succeeded)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "succeeded"),
+    [(12, 0, True), (13, 12, True), (12, 12, False), (12, 0, False)],
+)
+def test_a_run_with_steps_or_its_end_left_continues(
+    steps: int, saved: int, succeeded: bool
+) -> None:
+    resume_checks.check_not_done("one", steps, saved, succeeded=succeeded)

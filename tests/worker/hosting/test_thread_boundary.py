@@ -55,6 +55,9 @@ def notices(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def survey(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    place = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "own")
+    # else Ray would be started, and each later test of this process be on a cluster
+    patch.setattr(providers.ray, "get_runtime_context", lambda: place)
     patch.setattr(providers, "living", list)
     patch.setattr(Survey, "_look", lambda self: None)
     patch.setattr(providers, "PROBE_S", 0.01)
