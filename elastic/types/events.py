@@ -28,8 +28,9 @@ class DriverStarted(Event):
     the generation before it trains. `expects_measured`: a step of a plan is expected to take what
     steps of such plans took in this run (else as the newest one, scaled: journals of drivers that
     knew nothing else). `spends_slack`: on-demand nodes stand in for spot when the slack of the
-    deadline is spent (else at even progress), and reclaims that come at once count as one (else
-    each by itself): likewise.
+    deadline is spent (else at even progress), reclaims that come at once count as one (else each by
+    itself), and pools are compared by the price of what they compute (else by that of a GPU):
+    likewise.
     """
 
     run: str

@@ -234,7 +234,7 @@ class _Book:
         self.usd_per_h += n * pool.usd_per_node_h
 
 
-@follows_from("nodes", "pools", "job")
+@follows_from("nodes", "pools", "job", "hardware", "spends_slack")
 def potential(state: State) -> Mapping[tuple[str, int], int]:
     """Of each pool and number of GPUs the nodes that there are and all that it could still give: if
     no plan fits them, none ever will."""

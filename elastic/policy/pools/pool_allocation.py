@@ -7,7 +7,7 @@ worth, or while the deadline needs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -16,6 +16,7 @@ from elastic.planner.cost.memory import USABLE
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.policy.plans import choice_of
 from elastic.policy.pools import deadline, drain, hazard, slack
+from elastic.policy.speed import speeds
 from elastic.policy.state.state import Request, State
 from elastic.types import Layout, Node, Pool, is_auto, parse_layout
 from elastic.types.replacing import follows_from
@@ -75,28 +76,43 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     return [*first, *(([*last, *others]) if need.urgent else [*others, *last])], need
 
 
-@follows_from("pools")
+@follows_from("hardware", "job", "pools", "spends_slack")
 def on_demand(state: State) -> Sequence[Pool]:
     """The cheapest first."""
     return [pool for pool in by_price(state) if pool.market_type == "on-demand"]
 
 
-@follows_from("pools")
+@follows_from("hardware", "job", "pools", "spends_slack")
 def by_price(state: State) -> Sequence[Pool]:
-    return sorted(
-        state.pools, key=lambda pool: (ORDER[pool.market_type], pool.usd_per_gpu_h, pool.name)
-    )
+    """By the price of what a GPU computes: eight H100 cost more than eight A100, and less than the
+    A100 that do the same work in the same time."""
+    rates = _rates(state)
+
+    def worth(pool: Pool) -> tuple[int, float, str]:
+        return ORDER[pool.market_type], pool.usd_per_gpu_h / rates[pool.name], pool.name
+
+    return sorted(state.pools, key=worth)
+
+
+@follows_from("hardware", "job", "pools", "spends_slack")
+def _rates(state: State) -> Mapping[str, float]:
+    """What a GPU of each pool computes, by the cost model; 1 where the kind of one is not known."""
+    rates = speeds.by_hardware(state) if state.spends_slack else {}
+    known = all(rates.get(pool.name) for pool in state.pools)
+    return {pool.name: rates[pool.name] if known else 1.0 for pool in state.pools}
 
 
 def _by_worth(state: State, pools: Sequence[Pool]) -> Sequence[Pool]:
-    """Prices with the reclaims that they bring; what is owned or reserved is paid for anyway."""
+    """As `by_price`, with the reclaims that a pool brings; what is owned or reserved is paid for
+    anyway."""
+    rates = _rates(state)
 
     def worth(pool: Pool) -> tuple[int, float, str]:
         n, pause_s = len(state.alive), drain.lead_of(state).pause_s
         usd = hazard.usd_per_gpu_h(
             state, pool, max(1, n), pause_s=pause_s, wait_s=_vain_wait_s(state, pool)
         )
-        return ORDER[pool.market_type], usd, pool.name
+        return ORDER[pool.market_type], usd / rates[pool.name], pool.name
 
     return sorted(pools, key=worth)
 

@@ -123,7 +123,7 @@ def _counts(state: State, worker: WorkerId) -> bool:
 def _middle(state: State, pool: str, middles: Mapping[str, float]) -> float:
     if pool in middles:
         return middles[pool]
-    of_kind = _by_hardware(state)
+    of_kind = by_hardware(state)
     scaled = [
         middle * of_kind[pool] / of_kind[other]
         for other, middle in middles.items()
@@ -132,7 +132,7 @@ def _middle(state: State, pool: str, middles: Mapping[str, float]) -> float:
     return median(scaled or middles.values())
 
 
-def _by_hardware(state: State) -> dict[str, float]:
+def by_hardware(state: State) -> dict[str, float]:
     """What GPUs of each pool whose kind is known compute, by the cost model."""
     kinds = {profile.accelerator_type: profile for profile in state.hardware}
     return {

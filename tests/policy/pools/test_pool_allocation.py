@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.policy.story import MODEL, Story, orders, plan_of
 
+from elastic.api.planning.plan_nodes import known_of
 from elastic.policy.pools import deadline, pool_allocation
 from elastic.policy.pools.limits import STOP_MOST_S
 from elastic.policy.state.fold import PoolSeen
@@ -546,3 +547,22 @@ def test_between_equal_prices_the_better_placement_score_is_asked_first(
     wanted, _ = pool_allocation.pool_demands(told.state, told.now_s)
     assert [want.pool.name for want in wanted if want.pool.market_type == "spot"][0] == first
     assert told.state.scores == scores
+
+
+def test_pools_are_compared_by_the_price_of_what_they_compute() -> None:
+    """An H100 that costs 2.9 times as much as an A100 computes three times as much."""
+    pools = (
+        Pool("old", "A100", 8, "spot", 8.0, 0, 8), Pool("new", "H100", 8, "spot", 23.0, 0, 8),
+        Pool("dear", "A100", 8, "on-demand", 30.0, 0, 8),
+    )  # fmt: skip
+    known = known_of(pools)
+    state = replace(story(*pools).state, hardware=known, spends_slack=True)
+    assert [pool.name for pool in pool_allocation.by_price(state)] == ["new", "old", "dear"]
+    dearer = tuple(replace(p, usd_per_node_h=28.0) if p.name == "new" else p for p in pools)
+    for changes in (
+        {"pools": dearer},
+        {"hardware": tuple(kind for kind in known if kind.accelerator_type == "A100")},
+        {"spends_slack": False},
+    ):
+        found = pool_allocation.by_price(replace(state, **changes))
+        assert [pool.name for pool in found] == ["old", "new", "dear"], changes
