@@ -166,3 +166,34 @@ def test_a_tied_head_is_kept_in_every_layout() -> None:
         TensorSpec("head", (4,), "float32", block=2, tied_to="embed"),
     )
     assert one_weight(ModelProfile(2, 0, specs)) is None
+
+
+class Named(nn.Module):
+    """Blocks that do not stand where the default of Program.blocks looks for them."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(n))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(ids)
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("n", "keys", "said"), [(3, {}, True), (1, {}, False), (3, {"blocks": "h.*"}, False)]
+)
+def test_blocks_that_the_default_misses_are_told(n: int, keys: dict[str, str], said: bool) -> None:
+    program = Program(
+        model=lambda: Named(n),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        loss=lambda output, batch: output.sum(),
+        **keys,  # type: ignore[arg-type]
+    )
+    found = structure_of(program, trace(program), {"input": torch.zeros(1, 4, dtype=torch.int64)})
+    told = [note for note in found.notes if "sharded as one piece" in note]
+    assert bool(told) == said
+    assert not said or "blocks='h.*' names its 3 Sequential" in told[0]
