@@ -10,7 +10,7 @@ from elastic.types import Event, Node, Plan
 
 # where a generation takes its state from, in the words of a message
 SOURCES: dict[str, str] = {
-    "fresh": "fresh initialization",
+    "fresh": "what the program starts with",
     "live": "live GPUs",
     "peer": "peer memory",
     "durable": "checkpoint",

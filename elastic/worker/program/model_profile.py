@@ -6,12 +6,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import traceback
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from elastic.errors import ProgramError
+from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program
 from elastic.types import ModelProfile, TensorSpec
 from elastic.worker.program.element_wise import what_they_keep, with_kept
@@ -143,7 +144,18 @@ def trace(program: Program) -> ModelProfile:
     SpecError when a parameter is not in exactly one optimizer or the program's weights are not
     those of its model (their headers are read).
     """
-    model = build_meta(program)
+    try:
+        model = build_meta(program)
+    except ElasticError:
+        raise
+    except Exception as error:  # a boundary: the user's function may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        own = next((one for one in frames[1:] if one.filename != __file__), frames[-1])
+        place = [one for one in frames if one.filename == own.filename][-1]
+        raise ProgramError(
+            f"{place.filename}:{place.lineno}: Program.model() raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
     check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)

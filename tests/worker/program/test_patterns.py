@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.worker.program.model_profile import block_names, trace
 
@@ -44,3 +45,19 @@ def test_what_torch_cannot_cut_closes_tp_by_name(kind: type[nn.Module]) -> None:
         assert (found.no_tp, found.tp_limit) == (
             "Program.tp names up, a Conv2d; 'colwise' cuts nn.Linear and nn.Embedding only", 1
         )  # fmt: skip
+
+
+def test_what_the_model_raises_is_told_with_its_line() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, -4))
+
+    program = Program(
+        model=model,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        loss=lambda output, batch: output.sum(),
+    )
+    line = model.__code__.co_firstlineno + 1
+    with pytest.raises(ProgramError) as raised:
+        trace(program)
+    said = str(raised.value)
+    assert said.startswith(f"{__file__}:{line}: Program.model() raised RuntimeError: "), said
