@@ -79,7 +79,9 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
         return None  # it gets done
     # a script's steps are its own
     where = f" at step {state.step} of {state.steps}" if state.steps else ""
-    return StopWish(f"the deadline of {state.job.deadline_h:g} h is over{where}", at_s, limit=True)
+    # not the moment of each look: what waits for a copy would wait anew
+    due_s = end_s - save_s(state) if state.spends_slack else at_s
+    return StopWish(f"the deadline of {state.job.deadline_h:g} h is over{where}", due_s, limit=True)
 
 
 def wakes(state: State, now_s: float) -> list[float]:
