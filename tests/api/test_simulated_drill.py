@@ -4,11 +4,12 @@ tests/e2e/test_predicted_run.py."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from support.e2e.prediction import FIRST_DRILL, JOB, OTHER_DRILL, STEPS, transitions
-from support.e2e.shell import Shell, last_line
+from support.e2e.shell import PROGRAMS, Shell, last_line
 
 from elastic.config.job import load_job
 from elastic.driver import drive
@@ -22,11 +23,12 @@ from elastic.types import DriverStarted, ModelProfile, TensorSpec
 SPECS = (TensorSpec("w", (1000, 1000), "float32", 0, 1),)
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Shell:
-    """With a job, both drills, and a run of the first."""
-    made = Shell(tmp_path)
-    name = made.job(**JOB)
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job, both drills, and a run of the first."""
+    tmp_path = tmp_path_factory.mktemp("recorded")
+    # nothing trains: a program that waits in each pass would only be waited for
+    name = Shell(tmp_path).job(**JOB | {"program": str(PROGRAMS / "tiny.py")})
     for run, drill in (("first", FIRST_DRILL), ("other", OTHER_DRILL)):
         (tmp_path / f"{run}.yaml").write_text(json.dumps(drill))
     folder = tmp_path / "elastic_runs" / "first"
@@ -39,7 +41,14 @@ def shell(tmp_path: Path) -> Shell:
     )
     start = DriverStarted("first", 1, job.plain(), pools, ModelProfile(4, 10**6, SPECS))
     drive(backend, Journal(folder / JOURNAL, 1), start)
-    return made
+    return tmp_path
+
+
+@pytest.fixture
+def shell(recorded: Path, tmp_path: Path) -> Shell:
+    """In a copy of it."""
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    return Shell(tmp_path)
 
 
 def test_a_drill_is_told_beforehand(shell: Shell) -> None:
