@@ -105,7 +105,7 @@ def test_losses_are_survived_by_restart_and_the_ledger_is_right(
         steps,
         summary["final_loss"],
     )
-    code, out, err = shell.here("why", "r")
+    code, out, err = shell.here("why", "r", "--all")
     assert "SIGTERM" in out and ("was lost" in out or "loss" not in by_cause)
     for verb in ("ledger", "report"):
         assert shell.here(verb, "r")[0] == 0

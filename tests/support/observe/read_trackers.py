@@ -89,10 +89,11 @@ def _mlflow(folder: Path, project: str) -> Told:
 
 def _trackio(folder: Path, project: str) -> Told:
     os.environ["TRACKIO_DIR"] = str(folder)
-    from trackio import utils
+    from trackio import sqlite_storage, utils
     from trackio.sqlite_storage import SQLiteStorage
 
-    utils.TRACKIO_DIR = folder  # read when the library is imported
+    # read when the library is imported, which another test of this process may have done
+    utils.TRACKIO_DIR = sqlite_storage.TRACKIO_DIR = folder
     found: Told = {}
     for run in SQLiteStorage.get_runs(project):
         by_name = found.setdefault(run, defaultdict(list))

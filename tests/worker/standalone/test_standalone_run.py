@@ -131,7 +131,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(
     place = str(folder / "runs" / "tiny")
     replayed = json.loads(elastic("replay", place, "--json"))
     assert replayed["identical"] and not replayed["reworded"]
-    why = elastic("why", place)
+    why = elastic("why", place, "--all")
     assert "stop requested: rank 1: a signal asked it to stop" in why
     assert "generation 2: dp_shard=3 on 3 workers of 1 node" in why
     assert "tp=2" in elastic("ledger", place) and "productive" in elastic("ledger", place)
