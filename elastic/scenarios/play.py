@@ -102,6 +102,8 @@ class _Play:
     def _is_over(self, act: Act) -> bool:
         """A step was done by a generation that this act leads to."""
         seen = self.run.seen
+        if act.replaces and seen.world(self.reached) == self.stage.world:
+            return True  # the transition before has it already
         after = [
             number
             for number, plan in seen.plans.items()

@@ -40,6 +40,11 @@ class Act:
     strike: Strike | None = None
 
     @property
+    def replaces(self) -> bool:
+        """A node that was lost is replaced; the transition that left it may have the new one."""
+        return self.back and not self.drill and self.strike is None
+
+    @property
     def kind(self) -> str:
         """kill, notice, hang, ...; '' = it comes by itself."""
         return self.drill.partition("=")[0]
