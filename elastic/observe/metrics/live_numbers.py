@@ -4,14 +4,13 @@ whoever asked for it: the step's path and the driver's loop know nothing of it."
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
+from elastic.observe.metrics.heard_lines import HeardLines
 from elastic.observe.metrics.run_numbers import RunNumbers, Sample
 from elastic.policy.state.fold import Change, changes
 
@@ -42,25 +41,23 @@ class LiveNumbers:
         readers: Sequence[JournalReader] = (),
     ) -> None:
         self._run, self._tell, self._readers = run, [*tell], [*readers]
-        self._lines: SimpleQueue[Line | None] = SimpleQueue()
+        self._lines = HeardLines(self._follow, "live numbers")
         self._numbers = RunNumbers()
         self._sampled_s = float("-inf")
-        self._thread = threading.Thread(target=self._follow, name="live numbers", daemon=True)
         self._before: Sequence[Line] = ()
         self._epoch = 0
 
     def start(self, before: Sequence[Line], epoch: int) -> None:
         """`before`: the newest lines of earlier drivers; `epoch`: this driver's."""
         self._before, self._epoch = before, epoch
-        self._thread.start()
+        self._lines.start()
 
     def hear(self, line: Line) -> None:
-        self._lines.put(line)
+        self._lines.hear(line)
 
     def close(self) -> None:
         """Tells the rest; waits a bounded time for that."""
-        self._lines.put(None)
-        self._thread.join(CLOSE_MOST_S)
+        self._lines.close(CLOSE_MOST_S)
 
     # ----------------------------------------------------------------------------- in the thread
 
@@ -70,7 +67,7 @@ class LiveNumbers:
         except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
             log.warning("%s: numbers begin with this driver (%s)", self._run.name, error)
             self._numbers = RunNumbers()
-        while self._take(self._come(), live=True):
+        while self._take(self._lines.come(LOOK_S), live=True):
             self._tick(time.monotonic())
         self._tick(float("inf"))
 
@@ -79,15 +76,6 @@ class LiveNumbers:
         if not self._before:
             return ()
         return (line for line in self._run.lines() if line.epoch < self._epoch)
-
-    def _come(self) -> Iterator[Line | None]:
-        """What has come; waits for the first. None: nothing more will."""
-        try:
-            yield self._lines.get(timeout=LOOK_S)
-            while True:
-                yield self._lines.get_nowait()
-        except Empty:
-            return
 
     def _take(self, lines: Iterable[Line | None], live: bool) -> bool:
         """False: there are no more to come."""

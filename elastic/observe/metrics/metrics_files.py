@@ -4,16 +4,15 @@ has told: a full disk or a slow callback never holds the driver up."""
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
+from elastic.observe.metrics.heard_lines import HeardLines
 from elastic.observe.metrics.metrics_csv import CSV, MetricsCsv
 from elastic.observe.metrics.step_rows import Row, row
 from elastic.observe.metrics.tensorboard_files import TensorBoardFiles
@@ -35,7 +34,7 @@ class MetricsFiles:
 
     def __init__(self, run: RunFolder, on_step: OnStep | None = None) -> None:
         self._run, self._on_step = run, on_step
-        self._lines: SimpleQueue[Line | None] = SimpleQueue()
+        self._lines = HeardLines(self._follow, "metrics")
         self._before: Sequence[Line] = ()
         self._csv: MetricsCsv | None = None
         self._board: TensorBoardFiles | None = None
@@ -46,20 +45,18 @@ class MetricsFiles:
         self._live = False  # False: what is read was told by an earlier driver
         self._draws = False  # in TensorBoard
         self._flushed_s = self._kept_s = time.monotonic()
-        self._thread = threading.Thread(target=self._follow, name="metrics", daemon=True)
 
     def start(self, before: Sequence[Line]) -> None:
         """`before`: the newest lines of earlier drivers."""
         self._before = before
-        self._thread.start()
+        self._lines.start()
 
     def hear(self, line: Line) -> None:
-        self._lines.put(line)
+        self._lines.hear(line)
 
     def close(self) -> None:
         """Writes the rest; waits a bounded time for that."""
-        self._lines.put(None)
-        self._thread.join(CLOSE_MOST_S)
+        self._lines.close(CLOSE_MOST_S)
 
     # ----------------------------------------------------------------------------- in the thread
 
@@ -78,14 +75,11 @@ class MetricsFiles:
 
     def _take_all(self) -> bool:
         """All lines that have come; waits for one. False: there are no more to come."""
-        try:
-            line = self._lines.get(timeout=FLUSH_S)
-            while line is not None:
-                self._take(line)
-                line = self._lines.get_nowait()
-        except Empty:
-            return True
-        return False
+        for line in self._lines.come(FLUSH_S):
+            if line is None:
+                return False
+            self._take(line)
+        return True
 
     def _open(self) -> None:
         try:

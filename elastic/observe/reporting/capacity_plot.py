@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 from elastic.observe.reporting.capacity_history import CapacityHistory
+from elastic.observe.reporting.pictures import blank, saved
 from elastic.observe.run_view import View
 
 COLORS = ("#4c78a8", "#f0b35a", "#7aa874", "#b07aa1")
@@ -13,12 +13,7 @@ COLORS = ("#4c78a8", "#f0b35a", "#7aa874", "#b07aa1")
 
 def save_capacity(view: View, history: CapacityHistory, path: str | Path) -> Path:
     """Draw it; returns the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = blank(11, 3.6)
     end_s = max([view.at_s, *(moment.at_s for moment in history.moments[-1:])])
     moments = [*history.moments, *history.moments[-1:]]
     at = [moment.at_s - view.started_at_s for moment in history.moments]
@@ -38,9 +33,4 @@ def save_capacity(view: View, history: CapacityHistory, path: str | Path) -> Pat
     axes.set_title(f"{view.state.run}: capacity", loc="left", fontsize=11)
     axes.grid(alpha=0.25)
     axes.margins(x=0)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "constrained_layout not applied")
-        figure.savefig(target, dpi=120)
-    return target
+    return saved(figure, path)

@@ -3,10 +3,10 @@ on the curve."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
+from elastic.observe.reporting.pictures import blank, saved
 from elastic.observe.run_view import View
 from elastic.types import Plan
 
@@ -19,12 +19,7 @@ COLORS = {
 
 def save_loss(view: View, path: str | Path) -> Path:
     """Draw the curve of a run; returns the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = blank(11, 5.5)
     curve = view.curve()
     axes.plot(
         [p.step for p in curve],
@@ -61,13 +56,7 @@ def save_loss(view: View, path: str | Path) -> Path:
     axes.margins(x=0.01, y=0.14)
     if curve:
         axes.legend(loc="lower left", frameon=False, ncols=3)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        # a run without a step has a small picture
-        warnings.filterwarnings("ignore", "constrained_layout not applied")
-        figure.savefig(target, dpi=120)
-    return target
+    return saved(figure, path)
 
 
 def _lost(axes: Any, view: View) -> None:

@@ -88,17 +88,16 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
         no_pp = BlocksInStages(
             program, profile, {key: x.to(device) for key, x in batch.items()}, whole=one
         ).problem()
-    missed = _missed_blocks(program)
+    missed = "" if profile.n_blocks else _missed_blocks(program)
     return replace(shares, no_pp=no_pp, notes=(*shares.notes, *([missed] if missed else ())))
 
 
 def _missed_blocks(program: Program) -> str:
     """The default of Program.blocks names none of the model's modules, and there is a list of them
-    that look like blocks; '' = nothing is missed."""
-    model = build_meta(program)
-    if program.blocks != Program.blocks or block_names(model, program.blocks):
+    that look like blocks; '' = there is no such list."""
+    if program.blocks != Program.blocks:
         return ""
-    for name, module in model.named_modules():
+    for name, module in build_meta(program).named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
             alike = len({type(one) for one in module}) == 1
             if name and alike and next(module[0].children(), None) is not None:

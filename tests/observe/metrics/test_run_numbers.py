@@ -247,7 +247,7 @@ def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
     live.close()
     assert time.monotonic() - began_s < 2.0
     release.set()
-    live._thread.join()
+    live._lines._thread.join()
     assert len(n_raised) == 1 and caplog.text.count("ray is gone") == 1
 
 
