@@ -68,7 +68,7 @@ WORST_MOMENTS = Scenario(
         Act(
             "worst moments: loss in a loss", "kill=rank:3", "loss", strike=Strike("loss", "second")
         ),
-        Act("worst moments: newcomer", "", "loss", strike=Strike("growth", "newcomer")),
+        Act("worst moments: newcomer", "add=spot", "loss", strike=Strike("growth", "newcomer")),
         Act(
             "worst moments: sender",
             "notice=rank:1 deadline_s=5",
