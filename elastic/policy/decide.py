@@ -28,6 +28,7 @@ from elastic.types import (
     Quarantine,
     Quiesce,
     ReleaseNode,
+    Resume,
     Stop,
     StoreCopy,
 )  # fmt: skip
@@ -232,9 +233,7 @@ def _starting(state: State, now_s: float) -> Decision | None:
     if state.away and newest.source in ("durable", "fresh"):
         return Decision((), f"waits to begin from {from_where(newest)}: {stopping.away(state)}")
     resume = recovery.comparable(state, choice.layout, newest)
-    unknown = recovery.unknown_axes(state, choice.layout, resume)
-    if unknown:
-        choice = _without(state, unknown, now_s) or choice
+    choice = _told(state, choice, resume, now_s)
     cause = CAUSES[failure.cause] if failure else "start"
     if failure is None and state.asked is not None:
         cause = state.asked.cause or cause
@@ -259,6 +258,23 @@ def _startable(state: State, now_s: float) -> Choice:
         if not (given_up := drain.given_up(state)):
             raise
     return choice_of(state, (*drain.usable(state, now_s), *given_up))
+
+
+def _told(state: State, choice: Choice, resume: Resume, now_s: float) -> Choice:
+    """Without axes of which nothing would tell whether they compute the same: those that cut the
+    model or its sequences, where there is any other layout; dp, which cuts the samples alone, where
+    one on as many workers would be told."""
+    unknown = recovery.unknown_axes(state, choice.layout, resume)
+    cuts = {axis: why for axis, why in unknown.items() if axis != "dp"}
+    found = choice = (_without(state, cuts, now_s) if cuts else None) or choice
+    axes: dict[str, str] = {}
+    while unknown := recovery.unknown_axes(state, found.layout, resume):
+        axes |= unknown
+        other = _without(state, axes, now_s)
+        if other is None or other.layout.world_size < choice.layout.world_size:
+            return choice
+        found = other
+    return found
 
 
 def _without(state: State, axes: Mapping[str, str], now_s: float) -> Choice | None:

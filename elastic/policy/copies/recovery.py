@@ -144,11 +144,11 @@ def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
 
 
 def unknown_axes(state: State, layout: Layout, resume: Resume) -> dict[str, str]:
-    """Axes that cut the model or its sequences, and that the copy's layout had not, where nothing
-    would tell whether they compute the same; and that."""
+    """Axes that the copy's layout had not, where nothing would tell whether they compute the same;
+    and that."""
     if not state.probes or resume.layout is None or refused_layouts.comparable(state, resume.step):
         return {}
-    axes = [axis for axis in _unproven(state, layout, resume.layout) if axis != "dp"]
+    axes = _unproven(state, layout, resume.layout)
     why = (
         f"nothing is known at step {resume.step} that would tell whether it computes the same as "
         f"{resume.layout}"

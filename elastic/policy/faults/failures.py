@@ -20,6 +20,7 @@ from elastic.types import (
     Layout,
     Node,
     NodeStatus,
+    Probed,
     Quiesced,
     Silent,
     WorkerFailed,
@@ -463,7 +464,15 @@ def computes_else(
     return failed(state, failure)
 
 
+def _probed(state: State, event: Probed, at_s: float) -> State:
+    """Of a run that begins anew the workers cannot know what it was."""
+    if event.expected is not None or not (was := refused_layouts.begun_otherwise(state, event)):
+        return refused_layouts.probed(state, event)
+    said = f"the probe sample's loss is {event.loss:.4f}, it was {was[0]:.4f}"
+    return computes_else(state, event.generation, event.step, said=said, at_s=at_s, than=was[1])
+
+
 FAILURES: dict[type, Callable[[State, Any, float], State]] = {
     GuardTripped: _guard_tripped, WorkerFailed: _worker_failed, Silent: _silent,
-    Quiesced: _quiesced, DigestChecked: _digest_checked,
+    Quiesced: _quiesced, DigestChecked: _digest_checked, Probed: _probed,
 }  # fmt: skip

@@ -13,7 +13,7 @@ sample that differs in the very same layout closes nothing either; it counts as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from elastic.policy.state.state import State
@@ -112,7 +112,7 @@ def comparable(state: State, step: int) -> bool:
 # ------------------------------------------------------------------------------------------ fold
 
 
-def probed(state: State, event: Probed, at_s: float) -> State:
+def probed(state: State, event: Probed) -> State:
     """What the loss of the probe sample is at a step; not of a layout in which it differs."""
     current = state.is_current(event.generation) or (
         state.aborting is not None and event.generation == state.generation
@@ -123,7 +123,29 @@ def probed(state: State, event: Probed, at_s: float) -> State:
     if not current or differs or event.generation in state.distrusted:
         return state
     probes = {**state.probes, event.step: event.loss}
-    return replace(state, probes={step: probes[step] for step in sorted(probes)[-KEPT_PROBES:]})
+    kept = sorted(probes)[-KEPT_PROBES:]
+    told = {**state.probed_in, event.step: event.generation}
+    return replace(
+        state,
+        probes={step: probes[step] for step in kept},
+        probed_in={step: told[step] for step in kept if step in told},
+    )
+
+
+def begun_otherwise(state: State, event: Probed) -> tuple[float, Layout] | None:
+    """What the probe sample's loss was where the run began, and in which layout, where one that
+    begins anew has another: the first values of a model are the same in all layouts (but for those
+    that a script has made). None = it is the same, or nobody knows, or the layout is not at
+    fault."""
+    plan, before = state.plans.get(event.generation), state.probes.get(event.step)
+    old = state.layouts.get(state.probed_in.get(event.step, 0))
+    if plan is None or before is None or old is None or plan.resume.source != "fresh":
+        return None
+    if event.step != plan.resume.step or not repeats(state.job, draws=False):
+        return None
+    if agree(event.loss, before, tolerance(state.job)) or not closed_by(plan.layout, old):
+        return None
+    return before, old
 
 
 def until(numbers: Mapping[int, float], step: int) -> dict[int, float]:
@@ -145,6 +167,3 @@ def without_repeats(state: State, event: StepDone) -> State:
     )
     unusable = {name: why for name, why in state.unusable.items() if REDONE not in why}
     return replace(state, unrepeatable=text, losses={}, unusable=unusable)
-
-
-HANDLERS: dict[type, Callable[[State, Any, float], State]] = {Probed: probed}

@@ -33,6 +33,7 @@ from elastic.types import (
 )  # fmt: skip
 from elastic.types.replacing import replace
 
+KEPT_LAYOUTS = 200  # as many as there are probes
 KEPT_PLANS = 16  # generations whose layout is remembered: holdings of older ones do not exist
 
 
@@ -104,12 +105,16 @@ def ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
     plans = {**state.plans, plan.generation: plan}
     for generation in sorted(plans)[:-KEPT_PLANS]:
         del plans[generation]
+    layouts = {**state.layouts, plan.generation: plan.layout}
+    for generation in sorted(layouts)[:-KEPT_LAYOUTS]:
+        del layouts[generation]
     retried = failure is not None and failure.cause == "infrastructure"
     if state.job.restarted:
         state = replace(state, asked=None, quiesced=frozenset(), script_ended=frozenset())
     return replace(
         state, phase="entering", target=plan,
         plan=state.plan if plan.resume.source == "live" else None, plans=plans,
+        layouts=layouts,
         generation=plan.generation, ordered_at_s=at_s, aborting=None, failure=None, quiescing=None,
         repeat=(), forming=None, considered=tuple(node.node_id for node in state.available),
         retries=state.retries + retried, retry_step=max(state.retry_step,

@@ -168,7 +168,8 @@ def _losses_before(state: State, event: DriverStarted) -> dict[str, Any]:
     since."""
     if state.job.fingerprint != event.job.get(KEY):
         return {}
-    return {"probes": state.probes, "losses": state.losses}
+    names = ("probes", "probed_in", "losses", "layouts")
+    return {name: getattr(state, name) for name in names}
 
 
 def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
@@ -419,11 +420,7 @@ def _unlike(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State:
     """The layout computes something else, or steps of this model do not repeat (see
     refused_layouts.py)."""
     before, _, generation = state.losses[event.step]
-    old = (
-        state.plans[generation].layout
-        if generation in state.plans
-        else refused_layouts.before(state, plan)
-    )
+    old = state.layouts.get(generation) or refused_layouts.before(state, plan)
     if not refused_layouts.new_axes(plan.layout, old):
         return refused_layouts.without_repeats(state, event)
     said = (
@@ -557,5 +554,5 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,
     PinningFailed: _pinning_failed, StopAsked: _stop_asked, StorageSeen: _storage_seen,
     PlansFound: _plans_found, **profiling.HANDLERS, **FAILURES, **COPIES,
-    **refused_layouts.HANDLERS, **SPEEDS, **SUSPECTS, **AHEAD, **restarts.HANDLERS,
+    **SPEEDS, **SUSPECTS, **AHEAD, **restarts.HANDLERS,
 }  # fmt: skip

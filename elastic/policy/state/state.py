@@ -312,8 +312,11 @@ class State:
     # generations of such layouts -> the step that they began from
     astray: Mapping[int, int] = field(default_factory=dict)
     probes: Mapping[int, float] = field(default_factory=dict)  # step -> loss of the probe sample
+    probed_in: Mapping[int, int] = field(default_factory=dict)  # step -> generation that told it
     # step -> train_loss when it was done first, digest of its sample ids
     losses: Losses = field(default_factory=dict)
+    # generation -> its layout, also of the drivers before: what `probes` and `losses` are of
+    layouts: Mapping[int, Layout] = field(default_factory=dict)
     unrepeatable: str = ""  # why a step that is done again is not compared with what it was
 
     speeds: Mapping[WorkerId, tuple[Window, ...]] = field(default_factory=dict)  # newest last
