@@ -61,10 +61,6 @@ class Wanted:
     since_s: float | None = None
     until_s: float | None = None
 
-    @property
-    def filtered(self) -> bool:
-        return self != Wanted()
-
 
 def notes_of(view: View, wanted: Wanted) -> list[Note]:
     """In order. Raises SpecError for a node or a kind that nobody knows."""

@@ -205,14 +205,9 @@ def _overlaps(old: Sequence[PieceColumn], new: Sequence[PieceColumn]) -> Overlap
     return OverlapParts(new_numbers, old_numbers, start, size, at, regions)
 
 
-def shard_bytes(model: ModelProfile, cut: Cut, padded: bool = False) -> list[int]:
+def bytes_of(side: Side, padded: bool = False) -> list[int]:
     """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in
     memory, where each part of a parameter that is not empty has the size of the largest."""
-    return bytes_of(Side(model, cut), padded)
-
-
-def bytes_of(side: Side, padded: bool = False) -> list[int]:
-    """As `shard_bytes`."""
     out = np.zeros(side.layout.world_size, dtype=np.int64)
     for bundle in bundles(side.state, side, side):
         item_bytes = DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)

@@ -3,12 +3,12 @@ routes.py has the choice."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from elastic.errors import InternalError
-from elastic.reshard.pieces import Cut, Side
+from elastic.reshard.pieces import Cut
 from elastic.reshard.rank_boxes import Region, meet, placements
 from elastic.reshard.routes import Routes, plan_routes
 from elastic.types import Box, ModelProfile, Resume, Transfer, WorkerId
@@ -109,17 +109,6 @@ def _meeting(found: Sequence[Transfer]) -> bool:
             if meet((one.offsets, one.sizes), (other.offsets, other.sizes)) is not None:
                 return True
     return False
-
-
-def lost_tensor(model: ModelProfile, old: Cut, ranks: Collection[int]) -> str | None:
-    """Name of the first tensor of which `ranks` of the old layout together do not hold every
-    element, else None."""
-    side, held = Side(model, old), sorted(ranks)
-    for placed in placements(model):
-        there = side.numbers(side.held(placed))[held]
-        if any(not np.isin(column.numbers, there).all() for column in side.columns(placed)):
-            return placed.spec.fqn
-    return None
 
 
 def participants(ranks: Sequence[WorkerId], resume: Resume) -> tuple[WorkerId, ...]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from elastic.reshard.chunks import CHUNK_BYTES
-from elastic.reshard.pieces import shard_bytes
+from elastic.reshard.pieces import Side, bytes_of
 from elastic.reshard.rank_boxes import boxes, placements, stages_of
 from elastic.reshard.transfers import check_cover
 from elastic.types import Transfer
@@ -229,7 +229,7 @@ def _common(box: Any, other: Any) -> int:
 
 def shards(case: Case, n: int) -> tuple[list[int], list[int]]:
     """Old and new bytes of each participant."""
-    old, new = shard_bytes(case.model, case.old), shard_bytes(case.model, case.new)
+    old, new = bytes_of(Side(case.model, case.old)), bytes_of(Side(case.model, case.new))
     old_rank = {p: rank for rank, (p,) in case.holders.items()}
     return [old[old_rank[p]] if p in old_rank else 0 for p in range(n)], [
         new[p] if p < len(new) else 0 for p in range(n)

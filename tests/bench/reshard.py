@@ -28,7 +28,7 @@ from support.worker.movers import Case, Cut, Movers, checked_move, decoder
 from trial import Clock, Failed
 
 from elastic.reshard.chunks import staging_bytes
-from elastic.reshard.pieces import shard_bytes
+from elastic.reshard.pieces import Side, bytes_of
 from elastic.reshard.rank_reuse import place
 from elastic.types import Layout, ModelProfile, WorkerId
 
@@ -180,7 +180,7 @@ def summary(pairs: Mapping[str, Mapping[str, Any]], size: Size) -> dict[str, Any
             if not wire or pair["moved_mb"] >= size.least_mb
         ]
 
-    state_mb = sum(shard_bytes(size.model, (Layout(), ()))) / 1e6
+    state_mb = sum(bytes_of(Side(size.model, (Layout(), ())))) / 1e6
     return {
         "state_mb": round(state_mb),
         "gbps_vs_raw": round(median(over("vs_raw")), 3),

@@ -10,7 +10,7 @@ import planner_fit
 import pytest
 from planner_fit import errors, figures, fit, halves, kernels, loss, made_up, start, touched, write
 
-from elastic.planner.cost.kernels import SOFTWARE, _table, generation
+from elastic.planner.cost.kernels import LOGIT_BYTES, _table, generation
 from elastic.planner.published.measurements import Case
 
 
@@ -46,7 +46,7 @@ def test_constants_are_read_as_the_planner_reads_them() -> None:
         for (software, arch), some in _table().items()
         for name, v in some.items()
     }
-    for software in SOFTWARE:
+    for software in LOGIT_BYTES:
         for arch in {arch for of, arch in _table() if of == planner_fit.family(software) and arch}:
             assert kernels(table, software, arch) == generation(software, arch)
 

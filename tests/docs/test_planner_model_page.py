@@ -7,7 +7,7 @@ import re
 
 from support.places import ROOT
 
-from elastic.planner.cost.kernels import SOFTWARE, _table
+from elastic.planner.cost.kernels import LOGIT_BYTES, _table
 from elastic.planner.explain import TOLD
 
 PAGE = (ROOT / "docs" / "planner-model.md").read_text()
@@ -26,5 +26,5 @@ def test_every_part_of_a_step_has_its_formula() -> None:
 
 
 def test_every_generation_is_named_and_the_constants_are_counted() -> None:
-    assert [name for name in SOFTWARE if f"`{name}`" not in PAGE] == []
+    assert [name for name in LOGIT_BYTES if f"`{name}`" not in PAGE] == []
     assert f"{sum(map(len, _table().values()))} constants" in PAGE

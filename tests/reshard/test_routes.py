@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reshard.optimum import least_busiest
-from support.reshard.reshard_cases import Cut, random_cut, random_model
+from support.reshard.reshard_cases import Cut, lost_tensor, random_cut, random_model
 
 from elastic.errors import InternalError, StateLost
-from elastic.reshard.pieces import shard_bytes
+from elastic.reshard.pieces import Side, bytes_of
 from elastic.reshard.rank_boxes import Region, boxes, meet, state_specs
-from elastic.reshard.transfers import check_cover, lost_tensor, plan_transfers
+from elastic.reshard.transfers import check_cover, plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
 State = dict[str, np.ndarray]
@@ -267,7 +267,7 @@ def test_shard_bytes_are_those_of_the_boxes() -> None:
         model = random_model(random)
         cut = random_cut(random, model.n_blocks)
         ranks = range(cut[0].world_size)
-        assert shard_bytes(model, cut) == [
+        assert bytes_of(Side(model, cut)) == [
             sum(b.n_bytes for b in boxes(model, *cut, r)) for r in ranks
         ]
 

@@ -16,7 +16,7 @@ from elastic.reshard.communicators import (
     running_bytes,
     set_up_bytes,
 )
-from elastic.reshard.pieces import Cut, shard_bytes
+from elastic.reshard.pieces import Cut, Side, bytes_of
 from elastic.reshard.transfer_forecast import LEAST_S, Room, TransferRates, forecast
 from elastic.reshard.transfers import plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_the_transfers(seed: int) -> None:
         k: v for k, v in links.items() if v
     }
     assert (move.n_bytes, move.own_bytes) == (sum(links.values()), own)
-    total = sum(shard_bytes(model, new))
+    total = sum(bytes_of(Side(model, new)))
     assert move.n_bytes + move.own_bytes == total, (
         "each byte of each new box is either moved or copied in place"
     )

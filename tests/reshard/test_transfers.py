@@ -9,11 +9,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from support.reshard.reshard_cases import Cut, elements, random_cut, random_model
+from support.reshard.reshard_cases import Cut, elements, lost_tensor, random_cut, random_model
 
 from elastic.errors import StateLost
 from elastic.reshard.rank_boxes import boxes
-from elastic.reshard.transfers import holders_of, lost_tensor, plan_transfers
+from elastic.reshard.transfers import holders_of, plan_transfers
 from elastic.types import (
     Holding,
     Layout,

@@ -3,15 +3,14 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from elastic.ledger.journal import Line
-from elastic.observe.accounting.accounts import Account, Books
+from elastic.observe.accounting.accounts import Account
 from elastic.observe.node_speeds import NodeSpeeds
 from elastic.observe.step_times import LEAST
-from elastic.policy.state.fold import EMPTY, Change, State, changes
+from elastic.policy.state.fold import EMPTY, Change, State
 from elastic.types import (
     CopyFailed,
     CopyStored,
@@ -184,12 +183,3 @@ class EvidenceReader:
             self.state, account, main, self.nodes, self.node_speeds, self.devices, self.links,
             self.checkpoints, self.replica_slowed_s,
         )  # fmt: skip
-
-
-def evidence_of(lines: Iterable[Line]) -> Evidence:
-    """Of a whole journal."""
-    reader, books = EvidenceReader(), Books()
-    for change in changes(lines):
-        reader.take(change)
-        books.take(change)
-    return reader.found(books.closed())

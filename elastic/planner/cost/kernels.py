@@ -64,7 +64,6 @@ class Kernels:
 # torch.compile), what elastic runs; fsdp1: PyTorch 2.0's; megatron-2022: Megatron-LM and DeepSpeed
 # before fused attention; megatron-2024: with Transformer Engine; megatron-2026: with CUDA graphs
 # and fused experts.
-SOFTWARE = ("fsdp2", "fsdp2-compiled", "fsdp1", "megatron-2022", "megatron-2024", "megatron-2026")
 UNFUSED = ("megatron-2022",)
 # Bytes of a logit at the end of the loss: fused losses write their gradient in place, others keep
 # copies in float32.

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from itertools import pairwise, product
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.sim.markets.tick_world import Mode, TickView, TickWorld, play
+from elastic.sim.markets.tick_world import TickWorld
 
 Curve = NDArray[np.float64]
 Curves = NDArray[np.float64]
-MODES: tuple[Mode, ...] = ("idle", "spot", "on-demand")
 
 
 def least_usd(world: TickWorld, parts: int = 4) -> float:
@@ -136,18 +134,3 @@ def _hull(curve: Curve) -> list[tuple[int, float]]:
             hull.pop()
         hull.append((k, usd))
     return hull
-
-
-def by_force(world: TickWorld) -> float:
-    """The same for one node by trying everything that can be done tick by tick: for tests, and for
-    small worlds alone."""
-    best = float("inf")
-    for modes in product(range(3), repeat=world.n_ticks):
-
-        def choose(view: TickView, modes: Any = modes) -> tuple[Mode, int]:
-            return MODES[modes[view.tick]], 0
-
-        result = play(world, choose)
-        if result.done_s is not None:
-            best = min(best, result.usd)
-    return best

@@ -88,21 +88,6 @@ def find(storage: Storage, problems: list[str] | None = None) -> list[Checkpoint
     return sorted(out, key=lambda found: (found.step, found.generation), reverse=True)
 
 
-def find_valid(storage: Storage, deep: bool = True) -> tuple[CheckpointInfo | None, list[str]]:
-    """The newest checkpoint in which nothing is wrong, and what is wrong with newer ones (each
-    names a file).
-
-    deep: every byte is read and compared with its digest; else presence, sizes and the index only.
-    """
-    problems: list[str] = []
-    for found in find(storage, problems):
-        wrong = verify(found.uri, deep)
-        if not wrong:
-            return found, problems
-        problems += wrong
-    return None, problems
-
-
 def verify(
     uri: str, deep: bool = True, paced: Callable[[int], object] = lambda n_bytes: None
 ) -> list[str]:

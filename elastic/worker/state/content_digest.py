@@ -70,11 +70,6 @@ def digest_of(
     return (total + sum(int(one) for one in on_device.values())) % (1 << 64)
 
 
-def tensor_digest(box: Box, tensor: torch.Tensor) -> int:
-    """Digest of one box without its name, mod 2**64."""
-    return int(_tensor_sum(box, tensor, _Keys(tensor.device))) % (1 << 64) if tensor.numel() else 0
-
-
 def in_cache(device: torch.device) -> bool:
     """Is the digest taken in blocks that fit a processor's cache? Else in few passes over memory
     that is fast."""

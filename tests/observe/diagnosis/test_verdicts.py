@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.observe import small_run
-from support.observe.bound_runs import BATCH, GPU, MODEL, BoundRun
+from support.observe.bound_runs import BATCH, GPU, MODEL, BoundRun, evidence_of
 
 from elastic.api.diagnose import diagnosed, step_parts
-from elastic.observe.diagnosis.evidence import evidence_of
 from elastic.observe.diagnosis.step_verdicts import computing, loads, mfu, verdicts
 from elastic.observe.diagnosis.verdicts import WORTH, RunVerdict
 from elastic.storage import LocalStorage

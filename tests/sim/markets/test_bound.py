@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 
 from elastic.errors import SpecError
 from elastic.sim.markets.baselines import BASELINES
-from elastic.sim.markets.bound import by_force, least_usd, least_usd_until
-from elastic.sim.markets.tick_world import TickWorld, play, tick_world
+from elastic.sim.markets.bound import least_usd, least_usd_until
+from elastic.sim.markets.tick_world import Mode, TickView, TickWorld, play, tick_world
 from elastic.sim.markets.traces import Trace
 
 TICK_S = 300.0
+MODES: tuple[Mode, ...] = ("idle", "spot", "on-demand")
+
+
+def by_force(world: TickWorld) -> float:
+    """The same for one node by trying everything that can be done tick by tick."""
+    best = float("inf")
+    for modes in product(range(3), repeat=world.n_ticks):
+
+        def choose(view: TickView, modes: Any = modes) -> tuple[Mode, int]:
+            return MODES[modes[view.tick]], 0
+
+        result = play(world, choose)
+        if result.done_s is not None:
+            best = min(best, result.usd)
+    return best
 
 
 def small(chance: random.Random, most_ticks: int = 8) -> TickWorld:

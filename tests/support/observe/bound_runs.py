@@ -10,6 +10,9 @@ from typing import Any
 from support.observe.small_run import T0
 
 from elastic.ledger.journal import Line
+from elastic.observe.accounting.accounts import Books
+from elastic.observe.diagnosis.evidence import Evidence, EvidenceReader
+from elastic.policy.state.fold import changes
 from elastic.types import (
     Admission,
     Decision,
@@ -129,3 +132,12 @@ class BoundRun:
 def line(at_s: float, *events: Event, actions: tuple[Any, ...] = ()) -> Line:
     decision = Decision(actions, "because") if actions else None
     return Line(T0 + at_s, 1, tuple((T0 + at_s, event) for event in events), decision)
+
+
+def evidence_of(lines: Iterable[Line]) -> Evidence:
+    """Of a whole journal."""
+    reader, books = EvidenceReader(), Books()
+    for change in changes(lines):
+        reader.take(change)
+        books.take(change)
+    return reader.found(books.closed())

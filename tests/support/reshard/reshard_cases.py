@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import product
 from random import Random
 
+import numpy as np
+
+from elastic.reshard.pieces import Side
+from elastic.reshard.rank_boxes import placements
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
 Cut = tuple[Layout, tuple[int, ...]]
@@ -79,3 +83,14 @@ def elements(parts: Iterable[Box | Transfer]) -> Counter[Element]:
 
 def all_elements(specs: Iterable[TensorSpec]) -> Counter[Element]:
     return Counter((spec.fqn, at) for spec in specs for at in product(*map(range, spec.shape)))
+
+
+def lost_tensor(model: ModelProfile, old: Cut, ranks: Collection[int]) -> str | None:
+    """Name of the first tensor of which `ranks` of the old layout together do not hold every
+    element, else None."""
+    side, held = Side(model, old), sorted(ranks)
+    for placed in placements(model):
+        there = side.numbers(side.held(placed))[held]
+        if any(not np.isin(column.numbers, there).all() for column in side.columns(placed)):
+            return placed.spec.fqn
+    return None

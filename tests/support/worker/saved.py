@@ -10,6 +10,7 @@ from torch import Tensor
 from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
+from elastic.worker.checkpoint.checkpoint_index import CheckpointInfo, find, verify
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
 Cut = tuple[Layout, tuple[int, ...]]
@@ -68,3 +69,18 @@ def save(storage: Storage, cut: Cut, step: int = 1, generation: int = 1, epoch: 
         epoch=epoch,
         meta={"layers": cut[1], "layout": str(cut[0])},
     )
+
+
+def find_valid(storage: Storage, deep: bool = True) -> tuple[CheckpointInfo | None, list[str]]:
+    """The newest checkpoint in which nothing is wrong, and what is wrong with newer ones (each
+    names a file).
+
+    deep: every byte is read and compared with its digest; else presence, sizes and the index only.
+    """
+    problems: list[str] = []
+    for found in find(storage, problems):
+        wrong = verify(found.uri, deep)
+        if not wrong:
+            return found, problems
+        problems += wrong
+    return None, problems

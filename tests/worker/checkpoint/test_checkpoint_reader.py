@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.worker.saved import CUTS, MODEL, save
+from support.worker.saved import CUTS, MODEL, find_valid, save
 from torch import Tensor
 
 from elastic.errors import SpecError
@@ -24,7 +24,7 @@ from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.checkpoint.blob import decode_blob, digest_of, find_data
 from elastic.worker.checkpoint.checkpoint_format import Damaged
-from elastic.worker.checkpoint.checkpoint_index import find_valid, open_checkpoint, verify
+from elastic.worker.checkpoint.checkpoint_index import open_checkpoint, verify
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
 

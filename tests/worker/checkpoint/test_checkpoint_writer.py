@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.worker.saved import CUTS, MODEL, Cut, part, save, state
+from support.worker.saved import CUTS, MODEL, Cut, find_valid, part, save, state
 
 from elastic.errors import InternalError, StateLost
 from elastic.reshard.rank_boxes import boxes, state_specs
@@ -20,13 +20,7 @@ from elastic.storage import LocalStorage, Storage
 from elastic.types import Box
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import Damaged, Fenced
-from elastic.worker.checkpoint.checkpoint_index import (
-    find,
-    find_valid,
-    open_checkpoint,
-    remove,
-    verify,
-)
+from elastic.worker.checkpoint.checkpoint_index import find, open_checkpoint, remove, verify
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.types import Box
-from elastic.worker.state.content_digest import digest, tensor_digest
+from elastic.worker.state.content_digest import digest, digest_of
 
 DTYPES = [
     torch.float32,
@@ -40,6 +40,10 @@ def box(tensor: torch.Tensor, offsets: tuple[int, ...] = ()) -> Box:
         tuple(tensor.shape),
         str(tensor.dtype).removeprefix("torch."),
     )
+
+
+def tensor_digest(box: Box, tensor: torch.Tensor) -> int:
+    return digest_of([(box, tensor)], {box.fqn: box.sizes})
 
 
 def random_cut(
