@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from rich.console import Console
+
 from elastic.errors import ElasticError, SpecError
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
@@ -83,6 +85,14 @@ def opened(given: argparse.Namespace) -> RunFolder:
 def show(given: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
     """One JSON document, or lines."""
     print(json.dumps(data, default=str) if given.json else "\n".join(lines))
+
+
+def drawn_on() -> Console | None:
+    """The terminal that tables can be drawn on; None: lines are what is wanted, or all that is
+    shown."""
+    console = Console(highlight=False)
+    drawn = sys.stdout.isatty() and not console.is_dumb_terminal
+    return console if drawn and console.encoding.startswith("utf") else None
 
 
 def carry_out(given: argparse.Namespace) -> int:

@@ -12,13 +12,14 @@ from typing import Any
 
 from elastic import api
 from elastic.api.diagnose import diagnosed
-from elastic.cli.parser import RUN, natural, opened, run_verb, show, verb
+from elastic.cli.parser import RUN, drawn_on, natural, opened, run_verb, show, verb
 from elastic.errors import SpecError
 from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.diagnosis import doctor
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.reporting import report
 from elastic.observe.reporting.run_seen import seen_of, seen_of_run
+from elastic.observe.status_picture import StatusPicture
 
 
 def add(verbs: Any) -> None:
@@ -34,6 +35,9 @@ def add(verbs: Any) -> None:
         ("replay", _replay, "replay all decisions of a run from its journal and compare"),
     ):
         run_verb(verbs, name, handler, about=about)
+    verbs.choices["status"].add_argument(
+        "-q", "--quiet", action="store_true", help="one line: phase, step, loss, goodput, dollars"
+    )
     verbs.choices["report"].add_argument(
         "--csv", action="store_true", help="print a line of numbers for each step instead, as CSV"
     )
@@ -90,9 +94,18 @@ def _ls(given: argparse.Namespace) -> int:
 def _status(given: argparse.Namespace) -> int:
     run = opened(given)
     seen, holder = seen_of(find_runs.lines_of(run)), api.holder(run.storage)
-    view, found = seen.view, diagnosed(seen.evidence, run.storage)
-    plain = run_tables.status_plain(view, holder) | {"verdicts": [one.plain() for one in found]}
-    show(given, plain, run_tables.status(view, holder, found[0].line if found else ""))
+    view, goodput = seen.view, seen.account.totals.goodput
+    if given.quiet and not given.json:
+        print(run_tables.brief(view, holder, goodput))
+        return 0
+    found = diagnosed(seen.evidence, run.storage)
+    if not given.json and (console := drawn_on()) is not None:
+        console.print(StatusPicture(seen, holder, found))
+        return 0
+    plain = run_tables.status_plain(view, holder, goodput=goodput)
+    plain |= {"verdicts": [one.plain() for one in found]}
+    bound = found[0].line if found else ""
+    show(given, plain, run_tables.status(view, holder, bound, goodput=goodput))
     return 0
 
 

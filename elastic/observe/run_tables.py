@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,9 +132,52 @@ def ls(rows: Sequence[Row]) -> list[str]:
     return columns([head, *body], right=(2, 3))
 
 
-def status(view: View, holder: str = "", bound: str = "") -> list[str]:
-    """Where a run stands. `bound`: by what, in one line."""
+def spending(view: View) -> str:
+    """`$3.12 of $20.00, $7.20 an hour`."""
+    state, budget = view.state, view.job.budget_usd
+    of = f" of ${budget:,.2f}" if budget is not None else ""
+    rate = "" if view.ended else f", ${state.usd_per_h:,.2f} an hour"
+    return f"${state.usd_at(view.at_s):,.2f}{of}{rate}"
+
+
+def paid(view: View) -> bool:
+    """Are there dollars to be told of?"""
+    return bool(view.state.usd or view.state.usd_per_h)
+
+
+def standing(view: View) -> Iterator[tuple[str, str]]:
+    """Rows of a status, plain or drawn, about what goes on beside the steps."""
+    yield "checkpoint", _durable(view)
+    if away := _away(view):
+        yield "storage", away
+    for name, why in view.unusable.items():
+        yield f"no {name}", why
+    for text in view.state.model.notes if view.state.model else ():
+        yield "note", text
+    if said := sentence(view.launches.medians()):
+        yield "first step", f"{said} after its node was asked for"
+    yield "reason", view.reason or "-"
+
+
+def brief(view: View, holder: str, goodput: float) -> str:
+    """In one line."""
     now = loss(view)
+    return "  ".join(
+        (
+            f"{view.state.run}  {phase(view, bool(holder))}",
+            f"step {view.progress}",
+            *([f"train_loss {now:.4f}"] if now is not None else []),
+            f"goodput {100 * goodput:.0f} %",
+            *([spending(view)] if paid(view) else []),
+        )
+    )
+
+
+def status(
+    view: View, holder: str = "", bound: str = "", *, goodput: float | None = None
+) -> list[str]:
+    """Where a run stands. `bound`: by what, in one line; `goodput`: None = not told."""
+    now, speed = loss(view), view.tokens_per_s()
     rows = [
         ("run", f"{view.state.run} (job {view.job.name or '-'}, epoch {view.state.epoch})"),
         ("phase", phase(view, bool(holder)) + (f", driven by {holder}" if holder else "")),
@@ -149,16 +192,10 @@ def status(view: View, holder: str = "", bound: str = "") -> list[str]:
             for step, found in list(view.evaluations.items())[-1:]
             for name, value in found.items()
         ),
-        ("checkpoint", _durable(view)),
-        *([("storage", away)] if (away := _away(view)) else []),
-        *((f"no {name}", why) for name, why in view.unusable.items()),
-        *(("note", text) for text in (view.state.model.notes if view.state.model else ())),
-        *(
-            [("first step", f"{said} after its node was asked for")]
-            if (said := sentence(view.launches.medians()))
-            else []
-        ),
-        ("reason", view.reason or "-"),
+        *([("speed", f"{speed:,.0f} {view.unit}/s")] if speed else []),
+        *([("goodput", f"{100 * goodput:.0f} %")] if goodput is not None else []),
+        *([("dollars", spending(view))] if paid(view) else []),
+        *standing(view),
         *([("bound by", bound)] if bound else []),
     ]
     lines = columns(rows)
@@ -205,7 +242,7 @@ def nodes(view: View) -> list[str]:
     ]
 
 
-def status_plain(view: View, holder: str = "") -> dict[str, Any]:
+def status_plain(view: View, holder: str = "", *, goodput: float | None = None) -> dict[str, Any]:
     """The same as data."""
     away = view.state.away
     return {
@@ -225,6 +262,10 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "eta_s": None if view.ended else view.eta_s(),
         "tokens_per_s": view.tokens_per_s(),
         "unit": view.unit,
+        "goodput": goodput,
+        "usd": view.state.usd_at(view.at_s),
+        "usd_per_h": 0.0 if view.ended else view.state.usd_per_h,
+        "budget_usd": view.job.budget_usd,
         "generation": view.plan.generation if view.plan else 0,
         "layout": str(view.plan.layout) if view.plan else None,
         "nodes": [

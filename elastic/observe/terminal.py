@@ -4,27 +4,33 @@ terminal, plain lines."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.observe import node_speeds
+from elastic.observe import picture_parts
+from elastic.observe.accounting.accounts import Books
 from elastic.observe.event_messages import duration
-from elastic.observe.plans.layout_drawing import draw, letters
+from elastic.observe.run_tables import paid, spending
 from elastic.observe.run_view import Note, Tail, View
-from elastic.policy.state.fold import Change
-from elastic.text import n_of
+from elastic.policy.state.fold import Change, changes
 
 LOOK_S = 0.25
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
-N_NOTES, N_LOST = 10, 3
+N_NOTES, N_NODES, N_LOST = 10, 12, 3
+ROOMY = 84  # columns, from which on two things stand side by side
+STEPS_KEPT = 1000  # that may still be undone; see Books
+ACCOUNT_S = 2.0  # between two accounts
 KEPT = 200  # steps and notes that it remembers
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
@@ -49,13 +55,6 @@ STYLES = {
     "CopyDamaged": "bold red",
     "StopAsked": "yellow",
 }
-STATUS_STYLES = {
-    "prepared": "green",
-    "ready": "cyan",
-    "draining": "yellow",
-    "quarantined": "red",
-    "lost": "dim strike",
-}
 
 
 class Terminal:
@@ -63,6 +62,9 @@ class Terminal:
 
     def __init__(self, journal: str | Path, stream: TextIO | None = None) -> None:
         self.view = View()
+        self._books = Books(keeps=STEPS_KEPT)
+        self._goodput: float | None = None
+        self._accounted_s = float("-inf")
         self._tail = Tail(journal)
         self._console = Console(file=stream, highlight=False)
         self._stopping = threading.Event()
@@ -83,6 +85,8 @@ class Terminal:
     def earlier(self, change: Change) -> None:
         """What the journal holds already is taken in silently: an earlier driver showed it."""
         self.view.take(change)
+        if self._console.is_terminal:
+            self._books.take(change)
 
     def start(self) -> None:
         """Show what comes from now on."""
@@ -98,9 +102,23 @@ class Terminal:
             self._tail.close()
 
     def _take(self) -> list[Note]:
-        found = [note for line in self._tail.read() for note in self.view.add(line)]
+        view, n_before = self.view, len(self.view.notes)
+        for line in self._tail.read():
+            if line.epoch < view.state.epoch:
+                continue  # the writer had lost its lease
+            for change in changes((line,), view.state):
+                self.earlier(change)
+        found = view.notes[n_before:]
         self._forget()
         return found
+
+    def _account(self, last: bool = False) -> None:
+        """In the thread that takes lines in: the picture is drawn by another."""
+        now_s = time.monotonic()
+        if last or now_s - self._accounted_s >= ACCOUNT_S:
+            self._accounted_s = now_s
+            totals = self._books.so_far().totals
+            self._goodput = totals.goodput if totals.gpu_seconds else None
 
     def _forget(self) -> None:
         """A run of months takes as much memory as one of minutes."""
@@ -112,12 +130,14 @@ class Terminal:
                 console=self._console,
                 refresh_per_second=4,
                 transient=False,
-                get_renderable=lambda: render(self.view),
+                get_renderable=lambda: LivePicture(self.view, self._goodput),
             ):
                 while not self._stopping.wait(LOOK_S):
                     self._take()
+                    self._account()
                     self._told()
                 self._take()
+                self._account(last=True)
                 self._told()
         else:
             while not self._stopping.wait(LOOK_S):
@@ -163,47 +183,57 @@ def progress_line(view: View) -> str:
     )
 
 
-def render(view: View) -> RenderableType:
-    """The whole picture: progress, layout, nodes, newest events."""
-    top = Table.grid(expand=True, padding=(0, 2))
-    top.add_column(ratio=1)
-    top.add_column(ratio=1)
-    top.add_row(_progress(view), _layout(view))
-    why = Text(f"why: {view.reason}" if view.reason else "", style="italic")
-    body = Group(top, Text(), _nodes(view), Text(), *_notes(view), Text(), why)
-    return Panel(body, title=f"elastic  {view.state.run}", border_style="dim")
+@dataclass(frozen=True)
+class LivePicture:
+    """The whole picture: progress, layout, nodes, newest events. `goodput`: None = nothing was paid
+    for yet."""
 
+    view: View
+    goodput: float | None = None
 
-def _progress(view: View) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    loss = f"{view.points[-1].train_loss:.4f}" if view.points else "-"
-    validation = (
-        view.evaluations[max(view.evaluations)].get("validation_loss") if view.evaluations else None
-    )
-    speed = view.tokens_per_s()
-    table.add_row(
-        "", ProgressBar(total=max(1, view.steps), completed=min(view.step, view.steps), width=30)
-    )
-    table.add_row("step", f"{view.step} / {view.steps or '-'}   ({view.phase})")
-    table.add_row(
-        "train_loss", loss + (f"   validation {validation:.4f}" if validation is not None else "")
-    )
-    table.add_row("speed", f"{speed:,.0f} {view.unit}/s" if speed else "-")
-    table.add_row(
-        "checkpoint", f"step {view.saved_step}" if view.saved_step is not None else "none yet"
-    )
-    if view.state.usd or view.state.usd_per_h:
-        table.add_row("dollars", _dollars(view))
-    table.add_row("nodes", _by_pool(view) or "none")
-    table.add_row("ETA", duration(view.eta_s()))
-    return table
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        view, roomy = self.view, options.max_width >= ROOMY
+        width = options.max_width - 4  # of the panel
+        layout = Group(*picture_parts.layout_lines(view, width // 2 if roomy else width))
+        if roomy:
+            top = Table.grid(expand=True, padding=(0, 2))
+            top.add_column(ratio=1)
+            top.add_column(ratio=1)
+            top.add_row(self._progress(), layout)
+            above: list[RenderableType] = [top]
+        else:
+            above = [self._progress(), Text(), layout]
+        why = Text(f"why: {view.reason}" if view.reason else "", style="italic")
+        body = Group(*above, Text(), *_nodes(view, roomy), Text(), *_notes(view), Text(), why)
+        yield Panel(body, title=Text(f"elastic  {view.state.run}"), border_style="dim")
 
-
-def _dollars(view: View) -> str:
-    """`$3.12 of $20.00, $7.20 an hour`."""
-    state, budget = view.state, view.job.budget_usd
-    of = f" of ${budget:,.2f}" if budget is not None else ""
-    return f"${state.usd_at(view.at_s):,.2f}{of}, ${state.usd_per_h:,.2f} an hour"
+    def _progress(self) -> RenderableType:
+        view, table = self.view, Table.grid(padding=(0, 2))
+        loss = f"{view.points[-1].train_loss:.4f}" if view.points else "-"
+        newest = view.evaluations[max(view.evaluations)] if view.evaluations else {}
+        validation = newest.get("validation_loss")
+        speed = view.tokens_per_s()
+        done = min(view.step, view.steps)
+        bar = ProgressBar(
+            total=max(1, view.steps), completed=done, width=30, complete_style="green"
+        )
+        table.add_row("", bar)
+        rows = [
+            ("step", f"{view.step} / {view.steps or '-'}   ({view.phase})"),
+            (
+                "train_loss",
+                loss + ("" if validation is None else f"   validation {validation:.4f}"),
+            ),
+            ("speed", f"{speed:,.0f} {view.unit}/s" if speed else "-"),
+            ("goodput", f"{self.goodput:.0%}" if self.goodput is not None else "-"),
+            ("checkpoint", "none yet" if view.saved_step is None else f"step {view.saved_step}"),
+            *([("dollars", spending(view))] if paid(view) else []),
+            ("nodes", _by_pool(view) or "none"),
+            ("ETA", duration(view.eta_s())),
+        ]
+        for name, shown in rows:
+            table.add_row(name, Text(shown))
+        return table
 
 
 def _by_pool(view: View) -> str:
@@ -211,62 +241,19 @@ def _by_pool(view: View) -> str:
     return ", ".join(f"{pool} {n}" for pool, n in view.state.alive_by_pool.items())
 
 
-def _names(view: View) -> dict[str, str]:
-    return letters(list(view.nodes))
-
-
-def _layout(view: View) -> RenderableType:
-    if view.plan is None:
-        return Text("no generation yet", style="dim")
-    head = (
-        f"generation {view.plan.generation}   {view.plan.layout}   "
-        f"{n_of(len(view.plan.ranks), 'worker')}"
-    )
-    return Group(Text(head, style="bold"), *(Text(line) for line in draw(view.plan, _names(view))))
-
-
-def _nodes(view: View) -> RenderableType:
-    table = Table.grid(padding=(0, 3))
-    table.add_row(
-        *(
-            Text(head, style="dim")
-            for head in ("", "node", "pool", "market", "workers", "speed", "samples", "status")
-        )
-    )
-    names = _names(view)
+def _nodes(view: View, roomy: bool) -> Iterator[RenderableType]:
+    """Each of a few; of many, how many there are by pool and state, and those that change."""
     lost = [node for node in view.nodes.values() if node.status == "lost"]
-    for node in [node for node in view.nodes.values() if node not in lost[:-N_LOST]]:
-        pool = view.pools.get(node.pool)
-        left = (
-            f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
-        )
-        status = Text(view.status(node) + left, style=STATUS_STYLES.get(node.status, ""))
-        speed, n = (
-            node_speeds.shown(view.node_speeds.of_node(view.nodes, node.node_id)),
-            node_speeds.samples_of(view.plan, node.node_id),
-        )
-        kind = (node.pool, pool.market_type if pool else "-", str(node.gpus))
-        table.add_row(
-            *(
-                Text(cell)
-                for cell in (names[node.node_id], node.node_id, *kind, speed, str(n or "-"))
-            ),
-            status,
-        )
-    for name, count in view.wanted.items():
-        if count:
-            market = view.pools[name].market_type if name in view.pools else "-"
-            table.add_row(
-                "",
-                "-",
-                name,
-                market,
-                "-",
-                "-",
-                "-",
-                Text(f"{n_of(count, 'node')} asked for", style="dim"),
-            )
-    return table
+    shown = [node for node in view.nodes.values() if node not in lost[:-N_LOST]]
+    many = len(shown) > N_NODES
+    if many:
+        shown = [node for node in shown if node.status not in ("prepared", "lost")][:N_NODES]
+    if many or any(view.wanted.values()):
+        yield picture_parts.pools_table(view)
+        if shown:
+            yield Text()
+    if shown:
+        yield picture_parts.nodes_table(view, shown, roomy)
 
 
 def _notes(view: View) -> list[Text]:

@@ -56,7 +56,7 @@ def test_a_run_is_profiled_while_it_trains_and_its_losses_stay_what_they_are(she
         trace = json.loads(gzip.decompress(Path(one["trace"]).read_bytes()))
         names = {event["name"] for event in trace["traceEvents"]}
         assert {"elastic.commit", "elastic.pp schedule", f"elastic.step {one['steps'][0]}"} <= names
-    assert shell.call("run", name, "--run-name", "undisturbed")[0] == 0
+    assert shell.call("run", name, "--run-name", "undisturbed", "-q") == (0, "", "")
     alone = shell.root / "elastic_runs/undisturbed/journal.jsonl"
     assert losses(journal) == losses(alone) and len(losses(journal)) == 80
     code, replayed, _ = shell.here("replay", "live", "--json")

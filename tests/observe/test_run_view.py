@@ -18,7 +18,7 @@ from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.reporting import report
 from elastic.observe.reporting.loss_plot import save_loss
 from elastic.observe.run_view import Tail, view_of
-from elastic.observe.terminal import Terminal, progress_line, render
+from elastic.observe.terminal import LivePicture, Terminal, progress_line
 from elastic.policy.state.fold import changes
 from elastic.types import (
     Copy,
@@ -320,13 +320,13 @@ def test_the_live_picture(tmp_path: Path) -> None:
     from rich.console import Console
 
     console = Console(width=140, record=True, file=io.StringIO())
-    console.print(render(view_of(line for line in lines() if line.at_s <= T0 + 8.5)))
+    console.print(LivePicture(view_of(line for line in lines() if line.at_s <= T0 + 8.5)))
     shown = console.export_text()
     assert "8 / 12   (running)" in shown
     assert "stage 1  [C0] [C1]" in shown
     assert "draining 28 s" in shown
     assert "on-demand" in shown
-    console.print(render(view_of([])))  # before the first line
+    console.print(LivePicture(view_of([])))  # before the first line
 
 
 def test_loss_png(tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""What the pictures of a run on a terminal are made of: the live one, and that of `elastic status`.
+What a run says goes in as text, never as markup."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import isfinite
+
+from rich import box
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from elastic.observe import node_speeds
+from elastic.observe.plans.layout_drawing import draw, letters
+from elastic.observe.run_view import View
+from elastic.text import n_of
+from elastic.types import Node
+
+LAST_LEAST = 8
+MOST_DRAWN = 64  # ranks; more are a text of their own
+STATES = ("prepared", "ready", "pending", "draining", "quarantined", "released", "lost")
+STATUS_STYLES = {
+    "prepared": "green",
+    "ready": "cyan",
+    "draining": "yellow",
+    "quarantined": "red",
+    "lost": "dim strike",
+    "released": "dim",
+}
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def table_of(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], right: Iterable[int] = ()
+) -> Table:
+    """A table without lines but below its head. The last column gives way: it is cut where the
+    others need the room."""
+    texts = [[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row] for row in rows]
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", border_style="dim"
+    )
+    for k, head in enumerate(heads):
+        widest = max([cell_len(head), *(row[k].cell_len for row in texts)])
+        table.add_column(
+            head,
+            justify="right" if k in right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=min(widest, LAST_LEAST) if k == len(heads) - 1 else widest,
+        )
+    for row in texts:
+        table.add_row(*row)
+    return table
+
+
+def layout_lines(view: View, width: int) -> list[Text]:
+    """The running generation, and its grid as far as that can be drawn so wide."""
+    plan = view.plan
+    if plan is None:
+        return [Text("no generation yet", style="dim")]
+    workers = n_of(len(plan.ranks), "worker")
+    head = Text(f"generation {plan.generation}   {plan.layout}   {workers}", style="bold")
+    if len(plan.ranks) > MOST_DRAWN:
+        return [head]
+    grid = draw(plan, letters(list(view.nodes)))
+    drawn = [Text(line, no_wrap=True, overflow="ellipsis") for line in grid]
+    return [head, *(drawn if max(map(len, grid)) <= 2 * width else ())]
+
+
+def pools_table(view: View) -> Table:
+    """Nodes by pool and state, those that are requested, and what a pool's nodes cost now."""
+    by_pool: dict[str, Counter[str]] = {name: Counter() for name in view.pools}
+    for node in view.nodes.values():
+        by_pool.setdefault(node.pool, Counter())[view.status(node)] += 1
+    seen = [state for state in STATES if any(counts[state] for counts in by_pool.values())]
+    asked = {name: n for name, n in view.wanted.items() if n}
+    more = (*(["requested"] if asked else []), *([] if view.ended else ["$/h"]))
+    heads, rows = ("pool", "market", *seen, *more), []
+    for name, counts in by_pool.items():
+        pool = view.pools.get(name)
+        cells = [
+            Text(str(counts[state] or "·"), style=_count_style(state, counts[state]))
+            for state in seen
+        ]
+        cells += [Text(str(asked.get(name, "·")), style="dim")] if asked else []
+        n_paid = 0 if view.ended else view.state.alive_by_pool.get(name, 0)
+        usd_per_h = n_paid * pool.usd_per_node_h if pool is not None else 0.0
+        paid = [] if view.ended else [f"{usd_per_h:,.2f}" if usd_per_h else "-"]
+        rows.append((name, pool.market_type if pool else "-", *cells, *paid))
+    return table_of(heads, rows, right=range(2, len(heads)))
+
+
+def _count_style(state: str, n: int) -> str:
+    return STATUS_STYLES.get(state, "") if n and state != "lost" else "dim"
+
+
+def deadline(view: View, node: Node) -> str:
+    """`draining 28 s`: its state, and how long it has."""
+    left = "" if node.deadline_s is None else f" {max(0.0, node.deadline_s - view.at_s):.0f} s"
+    return view.status(node) + left
+
+
+def nodes_table(view: View, nodes: Sequence[Node], wide: bool) -> Table:
+    """A row for each; the letters are those of the drawn layout."""
+    names = letters(list(view.nodes))
+    rows = []
+    for node in nodes:
+        speed = node_speeds.shown(view.node_speeds.of_node(view.nodes, node.node_id))
+        n = node_speeds.samples_of(view.plan, node.node_id)
+        state = Text(deadline(view, node), style=STATUS_STYLES.get(view.status(node), ""))
+        more = (str(node.gpus), speed, str(n or "-")) if wide else ()
+        rows.append((names[node.node_id], node.node_id, node.pool, *more, state))
+    heads = ("workers", "speed", "samples") if wide else ()
+    return table_of(("", "node", "pool", *heads, "state"), rows)
+
+
+def trend(values: Sequence[float], width: int) -> str:
+    """`▇▅▃▁`: means of as many stretches, between the least and the largest of them."""
+    known = [value for value in values if isfinite(value)]
+    n = min(width, len(known))
+    if n < 2:
+        return ""
+    edges = [round(k * len(known) / n) for k in range(n + 1)]
+    means = [sum(known[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    if high <= low:
+        return BLOCKS[3] * n
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(top * (mean - low) / (high - low))] for mean in means)
+
+
+def share_bar(share: float, width: int) -> str:
+    """At least one sign for what is there at all."""
+    return "━" * max(1 if share > 0 else 0, round(width * min(1.0, share)))

@@ -1,0 +1,198 @@
+"""`elastic status` on a terminal: how the run stands, its layout, its nodes, what it cost, what
+changed it last, and what it is bound by. As wide as the terminal; without one it is plain text
+(run_tables)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from elastic.observe import picture_parts, run_tables
+from elastic.observe.accounting.accounts import Account
+from elastic.observe.accounting.transitions import Transition
+from elastic.observe.diagnosis.verdicts import RunVerdict, percent
+from elastic.observe.event_messages import duration
+from elastic.observe.picture_parts import share_bar, table_of, trend
+from elastic.observe.reporting.run_seen import RunSeen
+from elastic.observe.run_view import View
+from elastic.observe.why_lines import when
+
+WIDE = 116  # columns, from which on two tables stand side by side
+ROOMY = 84  # from which on a table has all of its columns
+TREND = 24
+NODES_ROOMY = 64
+MOST_NODES, MOST_TRANSITIONS, MOST_VERDICTS = 12, 5, 3
+PHASES = {
+    "running": ("▶", "green"), "succeeded": ("✓", "green"), "entering": ("↻", "cyan"),
+    "waiting": ("…", "cyan"), "stopping": ("■", "yellow"), "stopped": ("■", "yellow"),
+    "failed": ("✕", "red"), "interrupted": ("!", "red"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StatusPicture:
+    """`holder`: the driver that runs it now, '' = none."""
+
+    seen: RunSeen
+    holder: str
+    verdicts: Sequence[RunVerdict]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        view, books = self.seen.view, self.seen.account
+        yield Rule(self._title(), align="left", style="dim")
+        yield self._standing(width)
+        if width >= WIDE:
+            half = width // 2 - 2
+            grid = Table.grid(expand=True, padding=(0, 2))
+            grid.add_column(ratio=1)
+            grid.add_column(ratio=1)
+            grid.add_row(Group(*_capacity(view, half)), Group(*_money(view, books, half)))
+            yield grid
+        else:
+            yield from _capacity(view, width)
+            yield from _money(view, books, width)
+        yield from _transitions(view, books.transitions, width)
+        yield from self._bound()
+
+    def _title(self) -> Text:
+        view = self.seen.view
+        phase = run_tables.phase(view, bool(self.holder))
+        glyph, style = PHASES.get(phase, ("", ""))
+        driver = f"driven by {self.holder}" if self.holder else ""
+        epoch = f"epoch {view.state.epoch}" if view.state.epoch > 1 else ""
+        more = "  ·  ".join(word for word in (f"job {view.job.name or '-'}", epoch, driver) if word)
+        return Text.assemble(
+            (f"{view.state.run}  ", "bold"), (f"{glyph} {phase}  ", f"bold {style}"), (more, "dim")
+        )
+
+    def _standing(self, width: int) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(ratio=1)
+        for name, shown in self._rows(width):
+            table.add_row(name, Text(shown) if isinstance(shown, str) else shown)
+        return table
+
+    def _rows(self, width: int) -> Iterator[tuple[str, RenderableType]]:
+        view, totals = self.seen.view, self.seen.account.totals
+        yield "step", _steps(view, width)
+        curve = view.curve()
+        if curve:
+            losses = [point.train_loss for point in curve]
+            yield "train_loss", f"{losses[-1]:.4f}  {trend(losses, TREND)}".rstrip()
+        for step, found in list(view.evaluations.items())[-1:]:
+            for name, value in found.items():
+                yield name, f"{value:.4f} at step {step}"
+        speed = totals.tokens_per_s if view.ended else view.tokens_per_s()
+        if speed:
+            recent = [p.tokens / p.step_time_s for p in curve if p.step_time_s > 0]
+            each = view.step_time_s()
+            step_s = f"  {each:.3g} s a step" if each else ""
+            yield f"{view.unit}/s", f"{speed:,.0f}  {trend(recent, TREND)}{step_s}"
+        yield from run_tables.standing(view)
+
+    def _bound(self) -> Iterator[RenderableType]:
+        if not self.verdicts:
+            return
+        yield _heading("bound by")
+        for one in self.verdicts[:MOST_VERDICTS]:
+            won = f" (up to {percent(one.share)} of the time)" if one.share >= 0.005 else ""
+            text = Text.assemble((one.bound, "bold yellow"), f"{won}: {one.number}")
+            text.append(f"\n→ {one.advice}", style="dim")
+            yield Padding(text, (0, 0, 0, 2))
+
+
+def _heading(title: str, more: str = "") -> RenderableType:
+    return Text.assemble("\n", (title, "bold"), (f"  {more}" if more else "", "dim"))
+
+
+def _steps(view: View, width: int) -> RenderableType:
+    """A bar where the end is known."""
+    if not view.steps:
+        return Text(view.progress)
+    room = max(8, min(40, width // 4))
+    bar = ProgressBar(
+        total=view.steps, completed=min(view.step, view.steps), width=room, complete_style="green"
+    )
+    eta = f"  ETA {duration(view.eta_s())}" if not view.ended else ""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(bar, Text(f"{view.progress} ({view.step / view.steps:.0%}){eta}"))
+    return grid
+
+
+def _capacity(view: View, width: int) -> Iterator[RenderableType]:
+    """The layout, nodes by pool and state, and each of a few, or those that are worth a word."""
+    if view.plan is not None and not view.ended:
+        yield _heading("layout")
+        for line in picture_parts.layout_lines(view, width):
+            yield Padding(line, (0, 0, 0, 2))
+    if view.nodes or view.pools:
+        yield _heading("nodes")
+        yield Padding(picture_parts.pools_table(view), (0, 0, 0, 2))
+    here = [node for node in view.nodes.values() if view.status(node) not in ("lost", "released")]
+    whys = {node.node_id: view.node_speeds.why(view.nodes, node.node_id) for node in here}
+    shown = [
+        node
+        for node in here
+        if len(here) <= MOST_NODES or whys[node.node_id] or node.status != "prepared"
+    ]
+    if shown:
+        yield Padding(
+            picture_parts.nodes_table(view, shown[:MOST_NODES], width >= NODES_ROOMY), (1, 0, 0, 2)
+        )
+    if len(shown) > MOST_NODES:
+        yield Padding(Text(f"and {len(shown) - MOST_NODES} more", style="dim"), (0, 0, 0, 2))
+    for name, why in [(name, why) for name, why in whys.items() if why][:MOST_NODES]:
+        yield Padding(Text(f"{name}: {why}", style="yellow"), (0, 0, 0, 2))
+
+
+def _money(view: View, books: Account, width: int) -> Iterator[RenderableType]:
+    """Goodput and dollars by category, the dearest first."""
+    whole = sum(books.gpu_seconds.values())
+    bill = sum(books.usd.values())
+    priced, digits = bill > 0, 2 if bill >= 10 else 4
+    if not whole and not priced:
+        return
+    more = f"goodput {percent(books.totals.goodput)}"
+    yield _heading("time and money", more + (f"  ·  {run_tables.spending(view)}" if priced else ""))
+    names = sorted(books.gpu_seconds, key=lambda n: (-books.gpu_seconds[n], -books.usd[n]))
+    room = max(6, min(30, width - 52))
+    per, unit = (3600.0, "GPU-h") if whole >= 3600 else (1.0, "GPU-s")
+    heads, rows = ("category", "share", unit, *(["dollars"] if priced else []), ""), []
+    for name in names:
+        gpu_s, usd = books.gpu_seconds[name], books.usd[name]
+        share = gpu_s / whole if whole else 0.0
+        if share < 0.0005 and usd < 0.00005:
+            continue
+        paid = [f"{usd:,.{digits}f}"] if priced else []
+        bar = Text(share_bar(share, room), style="green" if name == "productive" else "yellow")
+        rows.append((name, f"{100 * share:.1f} %", f"{gpu_s / per:,.2f}", *paid, bar))
+    yield Padding(table_of(heads, rows, right=range(1, len(heads) - 1)), (0, 0, 0, 2))
+
+
+def _transitions(view: View, found: Sequence[Transition], width: int) -> Iterator[RenderableType]:
+    """The last ones, each with why it was ordered."""
+    if not found:
+        return
+    more = f"the last {MOST_TRANSITIONS} of {len(found)}" if len(found) > MOST_TRANSITIONS else ""
+    yield _heading("transitions", more)
+    narrow = ["gen", "cause", "pause", "why"]
+    roomy = ["gen", "at", "step", "layout", "cause", "pause", "lost", "why"]
+    heads, rows = roomy if width >= ROOMY else narrow, []
+    for one in found[-MOST_TRANSITIONS:]:
+        cause = Text(one.cause, style="red" if one.cause == "loss" else "")
+        known = {
+            "gen": one.generation, "at": when(view, one.at_s), "step": one.at_step,
+            "layout": one.to_layout, "cause": cause, "pause": f"{one.pause_s:.2f} s",
+            "lost": one.steps_lost or "·", "why": view.orders.get(one.generation, ""),
+        }  # fmt: skip
+        rows.append([known[head] for head in heads])
+    yield Padding(table_of(heads, rows), (0, 0, 0, 2))

@@ -1,0 +1,202 @@
+"""A run as it is drawn on a terminal, live and by `elastic status`: on wide and narrow ones, without
+color, with and without prices, of few nodes and of many."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from support.observe.long_run import LongRun
+from support.observe.small_run import POOLS, T0, lines, tick
+
+from elastic.cli.command_line import main
+from elastic.ledger.journal import Line, write_line
+from elastic.observe import run_tables
+from elastic.observe.diagnosis.step_verdicts import verdicts
+from elastic.observe.picture_parts import share_bar, trend
+from elastic.observe.reporting.run_seen import RunSeen, seen_of
+from elastic.observe.status_picture import StatusPicture
+from elastic.observe.terminal import LivePicture, Terminal
+from elastic.policy.state.fold import changes
+from elastic.types import DriverStarted, RequestNodes
+
+COLOR = re.compile(r"\x1b\[[0-9;]*(?:3[0-9]|4[0-9]|9[0-7])[;m]")
+PRICED = tuple(replace(pool, usd_per_node_h=36.0) for pool in POOLS)
+
+
+def priced(until_s: float = 8.5) -> list[Line]:
+    """The small run with prices and a budget, as far as it is then."""
+    first, *rest = (line for line in lines() if line.at_s <= T0 + until_s)
+    start = first.events[0][1]
+    assert isinstance(start, DriverStarted)
+    start = replace(start, pools=PRICED, job={**start.job, "budget_usd": 20.0})
+    return [replace(first, events=((first.at_s, start),)), *rest]
+
+
+def shown(picture: RenderableType, width: int) -> str:
+    """Plain, and never wider than the terminal."""
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, record=True)
+    console.print(picture)
+    text = console.export_text()
+    assert max(cell_len(line) for line in text.splitlines()) <= width
+    return text
+
+
+def status(seen: RunSeen, width: int) -> str:
+    return shown(StatusPicture(seen, "process 7 on here", verdicts(seen.evidence)), width)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130, 200])
+def test_a_status_says_all_there_is_at_any_width(width: int) -> None:
+    found = words(status(seen_of(priced()), width))
+    for said in (
+        "tiny-1 ▶ running", "8 of 12 (67%) ETA 0:02", "train_loss 5.2000", "2,048 ▄",
+        "generation 2 pp=2,dp_shard=2 4 workers", "stage 1 [C0] [C1] 4 blocks",
+        "spot spot 1 1 72.00", "on-demand on-demand 1 · 36.00", "draining 28 s", "goodput 51 %",
+        "$0.20 of $20.00, $108.00 an hour", "productive 51.3 % 20.00 0.1000", "waiting for capacity",
+        "→ another pool",
+    ):  # fmt: skip
+        assert said in found, said
+    assert "2 notice 0.50 s b goes in 30 s: 6 -> 4 workers" in found or (
+        "notice 0.50 s · b goes in 30 s: 6 -> 4 workers" in found
+    )
+
+
+def test_on_a_wide_terminal_tables_stand_side_by_side() -> None:
+    seen = seen_of(priced())
+    narrow, wide = status(seen, 60), status(seen, 130)
+    assert any("layout" in line and "time and money" in line for line in wide.splitlines())
+    assert not any("layout" in line and "time and money" in line for line in narrow.splitlines())
+    assert "pp=2,dp_shard=2   notice" in wide and "0:00:06" in wide
+    assert len(wide.splitlines()) < len(narrow.splitlines())
+
+
+def test_of_many_nodes_the_pools_and_those_that_change_are_shown() -> None:
+    many = seen_of(LongRun(40, 300, 20).lines())
+    text = status(many, 100)
+    assert len(text.splitlines()) < 75
+    assert re.search(r"p5-spot +spot +\d\d", text) and "the last 5 of" in text
+    live = shown(LivePicture(many.view, 0.5), 100)
+    assert len(live.splitlines()) < 45 and "p5-on-demand" in live
+
+
+def test_what_a_run_says_is_never_markup() -> None:
+    odd = [*priced(), tick(8.5, actions=(RequestNodes("spot", 1, "r9"),), reason="[red]5 [/nodes]")]
+    assert "reason [red]5 [/nodes]" in words(status(seen_of(odd), 90))
+    assert "why: [red]5 [/nodes]" in shown(LivePicture(seen_of(odd).view), 90)
+
+
+def test_before_the_first_line() -> None:
+    nothing = seen_of([])
+    assert "no generation yet" not in status(nothing, 80) and "step" in status(nothing, 80)
+    assert "no generation yet" in shown(LivePicture(nothing.view), 80)
+
+
+@pytest.mark.parametrize("width", [60, 140])
+def test_the_live_picture_has_goodput_dollars_and_nodes(width: int) -> None:
+    seen = seen_of(priced())
+    found = words(
+        shown(LivePicture(seen.view, seen.account.totals.goodput), width).replace("│", "")
+    )
+    assert "8 / 12 (running)" in found and "goodput 51%" in found
+    assert "dollars $0.20 of $20.00, $108.00 an hour" in found
+    assert "nodes spot 2, on-demand 1" in found
+    assert "stage 1 [C0] [C1]" in found and "draining 28 s" in found
+    assert ("workers speed samples" in found) is (width == 140)
+    unpriced = seen_of(line for line in lines() if line.at_s <= T0 + 8.5)
+    assert "dollars" not in shown(LivePicture(unpriced.view), width)
+
+
+def test_nodes_that_are_requested_are_shown_while_they_do_not_come() -> None:
+    asked = [*priced(), tick(8.5, actions=(RequestNodes("spot", 3, "r9"),))]
+    live = shown(LivePicture(seen_of(asked).view), 100)
+    assert "requested" in live and re.search(r"spot +spot +1 +1 +3 ", live)
+
+
+def test_the_live_picture_counts_goodput_as_the_ledger_does(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Tty()
+    terminal = Terminal(path, stream)
+    for change in changes(lines()[:6]):
+        terminal.earlier(change)
+    path.write_text("".join(write_line(line) + "\n" for line in lines()[:6]))
+    terminal.start()
+    with path.open("a") as file:
+        file.writelines(write_line(line) + "\n" for line in lines()[6:])
+    terminal.stop()
+    goodput = seen_of(lines()).account.totals.goodput
+    assert f"{goodput:.0%}" in stream.getvalue() and terminal.view.step == 12
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "elastic_runs" / "tiny-1"
+    folder.mkdir(parents=True)
+    (folder / "journal.jsonl").write_text("".join(write_line(one) + "\n" for one in priced()))
+    monkeypatch.chdir(tmp_path)
+    for name in ("ELASTIC_STORAGE", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "90")
+    return folder
+
+
+def test_a_status_is_drawn_on_a_terminal_and_plain_elsewhere(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["status", str(run)]) == 0
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain and "│" not in plain and "━" not in plain
+    for row in (
+        "goodput     51 %",
+        "dollars     $0.20 of $20.00, $108.00 an hour",
+        "speed       2,048",
+    ):
+        assert row in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["status", str(run)]) == 0
+    assert capsys.readouterr().out == plain, (
+        "into a pipe it is the same whatever is asked of colors"
+    )
+    monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["status", str(run)]) == 0
+    drawn = capsys.readouterr().out
+    assert COLOR.search(drawn) and "time and money" in drawn
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["status", str(run)]) == 0
+    gray = capsys.readouterr().out
+    assert "time and money" in gray and not COLOR.search(gray)
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["status", str(run)]) == 0
+    assert capsys.readouterr().out == plain
+    assert main(["status", str(run), "--json"]) == 0
+    assert '"goodput": 0.51' in capsys.readouterr().out
+
+
+def test_a_quiet_status_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run), "-q"]) == 0
+    said = "tiny-1  interrupted  step 8 of 12  train_loss 5.2000  goodput 51 %  $0.20 of $20.00, "
+    assert capsys.readouterr().out == f"{said}$108.00 an hour\n"
+    assert run_tables.brief(seen_of([]).view, "", 0.0) == "  interrupted  step 0  goodput 0 %"
+
+
+def test_trends_and_bars() -> None:
+    assert trend([3.0, 2.0, 1.0], 3) == "█▅▁" and trend([1.0] * 9, 4) == "▄▄▄▄"
+    assert trend([5.0], 9) == trend([float("nan"), 1.0], 9) == ""
+    assert [len(share_bar(share, 10)) for share in (0.0, 0.001, 0.5, 1.2)] == [0, 1, 5, 10]
