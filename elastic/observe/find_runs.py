@@ -11,18 +11,20 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
-from elastic.errors import SpecError
+from elastic.errors import ElasticError, SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
 from elastic.observe.run_view import View, view_of
 from elastic.storage import Storage, open_storage
+from elastic.types import DriverStarted
 
 __all__ = [
     "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "age_s", "all_runs", "lines_of", "open_run",
-    "open_storage_of", "order", "storage_uri", "view",
+    "open_storage_of", "order", "remember", "storage_uri", "view",
 ]  # fmt: skip
 
 
@@ -30,6 +32,9 @@ log = logging.getLogger(__name__)
 
 # what the name of a run adds to that of its job, where none was given
 DATED = re.compile(r"-\d{8}-\d{6}")
+# in the folder where runs lie by default: the places of runs in other folders, by their names
+ELSEWHERE = ".elsewhere"
+LOOKED_INTO = 50  # the newest runs, for the name of their job
 
 
 def storage_uri(asked: str | None) -> str:
@@ -46,7 +51,7 @@ def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFo
         if found.exists():
             return found
     known = dict(all_runs(storage))
-    alike = [] if exact else _alike(run, list(known))
+    alike = [run] if run in known else [] if exact else _alike(run, known)
     if len(alike) == 1:
         return known[alike[0]]
     what = f"; several begin so: {', '.join(alike[-8:])}" if alike else ""
@@ -57,12 +62,48 @@ def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFo
     raise SpecError(f"no run '{run}' here or in {storage_uri(storage)}{what}{listed}")
 
 
-def _alike(run: str, known: list[str]) -> list[str]:
-    """The newest run of the job of that name; else all that begin so."""
+def _alike(run: str, known: Mapping[str, RunFolder]) -> list[str]:
+    """The newest run of the job of that name; else all that begin so; else the newest whose job is
+    called so, whatever its own name is. `known`: in order of their last news."""
     of_job = [
         name for name in known if DATED.fullmatch(name.removeprefix(run)) and name.startswith(run)
     ]
-    return [max(of_job)] if of_job else [name for name in known if run and name.startswith(run)]
+    if of_job:
+        return [max(of_job)]
+    begin_so = [name for name in known if run and name.startswith(run)]
+    newest = list(known)[: -LOOKED_INTO - 1 : -1]
+    return begin_so or [name for name in newest if _job_of(known[name]) == run][:1]
+
+
+def _job_of(run: RunFolder) -> str:
+    """The name of its job; '' = it cannot be read."""
+    try:
+        for line in islice(run.lines(), 1):
+            for _, event in line.events:
+                if isinstance(event, DriverStarted):
+                    return str(event.job.get("name", ""))
+    except (ElasticError, OSError) as error:
+        log.info("%s: its job is not known: %s", run.uri, error)
+    return ""
+
+
+def remember(run: RunFolder) -> None:
+    """Of a run in another folder than runs lie in here: from here its name is enough to find it."""
+    root, uri = open_storage(storage_uri(None)), run.storage.uri
+    if root.remote or run.storage.remote or uri == root.uri_of(run.name):
+        return
+    try:
+        root.put(f"{ELSEWHERE}/{run.name}", uri.encode())
+    except OSError as error:  # where the run was started nothing may be written
+        log.info("%s is found by its folder only: %s", uri, error)
+
+
+def _elsewhere(root: Storage) -> list[RunFolder]:
+    """Runs in other folders, that were started here."""
+    if root.remote:
+        return []
+    uris = [root.get(key).decode() for key in root.list(f"{ELSEWHERE}/")]
+    return [RunFolder.of(open_storage(uri)) for uri in uris if "://" not in uri]
 
 
 def open_storage_of(run: str, storage: str | None = None, exact: bool = False) -> Storage:
@@ -99,7 +140,8 @@ def age_s(run: RunFolder) -> float:
 
 
 def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:
-    """Runs of a storage folder, by name, in order of their last news."""
+    """Runs of a storage folder, by name, in order of their last news; of the one where runs lie by
+    default also those that were started here and lie elsewhere."""
     root = open_storage(storage_uri(storage))
     found = []
     for name in root.folders():
@@ -107,6 +149,9 @@ def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:
             found.append(RunFolder.of(open_storage(root.uri_of(name))))
         except SpecError as error:  # one that is another user's
             log.warning("left out: %s", error)
+    if storage is None:
+        names = {run.name for run in found if run.exists()}
+        found += [run for run in _elsewhere(root) if run.name not in names]
     there = [run for run in found if run.exists()]
     return [(run.name, run) for run in sorted(there, key=lambda run: -run.age_s())]
 

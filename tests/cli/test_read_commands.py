@@ -4,12 +4,15 @@ named."""
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from support.cli.calls import as_json, called
 
+from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
+from elastic.storage import open_storage
 
 
 @pytest.mark.usefixtures("idle")
@@ -113,6 +116,28 @@ def test_a_run_by_the_name_of_its_job_or_by_how_it_begins(
     assert "no run 'tiny'" in called(capsys, "checkpoint", "rm", "tiny", "--step", "3")[2], (
         "what removes asks for the whole name"
     )
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_run_that_lies_elsewhere_and_one_called_otherwise_than_its_job(
+    storage: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `ElasticTrainer.fit()` with a `storage_path` leaves it, or `--run-name`."""
+    elsewhere = tmp_path / "results" / "cnn"
+    elsewhere.mkdir(parents=True)
+    (storage / "tiny-1").rename(storage / "first")
+    shutil.copy(storage / "first" / "journal.jsonl", elsewhere)
+    assert "no run 'cnn'" in called(capsys, "status", "cnn")[2]
+    find_runs.remember(RunFolder.of(open_storage(str(elsewhere))))
+    assert find_runs.open_run("cnn").storage.uri == str(elsewhere)
+    assert called(capsys, "status", "cnn")[0] == 0
+    assert [name for name, _ in find_runs.all_runs()] == ["first", "cnn"]
+    find_runs.remember(RunFolder.of(open_storage(str(storage / "first"))))
+    assert [file.name for file in (storage / ".elsewhere").iterdir()] == ["cnn"]
+    assert find_runs.open_run("tiny").name == "cnn", "the newest of the job"
+    assert find_runs.open_run("tiny", str(storage)).name == "first", "a storage that was named"
+    shutil.rmtree(elsewhere)
+    assert [name for name, _ in find_runs.all_runs()] == ["first"], "it is not there any more"
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -304,6 +304,7 @@ class JobRun:
             layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
+            find_runs.remember(self.place)
             before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
             start = self._start(lease.epoch, before, state, layouts=layouts)

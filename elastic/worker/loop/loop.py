@@ -116,7 +116,9 @@ class loop:
             default = one.default_factory() if one.default_factory is not MISSING else one.default
             object.__setattr__(self, one.name, given.pop(one.name, default))
         object.__setattr__(self, "job", loop_keys(given, [one.name for one in own]))
-        object.__setattr__(self, "dataset", map_style(self.dataset))
+        object.__setattr__(self, "dataset", map_style(self.dataset, "dataset"))
+        if self.validation is not None:
+            object.__setattr__(self, "validation", map_style(self.validation, "validation"))
         self._check()
 
     def _check(self) -> None:
@@ -135,13 +137,6 @@ class loop:
                 "elastic.loop: the optimizer has state already; give a fresh one (elastic "
                 "checkpoint import takes moments over)"
             )
-        for needed in ("__len__", "__getitem__"):
-            if not hasattr(self.dataset, needed):
-                kind = type(self.dataset).__name__
-                raise SpecError(
-                    f"elastic.loop: dataset is a {kind} without {needed}; it must be map-style: "
-                    "len() and [sample id]"
-                )
         if (self.validation is None) != (self.evaluate is None):
             raise SpecError(
                 "elastic.loop: validation (a dataset) and evaluate ((model, batch) -> summed "

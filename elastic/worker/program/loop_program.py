@@ -156,22 +156,32 @@ class Settings:
 # ----------------------------------------------------------------------------------------- the data
 
 
-def map_style(dataset: Any) -> Any:
-    """The dataset of a DataLoader; whatever else is given stays. Raises SpecError where the loader
-    does what would get lost."""
-    if not isinstance(dataset, DataLoader):
-        return dataset
-    if dataset.collate_fn is not default_collate:
+def map_style(dataset: Any, name: str) -> Any:
+    """The dataset of a DataLoader; whatever else is given stays. `name`: of the argument. Raises
+    SpecError where it is no dataset with numbers, and where the loader does what would get lost."""
+    if isinstance(dataset, DataLoader):
+        _check_loader(dataset)
+        dataset = dataset.dataset
+    for needed in ("__len__", "__getitem__"):
+        if not hasattr(dataset, needed):
+            raise SpecError(
+                f"elastic.loop: {name} is a {type(dataset).__name__} without {needed}; it must be "
+                "map-style: len() and [sample id]"
+            )
+    return dataset
+
+
+def _check_loader(loader: DataLoader[Any]) -> None:
+    if loader.collate_fn is not default_collate:
         raise SpecError(
             "elastic.loop: the DataLoader has a collate_fn of its own; batches are stacked here: "
             "do in the dataset's [sample id] what it does"
         )
-    if not isinstance(dataset.sampler, SequentialSampler | RandomSampler | DistributedSampler):
+    if not isinstance(loader.sampler, SequentialSampler | RandomSampler | DistributedSampler):
         raise SpecError(
-            f"elastic.loop: the DataLoader has a {type(dataset.sampler).__name__}; the order is "
+            f"elastic.loop: the DataLoader has a {type(loader.sampler).__name__}; the order is "
             "elastic's, each sample of an epoch once: give the dataset alone"
         )
-    return dataset.dataset
 
 
 @dataclass(frozen=True)

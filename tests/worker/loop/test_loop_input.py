@@ -108,6 +108,11 @@ def test_a_script_that_never_comes_to_its_loop(tmp_path: Path) -> None:
         ),
         (
             "steps=3",
+            "validation=iter(data), evaluate=len",
+            "validation is a tuple_iterator without __len__; it must be map-style",
+        ),
+        (
+            "steps=3",
             "extra_state={'param_groups': 1}",
             "extra_state['param_groups'] is the optimizer's; choose another name",
         ),

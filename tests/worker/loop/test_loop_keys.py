@@ -120,6 +120,12 @@ def test_of_a_data_loader_its_dataset_is_taken() -> None:
     data = samples()
     assert loop_of(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)).dataset is data
     assert loop_of(data).dataset is data
+    model = torch.nn.Linear(4, 1)
+    validated = elastic.loop(
+        model=model, optimizer=torch.optim.SGD(model.parameters()), dataset=data,
+        validation=torch.utils.data.DataLoader(data), evaluate=lambda model, batch: 0.0,
+    )  # fmt: skip
+    assert validated.validation is data
 
 
 def test_a_data_loader_that_does_more_is_refused() -> None:
