@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from random import Random
 
-from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
+from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, OwnedEntry, TensorSpec, Transfer
 
+OWNED = (OwnedEntry("begun", (2,), "uint8"), OwnedEntry("factor", (3, 3), "float32"))
 Cut = tuple[Layout, tuple[int, ...]]
 Element = tuple[str, tuple[int, ...]]
 
 
-def random_model(random: Random) -> ModelProfile:
+def random_model(random: Random, owners: bool = False) -> ModelProfile:
     """Odd sizes, dimensions smaller than the number of ranks, tied embeddings, buffers, scalars,
-    frozen tensors."""
+    frozen tensors. `owners`: some are stepped whole, each at its owner."""
     n_blocks = random.randint(1, 5)
     wide = random.randint(1, 7)
     specs = [
@@ -49,9 +51,12 @@ def random_model(random: Random) -> ModelProfile:
             "head.weight", specs[0].shape, "bfloat16", specs[0].tp_dim, n_blocks, tied_to=tied
         )
     )
-    return ModelProfile(
-        n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg",), ("step",)),), tp_limit=4
-    )
+    adam = OptimizerSpec(("exp_avg",), ("step",))
+    if owners:
+        whole = random.choice([(".up",), (".up", ".norm", ".scale", "embed.weight")])
+        specs = [replace(s, optimizer=int(s.fqn.endswith(whole))) for s in specs]
+    optimizers = (adam, OptimizerSpec(owned=OWNED, form="{}")) if owners else (adam,)
+    return ModelProfile(n_blocks, 0, tuple(specs), optimizers, tp_limit=4)
 
 
 def random_cut(random: Random, n_blocks: int) -> Cut:
