@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ TP_STYLES = (
     "colwise", "rowwise", "colwise_gather", "vocab", "summed", "sequence", "gather", "scatter",
     "rowwise_scatter", "vocab_scatter", "sequence_colwise_gather", "sequence_colwise_loss",
 )  # fmt: skip
+BRACKETS = re.compile(r"\\\[(.+?)\\\]")  # escaped
 
 
 def same_name(name: str) -> str:
@@ -72,8 +74,8 @@ class Program:
                 parameter values.
     init:       fills a materialized model's parameters and buffers; called once, on CPU, under the
                 job's seed.
-    optimizer:  (name, parameter) pairs -> optimizer, or a dict of them by name; each must be
-                element-wise (AdamW, SGD, RMSprop ...), and each trainable parameter in exactly one.
+    optimizer:  (name, parameter) pairs -> optimizer, or a dict of them by name; each must step
+                each tensor by itself, and each trainable parameter must be in exactly one.
                 Called with the whole model's parameters, in their whole shapes and without values,
                 on every rank. None: the job's `optimizer` names one, or several.
     dataset:    map-style: `len()` and `[sample id]` -> dict of tensors (or arrays) of equal shape
@@ -180,6 +182,20 @@ class Program:
                     f"Program.tp['{pattern}'] is '{style}'; it must be one of "
                     f"{', '.join(TP_STYLES)}"
                 )
+
+
+def pattern_regex(pattern: str) -> re.Pattern[str]:
+    """`layers.*.attn.w[qkv]`: `*` stands for one part of a module name, brackets as in file
+    names."""
+    parts = [
+        BRACKETS.sub(_one_of, re.escape(p).replace(r"\*", "[^.]+")) for p in pattern.split(".")
+    ]
+    return re.compile(r"\.".join(parts) + r"\Z")
+
+
+def _one_of(brackets: re.Match[str]) -> str:
+    inside = brackets[1].replace(r"\-", "-")
+    return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
 
 
 def load_program(path: str | Path) -> Program:

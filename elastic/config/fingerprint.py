@@ -125,20 +125,22 @@ def _code(program: Path) -> str:
 
 
 def _kept(model: ModelProfile) -> Any:
-    kept = sorted({(one.entries, one.scalars) for one in model.optimizers})
+    kept = sorted(
+        {(one.entries, one.scalars, *((one.form,) if one.form else ())) for one in model.optimizers}
+    )
     return kept if len(kept) > 1 else (*kept, ((), ()))[0]
 
 
 def _split(model: ModelProfile) -> str | None:
     """Which parameters go together, whatever their optimizer is called; None = all of them."""
-    if len(model.optimizers) < 2:
+    names = {kept.name for kept in model.optimizers}
+    if len(names) < 2:
         return None
     trained = [spec for spec in model.specs if spec.trainable and not spec.buffer]
     return _digest(
         repr(
             sorted(
-                sorted(s.fqn for s in trained if s.optimizer == i)
-                for i in range(len(model.optimizers))
+                sorted(s.fqn for s in trained if model.kept_of(s).name == name) for name in names
             )
         )
     )

@@ -113,17 +113,20 @@ def _number(value: Any) -> Any:
 class OptimizerKeys(Strict):
     """`path`: import path of the class; `no_decay`: patterns of parameter names that get
     weight_decay 0; the other keys are those of the class. Under a name, among several:
-    `parameters`, patterns of the names of its own; without it: the rest."""
+    `parameters`, patterns of the names of its own, or `matrices`; without it: the rest. A text
+    alone is the path; `muon+adamw` is Muon for the matrices and AdamW for the rest."""
 
     model_config = ConfigDict(extra="allow")
 
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*\.[A-Za-z_]\w*$")
+    path: str = Field(pattern=r"^([A-Za-z_][\w.]*\.[A-Za-z_]\w*|muon\+adamw)$")
     no_decay: list[str] = []
 
     @model_validator(mode="before")
     @classmethod
     def _numbers(cls, data: Any) -> Any:
         """To YAML `3e-4` without a point is a text; here it is the number that everybody means."""
+        if isinstance(data, str):
+            return {"path": data}
         if not isinstance(data, Mapping):
             return data
         return {
@@ -135,7 +138,7 @@ class OptimizerKeys(Strict):
 class NamedOptimizerKeys(OptimizerKeys):
     """One of several."""
 
-    parameters: list[str] | None = None
+    parameters: list[str] | Literal["matrices"] | None = None
 
 
 class SeveralOptimizers(

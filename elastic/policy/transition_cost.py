@@ -85,9 +85,8 @@ def _forecast(asked: _Transition) -> Move:
         else TransferRates(times=state.move_pace)
     )
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
-    return forecast(
-        state.model, *cuts, holders=holders_of(resume, everyone), nodes=nodes, room=room, pace=pace
-    )
+    holders = holders_of(resume, everyone, state.model.by_owners)
+    return forecast(state.model, *cuts, holders=holders, nodes=nodes, room=room, pace=pace)
 
 
 def _host_bytes_per_s(state: State, kinds: set[str], nodes: Sequence[str]) -> float:

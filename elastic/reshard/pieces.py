@@ -20,6 +20,7 @@ from elastic.reshard.rank_boxes import (
     Region,
     check_layers,
     meet,
+    owners,
     placements,
     region,
     stages_of,
@@ -29,8 +30,9 @@ from elastic.types import AXES, DTYPE_BYTES, Layout, ModelProfile
 Ints = NDArray[np.int64]
 Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
 Stages = tuple[int, ...]
-# stages, cut by tp?, cut by fsdp?: tensors of equal value are held by the same ranks
-Held = tuple[Stages, bool, bool]
+# stages, cut by tp?, cut by fsdp?, the only ranks that have it, where that is so: tensors of equal
+# value are held by the same ranks
+Held = tuple[Stages, bool, bool, tuple[int, ...]]
 
 # tensors of equal value are cut into equal pieces
 Cutting = tuple[tuple[int, ...], int | None, bool, bool]
@@ -111,14 +113,18 @@ class Side:
             self._stages[placed.blocks] = stages_of(
                 placed.blocks, self.model, self.layout, layers=self.layers
             )
-        return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut
+        only = owners(self.model, self.layout, self.layers)[placed.of] if placed.of else ()
+        return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut, only
 
     def numbers(self, held: Held) -> Ints:
         """[rank]: the number of the piece that it holds, -1: none."""
         if held not in self._numbers:
-            stages, tp_cut, fsdp_cut = held
+            stages, tp_cut, fsdp_cut, only = held
             number = self._tp * (self.fsdp if tp_cut else 0) + (self._fsdp if fsdp_cut else 0)
-            self._numbers[held] = np.where(np.isin(self._pp, stages), number, -1)
+            there = np.isin(self._pp, stages)
+            if only:
+                there &= np.isin(np.arange(self.layout.world_size), only)
+            self._numbers[held] = np.where(there, number, -1)
         return self._numbers[held]
 
     def columns(self, placed: Placed) -> list[PieceColumn]:

@@ -3,7 +3,8 @@ Integers only.
 
 A tensor is cut like `torch.chunk` over tp along `tp_dim`, and that part like `torch.chunk` over
 fsdp (= dp_shard x cp, one merged axis) along dimension 0. Pieces may be empty. Buffers and 0-dim
-tensors are whole on every rank that holds them.
+tensors are whole on every rank that holds them. What an optimizer keeps that steps whole tensors
+is whole, and of each pipeline stage only at the parameter's owner, on any axis.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 from elastic.errors import SpecError
-from elastic.types import Box, Layout, ModelProfile, TensorSpec
-from elastic.types.grid import coordinates
-from elastic.types.replacing import replace
+from elastic.reshard.owners import FLOP_PER_BYTE, shared_out
+from elastic.types import DTYPE_BYTES, Box, Layout, ModelProfile, TensorSpec
+from elastic.types.grid import coordinates, stage_ranks
+from elastic.types.replacing import follows_from, replace
 
 RNG = "elastic.rng"
 LOSS_SCALE = "elastic.loss_scale"
@@ -24,21 +27,22 @@ EXTRA = "extra."  # what the names of extra_state's boxes begin with
 
 Span = tuple[int, int]  # offset and size along one dimension
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-Kind = tuple[tuple[int | None, ...], bool, bool]
+Kind = tuple[tuple[int | None, ...], bool, bool, str]
 
 
 @dataclass(frozen=True)
 class Placed:
     """A tensor of the training state and the blocks that need it: its own first, then those of
-    tensors tied to it."""
+    tensors tied to it. `of`: the parameter at whose owner it is, '' = it is held as it is cut."""
 
     spec: TensorSpec
     blocks: tuple[int | None, ...]
+    of: str = ""
 
     @property
     def kind(self) -> Kind:
         """Tensors of equal kind are held by the same ranks, piece by piece."""
-        return self.blocks, self.tp_cut, self.fsdp_cut
+        return self.blocks, self.tp_cut, self.fsdp_cut, self.of
 
     @property
     def tp_cut(self) -> bool:
@@ -46,7 +50,7 @@ class Placed:
 
     @property
     def fsdp_cut(self) -> bool:
-        return not self.spec.buffer and bool(self.spec.shape)
+        return not self.spec.buffer and bool(self.spec.shape) and not self.of
 
 
 def state_specs(model: ModelProfile) -> tuple[TensorSpec, ...]:
@@ -69,9 +73,41 @@ def placements(model: ModelProfile) -> tuple[Placed, ...]:
         for entry in kept.scalars:
             scalar = TensorSpec(f"optim.{entry}.{spec.fqn}", (), "float32", block=spec.block)
             out.append(Placed(scalar, blocks))
+        for owned in kept.owned:
+            name = f"optim.{owned.name}.{spec.fqn}"
+            whole = TensorSpec(name, owned.shape, owned.dtype, block=spec.block)
+            out.append(Placed(whole, blocks, spec.fqn))
     out += [Placed(spec, (None,)) for spec in model.extra]
     out.append(Placed(TensorSpec(RNG, (2,), "int64", trainable=False, buffer=True), (None,)))
     return tuple(out)
+
+
+@follows_from(kept=16)
+def owners(
+    model: ModelProfile, layout: Layout, layers: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the rank that steps it whole, of each place on the pp axis that has it, in
+    ascending order; only of those whose optimizer is not element-wise."""
+    if not model.by_owners:
+        return {}
+    costs: dict[int, dict[str, int]] = {}
+    for spec, blocks in _canonical(model):
+        kept = model.kept_of(spec)
+        if kept.form:
+            n_bytes = 2 * prod(spec.shape) * DTYPE_BYTES[spec.dtype] + owned_bytes(model, spec)
+            for pp in stages_of(blocks, model, layout, layers=layers):
+                costs.setdefault(pp, {})[spec.fqn] = int(kept.flop) + FLOP_PER_BYTE * n_bytes
+    out: dict[str, tuple[int, ...]] = {}
+    for pp in sorted(costs):
+        ranks = stage_ranks(layout, pp)
+        for fqn, k in shared_out(costs[pp], len(ranks)).items():
+            out[fqn] = (*out.get(fqn, ()), ranks[k])
+    return out
+
+
+def owned_bytes(model: ModelProfile, spec: TensorSpec) -> int:
+    """Of what the owner of the parameter keeps for it."""
+    return sum(prod(one.shape) * DTYPE_BYTES[one.dtype] for one in model.kept_of(spec).owned)
 
 
 def first_values(model: ModelProfile) -> dict[str, float]:
@@ -198,17 +234,21 @@ def _boxes(
     check_layers(model, layout, layers)
     at = coordinates(layout, rank)
     tp, fsdp = (at.tp, layout.tp), (at.fsdp(layout), layout.dp_shard * layout.cp)
-    if owned_only and at.dp_replicate:
-        return ()
+    owner = owners(model, layout, layers)
     out = []
     for placed in state:
         stages = stages_of(placed.blocks, model, layout, layers=layers)
         if at.pp not in stages:
             continue
-        replica = (
-            at.pp != stages[0] or (at.tp and not placed.tp_cut) or (fsdp[0] and not placed.fsdp_cut)
-        )
-        if owned_only and replica:
+        if placed.of:
+            if rank not in owner[placed.of][: 1 if owned_only else None]:
+                continue
+        elif owned_only and (
+            at.dp_replicate
+            or at.pp != stages[0]
+            or (at.tp and not placed.tp_cut)
+            or (fsdp[0] and not placed.fsdp_cut)
+        ):
             continue
         offsets, sizes = region(placed, tp, fsdp)
         if 0 not in sizes:

@@ -117,14 +117,17 @@ def participants(ranks: Sequence[WorkerId], resume: Resume) -> tuple[WorkerId, .
     return tuple(dict.fromkeys((*ranks, *(holding.worker for holding in resume.holdings))))
 
 
-def holders_of(resume: Resume, everyone: Sequence[WorkerId]) -> dict[int, tuple[int, ...]]:
+def holders_of(
+    resume: Resume, everyone: Sequence[WorkerId], alone: bool = False
+) -> dict[int, tuple[int, ...]]:
     """Rank of the old layout -> participants that hold its boxes (its own, or equal ones of a
-    replica)."""
+    replica, unless they are `alone`: see replica_key)."""
     assert resume.layout is not None
     index = {worker: i for i, worker in enumerate(everyone)}
-    keys: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
+    keys: dict[tuple[int, ...], tuple[int, ...]] = {}
+    layout = resume.layout
     for holding in resume.holdings:
-        key, who = replica_key(resume.layout, holding.rank), index[holding.worker]
+        key, who = replica_key(layout, holding.rank, alone), index[holding.worker]
         if who not in keys.setdefault(key, ()):
             keys[key] += (who,)
-    return {r: keys.get(replica_key(resume.layout, r), ()) for r in range(resume.layout.world_size)}
+    return {r: keys.get(replica_key(layout, r, alone), ()) for r in range(layout.world_size)}

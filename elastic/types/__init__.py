@@ -125,6 +125,7 @@ from elastic.types.profiles import (
     Matmul,
     ModelProfile,
     OptimizerSpec,
+    OwnedEntry,
     SampleProfile,
     TensorSpec,
 )  # fmt: skip
@@ -152,8 +153,8 @@ __all__ = [
     "LrCurve", "Mark", "MarketType", "Matmul", "ModelProfile", "Move", "Node", "NodeLost",
     "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseMeasure",
     "NoiseSeen", "NotFiniteRule", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec",
-    "Outcome", "PinningFailed", "Plan", "PlanEntered", "PlanFailed", "PlansFound", "Pool",
-    "Prepare", "PriceSeen", "Probed", "ProfileAsked", "Progress", "Quarantine", "Quiesce",
+    "Outcome", "OwnedEntry", "PinningFailed", "Plan", "PlanEntered", "PlanFailed", "PlansFound",
+    "Pool", "Prepare", "PriceSeen", "Probed", "ProfileAsked", "Progress", "Quarantine", "Quiesce",
     "Quiesced", "RankProfiled", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy",
     "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "ScriptEnded",
     "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StartProfile",

@@ -140,10 +140,13 @@ def each_microbatches(
     return tuple(found)
 
 
-def replica_key(layout: Layout, rank: int) -> tuple[int, int, int, int]:
-    """Ranks with equal keys hold equal boxes (they differ in dp_replicate only)."""
+def replica_key(layout: Layout, rank: int, alone: bool = False) -> tuple[int, ...]:
+    """Ranks with equal keys hold equal boxes: they differ in dp_replicate only. `alone`: no two do,
+    since optimizers step whole tensors at owners (ModelProfile.by_owners)."""
     cp, tp, shards = layout.cp, layout.tp, layout.dp_shard
     inner = cp * tp
+    if alone:
+        return (rank,)
     pp, rest = divmod(rank, layout.dp_replicate * shards * inner)
     return pp, rest // inner % shards, rest // tp % cp, rest % tp
 

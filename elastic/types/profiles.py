@@ -32,15 +32,33 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class OwnedEntry:
+    """A tensor of any shape that only the owner of a parameter holds. `on_host`: in host memory,
+    wherever the parameter is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
 class OptimizerSpec:
     """What an optimizer keeps for each of its parameters. `entries`: those of the parameter's
     shape; `scalars`: single numbers; `first`: those that do not begin as 0, and what they begin as;
-    `name`: among several optimizers of a program."""
+    `name`: among several optimizers of a program.
+
+    One that steps whole tensors at their owners has `owned` instead, of parameters of one shape,
+    and `form`: how the owner's state is built of these ('' = element-wise). `flop`: of its step for
+    one of them."""
 
     entries: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
     first: tuple[tuple[str, float], ...] = ()
     name: str = ""
+    owned: tuple[OwnedEntry, ...] = ()
+    form: str = ""
+    flop: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -159,6 +177,11 @@ class ModelProfile:
     computes_in: str = ""
     notes: tuple[str, ...] = ()
     proven: tuple[str, ...] = ()
+
+    @property
+    def by_owners(self) -> bool:
+        """Does an optimizer step whole tensors at their owners, whose state nobody else holds?"""
+        return any(kept.form for kept in self.optimizers)
 
     @property
     def closed(self) -> dict[str, str]:

@@ -60,7 +60,7 @@ def test_the_two_optimizers_of_the_page_share_the_parameters(tmp_path: Path) -> 
         found,
     )
     ours = replace(BARE, optimizer=found["optimizers"])
-    for program in (with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[1]))), ours):
+    for program in (with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[2]))), ours):
         profile = trace(program)
         assert [kept.entries for kept in profile.optimizers] == [
             ("momentum_buffer",),
@@ -70,13 +70,24 @@ def test_the_two_optimizers_of_the_page_share_the_parameters(tmp_path: Path) -> 
         assert (split["layers.0.attn.wo.weight"], split["embed.weight"]) == (0, 1)
 
 
+def test_muon_and_adamw_in_the_line_of_the_page(tmp_path: Path) -> None:
+    profile = trace(with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[1]))))
+    whole = {spec.fqn for spec in profile.specs if profile.kept_of(spec).form}
+    assert whole == {s.fqn for s in profile.specs if s.fqn[:7] == "layers." and len(s.shape) == 2}
+    more = re.findall(r"^optimizer: muon\+adamw +# or with settings: (.*)$", TEXT, re.MULTILINE)[0]
+    given = job_of(tmp_path, BLOCKS[0], f"optimizer: {more}\n")["optimizer"]
+    made = JobOptimizer(given, BARE.blocks)(list(BARE.model().named_parameters()))
+    assert isinstance(made, dict)
+    assert {g["lr"] for one in made.values() for g in one.param_groups} == {3e-4}
+
+
 def test_the_larger_batch_has_twice_the_rate(tmp_path: Path) -> None:
-    program = with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[2])))
+    program = with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[3])))
     assert program.lr_factor is not None and program.lr_factor(19) == pytest.approx(2.0)
 
 
 def test_the_guards_of_the_page_are_all_there_are(tmp_path: Path) -> None:
-    job = job_of(tmp_path, BLOCKS[0], BLOCKS[3])
+    job = job_of(tmp_path, BLOCKS[0], BLOCKS[4])
     assert all(job["guards"].values()) and MEMORY in with_job(BARE, Job.from_plain(job)).extra_state
     rows = re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE)
     assert set(Guards.__pydantic_fields__) <= set(rows) and {"skip", "rollback", "stop"} <= set(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from elastic.reshard.rank_boxes import owned_bytes
 from elastic.types import DTYPE_BYTES, ModelProfile, SampleProfile, TensorSpec
 
 
@@ -49,7 +50,9 @@ class ModelCost:
         )
         trained = sum(_bytes(spec) for spec in own if spec.trainable)
         entries = sum(
-            _bytes(spec) * len(model.kept_of(spec).entries) for spec in own if spec.trainable
+            _bytes(spec) * len(model.kept_of(spec).entries) + owned_bytes(model, spec)
+            for spec in own
+            if spec.trainable
         )
         experts = total * model.n_expert_params / max(1, model.n_params)
         inside = total - first - last - experts

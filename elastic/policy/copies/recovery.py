@@ -25,7 +25,7 @@ def from_memory(state: State, below: int | None = None) -> Resume | None:
     """
     for (step, generation), held_there in sorted(_held(state).items(), reverse=True):
         plan = state.plans[generation]
-        if (below is None or step < below) and covered(plan, held_there):
+        if (below is None or step < below) and covered(plan, held_there, alone(state)):
             chosen = _chosen(state, plan, held_there)
             return Resume("peer", step, generation, plan.layout, plan.layers, chosen)
     return None
@@ -55,23 +55,27 @@ def forward(state: State) -> RollForward | None:
     held = _held(state)
     for (step, generation), there in sorted(held.items(), reverse=True):
         plan = state.plans[generation]
-        if covered(plan, there):
+        if covered(plan, there, alone(state)):
             return None
         done = [h for h in there if h.kind == "live"]
         commit = next((state.commits[h.worker] for h in done if state.commits.get(h.worker)), None)
         before = held.get((step - 1, generation), [])
         waiting = [h for h in before if h.kind == "live" and state.pending.get(h.worker) == step]
-        if commit and waiting and covered(plan, [*done, *waiting]):
+        if commit and waiting and covered(plan, [*done, *waiting], alone(state)):
             return RollForward(generation, step, commit)
     return None
 
 
-def covered(plan: Plan, holdings: list[Holding]) -> bool:
-    """Does every group of ranks with equal boxes have a holder?"""
-    held = {
-        replica_key(plan.layout, h.rank) for h in holdings if 0 <= h.rank < plan.layout.world_size
-    }
-    return held == {replica_key(plan.layout, rank) for rank in range(plan.layout.world_size)}
+def covered(plan: Plan, holdings: list[Holding], alone: bool = False) -> bool:
+    """Does every group of ranks with equal boxes have a holder? `alone`: see replica_key."""
+    layout, n = plan.layout, plan.layout.world_size
+    held = {replica_key(layout, h.rank, alone) for h in holdings if 0 <= h.rank < n}
+    return held == {replica_key(layout, rank, alone) for rank in range(n)}
+
+
+def alone(state: State) -> bool:
+    """Has each rank boxes that no other has?"""
+    return state.model is not None and state.model.by_owners
 
 
 def _chosen(state: State, plan: Plan, holdings: list[Holding]) -> tuple[Holding, ...]:
@@ -82,7 +86,7 @@ def _chosen(state: State, plan: Plan, holdings: list[Holding]) -> tuple[Holding,
         by_place.setdefault((holding.rank, str(holding.worker)), holding)
     every = list(by_place.values())
     staying = [h for h in every if state.nodes[h.worker.node_id].status != "draining"]
-    return tuple(staying if covered(plan, staying) else every)
+    return tuple(staying if covered(plan, staying, alone(state)) else every)
 
 
 def newest(state: State) -> Resume:

@@ -47,19 +47,21 @@ def replica_holders(
     *,
     n: int,
     across: bool = False,
+    alone: bool = False,
 ) -> Keepers:
     """For each rank the ranks that keep its copy, so that every box is held by workers of n + 1
     nodes, where there are so many.
 
     A node is a failure domain. `zones`: node -> its zone; a copy stays in its zone, unless
     `across`: then the first goes to another zone where there is one. Ranks with equal boxes
-    (dp_replicate) count as holders; only one of them sends. The k-th worker of a node begins its
-    search k nodes behind the next one, so that what a lost node held comes back from many.
+    (dp_replicate, unless they are `alone`) count as holders; only one of them sends. The k-th
+    worker of a node begins its search k nodes behind the next one, so that what a lost node held
+    comes back from many.
     """
     spread = _Spread(ranks, zones, across)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(len(ranks)):
-        groups.setdefault(replica_key(layout, rank), []).append(rank)
+        groups.setdefault(replica_key(layout, rank, alone), []).append(rank)
     holding = [(members, {ranks[rank].node_id for rank in members}) for members in groups.values()]
     spread.limit(sum(max(0, n + 1 - len(nodes)) for _, nodes in holding))
     for _ in range(n):
@@ -127,12 +129,12 @@ class _Spread:
 
 
 def holders(
-    layout: Layout, ranks: Sequence[WorkerId], to: Keepers
+    layout: Layout, ranks: Sequence[WorkerId], to: Keepers, *, alone: bool = False
 ) -> dict[tuple[int, ...], set[str]]:
     """Piece of the state (the key of the ranks that hold it) -> nodes that hold a copy of it."""
     out: dict[tuple[int, ...], set[str]] = {}
     for rank, worker in enumerate(ranks):
-        nodes = out.setdefault(replica_key(layout, rank), set())
+        nodes = out.setdefault(replica_key(layout, rank, alone), set())
         nodes |= {worker.node_id, *(ranks[keeper].node_id for keeper in (to[rank] if to else ()))}
     return out
 
@@ -150,13 +152,15 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
         return Copies()
     by_id = {node.node_id: node for node in nodes}
     zones = {name: _zone(state, by_id.get(name)) for name in used}
-    across = state.job.copies_across_zones
+    across, alone = state.job.copies_across_zones, state.model.by_owners
+    replicated = _replicated(choice, n, alone)
     sizes = rank_bytes(state.model, choice, rounded=bool(state.pinned_rounded & used.keys()))
     room = _room(state, choice, nodes, used=used)
     first = ""
     for k, buffers in [*((k, 2) for k in range(n, 0, -1)), (1, 1)]:
-        to = replica_holders(choice.layout, choice.ranks, zones, n=k, across=across)
-        held = min(len(found) for found in holders(choice.layout, choice.ranks, to).values()) - 1
+        to = replica_holders(choice.layout, choice.ranks, zones, n=k, across=across, alone=alone)
+        found = holders(choice.layout, choice.ranks, to, alone=alone)
+        held = min(map(len, found.values())) - 1
         if not held and not any(to):
             break
         short = _too_little(node_bytes(choice.ranks, to, sizes, buffers=buffers), room)
@@ -164,18 +168,19 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
             note = _note(n, min(k, held), buffers, short=first, zones=zones)
             pace = _pace(state, nodes) / max(used.values())
             sent = max(size * len(keep) for size, keep in zip(sizes, to, strict=True))
-            return Copies(to, buffers, pace, sent, _replicated(choice, n), note)
+            return Copies(to, buffers, pace, sent, replicated, note)
         first = first or short
     if first:
-        return Copies(replicas=_replicated(choice, n), note=f"no peer replicas: {first}")
+        return Copies(replicas=replicated, note=f"no peer replicas: {first}")
     zone = next(iter(zones.values()))
     return Copies(
         note=f"no peer replicas: each node is alone in its zone ({zone or 'unnamed'} ...)"
     )
 
 
-def _replicated(choice: Choice, n: int) -> bool:
-    return all(len(nodes) > n for nodes in holders(choice.layout, choice.ranks, ()).values())
+def _replicated(choice: Choice, n: int, alone: bool) -> bool:
+    found = holders(choice.layout, choice.ranks, (), alone=alone)
+    return all(len(nodes) > n for nodes in found.values())
 
 
 def _note(wanted: int, held: int, buffers: int, *, short: str, zones: Mapping[str, str]) -> str:
@@ -203,13 +208,16 @@ def _zone(state: State, node: Node | None) -> str:
 
 def rank_bytes(model: ModelProfile, choice: Choice, rounded: bool = False) -> list[int]:
     """Host bytes of each rank's boxes, at most: those of the first rank of its stage, whose chunks
-    are the largest. `rounded`: up to a power of two, as torch allocates pinned memory unless it is
-    told otherwise."""
+    are the largest, or of the owner that has most. `rounded`: up to a power of two, as torch
+    allocates pinned memory unless it is told otherwise."""
     layout, layers, state = choice.layout, choice.layers, placements(model)
-    firsts = [stage_ranks(layout, stage)[0] for stage in range(layout.pp)]
+    asked = [stage_ranks(layout, stage) for stage in range(layout.pp)]
     per_stage = [
-        sum(-(-box.n_bytes // 8) * 8 for box in boxes(model, layout, layers, first, state=state))
-        for first in firsts
+        max(
+            sum(-(-box.n_bytes // 8) * 8 for box in boxes(model, layout, layers, rank, state=state))
+            for rank in (ranks if model.by_owners else ranks[:1])
+        )
+        for ranks in asked
     ]
     per_stage = [1 << (n - 1).bit_length() if rounded and n else n for n in per_stage]
     return [

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from elastic.policy.state.state import State
+from elastic.reshard.rank_boxes import owned_bytes
 from elastic.types import DTYPE_BYTES, HardwareProfile, Node, Plan
 from elastic.types.replacing import follows_from
 
@@ -97,7 +98,7 @@ def _state_bytes(state: State) -> int:
         size = DTYPE_BYTES[spec.dtype]
         for n in spec.shape:
             size *= n
-        n_bytes += size * (1 + len(model.kept_of(spec).entries))
+        n_bytes += size * (1 + len(model.kept_of(spec).entries)) + owned_bytes(model, spec)
     return n_bytes
 
 

@@ -182,7 +182,7 @@ class Saving:
         if self.kept is not None:
             self.kept.copy.release()
             self.kept = None
-        if plan.layout.dp_replicate > 1:
+        if plan.layout.dp_replicate > 1 and not self.place.profile.by_owners:
             retain = getattr(copy, "retain", None)
             self.kept = NewestHostCopy(
                 plan, state.step, state.rank, retain() if retain else Snapshot(copy.wait())
@@ -212,6 +212,8 @@ class Saving:
             if held.kind == "peer" and held.serves(number, of.rank, of.step):
                 self._write_boxes(of, held.tensors, 0.0)
                 return
+        if self.place.profile.by_owners:
+            return  # replicas are asked too, and have other boxes: the next one is
         raise StateLost(
             f"{self.place.me} holds no boxes of rank {of.rank} of generation {number} at step "
             f"{of.step}"

@@ -368,7 +368,9 @@ def _all_moments(names: set[str], profile: ModelProfile, specs: Container[str]) 
             if spec.optimizer == i and spec.tied_to is None
         ]
         wanted = [
-            f"optim.{entry}.{fqn}" for fqn, kept in own for entry in (*kept.entries, *kept.scalars)
+            f"optim.{entry}.{fqn}"
+            for fqn, kept in own
+            for entry in (*kept.entries, *kept.scalars, *(one.name for one in kept.owned))
         ]
         wanted = [fqn for fqn in wanted if fqn in specs]
         moments = _moments(names, wanted)

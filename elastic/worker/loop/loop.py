@@ -80,7 +80,7 @@ class loop:
 
     model:       the whole, plain `nn.Module`, with its initial (or pretrained) weights; every
                  process must build the same one.
-    optimizer:   over its parameters, element-wise, without state, or a dict of several by name;
+    optimizer:   over its parameters, without state, or a dict of several by name;
                  parameters that none holds are not trained.
     dataset:     map-style: `len()` and `[sample id]` -> tensors or arrays of equal shape: one, or a
                  tuple or dict of them. Of a torch DataLoader its dataset: order and batches are

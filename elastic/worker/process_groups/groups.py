@@ -97,7 +97,8 @@ class Groups:
     numbers from all participants, `commit` for those of the plan's ranks. Above MESH_MOST ranks
     these four have no full mesh of connections (elastic.worker.process_groups.control_tree). `mesh`
     is this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are
-    larger than 1; with `fsdp` that axis is there in any case.
+    larger than 1; with `fsdp` that axis is there in any case. `stage`, where it is asked for, spans
+    these ranks.
     """
 
     def __init__(
@@ -107,10 +108,12 @@ class Groups:
         device: torch.device,
         *,
         fsdp: bool = False,
+        stage: bool = False,
         transport: Transport | None = None,
     ) -> None:
         self.generation = generation
-        self.fsdp = fsdp
+        self.fsdp, self._wants_stage = fsdp, stage
+        self.stage: dist.ProcessGroup | None = None
         self.layout = layout
         self.device = device
         self.transport = transport or transport_of(device)
@@ -344,6 +347,9 @@ class Groups:
             self._axes.append(("tp", layout.tp, on_device(mine(("tp",)))))
         if layout.cp > 1:
             self.cp = on_device(mine(("cp",)))
+        alike = stage_ranks(layout, coordinates(layout, rank).pp)
+        if self._wants_stage and len(alike) > 1:
+            self.stage = on_device(alike)
         if layout.pp > 1:
             line = mine(("pp",))
             if rank in (line[0], line[-1]):  # made last: group names count the groups made before
@@ -493,7 +499,7 @@ class Groups:
         if self.mesh is not None:
             # cached meshes must not keep the sockets of groups that are gone
             self.mesh._pg_registry.clear()
-        self.mesh = self.pp = self.cp = self.copies = self.tie = self._world = None
+        self.mesh = self.pp = self.cp = self.copies = self.tie = self.stage = self._world = None
         self.control = self.commit = Control(0, 1, ())
         self._counted, self._device_groups, self._axes, self._pairs = (), [], [], []
         self._store = None

@@ -1,14 +1,15 @@
-"""What a program's optimizers keep, and the proof that they may be cut, by dry steps on tiny
-replicas.
+"""What a program's optimizers keep, and which of them may be cut, by dry steps on tiny replicas.
 
-Ranks give an optimizer their own parts of the tensors. That is exact where the update of a part is
-that part of the whole tensor's update, where all state is of the parameter's shape or scalar, and
-where it begins as constants.
+Ranks give an element-wise optimizer their own parts of the tensors. That is exact where the update
+of a part is that part of the whole tensor's update, where all state is of the parameter's shape or
+scalar, and where it begins as constants. Any other steps whole tensors, each at its owner: that is
+exact where the update of a tensor does not depend on the others.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,13 @@ from elastic.program import Program
 from elastic.types import OptimizerSpec, TensorSpec
 from elastic.worker.program.loop_program import Settings
 from elastic.worker.program.optimizers import JobOptimizer, Optimizers, by_name, line_of, shown
+from elastic.worker.program.owned.shape_trial import indexed, owned_specs
 
 DRY_STEPS = 3
-ONLY = "only element-wise optimizers (AdamW, SGD, RMSprop ...) can be cut over ranks"
+ONLY = (
+    "an optimizer must step each tensor by itself, without a closure and without communication "
+    "(AdamW, Muon, Adafactor ... do)"
+)
 PART, WHOLE = 2, 3  # rows of a tiny replica
 
 
@@ -38,7 +43,8 @@ class OptimizerEntries:
 
 def what_they_keep(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     """Found by dry steps. Raises ProgramError (SpecError for an optimizer of job.yaml) that names
-    the one that cannot be cut, SpecError for a parameter that does not belong to exactly one."""
+    the one that can neither be cut nor step whole tensors at their owners, SpecError for a
+    parameter that does not belong to exactly one."""
     if program.optimizer is None:
         return OptimizerEntries()
     if not isinstance(program.optimizer, JobOptimizer):
@@ -65,18 +71,22 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     noted = _note(whole)
     before = whole.settings()
     whole.step(0)
-    kept = {name: _entries(whole, noted, name) for name in names}
-    _check_first_step(whole, _Dry(program, every, replicas, WHOLE), kept)
+    found = {name: kept for name in names if (kept := _entries(whole, noted, name))}
+    found = _same_first_step(whole, _Dry(program, every, replicas, WHOLE), found)
     for number in range(1, DRY_STEPS):
         whole.step(number)
     _check_settings(
         whole, before, any(isinstance(held, Settings) for held in program.extra_state.values())
     )
     _check_moved(whole)
-    _check_parts(whole, _Dry(program, every, replicas, PART), kept)
-    return OptimizerEntries(
-        tuple(kept.values()), {fqn: names.index(name) for fqn, name in owners.items()}
-    )
+    part = _Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
+    found = _same_in_parts(whole, part, found)
+    at_owners = [name for name in names if name not in found]
+    _check_alone(program, every, whole, names=at_owners)
+    index = {name: i for i, name in enumerate(found)}
+    of = {fqn: index[name] for fqn, name in owners.items() if name in index}
+    specs_of, of_owned = indexed(owned_specs(program, every, owners, names=at_owners), len(found))
+    return OptimizerEntries((*found.values(), *specs_of), of | of_owned)
 
 
 class _Notes(dict[str, Any]):
@@ -95,7 +105,7 @@ class _Notes(dict[str, Any]):
 @dataclass
 class _Dry:
     """The optimizers of `every` parameter over replicas of some of them, of `rows` rows per
-    dimension 0, with the same gradients whatever the rows."""
+    dimension 0, with the same gradients whatever the rows and whatever the others are."""
 
     program: Program
     every: list[TensorSpec]
@@ -103,10 +113,14 @@ class _Dry:
     rows: int
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.values = {s.fqn: torch.rand(_tiny(s), generator=generator) + 0.5 for s in self.specs}
+        draws = {
+            s.fqn: torch.Generator().manual_seed(zlib.crc32(s.fqn.encode())) for s in self.specs
+        }
+        self.values = {
+            s.fqn: torch.rand(_tiny(s), generator=draws[s.fqn]) + 0.5 for s in self.specs
+        }
         self.gradients = [
-            {s.fqn: torch.rand(_tiny(s), generator=generator) - 0.3 for s in self.specs}
+            {s.fqn: torch.rand(_tiny(s), generator=draws[s.fqn]) - 0.3 for s in self.specs}
             for _ in range(DRY_STEPS)
         ]
         self.named = {
@@ -176,8 +190,10 @@ def _note(dry: _Dry) -> dict[str, _Notes]:
     return {fqn: noted[parameter] for fqn, parameter in dry.named.items()}
 
 
-def _entries(dry: _Dry, noted: Mapping[str, _Notes], name: str) -> OptimizerSpec:
-    found: dict[str, OptimizerSpec] = {}
+def _entries(dry: _Dry, noted: Mapping[str, _Notes], name: str) -> OptimizerSpec | None:
+    """What it keeps for each of its parameters; None where that is not the same for all of them,
+    scalars and tensors of the parameter's shape."""
+    found: set[OptimizerSpec] = set()
     for fqn in dry.owned(name):
         state, parameter = noted[fqn], dry.named[fqn]
         like = tuple(
@@ -186,26 +202,15 @@ def _entries(dry: _Dry, noted: Mapping[str, _Notes], name: str) -> OptimizerSpec
             if isinstance(v, torch.Tensor) and v.shape == parameter.shape and v.ndim
         )
         scalar = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim == 0)
-        odd = [k for k, v in state.items() if k not in like and k not in scalar and v is not None]
-        if odd:
-            raise ProgramError(
-                (
-                    f"{dry.name(fqn)}: state '{odd[0]}' of {fqn} is neither a scalar tensor nor of "
-                    "the parameter's shape; "
-                )
-                + ONLY
-            )
+        if any(k not in like and k not in scalar and v is not None for k, v in state.items()):
+            return None
         first = tuple(
             (key, value) for key in (*like, *scalar) if (value := _constant(state.first[key]))
         )
-        found[fqn] = OptimizerSpec(like, scalar, first, name)
-    if len(set(found.values())) > 1:
-        one, other = list(dict(zip(found.values(), found)).values())[:2]
-        raise ProgramError(
-            f"{dry.name(one)} keeps different entries for {one} and {other}; make two optimizers "
-            "of it: a dict of them by name"
-        )
-    return next(iter(found.values()), OptimizerSpec(name=name))
+        found.add(OptimizerSpec(like, scalar, first, name))
+    if len(found) > 1:
+        return None
+    return next(iter(found), OptimizerSpec(name=name))
 
 
 def _constant(value: torch.Tensor) -> float:
@@ -214,22 +219,30 @@ def _constant(value: torch.Tensor) -> float:
     return float(flat[0]) if flat.numel() and bool((flat == flat[0]).all()) else 0.0
 
 
-def _check_first_step(done: _Dry, filled: _Dry, kept: Mapping[str, OptimizerSpec]) -> None:
-    """A state that was filled with constants beforehand must give the same first step."""
+def _same_first_step(
+    done: _Dry, filled: _Dry, kept: dict[str, OptimizerSpec]
+) -> dict[str, OptimizerSpec]:
+    """Those of which a state that was filled with constants beforehand gives the same first
+    step."""
     for fqn, parameter in filled.named.items():
-        wanted = kept[filled.optimizers.of[fqn]]
+        wanted = kept.get(filled.optimizers.of[fqn])
+        if wanted is None:
+            continue
         state, first = filled.state(fqn), dict(wanted.first)
         for key in wanted.scalars:
             state[key] = torch.tensor(first.get(key, 0.0))
         for key in wanted.entries:
             state[key] = torch.full_like(parameter, first.get(key, 0.0), requires_grad=False)
     filled.step(0)
-    for fqn, parameter in done.named.items():
-        if not torch.allclose(parameter, filled.named[fqn], rtol=1e-5, atol=1e-7):
-            raise ProgramError(
-                f"{done.name(fqn)}: its state does not begin as constants ({fqn}), as with "
-                "dampening; such an optimizer cannot be set up before its first step"
-            )
+    return {
+        name: wanted
+        for name, wanted in kept.items()
+        if all(_close(done.named[fqn], filled.named[fqn]) for fqn in done.owned(name))
+    }
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 def _check_settings(dry: _Dry, before: list[dict[str, Any]], kept: bool) -> None:
@@ -259,24 +272,54 @@ def _check_moved(dry: _Dry) -> None:
             )
 
 
-def _check_parts(whole: _Dry, part: _Dry, kept: Mapping[str, OptimizerSpec]) -> None:
+def _same_in_parts(
+    whole: _Dry, part: _Dry, kept: dict[str, OptimizerSpec]
+) -> dict[str, OptimizerSpec]:
+    """Those of which a step on a part of a tensor is that part of a step on all of it."""
     for number in range(DRY_STEPS):
         part.step(number)
-    for fqn, parameter in whole.named.items():
-        pairs = [(parameter, part.named[fqn])]
-        pairs += [
-            (whole.state(fqn)[key], part.state(fqn)[key])
-            for key in kept[whole.optimizers.of[fqn]].entries
-        ]
-        for mine, other in pairs:
-            cut = mine[:PART] if mine.ndim else mine
-            if not torch.allclose(cut, other, rtol=1e-5, atol=1e-7):
+
+    def same(fqn: str, wanted: OptimizerSpec) -> bool:
+        pairs = [(whole.named[fqn], part.named[fqn])]
+        pairs += [(whole.state(fqn)[key], part.state(fqn)[key]) for key in wanted.entries]
+        return all(_close(mine[:PART] if mine.ndim else mine, other) for mine, other in pairs)
+
+    return {
+        name: wanted
+        for name, wanted in kept.items()
+        if all(same(fqn, wanted) for fqn in part.owned(name))
+    }
+
+
+def _check_alone(
+    program: Program, every: list[TensorSpec], whole: _Dry, *, names: Sequence[str]
+) -> None:
+    """An owner steps some of the tensors: the update of one must not hang on the others."""
+    if not names:
+        return
+    if whole.optimizers.begun:
+        raise ProgramError(
+            f"optimizer {shown(names[0], whole.optimizers.each[names[0]])}: it is not element-wise "
+            "and has state before its first step; make that state in its first step"
+        )
+    parameters = {id(parameter) for parameter in whole.named.values()}
+    for name in names:
+        optimizer = whole.optimizers.each[name]
+        strange = [key for key in optimizer.state if id(key) not in parameters]
+        if strange:
+            raise ProgramError(
+                f"optimizer {shown(name, optimizer)}: it keeps state that belongs to no parameter "
+                f"({str(strange[0])[:40]!r}), which cannot be moved between ranks; {ONLY}"
+            )
+    for spec in whole.specs:
+        if whole.optimizers.of[spec.fqn] in names:
+            alone = _Dry(program, every, [spec], WHOLE)
+            for number in range(DRY_STEPS):
+                alone.step(number)
+            if not _close(whole.named[spec.fqn], alone.named[spec.fqn]):
                 raise ProgramError(
-                    (
-                        f"{whole.name(fqn)} is not element-wise: a step on a part of {fqn} "
-                        "depends on the rest of it; "
-                    )
-                    + ONLY
+                    f"{whole.name(spec.fqn)}: the step of {spec.fqn} depends on other parameters, "
+                    f"or on random numbers; {ONLY}"
                 )
 
 

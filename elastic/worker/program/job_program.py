@@ -28,7 +28,7 @@ def _with_optimizer(program: Program, job: Job) -> Program:
             f"job.yaml: key 'optimizer' gives an optimizer, and {where}; give one of them"
         )
     if given:
-        return replace(program, optimizer=JobOptimizer(given))
+        return replace(program, optimizer=JobOptimizer(given, program.blocks))
     if program.optimizer is None:
         raise SpecError(
             "no optimizer: give Program.optimizer, or `optimizer: {path: torch.optim.AdamW, lr: "

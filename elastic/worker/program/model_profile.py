@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elastic.errors import ElasticError, ProgramError
-from elastic.program import Program
+from elastic.program import Program, pattern_regex
 from elastic.types import ModelProfile, TensorSpec
 from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
@@ -38,21 +38,6 @@ CUT = {
 NO_PIPELINE = {"LoopProgram": "its script calls the whole model"}
 EXPERT_COUNTS = ("num_experts", "n_experts", "num_local_experts")
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
-BRACKETS = re.compile(r"\\\[(.+?)\\\]")  # escaped
-
-
-def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """`layers.*.attn.w[qkv]`: `*` stands for one part of a module name, brackets as in file
-    names."""
-    parts = [
-        BRACKETS.sub(_one_of, re.escape(p).replace(r"\*", "[^.]+")) for p in pattern.split(".")
-    ]
-    return re.compile(r"\.".join(parts) + r"\Z")
-
-
-def _one_of(brackets: re.Match[str]) -> str:
-    inside = brackets[1].replace(r"\-", "-")
-    return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
 
 
 def block_names(model: nn.Module, pattern: str) -> list[str]:
@@ -140,7 +125,8 @@ def build_meta(program: Program) -> nn.Module:
 def trace(program: Program) -> ModelProfile:
     """Parameters, buffers, blocks, tp cuts and optimizer entries of a Program.
 
-    Raises ProgramError when an optimizer is not element-wise or a pattern matches nothing,
+    Raises ProgramError when an optimizer does not step each tensor by itself or a pattern matches
+    nothing,
     SpecError when a parameter is not in exactly one optimizer or the program's weights are not
     those of its model (their headers are read).
     """

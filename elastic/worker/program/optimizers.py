@@ -15,13 +15,16 @@ import torch
 from torch import nn
 
 from elastic.errors import ElasticError, SpecError
-from elastic.program import Program
+from elastic.program import Program, pattern_regex
 from elastic.types import TensorSpec
 
 Named = Iterable[tuple[str, nn.Parameter]]
 Optimizer = torch.optim.Optimizer
+MUON: type[Optimizer] = torch.optim.Muon
 FUSED = ("Adam", "AdamW")  # of torch.optim, on CUDA, where the job does not say otherwise
 OWN_KEYS = ("path", "no_decay", "parameters")
+MATRICES = "matrices"  # of two dimensions, in the blocks: neither an embedding nor the head
+MUON_ADAMW = "muon+adamw"
 
 
 def by_name(made: object, where: str = "Program.optimizer") -> dict[str, Optimizer]:
@@ -71,6 +74,7 @@ class Optimizers:
         names = {id(whole): fqn for fqn, whole in wholes.items()}
         self.each = by_name(_called(program, wholes))
         self.of = _owners(self.each, names)
+        self.whole: tuple[str, ...] = ()  # names of those that step whole tensors
         self.begun = any(
             state for optimizer in self.each.values() for state in optimizer.state.values()
         )
@@ -99,10 +103,16 @@ class Optimizers:
             group["lr"] = lr * factor
 
     def step(self) -> None:
-        """Of all of them, also where one has no parameter here: what it counts in its settings is
-        the same on every rank."""
-        for optimizer in self.each.values():
-            optimizer.step()
+        """Of all that are element-wise, also where one has no parameter here: what it counts in its
+        settings is the same on every rank."""
+        for name, optimizer in self.each.items():
+            if name not in self.whole:
+                optimizer.step()
+
+    def step_whole(self) -> None:
+        """Of those that step whole tensors."""
+        for name in self.whole:
+            self.each[name].step()
 
 
 def _called(program: Program, wholes: Mapping[str, nn.Parameter]) -> object:
@@ -157,11 +167,11 @@ def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str
 @dataclass(frozen=True)
 class OptimizerPart:
     """One optimizer of a job. `key`: where it stands in job.yaml; `patterns`: of the names of its
-    parameters, None = those that no other pattern matches."""
+    parameters, or MATRICES, None = those that no other has."""
 
     key: str
     kind: type[Optimizer]
-    patterns: tuple[str, ...] | None
+    patterns: tuple[str, ...] | str | None
     no_decay: tuple[str, ...]
     keywords: Mapping[str, Any]
 
@@ -175,14 +185,25 @@ class OptimizerPart:
         part = cls(
             key,
             kind,
-            None if patterns is None else tuple(patterns),
+            tuple(patterns) if isinstance(patterns, list) else patterns,
             tuple(given.get("no_decay") or ()),
             keywords,
         )
         part.check_keywords()
         return part
 
+    def asks(self, name: str, parameter: nn.Parameter, blocks: str) -> bool:
+        """Is it one of those that it names?"""
+        if self.patterns == MATRICES:
+            return parameter.ndim == 2 and _inside(name, blocks)
+        return matched(name, self.patterns or ())
+
     def make(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+        if not named and self.patterns == MATRICES:
+            raise SpecError(
+                f"job.yaml: key '{self.key}': the model has no matrices in its blocks "
+                "(Program.blocks says which modules these are); give it `parameters`"
+            )
         if not named:
             raise SpecError(
                 f"job.yaml: key '{self.key}': no parameter is left for it; leave it out, or give "
@@ -196,8 +217,9 @@ class OptimizerPart:
         try:
             return self.kind(groups, **self.keywords)
         except (TypeError, ValueError, RuntimeError) as error:
+            more = "; `muon+adamw` gives it the matrices alone" if self.kind is MUON else ""
             raise SpecError(
-                f"job.yaml: {self.key} {self.kind.__name__}: {line_of(error)}"
+                f"job.yaml: {self.key} {self.kind.__name__}: {line_of(error)}{more}"
             ) from error
 
     @property
@@ -209,7 +231,7 @@ class OptimizerPart:
 
     def check_names(self, known: Sequence[str]) -> None:
         """Raises SpecError for a pattern that matches no parameter."""
-        for key, patterns in (("no_decay", self.no_decay), ("parameters", self.patterns or ())):
+        for key, patterns in (("no_decay", self.no_decay), ("parameters", self._names())):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in known):
                     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
@@ -217,6 +239,9 @@ class OptimizerPart:
                         f"job.yaml: key '{self.key}.{key}': no parameter is named like "
                         f"'{pattern}'; near it: {', '.join(near)}"
                     )
+
+    def _names(self) -> tuple[str, ...]:
+        return self.patterns if isinstance(self.patterns, tuple) else ()
 
     def check_keywords(self) -> None:
         """Raises SpecError for one that the class does not take."""
@@ -240,9 +265,13 @@ class OptimizerPart:
 class JobOptimizer:
     """Makes what a job's `optimizer` names: one (`path`, what its class takes, `no_decay`: patterns
     of parameter names), or several by name, each with `parameters`: patterns of the names of its
-    own; one without them has the rest."""
+    own; one without them has the rest. `blocks`: as Program has them."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], blocks: str = Program.blocks) -> None:
+        self.blocks = blocks
+        if given.get("path") == MUON_ADAMW:
+            self.parts = _muon_adamw(given)
+            return
         several = "path" not in given
         self.parts = {
             name: OptimizerPart.of(f"optimizer.{name}" if name else "optimizer", one)
@@ -253,18 +282,13 @@ class JobOptimizer:
         every = list(named)
         if "" in self.parts:
             return self.parts[""].make(every)
-        taken = {
-            name
-            for name, _ in every
-            if any(matched(name, part.patterns or ()) for part in self.parts.values())
-        }
+        parts, blocks = self.parts.values(), self.blocks
+        taken = {n for n, p in every if any(part.asks(n, p, blocks) for part in parts)}
         made = {}
         for key, part in self.parts.items():
-            patterns = part.patterns
+            rest = part.patterns is None
             own = [
-                (n, p)
-                for n, p in every
-                if (n not in taken if patterns is None else matched(n, patterns))
+                (n, p) for n, p in every if (n not in taken if rest else part.asks(n, p, blocks))
             ]
             made[key] = part.make(own)
         return made
@@ -286,6 +310,38 @@ class JobOptimizer:
             ):
                 for group in optimizer.param_groups:
                     group["fused"] = True
+
+
+def _muon_adamw(given: Mapping[str, Any]) -> dict[str, OptimizerPart]:
+    """Muon for the matrices, with steps of the size of AdamW's, and AdamW for the rest: one
+    learning rate and one weight decay serve both. A key goes to each of the two that takes it."""
+    takes = {kind: set(inspect.signature(kind).parameters) for kind in (MUON, torch.optim.AdamW)}
+    known = set().union(*takes.values())
+    for key in given:
+        if key not in OWN_KEYS and key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            more = f"; did you mean '{near[0]}'?" if near else ""
+            raise SpecError(
+                f"job.yaml: unknown key 'optimizer.{key}': neither Muon nor AdamW takes it{more}"
+            )
+    own = {"adjust_lr_fn": "match_rms_adamw", "parameters": MATRICES}
+    return {
+        kind.__name__.lower(): OptimizerPart.of(
+            "optimizer",
+            {
+                **(own if kind is MUON else {}),
+                **{k: v for k, v in given.items() if k == "no_decay" or k in names},
+                "path": f"torch.optim.{kind.__name__}",
+            },
+        )
+        for kind, names in takes.items()
+    }
+
+
+def _inside(name: str, blocks: str) -> bool:
+    """Is the parameter in one of the modules that the pattern names?"""
+    parts, regex = name.split("."), pattern_regex(blocks)
+    return any(regex.match(".".join(parts[:n])) for n in range(1, len(parts)))
 
 
 def matched(name: str, patterns: Iterable[str]) -> bool:

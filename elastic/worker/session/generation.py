@@ -62,7 +62,11 @@ log = logging.getLogger(__name__)
 def groups_of(place: Workplace, plan: Plan) -> Groups:
     """Not made yet."""
     groups = Groups(
-        plan.generation, plan.layout, place.device, fsdp=needs_fsdp(place.job, plan.layout)
+        plan.generation,
+        plan.layout,
+        place.device,
+        fsdp=needs_fsdp(place.job, plan.layout),
+        stage=place.profile.by_owners,
     )
     if place.device_lost:
         groups.lose_device()
@@ -471,7 +475,10 @@ class Generation:
 
     @property
     def pending_step(self) -> int:
-        """The step whose gradients are here, though its commit was not seen; -1 = none."""
+        """The step whose gradients are here, though its commit was not seen; -1 = none, or it could
+        not be applied without the others."""
+        if self.place.profile.by_owners and self.plan.layout.world_size > self.plan.layout.pp:
+            return -1
         pending = (
             self.stepper.pending if self.stepper is not None and not self.device_lost else None
         )

@@ -126,7 +126,8 @@ def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
         rehearsal.layers,
         rehearsal.n_microbatches,
     )
-    groups = Groups(0, layout, place.device, fsdp=needs_fsdp(place.job, layout))
+    fsdp, stage = needs_fsdp(place.job, layout), place.profile.by_owners
+    groups = Groups(0, layout, place.device, fsdp=fsdp, stage=stage)
     try:
         groups.pretend(rank)
         state = TrainState(

@@ -108,9 +108,10 @@ class Takeover:
         plan, resume, place, me = self.order.plan, self.order.plan.resume, self.place, self.order.me
         assert resume.layout is not None
         step = self._agree_on_step() if resume.source == "live" else resume.step
-        holders = holders_of(resume, self.order.rendezvous.participants)
+        everyone = self.order.rendezvous.participants
+        holders = holders_of(resume, everyone, place.profile.by_owners)
         old, new = (resume.layout, resume.layers), (plan.layout, plan.layers)
-        nodes = [worker.node_id for worker in self.order.rendezvous.participants]
+        nodes = [worker.node_id for worker in everyone]
         transfers = plan_transfers(place.profile, old, new, holders, nodes, me)
         if self.state is not None:
             check_cover(transfers, [box for box, _ in self.state.tensors.values()], me)

@@ -106,6 +106,7 @@ class PeerReplicas:
         wire: Callable[[int], Wire] | None,
     ) -> None:
         self.plan, self.rank, self.host, self.wire = plan, rank, host, wire
+        self.alone = profile.by_owners
         self.to = plan.copies_to[rank] if plan.copies_to else ()
         self.every = plan.peer_every if plan.copies_to else 0
         self.kept = kept_by(profile, plan, rank)
@@ -278,8 +279,9 @@ class PeerReplicas:
     def _holds(self, rank: int, step: int, tensors: Tensors, *, lease: BufferLease) -> Held:
         plan = self.plan
         return Held(
-            plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease
-        )
+            plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease,
+            alone=self.alone,
+        )  # fmt: skip
 
     @doing("copying")
     def drop(self) -> None:

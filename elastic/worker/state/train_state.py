@@ -1,8 +1,9 @@
 """The training state of one rank: model, optimizer, RNG as boxes; what a worker holds for others;
 digests.
 
-Optimizers get the *local* tensors: they are element-wise, so a rank's part of the parameters is all
-they need, and their state is cut exactly like the parameters.
+Optimizers get the *local* tensors where they are element-wise: a rank's part of the parameters is
+all they need, and their state is cut exactly like the parameters. Others get whole tensors, each at
+its owner (elastic.worker.state.owner_update).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from elastic.worker.program.weights import cut, fill
 from elastic.worker.state.buffers import StepBuffers
 from elastic.worker.state.content_digest import digest as digest
 from elastic.worker.state.host_copy import BufferLease, Tensors
+from elastic.worker.state.owner_update import OwnerUpdate
 
 
 def region(tensors: Mapping[str, tuple[Box, torch.Tensor]], transfer: Transfer) -> torch.Tensor:
@@ -57,6 +59,7 @@ class Held:
     on_host: bool = False  # live boxes that made room on the device
 
     lease: BufferLease | None = None  # of the host buffer that the boxes lie in
+    alone: bool = False  # replicas have others: see replica_key
 
     def holding(self, me: WorkerId) -> Holding:
         return Holding(me, self.generation, self.rank, self.step, self.kind)
@@ -65,7 +68,8 @@ class Held:
         """Does it hold the boxes of that rank (its own, or equal ones of a replica)?"""
         return (self.generation, self.step) == (generation, step) and (
             self.rank == rank
-            or replica_key(self.layout, self.rank) == replica_key(self.layout, rank)
+            or replica_key(self.layout, self.rank, self.alone)
+            == replica_key(self.layout, rank, self.alone)
         )
 
 
@@ -105,7 +109,14 @@ class TrainState:
             for fqn, p in self.parameters.items()
         }
         trainable = [(fqn, p) for fqn, p in self.local.items() if p.requires_grad]
-        self.optimizers = Optimizers(program, profile.specs, dict(trainable))
+        whole = {spec.fqn for spec in profile.specs if profile.kept_of(spec).form}
+        self.owner_update = OwnerUpdate(profile, layout, layers, rank, self.local, groups)
+        cut = [(fqn, p) for fqn, p in trainable if fqn not in whole]
+        stepped = dict(cut) | self.owner_update.wholes
+        self.optimizers = Optimizers(program, profile.specs, stepped)
+        self.optimizers.whole = tuple(
+            dict.fromkeys(self.optimizers.of[fqn] for fqn in sorted(whole))
+        )
         self.extra = {
             spec.fqn: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in profile.extra
@@ -113,7 +124,7 @@ class TrainState:
         self.rng = torch.zeros(2, dtype=torch.int64)
         # waits until nobody copies the tensors any more
         self.before_change: Callable[[], object] = lambda: None
-        self._make_optimizer_state(trainable)
+        self._make_optimizer_state(cut)
         self.tensors = self._boxed(boxes(profile, self.layout, self.layers, self.rank))
         self.frozen = self._boxed(reread_boxes(profile, self.layout, self.layers, rank=self.rank))
         owned = {box.fqn for box in owned_boxes(profile, self.layout, self.layers, self.rank)}
@@ -187,6 +198,8 @@ class TrainState:
             state = self.optimizers.owner(fqn).state if parameter.requires_grad else {}
             for entry, value in state.get(parameter, {}).items():
                 have[f"optim.{entry}.{fqn}"] = value
+        for fqn, boxes_of in self.owner_update.kept.items():
+            have |= {f"optim.{entry}.{fqn}": value for entry, value in boxes_of.items()}
         kept = {fqn: value for model in self.models for fqn, value in model.state_dict().items()}
         for spec in self.profile.specs:
             if spec.buffer and spec.fqn in kept:
@@ -252,8 +265,9 @@ class TrainState:
     def held(self, generation: int) -> Held:
         """The live boxes, sharing memory with the model."""
         return Held(
-            generation, self.rank, self.step, "live", self.layout, self.layers, self.tensors
-        )
+            generation, self.rank, self.step, "live", self.layout, self.layers, self.tensors,
+            alone=self.profile.by_owners,
+        )  # fmt: skip
 
     def snapshot(self) -> Tensors:
         """Host copies of the boxes as they are now."""
@@ -300,9 +314,14 @@ class TrainState:
         self.before_change()
         if self.program.lr_factor is not None:
             self.optimizers.set_factor(self.program.lr_factor(self.step))
-        self.dirty = True
         if gradients:
             torch._foreach_mul_(list(gradients.values()), scale)
+        if self.profile.by_owners:
+            self.owner_update.gather(gradients)  # where it is broken off, nothing has changed yet
+        self.dirty = True
+        if self.profile.by_owners:
+            self.owner_update.step(self.optimizers)
+            self.owner_update.scatter()
         for fqn, gradient in gradients.items():
             self.local[fqn].grad = gradient
         self.optimizers.step()

@@ -248,6 +248,11 @@ class SdcCheck:
     def _content(self, step: int) -> tuple[int, int]:
         state = self.stepper.state
         shared = {f"model.{spec.fqn}" for spec in state.profile.specs if spec.buffer} | {RNG}
+        shared |= {  # at one rank only
+            f"optim.{entry}.{fqn}"
+            for fqn, kept in state.owner_update.kept.items()
+            for entry in kept
+        }
         names = sorted(
             name
             for name, (box, tensor) in state.tensors.items()

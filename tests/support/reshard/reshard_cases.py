@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -11,15 +12,17 @@ import numpy as np
 
 from elastic.reshard.pieces import Side
 from elastic.reshard.rank_boxes import placements
-from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
+from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, OwnedEntry, TensorSpec, Transfer
 
+
+OWNED = (OwnedEntry("begun", (2,), "uint8"), OwnedEntry("factor", (3, 3), "float32"))
 Cut = tuple[Layout, tuple[int, ...]]
 Element = tuple[str, tuple[int, ...]]
 
 
-def random_model(random: Random) -> ModelProfile:
+def random_model(random: Random, owners: bool = False) -> ModelProfile:
     """Odd sizes, dimensions smaller than the number of ranks, tied embeddings, buffers, scalars,
-    frozen tensors."""
+    frozen tensors. `owners`: some are stepped whole, each at its owner."""
     n_blocks = random.randint(1, 5)
     wide = random.randint(1, 7)
     specs = [
@@ -53,9 +56,12 @@ def random_model(random: Random) -> ModelProfile:
             "head.weight", specs[0].shape, "bfloat16", specs[0].tp_dim, n_blocks, tied_to=tied
         )
     )
-    return ModelProfile(
-        n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg",), ("step",)),), tp_limit=4
-    )
+    adam = OptimizerSpec(("exp_avg",), ("step",))
+    if owners:
+        whole = random.choice([(".up",), (".up", ".norm", ".scale", "embed.weight")])
+        specs = [replace(s, optimizer=int(s.fqn.endswith(whole))) for s in specs]
+    optimizers = (adam, OptimizerSpec(owned=OWNED, form="{}")) if owners else (adam,)
+    return ModelProfile(n_blocks, 0, tuple(specs), optimizers, tp_limit=4)
 
 
 def random_cut(random: Random, n_blocks: int) -> Cut:

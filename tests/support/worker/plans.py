@@ -30,7 +30,8 @@ def plan(
     )
     ranks = tuple(workers[: layout.world_size])
     if more.get("peer_every") and "copies_to" not in more:
-        more["copies_to"] = replica_holders(layout, ranks, {}, n=more.pop("n_copies", 1))
+        n, alone = more.pop("n_copies", 1), more.pop("alone", False)
+        more["copies_to"] = replica_holders(layout, ranks, {}, n=n, alone=alone)
     return Plan(generation, layout, ranks, shares(global_batch, layout.dp, m), layers, m, **more)
 
 

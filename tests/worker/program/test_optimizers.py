@@ -17,15 +17,16 @@ from support.worker.worker_pool import Pool
 
 from elastic.config.fingerprint import batch_changed
 from elastic.config.job import load_job
-from elastic.errors import ProgramError, SpecError
+from elastic.errors import SpecError
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
-from elastic.types import Box, Job, Layout, OptimizerSpec, ShardStored, StepDone
+from elastic.types import Box, Job, Layout, OptimizerSpec, OwnedEntry, ShardStored, StepDone
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.program.element_wise import what_they_keep
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 from elastic.worker.program.optimizers import JobOptimizer
+from elastic.worker.program.owned import shape_trial
 
 BARE = load_program(PROGRAMS / "tiny_bare.py")
 SPECS = trace(BARE).specs
@@ -77,25 +78,31 @@ def test_what_an_optimizer_keeps_and_begins_with(
             r"optimizer LBFGS: a plain step\(\) fails \(TypeError: .*closure",
         ),
         (
-            "torch.optim.Adafactor",
+            "torch.optim.Muon",
             {},
-            r"optimizer Adafactor: state 'row_var' of embed\.weight is neither",
+            r"optimizer Muon: Muon only supports 2D parameters.*; `muon\+adamw` gives it the "
+            "matrices alone$",
         ),
-        ("torch.optim.Muon", {}, r"optimizer Muon: Muon only supports 2D parameters"),
         (
-            "torch.optim.SGD",
-            {"momentum": 0.9, "dampening": 0.5},
-            "optimizer SGD: its state does not begin as constants",
+            "whole_optimizers.Together",
+            {"lr": 0.1},
+            r"optimizer Together: the step of [\w.]+ depends on other parameters, or on random "
+            "numbers; an optimizer must step each tensor by itself",
+        ),
+        (
+            "whole_optimizers.Growing",
+            {"lr": 0.1},
+            r"optimizer Growing: its state 'seen' is of one kind after one step",
+        ),
+        (
+            "whole_optimizers.Elsewhere",
+            {"lr": 0.1},
+            r"optimizer Elsewhere: it keeps state that belongs to no parameter \('\w+'\)",
         ),
         (
             "odd_optimizers.Talking",
             {"lr": 0.1},
             r"optimizer Talking: it communicates \(ValueError: Default process group",
-        ),
-        (
-            "odd_optimizers.NormPerTensor",
-            {"lr": 0.1},
-            "optimizer NormPerTensor is not element-wise: a step on a part of ",
         ),
         (
             "odd_optimizers.Counting",
@@ -113,11 +120,83 @@ def test_what_cannot_be_cut_is_refused_by_name(
     assert "\n" not in str(error.value)
 
 
-def test_muon_on_matrices_alone_is_refused_too() -> None:
+def test_muon_steps_whole_matrices() -> None:
     """Its momentum has the parameter's shape: only the dry step on a part tells."""
     program = replace(BARE, optimizer=lambda named: torch.optim.Muon([p for _, p in named]))
-    with pytest.raises(ProgramError, match="optimizer Muon is not element-wise"):
-        what_they_keep(program, [spec for spec in SPECS if len(spec.shape) == 2])
+    specs = [spec for spec in SPECS if len(spec.shape) == 2]
+    found = what_they_keep(program, specs)
+    assert {s.fqn: found.optimizers[found.of[s.fqn]].owned for s in specs} == {
+        s.fqn: (
+            OwnedEntry("begun", (2,), "uint8", on_host=True),
+            OwnedEntry("momentum_buffer", s.shape, "float32"),
+        )
+        for s in specs
+    }
+    flop = {s.fqn: found.optimizers[found.of[s.fqn]].flop for s in specs}
+    small, wide = flop["layers.0.attn.wk.weight"], flop["layers.0.mlp.w1.weight"]
+    # 5 rounds of Newton-Schulz of [n, m], n <= m: 2 n n m + 2 n n n + 2 n n m
+    assert (small, wide) == (5 * (4 * 16 * 16 * 32 + 2 * 16**3), 5 * (4 * 32 * 32 * 64 + 2 * 32**3))
+
+
+@pytest.mark.parametrize(
+    ("path", "keywords", "names"),
+    [
+        ("torch.optim.Adafactor", {}, ("begun", "step", "row_var", "col_var")),
+        ("torch.optim.SGD", {"momentum": 0.9, "dampening": 0.5}, ("begun", "momentum_buffer")),
+        ("odd_optimizers.NormPerTensor", {"lr": 0.1}, ("begun",)),
+        ("whole_optimizers.Lamb", {}, ("begun", "step", "exp_avg", "exp_avg_sq")),
+        ("whole_optimizers.Shampoo", {}, ("begun", "step", "roots/1", "factors/1")),
+    ],
+)
+def test_what_is_not_element_wise_steps_whole_tensors(
+    path: str, keywords: dict[str, Any], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    program = replace(BARE, optimizer=JobOptimizer({"path": path, **keywords}))
+    found = what_they_keep(program, SPECS)
+    wide = found.optimizers[found.of["embed.weight"]]  # [64, 32], and Shampoo's `most` is 48
+    assert tuple(one.name for one in wide.owned) == names and wide.form and not wide.entries
+
+
+def test_what_cannot_be_known_without_values_is_found_on_small_tensors_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    program = replace(BARE, optimizer=JobOptimizer({"path": "whole_optimizers.Numpy", "lr": 0.1}))
+    found = what_they_keep(program, SPECS)
+    assert found.optimizers[0].owned[1] == OwnedEntry("norms", (64,), "float64")
+    monkeypatch.setattr(shape_trial, "REAL_MOST", 100)
+    with pytest.raises(SpecError, match=r"Numpy: what it keeps for embed.weight \[64, 32\] cannot"):
+        what_they_keep(program, SPECS)
+
+
+@pytest.mark.parametrize(
+    ("given", "muon", "adamw"),
+    [
+        ({}, {"lr": 1e-3, "weight_decay": 0.1}, {"lr": 1e-3, "weight_decay": 0.01}),
+        (
+            {"lr": 2e-3, "weight_decay": 0.3, "momentum": 0.5, "betas": [0.8, 0.9]},
+            {"lr": 2e-3, "weight_decay": 0.3, "momentum": 0.5},
+            {"lr": 2e-3, "weight_decay": 0.3, "betas": (0.8, 0.9)},
+        ),
+    ],
+)
+def test_muon_for_matrices_and_adamw_for_the_rest_in_one_line(
+    given: dict[str, Any], muon: dict[str, Any], adamw: dict[str, Any]
+) -> None:
+    named = [(s.fqn, torch.nn.Parameter(torch.ones(s.shape, device="meta"))) for s in SPECS]
+    made = JobOptimizer({"path": "muon+adamw", "no_decay": ["*norm*"], **given}, BARE.blocks)(named)
+    assert isinstance(made, dict) and list(made) == ["muon", "adamw"]
+    (matrices,) = made["muon"].param_groups
+    of = {id(p): name for name, p in named}
+    assert [of[id(p)] for p in matrices["params"]] == [
+        name for name, p in named if name.startswith("layers.") and p.ndim == 2
+    ]
+    rest, norms = made["adamw"].param_groups
+    assert {of[id(p)] for p in rest["params"]} == {"embed.weight", "head.weight"}
+    assert norms["weight_decay"] == 0.0 and len(norms["params"]) == 9
+    assert matrices["adjust_lr_fn"] == "match_rms_adamw"
+    assert muon.items() <= matrices.items() and adamw.items() <= rest.items()
 
 
 # ---------------------------------------------------------------------------- what job.yaml may say
@@ -133,6 +212,10 @@ def test_muon_on_matrices_alone_is_refused_too() -> None:
         (
             {"path": "torch.optimm.AdamW"},
             "'torch.optimm.AdamW' cannot be imported: No module named",
+        ),
+        (
+            {"path": "muon+adamw", "beta": [0.9]},
+            "unknown key 'optimizer.beta': neither Muon nor AdamW takes it; did you mean 'betas'?",
         ),
         ({"path": "torch.nn.Linear"}, "'torch.nn.Linear' is no torch.optim.Optimizer"),
         (
@@ -210,6 +293,7 @@ def test_groups_and_kernels() -> None:
     ("text", "said"),
     [
         ("optimizer: {lr: 1.0}", "key 'optimizer.path' is missing"), ("optimizer: {path: AdamW}",
+        "key 'optimizer.path': string should match pattern"), ("optimizer: adamw",
         "key 'optimizer.path': string should match pattern"), ("lr_schedule: {kind: cosin}",
         "key 'lr_schedule.kind': input should be 'constant', 'linear', 'cosine' or 'wsd'"),
         ("lr_schedule: {kind: cosine, warmup: 3}",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs.whole_optimizers import Together
 from support.loop_reference import train_script_alone
 from support.places import PROGRAMS
 from support.reference import train, train_alone
@@ -381,24 +382,15 @@ class OwnList(torch.optim.SGD):
     ("other", "said"),
     [
         (
-            lambda p: torch.optim.Adafactor(p),
-            r"optimizer 'other' \(Adafactor\): state 'row_var' of embed\.weight is neither",
-        ),
-        (
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
-            r"'other' \(SGD\): its state does not begin",
+            lambda p: Together(p, lr=0.1),
+            r"optimizer 'other' \(Together\): the step of \S+ depends on other parameters",
         ),
         (OwnList, r"optimizer 'other' \(OwnList\): 3 steps leave its parameters as they are"),
-        (
-            lambda p: torch.optim.SGD(
-                [{"params": p[:1], "momentum": 0.9}, {"params": p[1:]}], lr=0.1
-            ),
-            r"optimizer 'other' \(SGD\) keeps different entries for embed\.weight and "
-            r"(norm|head)\.weight; make two optimizers",
-        ),
     ],
 )
-def test_each_must_be_element_wise_and_the_bad_one_is_named(other: Any, said: str) -> None:
+def test_each_must_step_each_tensor_by_itself_and_the_bad_one_is_named(
+    other: Any, said: str
+) -> None:
     program = with_optimizers(
         lambda named: {
             "good": torch.optim.AdamW([p for n, p in named if n.startswith("layers")]),
@@ -407,6 +399,24 @@ def test_each_must_be_element_wise_and_the_bad_one_is_named(other: Any, said: st
     )
     with pytest.raises(ProgramError, match=said):
         trace(program)
+
+
+def test_different_settings_may_keep_different_entries_at_owners() -> None:
+    def other(p: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": p[:1], "momentum": 0.9}, {"params": p[1:]}], lr=0.1)
+
+    profile = trace(
+        with_optimizers(
+            lambda named: {
+                "good": torch.optim.AdamW([p for n, p in named if n.startswith("layers")]),
+                "other": other([p for n, p in named if not n.startswith("layers")]),
+            }
+        )
+    )
+    kept = {spec.fqn: profile.kept_of(spec) for spec in profile.specs}
+    assert kept["layers.0.attn.wo.weight"].entries == ("exp_avg", "exp_avg_sq")
+    assert [one.name for one in kept["embed.weight"].owned] == ["begun", "momentum_buffer"]
+    assert [one.name for one in kept["head.weight"].owned] == ["begun"]
 
 
 def test_another_split_is_another_run(tmp_path: Path) -> None:
@@ -466,8 +476,7 @@ def test_several_in_job_yaml_by_patterns_of_names() -> None:
         "parameters": ["*"]}, "rest": REST}, "optimizer.rest': no parameter is left"),
         ({"matrices": {**MATRICES, "parameters": ["layer.*"]}, "rest": REST},
         "matrices.parameters': no parameter is"), ({"matrices": MATRICES, "rest": {**REST,
-        "beta": 1}}, "unknown key 'optimizer.rest.beta' of AdamW; did you"), ({"matrices": MATRICES,
-        "rest": {**REST, "path": "torch.optim.Adafactor"}}, "optimizer 'rest' (Adafactor): state"),
+        "beta": 1}}, "unknown key 'optimizer.rest.beta' of AdamW; did you"),
     ],
 )  # fmt: skip
 def test_what_several_in_job_yaml_must_be(given: dict[str, Any], said: str) -> None:

@@ -1,0 +1,1 @@
+"""What optimizers keep that step whole tensors: of any shape, nested, found by a trial."""

@@ -1,0 +1,139 @@
+"""Optimizers that look at whole tensors: in every layout, through changes and a loss, what one
+process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.places import PROGRAMS
+from support.reference import Reference, train
+from support.worker.chain import job_of
+from support.worker.plans import from_copies, live, plan
+from support.worker.worker_pool import Pool
+
+from elastic.policy.copies.recovery import covered
+from elastic.program import load_program
+from elastic.storage import open_storage
+from elastic.types import (
+    Abort,
+    Box,
+    CopyStored,
+    Job,
+    Layout,
+    Plan,
+    Quiesced,
+    Resume,
+    ShardStored,
+    StepDone,
+)
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.program.job_program import with_job
+from elastic.worker.program.owned.state_form import form_of
+
+STEPS, EVERY = 9, 3
+OWN = "programs.whole_optimizers"
+ADAMW = {"path": "torch.optim.AdamW", "lr": 4e-3, "no_decay": ["*norm*"]}
+OPTIMIZERS: dict[str, Any] = {
+    "muon": {"path": "muon+adamw", "lr": 4e-3, "weight_decay": 0.1, "no_decay": ["*norm*"]},
+    "adafactor": {"path": "torch.optim.Adafactor", "lr": 1e-2, "weight_decay": 0.01},
+    "lamb": {
+        "matrices": {"path": f"{OWN}.Lamb", "parameters": ["layers.*.w?.weight"]},
+        "rest": ADAMW,
+    },
+    "shampoo": {"path": f"{OWN}.Shampoo"},
+}
+CHAINS = {  # at first, after a loss, after a notice or growth
+    "muon": (Layout(dp_replicate=2, dp_shard=2), Layout(dp_replicate=3), Layout(dp_shard=2, tp=2)),
+    "adafactor": (Layout(dp_shard=4), Layout(tp=2), Layout(pp=2, tp=2)),
+    "lamb": (Layout(pp=4), Layout(dp_shard=3), Layout(dp_replicate=2, tp=2)),
+    "shampoo": (Layout(dp_replicate=4), Layout(pp=2), Layout(pp=2, dp_shard=2)),
+}
+
+
+def without_one(pool: Pool, old: Plan) -> Resume:
+    """Back to the newest step that the others hold where the first worker is lost."""
+    for worker in old.ranks:
+        pool.order(worker, Abort(old.generation))
+    pool.quiesced(old.generation, len(old.ranks))
+    every = [h for e in pool.events(Quiesced, old.generation) for h in e.holdings]
+    left = [h for h in every if h.worker != old.ranks[0] and h.kind == "peer"]
+    steps = {h.step for h in left}
+    whole = [s for s in steps if covered(old, [h for h in left if h.step == s], alone=True)]
+    live = [h for h in every if h.worker != old.ranks[0] and h.kind == "live"]
+    assert not covered(old, live, alone=True), "no replica has what an owner keeps"
+    return from_copies(old, max(whole), tuple(h for h in left if h.step == max(whole)))
+
+
+def digests_agree(pool: Pool, generation: int) -> bool:
+    parts = pool.digests(generation)
+    before = sum(p.before for p in parts if p.before is not None)
+    return before % 2**64 == sum(p.after for p in parts if p.after) % 2**64
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+def test_through_a_loss_and_a_live_change(pool: Pool, tmp_path: Path, name: str) -> None:
+    job = job_of("tiny_bare.py", STEPS) | {"optimizer": OPTIMIZERS[name]}
+    workers, (first, lossy, last) = pool.open(job, tmp_path), CHAINS[name]
+    one = plan(1, first, workers, 12, peer_every=1, alone=True)
+    pool.enter(one)
+    pool.wait(lambda: any(e.copy.step >= EVERY for e in pool.events(CopyStored)), "copies")
+    two = plan(2, lossy, workers[1:], 12, resume=without_one(pool, one))
+    pool.enter(two)
+    pool.entered(2)
+    pool.wait(lambda: any(e.step >= 2 * EVERY for e in pool.events(StepDone, 2)), "some steps")
+    three = plan(3, last, workers, 12, resume=live(two))
+    pool.enter(three)
+    pool.entered(3)
+    n = last.world_size
+    pool.quiesced(3, n)
+    pool.wait(lambda: len(pool.events(ShardStored)) == n, "the last checkpoint")
+    digest = sum(int(e.digest) for e in pool.events(ShardStored)) % (1 << 64)
+    storage = open_storage(str(tmp_path))
+    checkpoint_writer.commit(storage, STEPS, 3, world_size=n, epoch=1, meta={"digest": digest})
+    assert digests_agree(pool, 2) and digests_agree(pool, 3)
+    done = {e.step: e for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
+    bare = load_program(PROGRAMS / "tiny_bare.py")
+    given = Job(steps=STEPS, global_batch=12, optimizer=OPTIMIZERS[name])
+    alone = train(with_job(bare, given), job, STEPS)
+    assert sorted(done) == list(range(1, STEPS + 1))
+    losses = [done[step].train_loss for step in sorted(done)]
+    assert losses == pytest.approx(alone.losses, abs=1e-4)
+    assert alone.losses[-1] < alone.losses[0] - 0.02, "the optimizer does something"
+    check_stored(checkpoint_index.find(storage)[0].uri, alone)
+    goes_on_from_storage(pool, tmp_path, job, alone)
+
+
+def check_stored(uri: str, alone: Reference) -> None:
+    checkpoint = checkpoint_index.open_checkpoint(uri)
+    for name, parameter in alone.model.named_parameters():
+        form, _ = form_of([alone.state_of(parameter)])
+        for entry, value in form.leaves(alone.state_of(parameter)).items():
+            fqn, value = f"optim.{entry}.{name}", torch.as_tensor(value)
+            shape, dtype = checkpoint.tensors[fqn]
+            assert shape == tuple(value.shape)
+            got = checkpoint.read(Box(fqn, (0,) * len(shape), shape, dtype)).to(value.dtype)
+            torch.testing.assert_close(
+                got, value, atol=2e-3, rtol=1e-2, msg=lambda m, fqn=fqn: f"{fqn}: {m}"
+            )
+
+
+def goes_on_from_storage(pool: Pool, run: Path, job: dict[str, Any], alone: Reference) -> None:
+    """What was stored is read back into a layout that nobody had."""
+    stored = checkpoint_index.find(open_storage(str(run)))[0]
+    further = job | {"steps": STEPS + 2}
+    workers = pool.open(further, run)
+    resume = Resume("durable", STEPS, 3, uri=stored.uri)
+    pool.enter(plan(4, Layout(dp_replicate=3), workers, 12, resume=resume))
+    pool.quiesced(4, 3)
+    bare = load_program(PROGRAMS / "tiny_bare.py")
+    given = Job(steps=STEPS + 2, global_batch=12, optimizer=job["optimizer"])
+    losses = train(with_job(bare, given), further, STEPS + 2).losses
+    assert losses[:STEPS] == alone.losses
+    assert [e.train_loss for e in pool.events(StepDone, 4)] == pytest.approx(
+        losses[STEPS:], abs=1e-4
+    )
