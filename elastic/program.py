@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
@@ -219,7 +220,13 @@ def load_program(path: str | Path) -> Program:
     except SpecError:
         raise
     except Exception as error:  # a boundary: the user's file may raise anything
-        raise SpecError(f"{path}: importing it raised {type(error).__name__}: {error}") from error
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)
+        ]
+        at = f" (line {lines[-1]})" if lines else ""
+        raise SpecError(
+            f"{path}: importing it raised {type(error).__name__}: {error}{at}"
+        ) from error
     program = getattr(module, "program", None)
     if callable(program) and not isinstance(program, Program):
         program = program()

@@ -171,7 +171,7 @@ def _study(
         delays,
         known_of(pools),
     )
-    traces = _traces(asked, spot, notes, like=like, length_s=40 * whole_s)
+    traces = _traces(asked, spot, notes, like=like, length_s=subject.given_up_s)
     for trace in traces.values():
         if trace.tick_s > whole_s:
             raise SpecError(

@@ -4,7 +4,9 @@ line, Ctrl-C."""
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -21,16 +23,55 @@ RUN = "run name (or how it begins, or the job's name: its newest run), its folde
 Handler = Callable[[argparse.Namespace], int]  # what was asked -> the exit code
 
 
+ALIKE = 0.75  # of a name that is meant, by difflib
+# options of several verbs that ask for the same
+SAME = (("--deadline", "--within"), ("--name", "--run-name"), ("--pools", "--cluster"))
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What nobody knows is told by the verb that it was given to, with what was meant."""
+        given, rest = self.parse_known_args(args, namespace)
+        if rest:
+            made: argparse.ArgumentParser = getattr(given, "verb", self)
+            text = f"unrecognized arguments: {' '.join(rest)}"
+            made.error(f"{text}{_meant(rest, made.format_usage())}")
+        return given
+
+
+def _meant(rest: Sequence[str], usage: str) -> str:
+    """Of the options in a verb's usage, or of the keys of a job where it takes these."""
+    options = re.findall(r"--[a-z-]+", usage)
+    name, _, value = rest[0].partition("=")
+    if not name.startswith("--"):
+        return ""
+    keys = _keys() if "--set" in options else []
+    word = name[2:].replace("-", "_")
+    of_job = [key for key in keys if key == word or key.startswith(f"{word}_")]
+    same = [other for names in SAME if name in names for other in names if other in options]
+    if found := same or ([] if of_job else difflib.get_close_matches(name, options, 1, ALIKE)):
+        return f"; did you mean {found[0]}?"
+    if not (of_job := of_job or difflib.get_close_matches(word, keys, 1, ALIKE)):
+        return ""
+    value = value or next((more for more in rest[1:] if not more.startswith("--")), "VALUE")
+    return f"; a key of the job: --set {of_job[0]}={value}"
+
+
+def _keys() -> list[str]:
+    from elastic.config.job import JobSpec
+    from elastic.config.key_names import DOCUMENTED
+
+    return [DOCUMENTED.get(key, key) for key in JobSpec.model_fields]
 
 
 def verb(verbs: Any, name: str, handler: Handler, *, about: str) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = verbs.add_parser(
         name, help=about, description=about[:1].upper() + about[1:] + "."
     )
-    made.set_defaults(handler=handler)
+    made.set_defaults(handler=handler, verb=made)
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument(
         "--storage",

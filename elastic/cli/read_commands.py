@@ -23,7 +23,8 @@ from elastic.observe.status_picture import StatusPicture
 
 
 def add(verbs: Any) -> None:
-    verb(verbs, "ls", _ls, about="list the runs")
+    listed = verb(verbs, "ls", _ls, about="list the runs")
+    listed.add_argument("uri", metavar="URI", nargs="?", help="the same as --storage URI")
     for name, handler, about in (
         ("status", _status, "status of a run"),
         ("ledger", _ledger, "time and cost of a run by category"),
@@ -79,14 +80,15 @@ def _loss(text: str) -> float:
 
 
 def _ls(given: argparse.Namespace) -> int:
+    storage = given.uri or given.storage
     rows = [
         run_tables.Row(find_runs.view(run), api.holder(run.storage), find_runs.age_s(run))
-        for _, run in find_runs.all_runs(given.storage)
+        for _, run in find_runs.all_runs(storage)
     ]
     show(
         given,
         [row.plain() for row in rows],
-        run_tables.ls(rows) if rows else [f"no runs in {find_runs.storage_uri(given.storage)}"],
+        run_tables.ls(rows) if rows else [f"no runs in {find_runs.storage_uri(storage)}"],
     )
     return 0
 

@@ -13,6 +13,7 @@ from typing import Any
 from elastic import api
 from elastic.api.running.supervise import command_of, supervised
 from elastic.cli.parser import EXIT, add_overrides, overrides, verb
+from elastic.errors import SpecError
 
 
 def add(verbs: Any) -> None:
@@ -55,6 +56,11 @@ def add(verbs: Any) -> None:
         "--cluster",
         metavar="FILE",
         help="a cluster file; its pools are used instead of the job's own",
+    )
+    made.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        help="always this one, as dp_shard=2,tp=2; or a part of it: auto,tp=2 (default: the job's)",
     )
     made.add_argument(
         "--allow-changed",
@@ -109,7 +115,7 @@ def _run(given: argparse.Namespace) -> int:
     options = api.Options(
         run_name=given.run_name,
         local=given.local,
-        overrides=overrides(given),
+        overrides=_overrides(given),
         drill=given.drill,
         cluster=given.cluster,
         from_checkpoint=given.from_checkpoint,
@@ -134,6 +140,13 @@ def _run(given: argparse.Namespace) -> int:
     if result.outcome == "stopped":
         print(f"elastic: to resume it: {again(given.words, result.run)}", file=sys.stderr)
     return EXIT[result.outcome]
+
+
+def _overrides(given: argparse.Namespace) -> tuple[str, ...]:
+    """Those of the command line, --layout among them. Raises SpecError."""
+    if given.layout and any(each.startswith("layout=") for each in given.overrides):
+        raise SpecError("--layout and --set layout=... are two ways at once; give one of them")
+    return (*overrides(given), *([f"layout={given.layout}"] if given.layout else []))
 
 
 def again(words: Sequence[str], run: str) -> str:

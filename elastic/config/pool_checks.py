@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from elastic.config.job import JobSpec
 from elastic.config.key_names import place_of
 from elastic.errors import SpecError
-from elastic.types import Job, Pool
+from elastic.types import Job, Pool, is_auto
 
 
 def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
@@ -57,6 +57,20 @@ def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:
         raise SpecError(
             f"{job.name}: float8: true needs GPUs of one kind, the pools have {' and '.join(kinds)}"
         )
+
+
+def fed(job: Job, n_workers: int) -> str:
+    """A sentence where a step of a job that names no layout whole has fewer samples than there are
+    workers; '' = it has not."""
+    most = min(n_workers, job.max_workers or n_workers)
+    if job.global_batch >= most or not is_auto(job.layout):
+        return ""
+    return (
+        f"a step has {job.global_batch} samples (global_batch), the pools up to {most} workers: "
+        f"{job.global_batch} of them at most are data-parallel ranks, others that no tp, cp or pp "
+        f"takes stay idle and are paid for; give a larger global_batch, or max_workers: "
+        f"{job.global_batch}"
+    )
 
 
 def unlimited(job: Job, pools: Sequence[Pool]) -> str:

@@ -72,6 +72,16 @@ def test_markets_are_made_up_where_no_trace_is_given(capsys: pytest.CaptureFixtu
     assert as_json(capsys, *few, "--seed", "1")["traces"] != first["traces"]
 
 
+def test_a_run_of_a_few_steps_without_a_deadline_is_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is over before nodes have started, so that what counts is their start."""
+    few = ["simulate", JOB, "--set", "steps=20", "--start-times", "1", "--compare", "on-demand"]
+    data = as_json(capsys, *few)
+    assert data["deadline_h"] is None
+    assert all(one["deadline_misses"] == 0 for one in data["policies"].values())
+
+
 def test_others_like_a_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["simulate", JOB, "--set", "steps=3000", "--start-times", "1", "--compare", "greedy"]
     data = as_json(capsys, *few, "--fit", trace)

@@ -9,15 +9,19 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cli.calls import called
-from support.places import ROOT
+from support.places import PROGRAMS, ROOT
 
 from elastic import api
+from elastic.api.running.run import JobRun
 from elastic.cli import command_line, read_commands
 from elastic.cli.command_line import main, parser
+from elastic.config.job import JobSpec
+from elastic.errors import SpecError
 
 ALONE = """
 import sys
@@ -57,6 +61,64 @@ def test_bad_usage_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFix
         main(words)
     assert error.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan JOB --deadline 2h", "elastic plan: unrecognized arguments: --deadline 2h; did you "
+         "mean --within?; see elastic plan --help"),
+        ("simulate JOB --budget 100", "; a key of the job: --set budget_usd=100; see elastic sim"),
+        ("run JOB --steps=50 --local", "; a key of the job: --set steps=50; see elastic run"),
+        ("run JOB --checkpoint-every 50", "--set checkpoint_every=50"),
+        ("run JOB --lokal", "did you mean --local?"),
+        ("ls --fly", "elastic ls: unrecognized arguments: --fly; see elastic ls --help"),
+        ("checkpoint ls RUN --run 1", "elastic checkpoint ls: unrecognized arguments: --run 1; s"),
+    ],
+)  # fmt: skip
+def test_an_option_that_there_is_not_is_told_by_its_verb_with_what_was_meant(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(words.split())
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("dp_shard=2,tp=2", ""),
+        ("dp_shard=9", "tiny: layout 'dp_shard=9' needs 9 workers; the pools give at most 8"),
+        ("dp=2", "'dp' is not an axis"),
+    ],
+)
+def test_run_takes_one_layout(
+    layout: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the job's key for this run; what does not fit is one line before anything starts."""
+    asked: list[JobSpec] = []
+
+    def to_the_end(run: JobRun) -> Any:
+        asked.append(run.spec)
+        raise SpecError("goes no further here")
+
+    monkeypatch.setattr(JobRun, "to_the_end", to_the_end)
+    job = tmp_path / "tiny"
+    job.mkdir()
+    (job / "program.py").write_text((PROGRAMS / "tiny.py").read_text())
+    pools = "pools: [{name: p, market_type: owned, gpus_per_node: 4, max_nodes: 2}]"
+    (job / "job.yaml").write_text(f"steps: 3\nglobal_batch: 16\n{pools}\n")
+    code, _, err = called(capsys, "run", str(job), "--local", "--layout", layout)
+    assert (code, err.count("\n")) == (2, 1)
+    assert (said or "goes no further") in err
+    assert [str(spec.layout) for spec in asked] == ([] if said else [layout])
+    twice = called(capsys, "run", str(job), "--layout", layout, "--set", f"layout={layout}")
+    assert "two ways at once" in twice[2]
 
 
 @pytest.mark.parametrize(

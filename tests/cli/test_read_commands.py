@@ -132,6 +132,10 @@ def test_a_run_that_lies_elsewhere_and_one_called_otherwise_than_its_job(
     assert find_runs.open_run("cnn").storage.uri == str(elsewhere)
     assert called(capsys, "status", "cnn")[0] == 0
     assert [name for name, _ in find_runs.all_runs()] == ["first", "cnn"]
+    assert [len(as_json(capsys, *words)) for words in (("ls", str(elsewhere.parent)), ("ls",))] == [
+        1,
+        2,
+    ]
     find_runs.remember(RunFolder.of(open_storage(str(storage / "first"))))
     assert [file.name for file in (storage / ".elsewhere").iterdir()] == ["cnn"]
     assert find_runs.open_run("tiny").name == "cnn", "the newest of the job"

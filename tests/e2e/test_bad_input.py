@@ -68,7 +68,7 @@ def test_program_that_raises(shell: Shell) -> None:
     (shell.root / name / "program.py").write_text(
         "import elastic\nraise RuntimeError('not today')\n"
     )
-    refused(shell, "importing it raised RuntimeError: not today", "run", name)
+    refused(shell, "importing it raised RuntimeError: not today (line ", "run", name)
     (shell.root / name / "program.py").write_text("program = 3\n")
     refused(shell, "it must define `program = elastic.Program(...)`; found int", "run", name)
 

@@ -24,6 +24,7 @@ from elastic.types import Job, ModelProfile, Pool
 from elastic.types.typed_job import Precision
 
 MUCH = 2.0  # times the published batch
+OF_JOB = "the job"  # where the price of a pool is from that the job names, or has by default
 OWN_POOLS = (
     "neither the job nor --cluster names pools: planned for what elastic run would start on this "
     "machine"
@@ -188,7 +189,7 @@ def machines_of(
     else:
         pools, prices = (
             subject.pools,
-            dict.fromkeys((pool.name for pool in subject.pools), "the job"),
+            dict.fromkeys((pool.name for pool in subject.pools), OF_JOB),
         )
     nodes = with_counts(pools, counts)
     found = [

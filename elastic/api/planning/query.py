@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from elastic import catalog
 from elastic.api.planning import conflicts
-from elastic.api.planning.model_source import OWN_POOLS, Subject
+from elastic.api.planning.model_source import OF_JOB, OWN_POOLS, Subject
 from elastic.api.planning.plan_nodes import MachineGroup
+from elastic.config.pool_checks import fed
 from elastic.errors import InfeasiblePlan
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
@@ -113,12 +114,10 @@ def _freer(query: Query, found: Offers, machines: Sequence[MachineGroup]) -> lis
 
 
 def notes_of(subject: Subject, machines: Sequence[MachineGroup]) -> list[str]:
-    own = {pool.name for pool in subject.pools}
-    said = [
-        note
-        for note in subject.notes
-        if note != OWN_POOLS or any(each.group.pool in own for each in machines)
-    ]
+    own = any(each.price_from == OF_JOB for each in machines)
+    said = [note for note in subject.notes if note != OWN_POOLS or own]
+    if subject.literal and (few := fed(subject.job, conflicts.n_gpus_of(machines))):
+        said.append(few)
     closed = [f"no {axis}: {why}" for axis, why in subject.model.closed.items()]
     return list(
         dict.fromkeys(

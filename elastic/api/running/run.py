@@ -28,7 +28,7 @@ from elastic.api.running.watched_journal import WatchedJournal
 from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec, embedded_pools, job_of, load_drill, load_job, pool_of
-from elastic.config.pool_checks import check_budget, check_fit
+from elastic.config.pool_checks import check_budget, check_fit, fed
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
@@ -371,6 +371,8 @@ class JobRun:
         if n_samples is not None:
             check_loss(self.spec, self.program, n_samples)
             model = with_few(model, self.spec, n_samples)
+        if few := fed(job, sum(pool.max_nodes * pool.gpus_per_node for pool in self.pools)):
+            model = replace(model, notes=(*model.notes, few))
         found = found_copies(self.storage)
         self._damaged = found.damaged
         start = DriverStarted(

@@ -46,6 +46,12 @@ class RunSubject:
     hardware: tuple[HardwareProfile, ...] = ()
     batch_s: float = 60.0
 
+    @property
+    def given_up_s(self) -> float:
+        """When a run without a deadline is given up; one of a few steps not before nodes start."""
+        start_s = self.delays.boot_s + self.delays.prepare_s
+        return GIVEN_UP_TIMES * max(self.ideal_s, start_s)
+
     def with_deadline(self, hours: float) -> RunSubject:
         return replace(self, job=replace(self.job, deadline_h=hours))
 
@@ -158,7 +164,7 @@ def run_on(
 ) -> RunResult:
     """`keep`: the result has its history and its journal."""
     hours = subject.job.deadline_h
-    until_s = 3600 * hours if hours is not None else GIVEN_UP_TIMES * subject.ideal_s
+    until_s = 3600 * hours if hours is not None else subject.given_up_s
     plain = subject.job.plain() | {"drill": []}
     job = Job.from_plain(plain)
     backend = MarketBackend(

@@ -20,7 +20,7 @@ from elastic.policy.decide import decide
 from elastic.sim.markets.baselines import BASELINES
 from elastic.sim.markets.bound import least_usd
 from elastic.sim.markets.market_backend import PoolMarket
-from elastic.sim.markets.market_run import GIVEN_UP_TIMES, RunResult, RunSubject, run_on
+from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
 from elastic.sim.markets.tick_world import TickWorld, play, tick_world
 from elastic.sim.markets.traces import Trace
 from elastic.types import Pool
@@ -59,7 +59,7 @@ class Study:
     @property
     def deadline_s(self) -> float:
         hours = self.subject.job.deadline_h
-        return 3600 * hours if hours else GIVEN_UP_TIMES * self.subject.ideal_s
+        return 3600 * hours if hours else self.subject.given_up_s
 
     def starts_s(self) -> list[float]:
         """Where in the traces the runs begin."""

@@ -507,6 +507,9 @@ def told(error: BaseException) -> str:
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(INTERNAL)
     ]
-    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    # the line of the program rather than of a library that it calls
+    own = [f for f in frames if not f.filename.startswith((*INSTALLED, "<"))]
+    last = (own or frames)[-1:]
+    at = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in last)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{at}"

@@ -4,6 +4,7 @@ driver before a worker starts, and by workers of a model that is too large to be
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from elastic.data.collate import collate
 from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program
 from elastic.types import Job
+from elastic.worker.equivalence.forward_trace import told
 from elastic.worker.program.calls import call_model, loss_of
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
@@ -23,23 +25,61 @@ from elastic.worker.program.model_profile import build_meta
 log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
+MOST_PARAMETERS = 1 << 27  # of a model that is run with values here
+# what a program may raise here and not where it is trained
+ELSEWHERE = (AssertionError, ImportError, MemoryError, NotImplementedError, OSError)
+DEVICES = re.compile(
+    r"cuda|gpu|nvidia|hip|rocm|triton|device|driver|kernel|backend|\bcpu\b|\bmeta\b|'NoneType'|"
+    r"dtype|scalar type|bfloat16|\bhalf\b|not implemented|not supported|unsupported",
+    re.IGNORECASE,
+)
 MOST_ELEMENTS = 1 << 26  # of an output that the driver makes up: logits of long sequences are more
 
 
 def check_before_start(program: Program, job: Job, dataset: Any) -> None:
-    """Raises ProgramError for a loss that is a mean, and for a first sample that the program takes
-    no input from. What cannot run without values is not judged: the workers run it."""
+    """Raises ProgramError for a loss that is a mean, for a first sample that the program takes no
+    input from, and for what the program raises over it on shapes and with values too. What cannot
+    run without values and is too large to be run with them is not judged: the workers run it."""
     program = with_job(program, job)
     with torch.random.fork_rng(devices=[]):
         try:
             model = build_meta(program)
-            check_on_shapes(
+            stopped = check_on_shapes(
                 program, model, lambda n: first_sample(job, dataset, n), most=MOST_ELEMENTS
             )
         except ElasticError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's model and dataset
-            log.info("its loss was not looked at: %s", " ".join(str(error).split())[:200])
+            stopped = error
+        if stopped is not None:
+            log.info("its loss was not looked at: %s", " ".join(str(stopped).split())[:200])
+            _check_with_values(program, lambda: first_sample(job, dataset, 1), stopped)
+
+
+def _check_with_values(program: Program, batch: Callable[[], Batch], stopped: Exception) -> None:
+    """`stopped`: what it raised on shapes. What stops it in the same way with values, and is no
+    matter of the device, is its own. Raises ProgramError."""
+    try:
+        one = batch()
+        if sum(p.numel() for p in build_meta(program).parameters()) > MOST_PARAMETERS:
+            return
+        model = program.model()
+        if program.init is not None:
+            program.init(model)
+    except Exception:  # noqa: BLE001 - the user's model and dataset: the workers tell what it is
+        return
+    try:
+        with torch.no_grad():
+            loss_of(program, call_model(program, model, one), one)
+    except Exception as error:
+        if type(error) is type(stopped) and is_own(error):
+            shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in one.items())
+            raise ProgramError(f"{told(error)}, over the first sample: {shapes}") from error
+
+
+def is_own(error: Exception) -> bool:
+    """Would it be raised on any device, in any precision?"""
+    return not isinstance(error, ELSEWHERE) and DEVICES.search(str(error)) is None
 
 
 def first_sample(job: Job, dataset: Any, times: int, *, multiple: int = 1) -> Batch:
@@ -52,22 +92,24 @@ def first_sample(job: Job, dataset: Any, times: int, *, multiple: int = 1) -> Ba
 
 def check_on_shapes(
     program: Program, model: nn.Module, batch: Callable[[int], Batch], *, most: int | None = None
-) -> None:
+) -> Exception | None:
     """`model`: on the meta device; `batch`: the first sample, so many times over. The loss is that
-    of made-up outputs of the right shape. A model that wants values is not judged."""
+    of made-up outputs of the right shape. A model that wants values is not judged; what it raised
+    is returned."""
     ones, twos = batch(1), batch(2)
     try:
         with torch.no_grad():
             once, twice = (call_model(program, model, _on_meta(one)) for one in (ones, twos))
     except (NotImplementedError, RuntimeError) as error:
         log.info("not rehearsed: %s", " ".join(str(error).split())[:200])
-        return
+        return error
     if most is not None and _n_elements(twice) > most:
-        return
+        return None
     torch.manual_seed(0)
     refuse_a_mean(
         float(loss_of(program, made_up(once), ones)), float(loss_of(program, made_up(twice), twos))
     )
+    return None
 
 
 def refuse_a_mean(once: float, twice: float) -> None:

@@ -19,7 +19,7 @@ from elastic.ledger.journal import Line, built
 from elastic.ledger.lease import Lease, Sign
 from elastic.program import Program
 from elastic.storage import Storage
-from elastic.types import Copy, CopyDamaged, DriverStarted, Layout, ModelProfile
+from elastic.types import Copy, CopyDamaged, DriverStarted, Job, Layout, ModelProfile
 
 if TYPE_CHECKING:
     from elastic.worker.checkpoint.checkpoint_index import CheckpointInfo
@@ -177,17 +177,32 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
 
 
 def check_loss(spec: JobSpec, program: Program, n_samples: int) -> None:
-    """Raises SpecError where the loss is a mean, or the first sample no input: found here on
-    shapes, before a worker starts."""
+    """Raises SpecError where the loss is a mean, the first sample cannot be read or is no input, or
+    the program raises over it: found here, before a worker starts."""
     if spec.script or n_samples == N_POSITIONS:  # a script's own loss; a stream, which moves on
         return
     from elastic.worker.equivalence.loss_is_sum import check_before_start
 
     job = spec.job()
     try:
-        check_before_start(program, job, dataset_of(program, job))
+        dataset = dataset_of(program, job)
+        _check_readable(job, dataset)
+        check_before_start(program, job, dataset)
     except ProgramError as error:
         raise SpecError(f"{spec.program}: {error}") from error
+
+
+def _check_readable(job: Job, dataset: Any) -> None:
+    """Raises ProgramError with the line where the dataset's first sample cannot be had."""
+    from elastic.worker.equivalence.forward_trace import told
+    from elastic.worker.equivalence.loss_is_sum import first_sample
+
+    try:
+        first_sample(job, dataset, 1)
+    except ElasticError:
+        raise
+    except Exception as error:
+        raise ProgramError(f"the dataset's sample 0 cannot be read: {told(error)}") from error
 
 
 def with_few(model: ModelProfile, spec: JobSpec, n_samples: int) -> ModelProfile:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from elastic.api.planning.model_source import of_model
-from elastic.api.planning.plan_nodes import of_asked
+from elastic.api.planning.model_source import OF_JOB, OWN_POOLS, of_model
+from elastic.api.planning.plan_nodes import of_asked, of_pool
 from elastic.api.planning.quantities import gpus_of
-from elastic.api.planning.query import Query
+from elastic.api.planning.query import Query, notes_of
 from elastic.cli.command_line import main
 from elastic.config.hardware import PLACE
+from elastic.config.pool_checks import fed
 from elastic.planner.offers import Aim
+from elastic.types import Job, Pool
 
 SMALL = ("--model", "gpt2-124m", "--top", "2")
 ON_8 = (*SMALL, "--gpus", "H100:8")
@@ -256,3 +258,23 @@ def test_a_jobs_own_layout_is_planned_as_elastic_run_takes_it(
     found = Query(subject, Aim()).offers([of_asked(gpus_of("H100:8")[0])])
     assert "GiB per GPU" in found.rejected["as it is written"]
     assert all(offer.layout.microbatch_size for offer in found.best)
+
+
+def test_pools_of_a_cluster_file_called_as_the_default_ones_are_the_files() -> None:
+    """`elastic init` calls them so too."""
+    pool = Pool("spot", "L40S", 4, "spot", 5.0, 0, 2)
+    subject = replace(of_model("8b", 64), pools=(pool,), notes=(OWN_POOLS,))
+    assert OWN_POOLS in notes_of(subject, [of_pool(pool, 2, OF_JOB)])
+    assert OWN_POOLS not in notes_of(subject, [of_pool(pool, 2, "table of 2026-11-22")])
+
+
+def test_a_step_that_feeds_fewer_ranks_than_there_are_workers_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = ("jobs/quickstart", "--layout", "auto", "--set", "global_batch=3")
+    told = [note for note in as_json(capsys, *few)["notes"] if "(global_batch)" in note]
+    assert len(told) == 1 and "a step has 3 samples (global_batch), the pools up to 6 w" in told[0]
+    for enough in ("global_batch=6", "max_workers=3"):
+        notes = as_json(capsys, *few, "--set", enough)["notes"]
+        assert not any("(global_batch)" in note for note in notes)
+    assert not fed(Job(global_batch=2, layout="dp_shard=2"), 4), "it is asked for"

@@ -181,6 +181,14 @@ def test_a_clock_that_is_not_the_storages_is_told(
     assert (told in caplog.text) if told else ("clock" not in caplog.text)
 
 
+class Unread:
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input": (Path("/nowhere") / str(index)).read_bytes()}
+
+
 def test_a_loss_that_is_a_mean_is_wrong_input_before_anything_starts() -> None:
     tiny = load_program(PROGRAMS / "tiny.py")
     spec: Any = SimpleNamespace(script="", program="p.py", job=lambda: Job(global_batch=4))
@@ -189,6 +197,9 @@ def test_a_loss_that_is_a_mean_is_wrong_input_before_anything_starts() -> None:
     with pytest.raises(SpecError, match=r"p.py: Program.loss returned .* a mean, it seems"):
         resume_checks.check_loss(spec, mean, 100)
     resume_checks.check_loss(spec, mean, N_POSITIONS)  # a stream is not touched
+    unread = replace(tiny, dataset=Unread)
+    with pytest.raises(SpecError, match=r"sample 0 cannot be read: FileNotFound.*_checks.py:\d+"):
+        resume_checks.check_loss(spec, unread, 100)
 
 
 @pytest.mark.parametrize(("n_samples", "said"), [(5, 1), (12, 0), (0, 0)])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.places import PROGRAMS
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from elastic.errors import ProgramError
@@ -128,7 +129,37 @@ def test_before_a_worker_starts_a_mean_and_a_sample_without_input_are_found_on_s
 
 def test_what_cannot_run_on_shapes_is_left_to_the_workers() -> None:
     def wants_values(output: Any, batch: Any) -> Any:
-        raise RuntimeError("not on these")
+        if float(output.double().std()) > 0.5:  # of one that was made up
+            raise RuntimeError("not on these")
+        return reduced("sum")(output, batch)
 
     before_start(loss=wants_values)
-    before_start(loss=reduced("sum"), keywords=lambda batch: {"nobody": 1})
+
+    class OnGpus(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("expected a CUDA tensor")
+
+    before_start(model=OnGpus)
+    with pytest.raises(ProgramError, match="unexpected keyword argument 'nobody'"):
+        before_start(keywords=lambda batch: {"nobody": 1})
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(33, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids))
+
+
+def test_before_a_worker_starts_what_the_program_raises_is_told_with_file_and_line() -> None:
+    """A layer of the wrong size, a key that the dataset has not."""
+    with pytest.raises(
+        ProgramError,
+        match=r"RuntimeError: mat1 and mat2 shapes cannot be multiplied .* \(test_rehearsal.py:\d+\)"
+        r", over the first sample: input \[1, 16\], target \[1, 16\]",
+    ):
+        before_start(model=Narrow, init=None)
+    with pytest.raises(ProgramError, match=r"KeyError: 'labels' \(test_rehearsal.py:\d+\)"):
+        before_start(loss=lambda output, batch: output.sum() + batch["labels"].sum())
