@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from support.cases import meeting
 
 from elastic.driver import drive
 from elastic.ledger.journal import MemoryJournal, parse_line, write_line
@@ -124,8 +125,9 @@ def test_a_rank_that_becomes_twice_as_slow_gets_its_share_within_seconds() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", ["jitter", "drift", "both"])
+@pytest.mark.parametrize(
+    ("kind", "seed"), meeting(["jitter", "drift", "both"], range(4), n=1)
+)
 def test_ten_minutes_of_jitter_move_nothing(kind: str, seed: int) -> None:
     faults = [Fault(0.0, "jitter", seed, lasting=True, amount=0.1)] if kind != "drift" else []
     faults += (
