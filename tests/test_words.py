@@ -43,11 +43,22 @@ def banned(column: int) -> tuple[Word, ...]:
     return tuple(words(GLOSSARY.read_text(), column))
 
 
+def pattern(*found: Word) -> re.Pattern[str]:
+    """Any of them, wherever it stands alone."""
+    phrases = "|".join(r"\s+".join(map(re.escape, word.wrong.split())) for word in found)
+    return re.compile(rf"(?<![\w./#-])(?:{phrases})(?![\w/])(?!\.md)", re.IGNORECASE)
+
+
+@cache
+def patterns() -> tuple[re.Pattern[str], tuple[tuple[Word, re.Pattern[str]], ...]]:
+    """Of any word, and of each."""
+    return pattern(*banned(2)), tuple((word, pattern(word)) for word in banned(2))
+
+
 def in_text(text: str) -> Iterator[Word]:
-    for word in banned(2):
-        phrase = r"\s+".join(map(re.escape, word.wrong.split()))
-        if re.search(rf"(?<![\w./#-]){phrase}(?![\w/])(?!\.md)", text, re.IGNORECASE):
-            yield word
+    one, each = patterns()
+    if one.search(text):  # hardly ever
+        yield from (word for word, of_word in each if of_word.search(text))
 
 
 def parts_of(name: str) -> str:
@@ -59,7 +70,8 @@ def parts_of(name: str) -> str:
 
 
 def in_name(name: str) -> Iterator[Word]:
-    return (word for word in banned(3) if f" {word.wrong.lower()} " in parts_of(name))
+    parts = parts_of(name)
+    return (word for word in banned(3) if f" {word.wrong.lower()} " in parts)
 
 
 def literals(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -6,6 +6,13 @@ from pathlib import Path
 
 import pytest
 from support.api.tiny_job import PROGRAM
+from support.api.traced_once import trace_once
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is planned with in several tests."""
+    trace_once(monkeypatch)
 
 
 @pytest.fixture

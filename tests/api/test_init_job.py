@@ -7,12 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support.cases import meeting
 
 from elastic.api.init_job import KINDS, PLACES, NewJob, asked_for, init
 from elastic.cli.command_line import main
 from elastic.errors import SpecError
 
-PAIRS = [(kind, place) for kind in KINDS for place in PLACES]
+# a program is of its kind, a cluster file of its place
+PAIRS = meeting(list(KINDS), list(PLACES), n=1)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from support.cases import meeting
 from support.storage.remote_folder import Remote
 from support.waiting import until
 
@@ -95,9 +96,14 @@ def read_with(place: RunFolder, one: Interleaved) -> list[float]:
     return [line.at_s for line in found]
 
 
-@pytest.mark.parametrize("before", [0, 2], ids=["no part", "two parts"])
-@pytest.mark.parametrize("meanwhile", ["closed", "packed", "2 packed", "3 packed"])
-@pytest.mark.parametrize("where", ["local", "remote, here", "remote, elsewhere"])
+@pytest.mark.parametrize(
+    ("where", "meanwhile", "before"),
+    meeting(
+        ["local", "remote, here", "remote, elsewhere"],
+        ["closed", "packed", "2 packed", "3 packed"],
+        [0, 2],
+    ),
+)
 def test_each_line_is_read_once_whatever_is_written_meanwhile(
     tmp_path: Path, where: str, meanwhile: str, before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

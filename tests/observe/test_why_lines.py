@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.sim.market import play, weather
+from support.sim.market import SLOW, play, weather
 
 from elastic.cli.command_line import main
 from elastic.ledger.journal import write_line
@@ -21,8 +22,10 @@ DAY_S = 86400.0
 
 @pytest.fixture(scope="module")
 def week() -> View:
-    """Five days on a spot market, until the budget is spent."""
-    return view_of(play(weather(3, 168.0), steps=9000, budget_usd=600.0).journal.lines)
+    """Six days on a spot market, until the budget is spent; a step takes four minutes."""
+    slow = replace(SLOW, work_s=960.0)
+    run = play(weather(3, 168.0), delays=slow, steps=9000, budget_usd=600.0)
+    return view_of(run.journal.lines)
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def same(some: list[State], others: list[State]) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(cases())
 def test_random_transitions(case: Case) -> None:
     model, old, new, holders, nodes = case.plain
@@ -143,14 +143,15 @@ def test_random_transitions(case: Case) -> None:
     assert same(got, cut_up(model, new, logical)), "an element is missing or wrong"
     for rank in range(new[0].world_size):
         check_cover(transfers, boxes(model, *new, rank), rank)
-    for me in range(len(nodes)):  # each participant sees its part of one and the same plan
+    n = len(nodes)
+    for me in {0, n // 3, n // 2, n - 1}:  # each sees its part of one and the same plan
         shuffled = dict(sorted(holders.items(), key=lambda item: (item[0] * 7919) % 31))
         mine = tuple(t for t in transfers if me in (t.source, t.destination))
         assert plan_transfers(model, old, new, shuffled, nodes, me) == mine
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases())
 def test_there_and_back_is_the_identity(case: Case) -> None:
     model, a, b, _, _ = case.plain
@@ -189,7 +190,7 @@ def busiest(case: Case) -> tuple[int, float, int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_the_busiest_sender_has_at_most_the_optimum_twice_and_one_part(case: Case) -> None:
     living = {rank for rank, who in case.holders.items() if who}

@@ -45,7 +45,7 @@ def incidents(draw: st.DrawFn) -> tuple[int, int, list[Fault]]:
     return n_copies, n_nodes, faults
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(incidents())
 def test_any_r_nodes_at_once_cost_no_read_from_storage(case: tuple[int, int, list[Fault]]) -> None:
     n_copies, n_nodes, faults = case

@@ -116,7 +116,7 @@ def check_pace(run: Run, said: str) -> None:
         assert most <= 8, f"{said}: pool {pool} was asked {most} times in a minute"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))]

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("batch", range(8))
 def test_a_new_driver_goes_on_with_what_lives(batch: int, tmp_path: Path) -> None:
     n_attached = 0
-    for seed in range(1000 + batch, 1060, 4):
+    for seed in range(1000 + batch, 1060, 8):
         played = play(
             seed,
             tmp_path / f"{seed}.jsonl",
@@ -30,4 +30,4 @@ def test_a_new_driver_goes_on_with_what_lives(batch: int, tmp_path: Path) -> Non
             for line in played.lines
             for _, e in line.events
         )
-    assert n_attached > 5
+    assert n_attached > 2

@@ -160,7 +160,7 @@ others = st.builds(
 
 @pytest.mark.slow
 @given(st.lists(notices, min_size=1, max_size=5), st.lists(others, max_size=2), st.booleans())
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 def test_never_more_transitions_than_needed_and_nodes_are_used(
     given_notices: list[Fault], given_others: list[Fault], replaced: bool
 ) -> None:

@@ -107,6 +107,7 @@ def between(request: pytest.FixtureRequest, filled: Storage) -> FaultyProxy:
     return found
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("fault", "operation"),
     cases(["unavailable", "slow_down", "internal", "bad_gateway", "reset", "short", "lost"]),

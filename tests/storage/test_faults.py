@@ -124,7 +124,7 @@ def prepared(fault: Fault, operation: Operation, times: int) -> Fault:
     )
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("fault", "operation"), cases(PASSING))
 def test_a_passing_fault_changes_nothing(
     filled: S3Storage,
@@ -180,6 +180,7 @@ def test_a_lasting_fault_is_one_clear_error(
         assert not filled.exists("new") or filled.get("new") == operation.written
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 @pytest.mark.parametrize(
     ("fault", "says"),

@@ -129,7 +129,7 @@ def test_chosen_rows_of_a_saved_dataset(place: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_once_per_node_whoever_asks(place: Path, tmp_path: Path, own_cache: Path) -> None:
-    """Four processes at once: one converts and tokenizes, the others find it, and all map it."""
+    """Two processes at once: one converts and tokenizes, the other finds it, and both map it."""
     spec = job(place, {"dataset": "rows.jsonl", "text": "body", "tokenizer": "bytes", "seq": 50})
     code = (
         "import sys, pickle\n"
@@ -148,10 +148,10 @@ def test_once_per_node_whoever_asks(place: Path, tmp_path: Path, own_cache: Path
     )
     (tmp_path / "job").write_bytes(pickle.dumps(spec))
     command = [sys.executable, "-c", code, str(tmp_path / "job")]
-    asked = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(4)]
+    asked = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(2)]
     said = [one.communicate(timeout=300)[0].decode().split() for one in asked]
-    assert [one.returncode for one in asked] == [0] * 4
-    assert sorted(made for made, *_ in said) == ["0", "0", "0", "1"]
+    assert [one.returncode for one in asked] == [0] * 2
+    assert sorted(made for made, *_ in said) == ["0", "1"]
     assert len({tuple(rest) for _, *rest in said}) == 1 and said[0][1] == "True"
     assert said[0][3] == "False", "a loader process needs no torch for it"
     built = {path.name.rpartition("-")[0] for path in (own_cache / "built").iterdir()}

@@ -263,7 +263,7 @@ def test_advice_names_a_budget_that_will_not_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
-    run = followed(tmp_path, list(LongRun(64, 3000, 30).lines()))
+    run = followed(tmp_path, list(LongRun(64, 1200, 12).lines()))
     run.look()
     assert len(compact(snapshot(run))) < 80_000  # 512 ranks
     assert len(compact(run.series(Stretch(buckets=700)))) < 120_000

@@ -3,6 +3,7 @@ in it."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,10 @@ class Asked:
 
 
 class ServedInTests(ServedSession):
+    def __init__(self, put: Any) -> None:
+        gc.freeze()  # what was there before the fork is not looked at again, and so not copied
+        super().__init__(put)
+
     def __call__(self, word: Any) -> None:
         if not isinstance(word, Call):
             super().__call__(word)

@@ -34,8 +34,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("old", CUTS, ids=lambda cut: str(cut[0]))
-@pytest.mark.parametrize("new", CUTS, ids=lambda cut: str(cut[0]))
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(old, new, marks=() if (j - i) % len(CUTS) == 1 else pytest.mark.whole)
+        for i, old in enumerate(CUTS)
+        for j, new in enumerate(CUTS)
+    ],
+    ids=lambda cut: str(cut[0]),
+)
 def test_state_comes_back_in_any_layout(storage: Storage, old: Cut, new: Cut) -> None:
     checkpoint = open_checkpoint(save(storage, old, step=40))
     assert checkpoint.step == 40 and checkpoint.meta == {

@@ -163,6 +163,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("damage", [altered, cut_off, zeroed, grown])
 @pytest.mark.parametrize("name", NAMES)
 def test_damage_of_every_class_of_bytes_is_seen_by_loading_alone(

@@ -62,7 +62,7 @@ def test_the_first_probe_is_the_loss_of_one_process(pool: Pool, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", OTHERS, ids=str)
 def test_each_side_of_a_transition_says_the_same(
     pool: Pool, tmp_path: Path, layout: Layout
@@ -83,7 +83,7 @@ def test_each_side_of_a_transition_says_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", OTHERS[:3], ids=str)
 def test_a_layout_that_computes_something_else_makes_no_step(
     pool: Pool, tmp_path: Path, layout: Layout

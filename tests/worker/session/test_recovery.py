@@ -39,7 +39,7 @@ from elastic.worker.hosting.aggregate import CheckpointParts, Gather
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -51,7 +51,7 @@ def random_cut(
 ) -> list[tuple[list[int], list[int]]]:
     """Cuts a box into boxes, again and again."""
     dims = [d for d, size in enumerate(sizes) if size > 1]
-    if not dims or random.random() < 0.25:
+    if not dims or random.random() < 0.35:  # a few parts, now and then hundreds
         return [(offsets, sizes)]
     dim = random.choice(dims)
     at = random.randint(1, sizes[dim] - 1)
@@ -70,7 +70,7 @@ SHAPES = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 1 << 30))
 def test_any_cut_gives_the_same(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
     whole = random_tensor(shape, dtype, seed)
@@ -91,7 +91,7 @@ def test_even_parts_of_odd_rows_of_halves() -> None:
     assert sum(sums) % (1 << 64) == tensor_digest(box(whole), whole)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SHAPES, st.sampled_from(DTYPES[:-2]), st.integers(0, 1 << 30))
 def test_one_flipped_bit_is_seen(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
     tensor = random_tensor(shape, dtype, seed)
