@@ -14,7 +14,6 @@ from elastic.reshard.pieces import Side
 from elastic.reshard.rank_boxes import placements
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, OwnedEntry, TensorSpec, Transfer
 
-
 OWNED = (OwnedEntry("begun", (2,), "uint8"), OwnedEntry("factor", (3, 3), "float32"))
 Cut = tuple[Layout, tuple[int, ...]]
 Element = tuple[str, tuple[int, ...]]
