@@ -16,7 +16,9 @@ class ModelCost:
     """Bytes as the parameters are stored. `block`, `experts`: of a mean block, without and with
     experts only; `first`, `last`: before and behind the blocks, a tied matrix in both; `tied`: of
     `last`, what a single stage has only once. `trained`: the share of the parameters that is
-    trained; `entries`: optimizer entries of the parameter's shape, on average over those."""
+    trained; `entries`: optimizer entries of the parameter's shape, on average over those. Of
+    parameters that are stepped whole, at owners: `whole`, `whole_flop` of all steps, `most_flop` of
+    one."""
 
     model: ModelProfile
     n_blocks: int
@@ -27,6 +29,9 @@ class ModelCost:
     tied: float
     trained: float
     entries: float
+    whole: float = 0.0
+    whole_flop: float = 0.0
+    most_flop: float = 0.0
 
     @classmethod
     def of(cls, model: ModelProfile) -> ModelCost:
@@ -54,11 +59,14 @@ class ModelCost:
             for spec in own
             if spec.trainable
         )
+        stepped = [spec for spec in own if model.kept_of(spec).form]
+        flop = [model.kept_of(spec).flop for spec in stepped]
         experts = total * model.n_expert_params / max(1, model.n_params)
         inside = total - first - last - experts
         return cls(
             model, n_blocks, inside / n_blocks, experts / n_blocks, first, last + tied, tied,
-            trained / max(1, total), entries / max(1, trained),
+            trained / max(1, total), entries / max(1, trained), sum(map(_bytes, stepped)),
+            sum(flop), max(flop, default=0.0),
         )  # fmt: skip
 
     @property

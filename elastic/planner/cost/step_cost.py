@@ -165,6 +165,21 @@ def optimizer_s(site: Site, work: ModelCost, layout: Layout) -> float:
     return own * (3.5 + 2 * work.entries) / rate if rate else 0.0
 
 
+def owners_s(site: Site, work: ModelCost, layout: Layout) -> float:
+    """What is stepped whole (elastic/worker/state/owner_update.py): a rank sends its piece of the
+    gradients and values that owners of its replica gather, and gets the values of its shard; the
+    busiest owner has its share of the FLOPs, or the largest tensor's."""
+    if not work.whole:
+        return 0.0
+    n, stage = layout.world_size // layout.pp, work.whole / layout.pp
+    group, shard = RankGroup(n), stage * layout.dp_replicate / n
+    gathered = exchange_s(site.links, 2 * shard / layout.dp_replicate, group)
+    gpu = site.chip.gpu
+    rate = gpu.peak("float32") * (gpu.reached or 1.0) * site.kernels.matmul
+    busiest = max(work.whole_flop / layout.pp / n, work.most_flop)
+    return gathered + exchange_s(site.links, shard, group) + busiest / rate
+
+
 def slowest_stage(n_blocks: int, layout: Layout, ends: float) -> float:
     """Blocks of the slowest rank of a pipeline, the head counted as `ends` blocks, where the last
     rank has fewer blocks for it; they are dealt out whole, or in parts of a rank's v stages."""
@@ -260,7 +275,8 @@ class LayoutCost:
         return cls(
             shards(site, work, layout, step=step),
             commit_s(site.links, layout.world_size),
-            0.0 if layout.offload else optimizer_s(site, work, layout),
+            owners_s(site, work, layout)
+            + (0.0 if layout.offload else optimizer_s(site, work, layout)),
             added_bytes(work, layout),
         )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -58,11 +58,17 @@ class Optimizers:
     Program.optimizer is called with all trainable parameters of the whole model, in their whole
     shapes and without memory, on every rank: what it makes of names and shapes is the same in every
     layout. Then the tensors that are here take the places of those, and what is not here is left
-    out. Raises SpecError unless each parameter has exactly one optimizer.
+    out. `whole`: names of those that step whole tensors. Raises SpecError unless each parameter has
+    exactly one optimizer.
     """
 
     def __init__(
-        self, program: Program, specs: Iterable[TensorSpec], tensors: Mapping[str, nn.Parameter]
+        self,
+        program: Program,
+        specs: Iterable[TensorSpec],
+        tensors: Mapping[str, nn.Parameter],
+        *,
+        whole: Collection[str] = (),
     ) -> None:
         wholes = {
             spec.fqn: nn.Parameter(
@@ -74,7 +80,7 @@ class Optimizers:
         names = {id(whole): fqn for fqn, whole in wholes.items()}
         self.each = by_name(_called(program, wholes))
         self.of = _owners(self.each, names)
-        self.whole: tuple[str, ...] = ()  # names of those that step whole tensors
+        self.whole = whole
         self.begun = any(
             state for optimizer in self.each.values() for state in optimizer.state.values()
         )
@@ -111,8 +117,9 @@ class Optimizers:
 
     def step_whole(self) -> None:
         """Of those that step whole tensors."""
-        for name in self.whole:
-            self.each[name].step()
+        for name, optimizer in self.each.items():
+            if name in self.whole:
+                optimizer.step()
 
 
 def _called(program: Program, wholes: Mapping[str, nn.Parameter]) -> object:

@@ -112,11 +112,9 @@ class TrainState:
         whole = {spec.fqn for spec in profile.specs if profile.kept_of(spec).form}
         self.owner_update = OwnerUpdate(profile, layout, layers, rank, self.local, groups)
         cut = [(fqn, p) for fqn, p in trainable if fqn not in whole]
+        names = {kept.name for kept in profile.optimizers if kept.form}
         stepped = dict(cut) | self.owner_update.wholes
-        self.optimizers = Optimizers(program, profile.specs, stepped)
-        self.optimizers.whole = tuple(
-            dict.fromkeys(self.optimizers.of[fqn] for fqn in sorted(whole))
-        )
+        self.optimizers = Optimizers(program, profile.specs, stepped, whole=names)
         self.extra = {
             spec.fqn: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in profile.extra

@@ -9,12 +9,12 @@ import pytest
 from support.planner.pools import JOB, LLAMA_8B, LLAMA_405B, cost_on, gpu
 
 from elastic.planner.cost import step_cost as cost
-from elastic.planner.cost.collectives import RankGroup, commit_s, gather_s, reduce_s
+from elastic.planner.cost.collectives import RankGroup, commit_s, exchange_s, gather_s, reduce_s
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.sites import site_of
 from elastic.planner.cost.step_cost import Site, step_cost
-from elastic.types import Layout
+from elastic.types import Layout, ModelProfile, OptimizerSpec, OwnedEntry, TensorSpec
 
 WORK = ModelCost.of(LLAMA_8B.profile())
 SAMPLE = LLAMA_8B.sample()
@@ -100,6 +100,31 @@ def test_adam_moves_30_bytes_a_parameter() -> None:
     assert cost.optimizer_s(SITE, WORK, Layout(dp_shard=8, zero_stage=0)) == pytest.approx(
         LLAMA_8B.n_params * 30 / rate
     )
+
+
+def test_owners_gather_step_and_give_back() -> None:
+    """Muon on 8 matrices, each stepped whole: twice the shard's part of a replica out, the shard
+    in, and the products of one owner."""
+    muon = OptimizerSpec(owned=(OwnedEntry("m", (1024, 4096), "float32"),), form="{}", flop=2e11)
+    specs = tuple(TensorSpec(f"w{i}", (1024, 4096), "float32", block=i) for i in range(8))
+    work = ModelCost.of(ModelProfile(8, 8 * 1024 * 4096, specs, (muon,)))
+    assert (work.entries, work.whole, work.whole_flop) == (1.0, 8 * 2**24, 8 * 2e11)
+    rate = gpu().peak("float32") * (gpu().reached or 1.0) * SITE.kernels.matmul
+
+    def expected(shard: float, replicas: int, flop: float) -> float:
+        ways = (2 * shard / replicas, shard)
+        return sum(exchange_s(SITE.links, n, RankGroup(8)) for n in ways) + flop / rate
+
+    assert cost.owners_s(SITE, work, Layout(dp_shard=8)) == pytest.approx(expected(2**24, 1, 2e11))
+    assert cost.owners_s(SITE, work, Layout(dp_replicate=4, tp=2)) == pytest.approx(
+        expected(4 * 2**24, 4, 2e11)
+    )
+    alone = cost.owners_s(SITE, work, Layout())
+    assert alone == pytest.approx(8 * 2e11 / rate)
+    assert cost.owners_s(SITE, work, Layout(dp_shard=64)) > 2e11 / rate, "one owner has one tensor"
+    assert cost.owners_s(SITE, WORK, Layout(dp_shard=8)) == 0.0
+    whole = cost.LayoutCost.of(SITE, work, Layout(), step=STEP)
+    assert whole.optimizer == alone + cost.optimizer_s(SITE, work, Layout())
 
 
 def test_offload_copies_up_twice_and_gradients_down_once() -> None:

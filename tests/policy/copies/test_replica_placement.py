@@ -117,6 +117,25 @@ def test_replicas_count_and_only_one_of_them_sends() -> None:
     )
 
 
+def test_replicas_of_values_do_not_hold_what_owners_keep() -> None:
+    """Where optimizers step whole tensors no two ranks have the same boxes: each sends a copy, and
+    without it the loss of a replica is a loss of state."""
+    layout, ranks = Layout(dp_replicate=4), workers([1, 1, 1, 1])
+    assert replica_holders(layout, ranks, {}, n=1) == ((), (), (), ())
+    to = replica_holders(layout, ranks, {}, n=1, alone=True)
+    assert all(len(kept) == 1 and kept[0] != rank for rank, kept in enumerate(to))
+    plan = Plan(1, layout, ranks, (1,) * 4, ())
+    own = [Holding(worker, 1, rank, 5, "live") for rank, worker in enumerate(ranks)]
+    assert covered(plan, own[1:]) and not covered(plan, own[1:], alone=True)
+    kept = [Holding(ranks[k], 1, rank, 5, "peer") for rank, to_ in enumerate(to) for k in to_]
+    assert covered(plan, [h for h in (*own, *kept) if h.worker != ranks[0]], alone=True)
+    whole = replace(MODEL, optimizers=(replace(MODEL.optimizers[0], form="{}"),))
+    choice = replace(CHOICE, layout=Layout(dp_replicate=8), layers=())
+    asked = replace(state(), model=whole)
+    assert all(copies(asked, choice, NODES).to) and not copies(asked, choice, NODES).replicas
+    assert not any(copies(state(), choice, NODES).to) and copies(state(), choice, NODES).replicas
+
+
 def test_copies_stay_in_their_zone_unless_the_job_widens_it() -> None:
     ranks, zones = workers([1, 1, 1, 1]), {"n0": "a", "n1": "a", "n2": "b", "n3": "b"}
     inside = replica_holders(Layout(dp_shard=4), ranks, zones, n=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.places import PROGRAMS
 from support.reference import Reference, train
-from support.worker.chain import job_of
+from support.worker.chain import job_of, pass_through
 from support.worker.plans import from_copies, live, plan
 from support.worker.worker_pool import Pool
 
@@ -23,11 +23,13 @@ from elastic.types import (
     CopyStored,
     Job,
     Layout,
+    NumbersChecked,
     Plan,
     Quiesced,
     Resume,
     ShardStored,
     StepDone,
+    WrongNumbers,
 )
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.program.job_program import with_job
@@ -77,7 +79,7 @@ def digests_agree(pool: Pool, generation: int) -> bool:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_through_a_loss_and_a_live_change(pool: Pool, tmp_path: Path, name: str) -> None:
-    job = job_of("tiny_bare.py", STEPS) | {"optimizer": OPTIMIZERS[name]}
+    job = job_of("tiny_bare.py", STEPS) | {"optimizer": OPTIMIZERS[name], "check_numbers_every": 2}
     workers, (first, lossy, last) = pool.open(job, tmp_path), CHAINS[name]
     one = plan(1, first, workers, 12, peer_every=1, alone=True)
     pool.enter(one)
@@ -96,6 +98,7 @@ def test_through_a_loss_and_a_live_change(pool: Pool, tmp_path: Path, name: str)
     storage = open_storage(str(tmp_path))
     checkpoint_writer.commit(storage, STEPS, 3, world_size=n, epoch=1, meta={"digest": digest})
     assert digests_agree(pool, 2) and digests_agree(pool, 3)
+    assert pool.events(NumbersChecked) and not pool.events(WrongNumbers)
     done = {e.step: e for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
     bare = load_program(PROGRAMS / "tiny_bare.py")
     given = Job(steps=STEPS, global_batch=12, optimizer=OPTIMIZERS[name])
@@ -137,3 +140,29 @@ def goes_on_from_storage(pool: Pool, run: Path, job: dict[str, Any], alone: Refe
     assert [e.train_loss for e in pool.events(StepDone, 4)] == pytest.approx(
         losses[STEPS:], abs=1e-4
     )
+
+
+TIED = f"""
+from dataclasses import replace
+import torch
+from elastic.program import load_program
+tied = load_program({str(PROGRAMS / "tiny_tied.py")!r})
+def optimizer(named):
+    return torch.optim.Adafactor([p for _, p in named], lr=1e-2)
+program = replace(tied, optimizer=optimizer, lr_factor=None)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_a_tied_matrix_has_an_owner_on_each_of_its_stages(pool: Pool, tmp_path: Path) -> None:
+    program = tmp_path / "tied.py"
+    program.write_text(TIED)
+    job = job_of("tiny_tied.py", 6) | {"program": str(program)}
+    chain = [Layout(pp=2, dp_shard=2), Layout(tp=2)]
+    done = pass_through(pool, job, tmp_path / "run", chain, 3)
+    alone = train(load_program(program), job, 6)
+    assert [e.train_loss for e in done] == pytest.approx(alone.losses, abs=1e-4)
+    assert digests_agree(pool, 2)
+    storage = open_storage(str(tmp_path / "run"))
+    check_stored(checkpoint_index.find(storage)[0].uri, alone)
