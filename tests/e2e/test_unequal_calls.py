@@ -13,9 +13,11 @@ from elastic.types import StepDone, WorkerFailed
 
 pytestmark = pytest.mark.e2e
 NAMED_WITHIN_S = 10.0
+OWN = "dist.all_reduce(torch.ones(1))"
 SCRIPT = """
 import elastic
 import torch
+import torch.distributed as dist
 
 blocks = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), blocks, torch.nn.Linear(16, 1))
@@ -53,3 +55,19 @@ def test_a_call_of_one_rank_ends_the_run_with_its_line(shell: Shell, before: boo
     steps = [(at_s, e.step) for one in lines for at_s, e in one.events if isinstance(e, StepDone)]
     assert max(step for _, step in steps) in (9, 10)
     assert failed[0] - max(at_s for at_s, _ in steps) < NAMED_WITHIN_S
+
+
+def test_a_collective_of_one_ranks_script_ends_the_run_with_its_line(shell: Shell) -> None:
+    file = shell.root / "train.py"
+    text = SCRIPT.replace("BEFORE", "True").replace("print(run.model(x).sum())", OWN, 1)
+    file.write_text(text)
+    code, out, _ = shell.call("run", "--script", "train.py", "--local", "--run-name", "r", "--json")
+    line = file.read_text().splitlines().index(f"            {OWN}") + 1
+    said = f"rank 0 waits in a collective of the script's own at {file}, line {line} (all_reduce),"
+    summary = last_line(out)
+    assert code == 1 and said in summary["reason"], out[-2000:]
+    assert len(summary["transitions"]) == 1, "it was not tried again"
+    lines = read(Path(shell.root / "elastic_runs" / "r" / "journal.jsonl"))
+    failed = [at_s for one in lines for at_s, e in one.events if isinstance(e, WorkerFailed)]
+    steps = [at_s for one in lines for at_s, e in one.events if isinstance(e, StepDone)]
+    assert failed[0] - max(steps) < 10.0 + NAMED_WITHIN_S, "ten seconds, and what it takes to see"

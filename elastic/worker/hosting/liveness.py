@@ -10,7 +10,7 @@ from typing import Protocol
 
 from elastic.types import Event, Job, Plan, Silent, WorkerFailed, WorkerId
 from elastic.worker.hosting.absent_ranks import Arrived, RankSite, absent_ranks
-from elastic.worker.process.call_log import PartCalls, difference
+from elastic.worker.process.call_log import PartCalls, difference, unshared
 from elastic.worker.process.doing import PATIENT, Doing
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
@@ -206,7 +206,7 @@ class Liveness:
         the one that does not obey is found; once."""
         if plan.generation in self._aborted:
             return []
-        if unequal := self.unequal_calls(plan):
+        if unequal := self.unequal_calls(plan) or self.unshared_collective(plan):
             self._aborted.add(plan.generation)
             return [WorkerFailed(plan.ranks[0], plan.generation, "program", unequal)]
         found = self.absent_ranks(plan)
@@ -274,6 +274,25 @@ class Liveness:
         if any(one is None or not one.calls or one.generation != plan.generation for one in seen):
             return ""
         return difference({rank: one.calls for rank, one in enumerate(seen) if one is not None})
+
+    def unshared_collective(self, plan: Plan) -> str:
+        """Of ranks that all wait in collectives, some in one that their script calls: which ones,
+        and in which line; '' = that cannot be told yet. None of them can do without the others."""
+        seen = [self._workers.get(worker) for worker in plan.ranks]
+        ranks = {
+            rank: one
+            for rank, one in enumerate(seen)
+            if one is not None
+            and (one.generation, one.phase) == (plan.generation, "stepping")
+            and one.at.doing in ("script", "others", "device")
+        }
+        alone = {rank: one.at.where for rank, one in ranks.items() if one.at.doing == "script"}
+        if len(ranks) < len(plan.ranks) or not 0 < len(alone) < len(ranks):
+            return ""
+        most_s = MISSING_LEAST_S if self.most_s is None else self.most_s
+        if min(one.quiet_s for one in ranks.values()) <= most_s:
+            return ""
+        return unshared(alone, len(ranks))
 
     def missing_bound_s(self, generation: int, patient: bool) -> float:
         """How long all may stall before the ones that they wait for are named: many times what a

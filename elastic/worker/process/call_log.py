@@ -133,6 +133,19 @@ def difference(ranks: Mapping[int, Iterable[PartCalls]]) -> str:
     return ""
 
 
+def unshared(places: Mapping[int, str], n_ranks: int) -> str:
+    """What is said of ranks that wait at these places, each in a collective of all ranks that its
+    script calls, while all others wait for them elsewhere."""
+    odd = sorted(places)
+    others = [rank for rank in range(n_ranks) if rank not in places]
+    waits, does = ("wait" if len(odd) > 1 else "waits"), ("do" if len(others) > 1 else "does")
+    return (
+        f"{_ranks(odd)} {waits} in a collective of the script's own at {places[odd[0]]}, "
+        f"{_ranks(others)} {does} not call it: every rank must call the same collectives in the "
+        "same order; take the condition (such as `if run.rank == 0:`) from around the call"
+    )
+
+
 def _first_difference(parts: list[PartCalls]) -> int:
     distinct = list({(p.whole, p.n, p.letters): p for p in parts}.values())
     for i in range(max(len(part.letters) for part in distinct) + 1):

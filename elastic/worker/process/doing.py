@@ -12,7 +12,8 @@ from contextlib import ContextDecorator
 from types import FrameType
 from typing import Literal
 
-Doing = Literal["", "own", "others", "device", "batch", "compiling", "copying"]  # '' = not known
+# '' = not known; script: in a collective of all ranks that a script calls itself
+Doing = Literal["", "own", "others", "script", "device", "batch", "compiling", "copying"]
 # handoff: waits until the other of two threads hands over
 Said = Literal["others", "device", "batch", "copying", "handoff"]
 # of the work of a GPU: what it does now by itself, or with others, or nothing

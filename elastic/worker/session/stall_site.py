@@ -11,12 +11,16 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Literal
 
+import torch
+
 from elastic.version import PACKAGE
 from elastic.worker.process.doing import Doing, Said, said
 
 HERE = f"{PACKAGE}{os.sep}"
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 FRAMES_MOST = 200
+COLLECTIVES = "/torch/distributed/distributed_c10d.py"  # what programs call
+AROUND = "/torch/distributed/c10d_logger.py"
 
 
 def stall_site(threads: Iterable[threading.Thread]) -> tuple[Doing, str]:
@@ -45,9 +49,31 @@ def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doin
         if file.startswith(HERE):
             ours = ours or line
         elif (found := _outside(file)) is not None:
+            if found == "others" and not ours and (called := _called_at(frame)):
+                return "script", called
             return ("own", ours) if ours else (found, line)
         frame = frame.f_back
     return ("own", ours) if ours else ("", "")
+
+
+def _called_at(frame: FrameType | None) -> str:
+    """The line of a program that calls this collective of all ranks itself; '' = torch or we do, or
+    it is one of some ranks."""
+    call: FrameType | None = None
+    for _ in range(FRAMES_MOST):
+        if frame is None:
+            break
+        file = frame.f_code.co_filename
+        if file.endswith(COLLECTIVES):
+            call = frame
+        elif not file.endswith(AROUND) and not file.startswith((STANDARD, "<")):
+            if call is None or file.startswith(HERE) or "/torch/" in file:
+                return ""
+            if call.f_locals.get("group") not in (None, torch.distributed.group.WORLD):
+                return ""
+            return f"{file}, line {frame.f_lineno} ({call.f_code.co_name})"
+        frame = frame.f_back
+    return ""
 
 
 def _outside(file: str) -> Literal["own", "others", "compiling"] | None:

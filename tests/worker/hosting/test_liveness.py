@@ -213,3 +213,32 @@ def test_a_call_that_one_script_makes_alone_is_named_as_soon_as_all_stand_still(
     said = "step 2: rank 0 calls run.model at train.py, line 14, rank 1 does not;"
     assert failed.error.startswith(said)
     assert not run.liveness.stalled(plan), "once"
+
+
+def test_a_rank_that_waits_in_a_collective_of_its_script_alone_is_named_after_ten_seconds() -> None:
+    """A script that has the loop is else given a minute."""
+    liveness, plan = (
+        Liveness(0.5, patience_s=60.0),
+        Plan(1, Layout(dp_shard=2), (A, B), (1, 1), (1,)),
+    )
+    where = "train.py, line 9 (all_reduce)"
+
+    def after(seconds: float, a: Doing, b: Doing) -> list:
+        liveness.answered(A, Beat(doing=a, where=where))
+        liveness.answered(B, Beat(doing=b))
+        for _ in range(int(seconds * 4)):
+            now_s = (liveness._looked_at_s or 0.0) + 0.25
+            liveness.look(now_s)
+        return liveness.stalled(plan)
+
+    assert not after(15.0, "script", "own"), "B may still come to it"
+    assert not after(0.0, "script", "script"), "both are in it"
+    liveness.answered(A, Beat(progress=1))
+    assert not after(9.0, "script", "others")
+    (failed,) = after(2.0, "script", "others")
+    assert isinstance(failed, WorkerFailed) and failed.kind == "program"
+    assert failed.error.startswith(
+        "rank 0 waits in a collective of the script's own at train.py, line 9 (all_reduce), rank 1 "
+        "does not call it: every rank"
+    )
+    assert not after(20.0, "script", "others"), "once"

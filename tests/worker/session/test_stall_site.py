@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,36 @@ def test_other_ranks_and_the_program_within_a_block_are_seen(file: str, found: D
         assert stall_site([thread]) == (found, f"{Path(file).name}:4 in wait")
 
 
+C10D = f"{TORCH}/distributed/distributed_c10d.py"
+LOGGER = f"{TORCH}/distributed/c10d_logger.py"
+
+
+def test_a_collective_that_a_script_calls_itself_has_the_scripts_line() -> None:
+    """Not one that torch or we call for it, nor one of some ranks."""
+    called, around = in_file(C10D), in_file(LOGGER, "within")
+    with thread_in(in_file(SCRIPT, "within"), nullcontext(), around, nullcontext(), called) as t:
+        assert stall_site([t]) == ("script", f"{SCRIPT}, line 8 (wait)")
+    for by in (
+        f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+        f"{OURS}/worker/wire",
+    ):
+        with thread_in(in_file(by, "within"), nullcontext(), called) as t:
+            assert stall_site([t])[0] == "others"
+    names: dict[str, Any] = {}
+    exec(
+        compile("def wait(event, told, group='of two'):\n told.set()\n event.wait()", C10D, "exec"),
+        names,
+    )
+    with thread_in(in_file(SCRIPT, "within"), nullcontext(), names["wait"]) as t:
+        assert stall_site([t])[0] == "others"
+
+
 def test_those_files_are_there() -> None:
     """Where torch waits for other ranks and where it compiles."""
     for name in (
         "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+        "torch.distributed.distributed_c10d",
+        "torch.distributed.c10d_logger",
         "torch._inductor",
         "torch._dynamo",
     ):
