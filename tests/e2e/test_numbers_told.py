@@ -6,13 +6,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import urllib.request
 from importlib.util import find_spec
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.observe.read_trackers import WHERE, needed, read_back
+from support.observe.scraped import scraped
 from support.places import ROOT
 from support.waiting import until
 
@@ -50,12 +49,6 @@ def test_a_run_of_two_drivers_is_one_run_in_each_tracker(shell: Shell) -> None:
         assert all(2 < loss < 8 for _, loss in told["train/train_loss"])
         assert len(told["elastic/transition/pause_s"]) >= 4, "start, notice, kill, driver"
         assert told["elastic/goodput"] and len(told["elastic/nodes"]) == STEPS
-
-
-def scraped(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        return {one.name: one.value for family in families for one in family.samples}
 
 
 @pytest.mark.e2e

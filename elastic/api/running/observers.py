@@ -21,7 +21,7 @@ from elastic.observe.trackers.tracking import Tracking
 
 class Observers:
     """Made before the run begins: raises SpecError where a port is taken or a library is not
-    here. `say`: a line for a person."""
+    here. `say`: a line for a person; `ray`: Ray's own metrics are told too."""
 
     def __init__(
         self,
@@ -31,28 +31,31 @@ class Observers:
         *,
         port: int | str | None,
         say: Callable[[str], None],
+        ray: bool = True,
     ) -> None:
         trackers = spec.trackers.chosen()
         check_installed(trackers, spec.where)
         self._stack, self._started = ExitStack(), False
         self._files = MetricsFiles(place, on_step)
-        tell = self._tellers(spec.metrics_port if port is None else port, say)
         tracking = Tracking(place, spec, trackers) if trackers else None
+        if tracking is not None:
+            self._stack.callback(tracking.close)
+        # its port is free again before trackers are waited for: the next driver may want it
+        tell = self._tellers(spec.metrics_port if port is None else port, say, ray)
         self._live: LiveNumbers | None = None
         if tell or tracking is not None:
             self._live = LiveNumbers(place, tell, (tracking,) if tracking is not None else ())
-        if tracking is not None:
-            self._stack.callback(tracking.close)
 
     def _tellers(
-        self, port: int | str | None, say: Callable[[str], None]
+        self, port: int | str | None, say: Callable[[str], None], ray: bool
     ) -> list[Callable[[str, Sequence[Sample]], None]]:
         if port is None:
             return []
         try:
-            where, found = MetricsPort.of(port), [_through_ray()]
+            where = MetricsPort.of(port)
         except SpecError as error:
             raise SpecError(f"--metrics-port: {error}") from None
+        found = [_through_ray()] if ray else []
         if where.port is not None:
             from elastic.observe.metrics.prometheus_endpoint import PrometheusEndpoint
 
@@ -60,6 +63,11 @@ class Observers:
             self._stack.callback(endpoint.close)
             say(f"metrics for Prometheus: {endpoint.url}")
             found.append(endpoint.tell)
+        elif not ray:
+            raise SpecError(
+                f"metrics_port: '{port}' goes through Ray's own metrics, and there is no Ray here; "
+                "give a port, or 0 for any that is free"
+            )
         return found
 
     def start(self, before: Sequence[Line], epoch: int) -> None:

@@ -24,7 +24,6 @@ from elastic.api.running.local_pools import here
 from elastic.api.running.observers import Observers
 from elastic.api.running.program_file import file_of
 from elastic.api.running.start_checks import check_drill, paid_until_s
-from elastic.api.running.watched_journal import WatchedJournal
 from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec, embedded_pools, job_of, load_drill, load_job, pool_of
@@ -37,6 +36,7 @@ from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut, RunFolder
 from elastic.ledger.segments import StoredJournal
+from elastic.ledger.watched_journal import WatchedJournal
 from elastic.observe import find_runs
 from elastic.observe.logs import traceback_of
 from elastic.observe.metrics.metrics_files import OnStep

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe.metrics.heard_lines import HeardLines
 from elastic.observe.metrics.run_numbers import RunNumbers, Sample
 from elastic.policy.state.fold import Change, changes
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe.metrics.heard_lines import HeardLines
 from elastic.observe.metrics.metrics_csv import CSV, MetricsCsv
 from elastic.observe.metrics.step_rows import Row, row
 from elastic.observe.metrics.tensorboard_files import TensorBoardFiles

@@ -25,6 +25,7 @@ from elastic.driver import drive, restored
 from elastic.errors import ElasticError, SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, RunFolder
+from elastic.ledger.watched_journal import WatchedJournal
 from elastic.policy.state.fold import State
 from elastic.storage import Storage, open_storage
 from elastic.types import (
@@ -74,6 +75,7 @@ from elastic.worker.standalone.process_backend import (
     RankLost,
 )
 from elastic.worker.standalone.rank_link import CommittedCheckpoint, EndOfRun, StandaloneResult
+from elastic.worker.standalone.told_beside import ToldBeside, is_asked
 
 TICK_S = 0.1
 MEET_MOST_S = 300.0
@@ -157,6 +159,7 @@ class StandaloneRun:
         self._stop_reason = ""
         self._ask: Callable[[str], None] | None = None  # passes a wish to stop on
         self._failure: WorkerFailed | None = None  # of this rank, or what ends all
+        self._told: ToldBeside | None = None  # of rank 0, where the job asks for it
 
     def stop(self, reason: str) -> None:
         """Save at the next step boundary and leave."""
@@ -179,6 +182,18 @@ class StandaloneRun:
     def to_the_end(self) -> StandaloneResult:
         self._began_s = time.monotonic()
         device = self._device()
+        if self.leads and is_asked(self.spec):
+            self._told = ToldBeside(self.storage.uri, self.spec, self._say)
+        try:
+            return self._met(device)
+        finally:
+            if self._told is not None:
+                self._told.close()  # the other ranks need not wait for that
+
+    def _say(self, text: str) -> None:
+        self.wishes.hear(f"run {self.name}: {text}")
+
+    def _met(self, device: torch.device | None) -> StandaloneResult:
         meeting = meet(self.me, MEET_MOST_S)
         session = Session(meeting.worker, self.spec.plain(), self.storage.uri)
         session.device = device
@@ -291,6 +306,8 @@ class StandaloneRun:
         model = with_few(self._checked(place), self.spec, n_samples)
         if few := few_samples(n_samples, self.spec.global_batch):
             self.wishes.hear(few)
+        if self._told is not None:
+            self._told.check()
         with ExitStack() as stack:
             lease = taken(self.storage, self.name, patient=True)
             stack.callback(lease.release)
@@ -325,8 +342,11 @@ class StandaloneRun:
             )
             stack.callback(backend.close)
             self._passes_on(backend.ask_stop)
-            journal = folder.open_journal(lease.epoch, stored, cut)
+            hear = () if self._told is None else (self._told.hear,)
+            journal = WatchedJournal(folder.open_journal(lease.epoch, stored, cut), hear)
             stack.callback(journal.close)
+            if self._told is not None:
+                self._told.start(lines, lease.epoch)
             there = [*found.damaged, *(NodeReady(node) for node in meeting.nodes)]
             try:
                 last = drive(backend, journal, start, state=state, found=there)

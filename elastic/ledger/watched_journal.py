@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic.ledger.journal import Journal, Line
-from elastic.policy.state.fold import State
 from elastic.types import Decision, Event
 
 
@@ -38,7 +38,7 @@ class WatchedJournal:
         for hear in self.hear:
             hear(line)
 
-    def close_part(self, state: State) -> None:
+    def close_part(self, state: Any) -> None:
         if not self.one_file:
             self.journal.close_part(state)
 
