@@ -33,8 +33,8 @@ KEYS: tuple[tuple[str, Any, str], ...] = (
     ("use_bidirectional_attention", False, "its attention is not causal"),
     ("alibi", False, "its attention has a bias"),
     ("attn_logit_softcapping", None, "its scores are capped"),
-    ("attention_dropout", 0.0, "its masks would depend on the layout; set it to 0"),
-    ("attn_pdrop", 0.0, "its masks would depend on the layout; set it to 0"),
+    ("attention_dropout", 0.0, "elastic.attention has no dropout; set it to 0"),
+    ("attn_pdrop", 0.0, "elastic.attention has no dropout; set it to 0"),
 )
 
 

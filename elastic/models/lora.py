@@ -47,7 +47,7 @@ TAKEN = (
 AS_HERE = (("bias", "none"), ("init_lora_weights", "True"), ("peft_type", "LORA"),
            ("peft_type", "PeftType.LORA"))  # fmt: skip
 NOT_HERE = {
-    "lora_dropout": "the masks would depend on the layout; take 0",
+    "lora_dropout": "adapters have no dropout here; take 0",
     "use_dora": "DoRA needs the norms of whole rows of the frozen weights, of which a rank has "
     "parts; take use_rslora, or neither",
 }

@@ -149,8 +149,8 @@ class ModelProfile:
     `no_dp`, `no_tp`, `no_cp`, `no_pp`: why no layout with more than one rank on that axis computes
     what the whole model does, in one line that names the place and the mend; '' = nothing is known
     against it. `pipeline` is False where `no_pp` says why, and `tp_limit` is 1 where `no_tp` does.
-    `notes`: what a person should know of the model before it trains, a line each. `draws`: its
-    forward pass draws random numbers in training, so that a step that is done again may differ.
+    `notes`: what a person should know of the model before it trains, a line each. `draws`: it
+    draws random numbers that cannot be keyed, so that a step that is done again may differ.
     `computes_in`: the type of fewest bits that its forward pass makes numbers of, '' = float32.
     `proven`: axes for which loss and gradients of a small copy were found equal to those of one
     process.
@@ -172,7 +172,7 @@ class ModelProfile:
     no_tp: str = ""
     no_cp: str = ""
     no_pp: str = ""
-    # its forward pass draws random numbers in training, so a step that is done again may differ
+    # it draws random numbers that cannot be keyed, so a step that is done again may differ
     draws: bool = False
     computes_in: str = ""
     notes: tuple[str, ...] = ()

@@ -122,7 +122,7 @@ def test_a_configuration_of_peft_is_taken_or_refused_by_name(base: Program) -> N
     assert lora_of_peft(base, peft_config(mine.adapter, None)).adapter == mine.adapter
     for more, says in (
         ({"use_dora": True}, "^lora: use_dora is 'True': DoRA needs the norms of whole rows"),
-        ({"lora_dropout": 0.05}, "lora_dropout is '0.05': the masks would depend on the layout"),
+        ({"lora_dropout": 0.05}, "lora_dropout is '0.05': adapters have no dropout here"),
         ({"bias": "all"}, "bias is 'all': it has no counterpart here"),
         ({"rank_pattern": {"wq": 2}}, "rank_pattern is .*: it has no counterpart here"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),

@@ -298,18 +298,16 @@ class Tracer:
         if self.stack and self.stack[0].block:
             self._beside(name, labels)
         if not self.stack and plain and func.is_view:
-            self.found.viewed = self._where()[0]
+            self.found.viewed = self.where()[0]
         elif not self.stack:
-            self.ops.append(
-                Op(name, self._where()[0], labels, makes=frozenset(map(_storage, made)))
-            )
+            self.ops.append(Op(name, self.where()[0], labels, makes=frozenset(map(_storage, made))))
 
     def _writes(self, args: Any) -> None:
         for tensor in tensors_in(args[:1]):
             if (buffer := self.buffers.get(_storage(tensor))) is not None:
                 self._buffer_written(buffer, self.labels_of(args[1:]))
             if (weight := self.weights.get(_storage(tensor))) is not None:
-                self.found.weights_written.setdefault(weight, self._where()[0])
+                self.found.weights_written.setdefault(weight, self.where()[0])
 
     def _beside(self, name: str, labels: Labels) -> None:
         strange = (labels & {INPUT, *self.blocks}) - self.stack[0].given
@@ -320,11 +318,11 @@ class Tracer:
 
     def _note(self, notes: list[Op], name: str, labels: Labels) -> None:
         inside = self.blocks[self.stack[0].block] if self.stack else ""
-        where, own = self._where()
+        where, own = self.where()
         notes.append(Op(name, where, labels, inside, own=own))
 
     @staticmethod
-    def _where() -> tuple[str, bool]:
+    def where() -> tuple[str, bool]:
         """File and line of the program's frame that is nearest, and whether that file is its
         own."""
         frame = sys._getframe(1)

@@ -18,6 +18,7 @@ from elastic.errors import ElasticError
 from elastic.program import Program
 from elastic.types import ModelProfile, coarsest
 from elastic.worker.equivalence.blocks_in_stages import BlocksInStages, one_weight
+from elastic.worker.equivalence.draw_trial import REAL_MOST_PARAMETERS, try_draws
 from elastic.worker.equivalence.forward_trace import (
     FAR,
     INPUT,
@@ -32,9 +33,6 @@ from elastic.worker.equivalence.forward_trace import (
 )  # fmt: skip
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.program.model_profile import block_names, build_meta
-
-# of a model that is followed with values where it cannot be without
-REAL_MOST_PARAMETERS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,9 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
         return Structure(no_dp=no_dp, no_cp=no_dp, no_pp=why)
     device, one, others = found
     shares = _of_shares(program, one, _other(one, others))
+    if any(op.where for op in one.draws) or one.python_random:
+        problems = try_draws(program, batch).problems
+        shares = replace(shares, draws=bool(problems), notes=(*shares.notes, *problems))
     shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(profile))
     if why := _of_weights(program, one):
         shares = replace(shares, no_dp=why, no_tp=why, no_cp=why, no_pp=why)
@@ -273,17 +274,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
             f"{one.keeps[0]}{more} keeps a value of the samples of one rank: if a later pass "
             "reads it, layouts differ"
         )
-    draws = [op for op in one.draws if op.where]
-    if draws or one.python_random:
-        at = f" ({draws[0].where})" if draws else f" ({one.python_random})"
-        place = f"{draws[0].inside or 'forward'}{at}" if draws else f"forward{at}"
-        notes.append(
-            f"{place} draws random numbers: each layout draws others, so losses differ a little "
-            "between layouts"
-        )
-    return Structure(
-        no_dp, no_tp, no_cp, no_pp, bool(draws or one.python_random), one.computes_in, tuple(notes)
-    )
+    return Structure(no_dp, no_tp, no_cp, no_pp, computes_in=one.computes_in, notes=tuple(notes))
 
 
 def _of_weights(program: Program, one: Followed) -> str:

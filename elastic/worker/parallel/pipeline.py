@@ -20,8 +20,10 @@ from elastic.errors import PeerGarbled, ProgramError
 from elastic.program import Program
 from elastic.types import Layout, ModelProfile
 from elastic.types.grid import stage_blocks, stages_at
+from elastic.worker.parallel.keyed_draws import StepDraws
 from elastic.worker.process_groups import wire
 from elastic.worker.process_groups.axis_ranges import STAGE, axis_range
+from elastic.worker.program.calls import cut_rows
 from elastic.worker.program.model_profile import block_names
 
 
@@ -116,9 +118,14 @@ class _Stage(PipelineStage):
     guards in a model that raise for what is not finite must not see that. It tells the stages
     before and behind it those shapes with pickle; here they go by `wire`."""
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    draws: StepDraws | None = None  # of this step, with the rows of each microbatch
+    rows: Sequence[range] = ()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.draws is not None:
+            self.draws.begin(0, self.rows[fwd_chunk_id], self.stage_index)
         with axis_range(f"{STAGE} {self.stage_index} forward"):
-            return super().forward_one_chunk(*args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with axis_range(f"{STAGE} {self.stage_index} backward"):
@@ -219,10 +226,12 @@ class Pipeline:
             if _contiguous not in module._forward_hooks.values():
                 module.register_forward_pre_hook(_contiguous_gradient)
                 module.register_forward_hook(_contiguous)
+        self.n = n
         stages = [
             _Stage(module, number, layout.n_stages, device, group=group)
             for number, module in zip(numbers, stage_modules, strict=True)
         ]
+        self.stages = stages
         self.schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
         if len(stages) > 1:
             self.schedule = ScheduleInterleaved1F1B(
@@ -245,15 +254,18 @@ class Pipeline:
         *,
         loss: Callable[[Any, range], torch.Tensor],
         train: bool,
+        draws: StepDraws | None = None,
     ) -> torch.Tensor:
         """Forward (and backward) of `n_rows` samples; `inputs`: the first stage's, `keywords`:
         every stage's arguments; `loss(output, rows)` gets the row numbers of a microbatch. They
         stay on the host: the loss is computed inside of the schedule, where waiting for the device
-        would be a bubble.
+        would be a bubble. `draws`: see StepDraws, None = nothing is drawn.
 
         Returns the loss sum on the last stage, zero elsewhere: a scalar tensor on the device.
         """
         self._loss = loss
+        for stage in self.stages:
+            stage.draws, stage.rows = draws, cut_rows(n_rows, self.n) if draws is not None else ()
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if self.is_first else ()
         call = self.schedule.step if train else self.schedule.eval

@@ -13,8 +13,10 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 from torch import nn
 
+from elastic.program import Program
 from elastic.types import Plan, Rehearsal, agree
 from elastic.types.grid import stage_blocks, stages_at
+from elastic.worker.equivalence.draw_trial import try_draws
 from elastic.worker.equivalence.loss_is_sum import check_on_shapes, first_sample, refuse_a_mean
 from elastic.worker.parallel.context_parallel import (
     check_calls,
@@ -22,6 +24,7 @@ from elastic.worker.parallel.context_parallel import (
     check_possible,
     largest_cp,
 )
+from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of
@@ -65,6 +68,17 @@ def rehearse(place: Workplace) -> None:
         place.probe_repeats = _repeats(place, model)
     if cp > 1:
         check_loss(place.program, model, _batch(place, 1, place.device, multiple=2 * cp), cp=cp)
+
+
+def keyed(place: Workplace) -> Program:
+    """The program, with what it draws keyed by sample and place; the same where it draws
+    nothing."""
+    if place.script is not None:
+        return place.program
+    trial = try_draws(place.program, _batch(place, 1, "cpu"))
+    if not trial.modules:
+        return place.program
+    return KeyedDraws(trial, place.job.compile).of(place.program)
 
 
 def _repeats(place: Workplace, model: nn.Module) -> bool:

@@ -13,11 +13,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from elastic.data.budget import TokenBudget
 from elastic.data.budget import budget_of as token_budget
+from elastic.data.streams import Stream
 from elastic.program import Program
 from elastic.reshard.rank_boxes import LOSS_SCALE
 from elastic.types import Job, Plan
 from elastic.types.grid import axes_text, coordinates, stages_at
-from elastic.worker.parallel.context_parallel import Sequence
+from elastic.worker.parallel.context_parallel import Sequence, tensors_in
+from elastic.worker.parallel.keyed_draws import StepDraws, draws_of, row_keys
+from elastic.worker.parallel.keyed_numbers import mixed
 from elastic.worker.parallel.model_options import begin_microbatch
 from elastic.worker.parallel.pipeline import Pipeline
 from elastic.worker.process.call_log import CallLog
@@ -103,10 +106,13 @@ class ForwardBackward:
         box = state.tensors.get(LOSS_SCALE)
         self.loss_scale = LossScale(box[1] if box is not None else None)
         self.script: BatchScript | None = None  # whose loop computes the gradients
+        self.draws = draws_of(program)
+        self._stream: Stream | None = None
 
     def read_by(self, dataset: Any) -> None:
         """What the steps are cut by, where the job gives micro-batches a budget of tokens."""
         self.shares = BatchShares(self.job, self.plan, self.budget_of(dataset))
+        self._stream = dataset if isinstance(dataset, Stream) else None
 
     def budget_of(self, dataset: Any) -> TokenBudget | None:
         return token_budget(self.job, dataset, self.sequence.multiple)
@@ -153,7 +159,12 @@ class ForwardBackward:
             for batch, n in zip(map(self.sequence.cut, batches), counting, strict=True)
         ]
         running = self.sequence.running(blocks_here=self.has_blocks)
-        with axis_range(self.passes_name), running, self.cut_loss():
+        drawing = (
+            self.draws.step(self.plan.layout, self.at)
+            if self.draws is not None and train
+            else nullcontext()
+        )
+        with axis_range(self.passes_name), running, self.cut_loss(), drawing:
             loss_sum = self._passes(parts, train, n_microbatches or self.n_microbatches)
         return loss_sum if scale == 1.0 else loss_sum / scale, tokens
 
@@ -192,19 +203,28 @@ class ForwardBackward:
         """Forward (and backward) of every microbatch: the loss sum, a float64 scalar on the device;
         0 where another stage has it."""
         whole, *others = parts
+        drawing = self._drawing([batch for batch, _ in (whole, *others)]) if train else None
         pipeline = self.pipeline_of(_n_rows(whole[0]), n_microbatches)
         if pipeline is not None:
             batch, loss = whole
+            if drawing is not None:
+                drawing.begin(0, range(_n_rows(batch)))
             inputs, keywords = inputs_of(self.program, batch), keywords_of(self.program, batch)
-            return pipeline.run(inputs, keywords, _n_rows(batch), loss=loss, train=train).double()
+            if self.draws is not None:
+                self.draws.pause()  # a stage is first called with made-up values
+            return pipeline.run(
+                inputs, keywords, _n_rows(batch), loss=loss, train=train, draws=drawing
+            ).double()
         n = 1 if others else n_microbatches
         pieces = [
-            (batch, loss, rows)
-            for batch, loss in (whole, *others)
+            (which, batch, loss, rows)
+            for which, (batch, loss) in enumerate((whole, *others))
             for rows in cut_rows(_n_rows(batch), n)
         ]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for i, (batch, loss, rows) in enumerate(pieces, 1):
+        for i, (which, batch, loss, rows) in enumerate(pieces, 1):
+            if drawing is not None:
+                drawing.begin(which, rows)
             if train and len(pieces) > 1:
                 begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == len(pieces))
             value = loss(call_model(self.program, self.state.model, rows_in(batch, rows)), rows)
@@ -212,6 +232,29 @@ class ForwardBackward:
                 value.backward()
             total.add_(value.detach())
         return total
+
+    def _drawing(self, batches: list[Batch]) -> StepDraws | None:
+        """None = nothing is drawn, or nobody knows whose samples these are (a rehearsal)."""
+        if self.draws is None:
+            return None
+        step, seed = self.state.step, self.job.seed
+        cut = (
+            self.shares.cut(step)
+            if self._stream is None
+            else self.shares.cut_of(self._stream.positions(step), step)
+        )
+        keys = row_keys(seed, step, [part.ids for rank in cut for part in rank])
+        first = sum(len(rank) for rank in cut[: self.dp])
+        mine = keys[first : first + len(cut[self.dp])]
+        if [len(part) for part in mine] != [_n_rows(batch) for batch in batches]:
+            return None
+        return StepDraws(self.draws, mine, list(map(self._length, batches)), mixed(seed, step))
+
+    def _length(self, batch: Batch) -> int:
+        """Of the whole sequences of its samples; 0 where they have none."""
+        inputs = inputs_of(self.program, batch)
+        mine = next((x.shape[1] for x in tensors_in(inputs) if x.ndim > 1), 0)
+        return int(mine) * self.plan.layout.cp
 
     @property
     def n_microbatches(self) -> int:

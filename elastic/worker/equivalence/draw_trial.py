@@ -1,0 +1,230 @@
+"""What a program draws in its forward pass, and where: two passes, of two samples and of three,
+without values where that goes. What grows with the samples tells which dimension they are in."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from elastic.program import Program
+from elastic.worker.equivalence.forward_trace import (
+    Batch,
+    Tracer,
+    eager_flex_attention,
+    python_random,
+)
+from elastic.worker.equivalence.no_randomness import DROPOUT_AT
+from elastic.worker.equivalence.small_copy import whole_model
+from elastic.worker.parallel.context_parallel import tensors_in
+from elastic.worker.parallel.draw_requests import request_of
+from elastic.worker.parallel.keyed_draws import (
+    FUNCTIONS,
+    Draw,
+    DrawOperations,
+    DrawPlace,
+    Draws,
+    DrawTrial,
+)
+from elastic.worker.program.calls import call_model, inputs_of, loss_of
+
+log = logging.getLogger(__name__)
+
+# of a model that is tried with values where it cannot be without
+REAL_MOST_PARAMETERS = 100_000_000
+DRAWING = frozenset((
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "dropout_", "alpha_dropout_", "feature_dropout", "scaled_dot_product_attention",
+    "multi_head_attention_forward", "bernoulli", "bernoulli_", "rand", "rand_like", "randn",
+    "randn_like", "randint", "randint_like", "normal", "normal_", "uniform_", "exponential_",
+    "random_", "gumbel_softmax", "lstm", "gru",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Note:
+    sizes: tuple[int, ...]
+    operation: str
+    at: str  # module, file and line
+    unknown: str = ""  # why it cannot be keyed
+
+
+class _Function(TorchFunctionMode):
+    """Notes which torch function is under way."""
+
+    def __init__(self, notes: _Notes) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self.notes.function = self.notes.function, func
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.notes.function = before
+
+
+class _Notes(Draws):
+    """Of one pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[DrawPlace, _Note] = {}
+        self.calls: set[str] = set()
+        self.attending: set[str] = set()
+        self.left: set[str] = set()
+        self.function: Any = None
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with DrawOperations(self._drawn), _Function(self):
+            yield
+
+    def begin(self) -> None:
+        self.found, self._counts = {}, Counter()
+        self.block, self.on = "", True
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        asked = request_of(func, args, kwargs)
+        unknown = "" if asked is not None else _unknown(func, args, kwargs)
+        if asked is not None or unknown:
+            name = getattr(self.function, "__name__", "")
+            self.calls.add(name)
+            if self.function in DROPOUT_AT:
+                self.attending.add(self.module)
+            if asked is not None and _checkpointed():
+                self.left.add(self.module)
+                unknown = CHECKPOINTED
+            count = self._counts[self.block, self.module]
+            self._counts[self.block, self.module] += 1
+            sizes = tuple(asked.noise.shape) if asked is not None else ()
+            at = f"{self.module or 'forward'} ({Tracer.where()[0]})"
+            place = DrawPlace(self.block, self.module, count)
+            self.found[place] = _Note(sizes, func.overloadpacket.__name__, at, unknown)
+        return func(*args, **kwargs)
+
+
+def _unknown(func: Any, args: Any, kwargs: Any) -> str:
+    """Why what it draws cannot be keyed; '' = it draws nothing."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("generator") is not None:
+        return "from a generator of its own, which each rank has; leave the generator out"
+    if "dropout_p" in names and not given.get("dropout_p"):
+        return ""
+    return "by an operation that is not known to draw sample by sample; take torch.rand or randn"
+
+
+def _checkpointed() -> bool:
+    """Is a part of a module's own forward pass under way that will be computed again without the
+    rest of it, and so without what it is wrapped in?"""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not Draws.inside.__code__:
+        if frame.f_code.co_filename == CHECKPOINT:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def try_draws(program: Program, batch: Batch) -> DrawTrial:
+    """`batch`: on the CPU; of its samples the first is taken. Never raises for what the program
+    does."""
+    for device in ("meta", "cpu"):
+        try:
+            model = whole_model(program, device)
+            n_parameters = sum(p.numel() for p in model.parameters())
+            if device == "cpu" and n_parameters > REAL_MOST_PARAMETERS:
+                break
+            return _tried(program, model, batch, device=device)
+        except Exception as error:  # noqa: BLE001 - the user's model
+            log.info("what it draws was not seen: %s", " ".join(str(error).split())[:200])
+    return _by_names(program)
+
+
+def _tried(program: Program, model: nn.Module, batch: Batch, *, device: str) -> DrawTrial:
+    notes = _Notes()
+    notes.wrap(model, program, [name for name, _ in model.named_modules()])
+    program = replace(program, **notes.wrapped(program, FUNCTIONS))
+    two, drawn = _pass(program, notes, model, batch=batch, rows=2, device=device)
+    if not two:
+        return DrawTrial(problems=_python(drawn))
+    three, _ = _pass(program, notes, model, batch=batch, rows=3, device=device)
+    draws, problems = {}, []
+    for place, one in two.items():
+        other = three.get(place)
+        why = one.unknown or ("" if len(two) == len(three) else LOOP)
+        rows_at = None if other is None else _rows_at(one.sizes, other.sizes)
+        if not why and rows_at is not None:
+            draws[place] = Draw(one.sizes, rows_at)
+        else:
+            problems.append(f"{one.at} draws ({one.operation}) {why or SHAPE}: {TELLS}")
+    modules = tuple(dict.fromkeys(place.module for place in two))
+    length = next((x.shape[1] for x in tensors_in(inputs_of(program, batch)) if x.ndim > 1), 0)
+    return DrawTrial(
+        modules, tuple(notes.attending), tuple(notes.left), frozenset(notes.calls), draws, length,
+        (*dict.fromkeys(problems), *_python(drawn)),
+    )  # fmt: skip
+
+
+CHECKPOINT = str(torch.utils.checkpoint.__file__)
+CHECKPOINTED = (
+    "inside of a function that it checkpoints; checkpoint modules, or draw with one (nn.Dropout)"
+)
+TELLS = "each layout draws others, so losses differ a little between layouts"
+SHAPE = "a shape that says nothing of the samples; take one with the samples in one dimension"
+LOOP = "as often as there are samples; draw for all samples at once"
+
+
+def _python(drawn: str) -> tuple[str, ...]:
+    return (f"forward draws from {drawn}: {TELLS}; draw with torch instead",) if drawn else ()
+
+
+def _pass(
+    program: Program, notes: _Notes, model: nn.Module, *, batch: Batch, rows: int, device: str
+) -> tuple[dict[DrawPlace, _Note], str]:
+    """What is drawn, and from which random numbers that are not torch's."""
+    given = {key: torch.cat([x[:1]] * rows).to(device) for key, x in batch.items()}
+    model.train()
+    notes.begin()
+    quiet = warnings.catch_warnings(action="ignore")  # checkpointing misses gradients
+    with quiet, torch.no_grad(), python_random(0.0) as drawn, eager_flex_attention():
+        output = call_model(program, model, given)
+        try:
+            loss_of(program, output, given)
+        except Exception as error:  # noqa: BLE001 - the user's loss, on a device without values
+            log.info("what its loss draws was not seen: %s", " ".join(str(error).split())[:200])
+    return notes.found, next(iter(drawn), "")
+
+
+def _rows_at(two: tuple[int, ...], three: tuple[int, ...]) -> int | None:
+    """The dimension of the samples, -1 = none; None = it cannot be told."""
+    if len(two) != len(three):
+        return None
+    differ = [i for i, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+    if not differ:
+        return -1
+    (first, *more) = differ
+    return first if not more and 3 * two[first] == 2 * three[first] else None
+
+
+def _by_names(program: Program) -> DrawTrial:
+    """Of a model that cannot be followed: does it look as if it draws?"""
+    model = whole_model(program, "meta")
+    drops = any(
+        isinstance(value, float) and value > 0 and ("drop" in name.lower() or name == "p")
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "drop" in (type(module).__name__ + name).lower()
+    )
+    return DrawTrial(("",), calls=DRAWING) if drops else DrawTrial()
