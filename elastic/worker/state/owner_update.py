@@ -238,7 +238,7 @@ class OwnerUpdate:
         optimizer, kept = optimizers.owner(fqn), self.kept[fqn]
         state = optimizer.state.pop(self.wholes[fqn], {})
         try:
-            found = self._forms[fqn].leaves(state)
+            found = self._forms[fqn].leaves(state) if state else {}  # no step yet
             for name, value in found.items():
                 _write(name, value, kept[name])
         except ProgramError as error:

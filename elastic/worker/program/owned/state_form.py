@@ -20,13 +20,15 @@ from elastic.types import DTYPE_BYTES, OwnedEntry
 BEGUN = "begun"  # the entry that says which leaves are there: of the whole state, then of each
 NUMBERS = {"bool": "bool", "int": "int64", "float": "float64"}
 Tree = dict[str, Any]
+NONE: Tree = {"is": None}
 Get = Callable[[str], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class StateForm:
     """`tree`: {"dict": [[key, tree], ...]}, {"list": [...]}, {"tuple": [...]}, {"leaf": [name,
-    kind]} or {"is": value}."""
+    kind]} or {"is": value}. What is not there after each step is a {"maybe": tree}, None while its
+    leaves are missing, or in a dict an {"absent": tree}, which then has no key."""
 
     tree: Tree
 
@@ -105,17 +107,18 @@ def _under(name: str, key: Any) -> str:
 
 
 def _merged(one: Tree | None, other: Tree, name: str) -> Tree:
-    """A leaf may be missing, or None, after some of the steps."""
-    if one is None or one == other or one == {"is": None}:
+    """Of two steps."""
+    if one is None or one == other:
         return other
     (kind, was), (now, has) = next(iter(one.items())), next(iter(other.items()))
-    if other == {"is": None}:
-        return one
+    if kind == "maybe":
+        return one if other == NONE else {"maybe": _merged(was, other, name)}
+    if NONE in (one, other):
+        return {"maybe": _with_leaves(other if one == NONE else one, name)}
     if kind == now == "dict":
-        pairs = dict(map(tuple, was))
-        for key, tree in has:
-            pairs[key] = _merged(pairs.get(key), tree, _under(name, key))
-        return {"dict": [[key, tree] for key, tree in pairs.items()]}
+        old, new = dict(map(tuple, was)), dict(map(tuple, has))
+        keys = dict.fromkeys([*old, *new])
+        return {"dict": [[k, _of_key(old.get(k), new.get(k), _under(name, k))] for k in keys]}
     if kind == now and kind in ("list", "tuple") and len(was) == len(has):
         return {kind: [_merged(a, b, name) for a, b in zip(was, has, strict=True)]}
     if kind == now == "leaf" and {was[1], has[1]} == {"int", "float"}:
@@ -125,24 +128,60 @@ def _merged(one: Tree | None, other: Tree, name: str) -> Tree:
     )
 
 
+def _of_key(one: Tree | None, other: Tree | None, name: str) -> Tree:
+    if one is not None and "absent" in one:
+        return one if other is None else {"absent": _merged(one["absent"], other, name)}
+    if one is None or other is None:
+        there = one if other is None else other
+        assert there is not None
+        return {"absent": _with_leaves(there, name)}
+    return _merged(one, other, name)
+
+
+def _with_leaves(tree: Tree, name: str) -> Tree:
+    if not _leaves(tree):
+        raise ProgramError(
+            f"its state '{name}' comes and goes, and holds neither tensor nor number"
+        )
+    return tree
+
+
+def _leaves(tree: Tree) -> list[str]:
+    ((kind, content),) = tree.items()
+    if kind in ("maybe", "absent"):
+        return _leaves(content)
+    if kind == "leaf":
+        return [content[0]]
+    if kind == "is":
+        return []
+    parts = [part for _, part in content] if kind == "dict" else content
+    return [name for part in parts for name in _leaves(part)]
+
+
 def _built(tree: Tree, get: Get) -> Any:
     ((kind, content),) = tree.items()
     if kind == "is":
         return content
     if kind == "leaf":
-        name, what = content
-        value = get(name)
-        return value if value is None or what == "tensor" else value.item()
+        value = get(content[0])
+        return value if value is None or content[1] == "tensor" else value.item()
+    if kind in ("maybe", "absent"):
+        there = any(get(name) is not None for name in _leaves(content))
+        return _built(content, get) if there else None
     if kind == "dict":
         pairs = ((key, part, _built(part, get)) for key, part in content)
-        return {key: value for key, part, value in pairs if value is not None or "is" in part}
+        return {
+            key: value for key, part, value in pairs if value is not None or "absent" not in part
+        }
     items = [_built(part, get) for part in content]
     return items if kind == "list" else tuple(items)
 
 
 def _read(tree: Tree, value: Any, name: str, *, found: dict[str, Any]) -> None:
     ((kind, content),) = tree.items()
-    if value is None and kind != "is":
+    if kind in ("maybe", "absent"):
+        if value is not None:
+            _read(content, value, name, found=found)
         return
     if kind == "leaf":
         tensor = isinstance(value, torch.Tensor)
@@ -150,18 +189,18 @@ def _read(tree: Tree, value: Any, name: str, *, found: dict[str, Any]) -> None:
             found[content[0]] = value
             return
     elif kind == "is":
-        if value == content or value is None:
+        if value == content:
             return
     elif kind == "dict" and isinstance(value, Mapping):
         known = dict(map(tuple, content))
+        strange = [key for key in value if key not in known]
+        missing = [key for key, part in content if key not in value and "absent" not in part]
+        if strange or missing:
+            raise _changed(_under(name, (strange or missing)[0]))
         for key, one in value.items():
-            if key not in known:
-                raise _changed(_under(name, key))
             _read(known[key], one, _under(name, key), found=found)
         return
-    elif (
-        kind in ("list", "tuple") and isinstance(value, list | tuple) and len(value) == len(content)
-    ):
+    elif kind != "dict" and isinstance(value, list | tuple) and len(value) == len(content):
         for part, one in zip(content, value, strict=True):
             _read(part, one, name, found=found)
         return

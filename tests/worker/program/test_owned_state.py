@@ -1,0 +1,129 @@
+"""What an optimizer keeps for a whole tensor, as a form and boxes: nested, of any shape, and back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.errors import ProgramError
+from elastic.types import Layout, OwnedEntry
+from elastic.worker.program.owned.state_form import BEGUN, StateForm, form_of
+from elastic.worker.session.generation import Generation
+
+ONE, TWO = torch.ones(2, 3), torch.full((), 2.0)
+STATE: dict[Any, Any] = {
+    "step": 3, "beta": 0.5, "on": True, "mode": "fast", "none": None, 7: TWO,
+    "GG": [ONE, [], (ONE * 2, 4)], "deep": {"a": {"b": ONE * 3}},
+}  # fmt: skip
+
+
+def boxes_of(form: StateForm, state: dict[Any, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(value) for name, value in form.leaves(state).items()}
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def test_a_nested_state_comes_back_as_it_was() -> None:
+    form, owned = form_of([STATE])
+    assert owned[0] == OwnedEntry(BEGUN, (9,), "uint8", on_host=True)
+    assert [(e.name, e.shape, e.dtype, e.on_host) for e in owned[1:]] == [
+        ("step", (), "int64", True), ("beta", (), "float64", True), ("on", (), "bool", True),
+        ("7", (), "float32", True), ("GG/0", (2, 3), "float32", False),
+        ("GG/2/0", (2, 3), "float32", False), ("GG/2/1", (), "int64", True),
+        ("deep/a/b", (2, 3), "float32", False),
+    ]  # fmt: skip
+    again = StateForm.parse(form.text())
+    assert again == form
+    assert equal(again.build(boxes_of(form, STATE).get), STATE)
+
+
+def test_what_comes_with_the_second_step_is_missing_before_it() -> None:
+    """None stays None, and no key stays no key: optimizers ask for either."""
+    early: dict[Any, Any] = {"Q": None, "step": 0, "n": None}
+    late = {"Q": [ONE, ONE], "step": 1, "n": 3, "momentum": ONE, "deep": {"rate": 0.5}}
+    form, owned = form_of([early, late, late])
+    names = ["step", "Q/0", "Q/1", "n", "momentum", "deep/rate"]
+    assert [entry.name for entry in owned[1:]] == names
+    for state in (early, late):
+        assert equal(form.build(boxes_of(form, state).get), state)
+    other, _ = form_of([late, early, late])
+    assert equal(other.build(boxes_of(other, early).get), early)
+    with pytest.raises(ProgramError, match="its state 'step' is not what"):
+        form.leaves({"Q": None, "n": None})
+    with pytest.raises(ProgramError, match="'mode' comes and goes, and holds neither tensor nor"):
+        form_of([{}, {"mode": "fast"}])
+
+
+def test_a_whole_number_may_become_a_fraction() -> None:
+    form, owned = form_of([{"rate": 1}, {"rate": 0.5}, {"rate": 1}])
+    assert owned[1].dtype == "float64" and form.leaves({"rate": 1}) == {"rate": 1}
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ([{"a": ONE}, {"a": ONE[:1]}], "'a' is float32 .2, 3. after one step and float32 .1, 3."),
+        ([{"a": {"b": object()}}], "'a/b' is a object; it may hold tensors, numbers"),
+        ([{"a": ONE}, {"a": [ONE]}], "'a' is of one kind after one step, of another after another"),
+        ([{"a": "x"}, {"a": "y"}], "'a' is of one kind after one step"),
+        ([{"a.b": ONE}], r"has the key 'a\.b'; keys may be numbers and texts without \. and /"),
+        ([{"a": ONE.to_sparse()}], "'a' is a tensor of float32, torch.sparse_coo"),
+        ([{"a": ONE.to(torch.complex64)}], "'a' is a tensor of complex64"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(states: list[dict[Any, Any]], said: str) -> None:
+    with pytest.raises(ProgramError, match=said):
+        form_of(states)
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"new": ONE}, "new"),
+        ({"step": None}, "step"),
+        ({"deep": {"a": {"c": ONE}}}, "deep/a/c"),
+        ({"GG": [ONE]}, "GG"),
+        ({"mode": "slow"}, "mode"),
+        ({"step": "three"}, "step"),
+        ({7: 2.0}, "7"),
+        ({"deep": [ONE]}, "deep"),
+        ({"GG": {}}, "GG"),
+    ],
+)
+def test_another_form_than_in_the_trial_is_refused(state: dict[Any, Any], name: str) -> None:
+    form, _ = form_of([STATE])
+    with pytest.raises(
+        ProgramError, match=f"its state '{name}' is not what the steps of the trial"
+    ):
+        form.leaves(STATE | state)
+
+
+@pytest.mark.parametrize(
+    ("by_owners", "layout", "step"),
+    [
+        (False, Layout(dp_replicate=2), 7),
+        (True, Layout(dp_replicate=2), -1),
+        (True, Layout(pp=2), 7),
+    ],
+)
+def test_a_step_that_needs_the_others_is_not_rolled_forward_to(
+    by_owners: bool, layout: Layout, step: int
+) -> None:
+    generation = SimpleNamespace(
+        place=SimpleNamespace(profile=SimpleNamespace(by_owners=by_owners)),
+        plan=SimpleNamespace(layout=layout),
+        stepper=SimpleNamespace(pending=SimpleNamespace(step=7)),
+        device_lost=False,
+    )
+    assert Generation.pending_step.fget(generation) == step
