@@ -133,9 +133,10 @@ def holders_of(resume: Resume, everyone: Sequence[WorkerId]) -> dict[int, tuple[
     replica)."""
     assert resume.layout is not None
     index = {worker: i for i, worker in enumerate(everyone)}
-    keys: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
+    keys = [replica_key(resume.layout, rank) for rank in range(resume.layout.world_size)]
+    held: dict[tuple[int, int, int, int], dict[int, None]] = {key: {} for key in keys}
     for holding in resume.holdings:
-        key, who = replica_key(resume.layout, holding.rank), index[holding.worker]
-        if who not in keys.setdefault(key, ()):
-            keys[key] += (who,)
-    return {r: keys.get(replica_key(resume.layout, r), ()) for r in range(resume.layout.world_size)}
+        key = replica_key(resume.layout, holding.rank)
+        held.setdefault(key, {})[index[holding.worker]] = None
+    found = {key: tuple(who) for key, who in held.items()}
+    return {rank: found[key] for rank, key in enumerate(keys)}
