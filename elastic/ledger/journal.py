@@ -23,7 +23,7 @@ import os
 import re
 import types as python_types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -113,7 +113,7 @@ def _plain(value: Any) -> Any:
         if all(isinstance(key, str | int) for key in value):
             return {str(key): _plain(item) for key, item in value.items()}
         return [[_plain(key), _plain(item)] for key, item in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | Set):
         return [_plain(item) for item in value]
     return str(value)
 
@@ -157,7 +157,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if origin is tuple and Ellipsis not in args:
         readers = [_reader(arg) for arg in args]
         return lambda value: tuple(read(v) for read, v in zip(readers, value, strict=True))
-    if origin in (tuple, frozenset):
+    if origin in (tuple, frozenset, Set):
         item, kind = _reader(args[0]), tuple if origin is tuple else frozenset
         return lambda value: kind([item(v) for v in value])
     if origin in (dict, Mapping):

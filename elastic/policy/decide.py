@@ -233,7 +233,7 @@ def _starting(state: State, now_s: float) -> Decision | None:
     if state.away and newest.source in ("durable", "fresh"):
         return Decision((), f"waits to begin from {from_where(newest)}: {stopping.away(state)}")
     resume = recovery.comparable(state, choice.layout, newest)
-    choice = _told(state, choice, resume, now_s)
+    choice = _told(state, choice, resume, now_s=now_s)
     cause = CAUSES[failure.cause] if failure else "start"
     if failure is None and state.asked is not None:
         cause = state.asked.cause or cause
@@ -260,7 +260,7 @@ def _startable(state: State, now_s: float) -> Choice:
     return choice_of(state, (*drain.usable(state, now_s), *given_up))
 
 
-def _told(state: State, choice: Choice, resume: Resume, now_s: float) -> Choice:
+def _told(state: State, choice: Choice, resume: Resume, *, now_s: float) -> Choice:
     """Without axes of which nothing would tell whether they compute the same: those that cut the
     model or its sequences, where there is any other layout; dp, which cuts the samples alone, where
     one on as many workers would be told."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from elastic.errors import StateLost
 from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle, bundles
 from elastic.reshard.rank_boxes import Placed, Region
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile
+from elastic.types.grid import replica_key
 
 # parts that several could send are cut along dimension 0 to at most this, so that several do
 SPREAD_BYTES = 64 << 20
@@ -122,38 +122,38 @@ def _routes(bundle: TensorBundle, overlaps: Overlaps, held: Holdings) -> tuple[R
 
 
 def _spread(found: Sequence[tuple[Routes, Ints, Ints]], n_participants: int) -> None:
-    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first;
-    those that can send a part have a heap of bytes when they were looked at, place among them, and
-    sender: nobody's bytes become fewer."""
-    sums = np.zeros(n_participants, dtype=np.int64)
+    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first."""
+    sent = np.zeros(n_participants, dtype=np.int64)
     # in order: number of senders, -bytes; bundle, part, place of the senders
     shared: list[tuple[int, int, int, int, int]] = []
     for b, (routes, place, able) in enumerate(found):
         alone = (able == 1) & (routes.senders[:, 0] != routes.destination)
         np.add.at(
-            sums, routes.senders[alone, 0], routes.n_bytes[alone] * len(routes.bundle.tensors)
+            sent, routes.senders[alone, 0], routes.n_bytes[alone] * len(routes.bundle.tensors)
         )
         some = np.flatnonzero(able > 1)
         rows = (able[some], -routes.n_bytes[some], np.full_like(some, b), some, place[some])
         shared += zip(*(row.tolist() for row in rows), strict=True)
     shared.sort()
-    sent: list[int] = sums.tolist()
-    queues: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for n, minus_bytes, b, i, first in shared:
         routes = found[b][0]
-        key = (id(routes.givers), first)
-        if key not in queues:
-            queues[key] = [
-                (0, k, sender)
-                for k, sender in enumerate(routes.givers.who[first : first + n].tolist())
-            ]
-        queue, chosen = queues[key], []
-        for _ in routes.bundle.tensors:
-            while (n_bytes := sent[queue[0][2]]) > queue[0][0]:
-                heapreplace(queue, (n_bytes, *queue[0][1:]))
-            sent[queue[0][2]] -= minus_bytes
-            chosen.append(queue[0][2])
+        who = routes.givers.who[first : first + n]
+        chosen = who[least_loaded(sent[who], -minus_bytes, len(routes.bundle.tensors))]
+        np.add.at(sent, chosen, -minus_bytes)
         routes.senders[i] = chosen
+
+
+def least_loaded(loads: Ints, amount: int, times: int) -> Ints:
+    """Places of `loads`: each time the one with the least, of equal ones the first, which then has
+    so much more. All times at once: these are the least of what each would have after 0, 1, 2 ...
+    times. None is chosen at more than what the m with the least would have if they alone were."""
+    n, above = len(loads), loads - loads.min()
+    together = np.cumsum(np.sort(above)) + times * amount
+    most = int((together // np.arange(1, n + 1)).min()) + amount
+    often = np.maximum(0, (most - above) // amount + 1)
+    each = np.arange(n).repeat(often)
+    after = above[each] + amount * runs(np.zeros_like(often), often)
+    return np.sort(after * n + each)[:times] % n
 
 
 def runs(first: Ints, n: Ints) -> Ints:
@@ -162,15 +162,26 @@ def runs(first: Ints, n: Ints) -> Ints:
     return (first - (ends - n)).repeat(n) + np.arange(ends[-1] if len(ends) else 0)
 
 
+def alike(
+    source: Side, holders: Mapping[int, tuple[int, ...]]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Of ranks with equal boxes that the same participants hold (`holders_of` gives them the same
+    tuple) the first: under plain data parallelism each of thousands has the boxes of each."""
+    found: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
+    for rank, held in holders.items():
+        key = replica_key(source.layout, rank, source.model.by_owners)
+        found.setdefault((key, id(held)), (rank, held))
+    return list(found.values())
+
+
 class Holdings:
     """Which participants have which old ranks' boxes; `nodes`: of each participant."""
 
     def __init__(
         self, source: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
     ) -> None:
-        pairs = [
-            (rank, who) for rank in range(source.layout.world_size) for who in holders.get(rank, ())
-        ]
+        known = {rank: holders[rank] for rank in range(source.layout.world_size) if rank in holders}
+        pairs = [(rank, who) for rank, held in alike(source, known) for who in held]
         self._source = source
         self._ranks, self._who = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         names = {name: i for i, name in enumerate(dict.fromkeys(nodes))}

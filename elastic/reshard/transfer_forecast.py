@@ -17,8 +17,8 @@ import numpy as np
 
 from elastic.reshard.chunks import chunk_bytes, sizes_of, staging_bytes
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, set_up_bytes
-from elastic.reshard.pieces import Cut, Ints, Side, bytes_of
-from elastic.reshard.routes import routes_between
+from elastic.reshard.pieces import Cut, Ints, Side, bytes_of, distinct
+from elastic.reshard.routes import alike, routes_between
 from elastic.types import Layout, ModelProfile, Move
 
 LEAST_S = 0.02  # agreement on the step, sums, last answers
@@ -133,7 +133,7 @@ def beside_torch(layout: Layout, sent: tuple[Ints, Ints, Ints], node: Ints) -> l
     senders, destinations, _ = sent
     moved = senders != destinations
     one, other = senders[moved], destinations[moved]
-    pairs = np.unique(np.concatenate([one * n + other, other * n + one]))
+    pairs = distinct(np.concatenate([one * n + other, other * n + one]))
     here, there = np.divmod(pairs, n)
     peers = np.bincount(here, minlength=n)
     in_node = np.bincount(here[node[here] == node[there]], minlength=n)
@@ -164,7 +164,7 @@ def memory(
     sizes = sizes_of(room.device_type)
     old_bytes, new_bytes = bytes_of(source, padded=True), bytes_of(target)
     before: dict[int, int] = defaultdict(int)
-    for rank, participants in holders.items():
+    for rank, participants in alike(source, holders):
         for participant in participants:
             before[participant] = max(before[participant], old_bytes[rank])
     after = {p: new_bytes[p] if p < len(new_bytes) else 0 for p in range(n_participants)}

@@ -124,10 +124,11 @@ def holders_of(
     replica, unless they are `alone`: see replica_key)."""
     assert resume.layout is not None
     index = {worker: i for i, worker in enumerate(everyone)}
-    keys: dict[tuple[int, ...], tuple[int, ...]] = {}
     layout = resume.layout
+    keys = [replica_key(layout, rank, alone) for rank in range(layout.world_size)]
+    held: dict[tuple[int, ...], dict[int, None]] = {key: {} for key in keys}
     for holding in resume.holdings:
-        key, who = replica_key(layout, holding.rank, alone), index[holding.worker]
-        if who not in keys.setdefault(key, ()):
-            keys[key] += (who,)
-    return {r: keys.get(replica_key(layout, r, alone), ()) for r in range(layout.world_size)}
+        key = replica_key(layout, holding.rank, alone)
+        held.setdefault(key, {})[index[holding.worker]] = None
+    found = {key: tuple(who) for key, who in held.items()}
+    return {rank: found[key] for rank, key in enumerate(keys)}

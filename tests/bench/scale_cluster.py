@@ -102,7 +102,7 @@ class Worker:
         if self.plan is not None and not self.left:
             self.leave()
         self.plan, self.left = plan, False
-        self.rank = plan.ranks.index(self.me) if self.me in plan.ranks else -1
+        self.rank = self.cluster.rank(plan, self.me)
         self.step = plan.resume.step
         if self.rank == 0:
             self.say(PlanEntered(plan.generation, self.step))
@@ -185,6 +185,14 @@ class MadeUpCluster:
     n_nodes: int = 0
     workers: list[Worker] = field(default_factory=list)
     first: Worker | None = None  # rank 0 of the newest generation
+    ranked: Plan | None = None
+    ranks: dict[WorkerId, int] = field(default_factory=dict)
+
+    def rank(self, plan: Plan, worker: WorkerId) -> int:
+        """-1: it has none. Each real one looks for itself, in a process of its own."""
+        if self.ranked is not plan:
+            self.ranked, self.ranks = plan, {one: rank for rank, one in enumerate(plan.ranks)}
+        return self.ranks.get(worker, -1)
 
     def store_last(self, plan: Plan) -> None:
         """The last step is saved by all, and they leave."""

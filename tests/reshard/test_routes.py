@@ -19,6 +19,7 @@ from support.reshard.reshard_cases import Cut, lost_tensor, random_cut, random_m
 from elastic.errors import InternalError, StateLost
 from elastic.reshard.pieces import Side, bytes_of
 from elastic.reshard.rank_boxes import Region, boxes, meet, state_specs
+from elastic.reshard.routes import alike, least_loaded
 from elastic.reshard.transfers import check_cover, plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
@@ -333,3 +334,29 @@ def test_64_ranks_and_4500_tensors_in_a_second() -> None:
         )
         assert len(mine) > 10_000
     assert time.process_time() - started < 3.0  # 0.25 s on an idle core
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_parts_at_once_go_where_one_after_the_other_would(seed: int) -> None:
+    chance = Random(seed)
+    loads = [chance.choice([0, 3, 3, chance.randrange(1000)]) for _ in range(chance.randint(1, 30))]
+    amount, times = chance.choice([1, 7, 400]), chance.randint(1, 80)
+    left, chosen = list(loads), []
+    for _ in range(times):
+        chosen.append(min(range(len(left)), key=lambda k: (left[k], k)))
+        left[chosen[-1]] += amount
+    assert least_loaded(np.array(loads), amount, times).tolist() == chosen
+
+
+def test_equal_holders_of_equal_boxes_are_looked_at_once() -> None:
+    """Plain data parallelism: each of n ranks holds what each other does."""
+    layout, everyone = Layout(dp_replicate=300, dp_shard=2), tuple(range(0, 600, 2))
+    shared = {0: everyone, 1: tuple(k + 1 for k in everyone)}
+    holders = {rank: shared[rank % 2] for rank in range(600)}
+    model = random_model(Random(0))
+    side = Side(model, (layout, (model.n_blocks,)))
+    assert alike(side, holders) == [(0, shared[0]), (1, shared[1])]
+    apart = {rank: (rank,) for rank in range(600)}
+    assert alike(side, apart) == list(apart.items())
+    owned = random_model(Random(0), owners=True)
+    assert alike(Side(owned, (layout, (owned.n_blocks,))), holders) == list(holders.items())

@@ -177,8 +177,9 @@ class RayBackend:
             os.kill(os.getpid(), signal.SIGKILL)
         while not self._closed:
             self.hold.check(self.survey.head_lost)
+            hold_s = self.worker_group.hold_s
             for worker in self.worker_group.open_polls():
-                self.liveness.called(worker)
+                self.liveness.called(worker, hold_s)
             events = self._round(until_s)
             if events or (until_s is not None and self.now_s() >= until_s):
                 return events

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 HELD_S = 20.0  # how long a lookout without news holds a question
 ROUND_S = 0.5
+TOGETHER_S = 0.05  # in which answers of several nodes are taken together
 AGAIN_S = 5.0  # until a lookout that has ended is started again
 DRAIN_LEAST_S = 1.0
 
@@ -52,6 +53,7 @@ class NoticeWatchers:
         self._wanted: Mapping[str, str] = {}
         self._actors: dict[str, tuple[str, Any]] = {}  # node id -> Ray id, actor
         self._asked: dict[Any, tuple[str, int]] = {}  # answer to come -> node id, version seen
+        self._placed: Mapping[str, str] | None = None  # what was wanted when all of it was there
         self._not_before_s: dict[str, float] = {}
         self._news: SimpleQueue[tuple[str, NoticeReport]] = SimpleQueue()
         self._ended = threading.Event()
@@ -60,7 +62,8 @@ class NoticeWatchers:
 
     def keep(self, nodes: Mapping[str, str]) -> None:
         """`nodes`: node id -> Ray id, all that are to be watched from now on."""
-        self._wanted = dict(nodes)
+        if self._wanted != nodes:
+            self._wanted = dict(nodes)
 
     def take(self) -> list[tuple[str, NoticeReport]]:
         """What has come since the last call."""
@@ -88,6 +91,8 @@ class NoticeWatchers:
 
     def _place(self) -> None:
         wanted, now_s = self._wanted, time.monotonic()
+        if wanted is self._placed:
+            return
         for node_id, (ray_id, _) in list(self._actors.items()):
             if wanted.get(node_id) != ray_id:
                 self._end(node_id)
@@ -101,6 +106,7 @@ class NoticeWatchers:
             ).remote()
             self._actors[node_id] = (ray_id, actor)
             self._ask(node_id, 0)
+        self._placed = wanted if len(self._actors) == len(wanted) else None
 
     def _ask(self, node_id: str, seen: int) -> None:
         self._asked[self._actors[node_id][1].news.remote(seen, HELD_S)] = (node_id, seen)
@@ -109,7 +115,11 @@ class NoticeWatchers:
         if not self._asked:
             self._ended.wait(ROUND_S)
             return
-        ready, _ = ray.wait(list(self._asked), num_returns=1, timeout=ROUND_S)
+        refs = list(self._asked)
+        ready, _ = ray.wait(refs, num_returns=1, timeout=ROUND_S)
+        if ready and len(refs) > 1:  # all that there are, in one round: each looks at all refs
+            self._ended.wait(TOGETHER_S)
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in ready:
             node_id, seen = self._asked.pop(ref)
             try:
@@ -124,6 +134,7 @@ class NoticeWatchers:
 
     def _end(self, node_id: str) -> None:
         _, actor = self._actors.pop(node_id)
+        self._placed = None
         self._asked = {ref: asked for ref, asked in self._asked.items() if asked[0] != node_id}
         try:
             ray.kill(actor)

@@ -35,6 +35,8 @@ from elastic.version import versions
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how long a worker without news holds a poll
+# of workers without news; above, they hold theirs longer: a poll takes the driver about 1 ms
+POLLS_PER_S = 1000
 FENCE_MOST_S = 2.0  # a worker that has not answered by then says nothing of other drivers
 ASKED_MOST = 16  # workers: a driver that attaches speaks to all of them
 PASSPORT_MOST_S = 10.0
@@ -111,6 +113,11 @@ class WorkerGroup:
     _closed: bool = False
 
     # --------------------------------------------------------------------------------- who is there
+
+    @property
+    def hold_s(self) -> float:
+        """How long a worker without news holds a poll: with news each answers at once."""
+        return max(POLL_S, len(self._members) / POLLS_PER_S)
 
     def workers(self, node_id: str | None = None) -> list[WorkerId]:
         with self._lock:
@@ -330,9 +337,10 @@ class WorkerGroup:
         that a poll is open with."""
         with self._lock:
             self._reach(time.monotonic())
+            hold_s = self.hold_s
             for worker, member in self._members.items():
                 if member.poll is None and worker.node_id not in self._cut:
-                    member.poll = member.actor.poll.remote(self.setup.epoch, member.seen, POLL_S)
+                    member.poll = member.actor.poll.remote(self.setup.epoch, member.seen, hold_s)
             return list(self._members)
 
     def collect(self, wait_s: float) -> list[PollAnswer | BrokenWorker]:

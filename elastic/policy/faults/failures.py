@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.policy import restarts
 from elastic.policy.faults import refused_layouts
-from elastic.policy.state.layered import with_entry, without_entry
+from elastic.policy.state.layered import with_entry, with_member, without_entry, without_member
 from elastic.policy.state.state import Failure, State
 from elastic.types import (
     DigestChecked,
@@ -344,20 +344,21 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
         if forward and event.pending_step == forward.step:
             return replace(state, **told)  # said before it had the order to apply it
         return replace(
-            state, **told, aborting=replace(state.aborting, owing=state.aborting.owing - {worker})
+            state,
+            **told,
+            aborting=replace(state.aborting, owing=without_member(state.aborting.owing, worker)),
         )
     if state.job.restarted:
         return restarts.left(state, event, at_s)
     for current in (state.plan, state.target):
         if current and event.generation == current.generation and worker not in current.workers:
-            sent = frozenset(s for s in state.sent if s[0] == event.generation) | {
-                (event.generation, worker)
-            }
+            same = next(iter(state.sent), (0,))[0] == event.generation  # as all of them, then
+            sent = with_member(state.sent if same else frozenset(), (event.generation, worker))
             return replace(state, **told, sent=sent)
     plan = state.plan
     if plan is None or event.generation != plan.generation or worker not in plan.workers:
         return replace(state, **told)
-    state = replace(state, **told, quiesced=state.quiesced | {worker})
+    state = replace(state, **told, quiesced=with_member(state.quiesced, worker))
     if state.quiescing or state.target or event.step >= state.steps:
         return state
     return failed(

@@ -1,5 +1,5 @@
-"""A mapping that is never changed in place, of which one with another entry costs the root of its
-size, not all of it.
+"""A mapping, and a set, that are never changed in place, of which one with another entry costs the
+root of its size, not all of it.
 
 What each of thousands of workers says when a generation ends is one event, and each event makes a
 new State.
@@ -8,7 +8,7 @@ new State.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -76,3 +76,47 @@ def without_entry(of: Mapping[K, V], key: K) -> Mapping[K, V]:
     if key not in base:
         return Layered(base, {k: v for k, v in above.items() if k != key}, len(of) - 1)
     return _with(of, key, _GONE, n=len(of) - 1)
+
+
+class LayeredSet(Set[K], Generic[K]):
+    """The keys of such a mapping."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, members: Iterable[K] = ()) -> None:
+        self._of: Mapping[K, None] = dict.fromkeys(members)
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._of
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __hash__(self) -> int:
+        return self._hash()
+
+    def __repr__(self) -> str:
+        return repr(set(self))
+
+
+def with_member(of: Set[K], member: K) -> Set[K]:
+    """`of` with this one."""
+    return _of_keys(with_entry(_keys(of), member, None))
+
+
+def without_member(of: Set[K], member: K) -> Set[K]:
+    """`of` without this one."""
+    return _of_keys(without_entry(_keys(of), member))
+
+
+def _keys(of: Set[K]) -> Mapping[K, None]:
+    return of._of if isinstance(of, LayeredSet) else dict.fromkeys(of)
+
+
+def _of_keys(of: Mapping[K, None]) -> LayeredSet[K]:
+    found: LayeredSet[K] = LayeredSet()
+    found._of = of
+    return found

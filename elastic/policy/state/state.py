@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
@@ -99,7 +99,7 @@ class Aborting:
 
     generation: int
     at_s: float
-    owing: frozenset[WorkerId]
+    owing: Set[WorkerId]
     failure: Failure
     # the step that those who missed its commit were told to apply; at most once
     forward: RollForward | None = None
@@ -246,9 +246,9 @@ class State:
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
     quiescing: tuple[int, float] | None = None  # generation, since when
-    quiesced: frozenset[WorkerId] = frozenset()  # workers that have left the running generation
+    quiesced: Set[WorkerId] = frozenset()  # workers that have left the running generation
     # generation, worker that only sent to it and has left
-    sent: frozenset[tuple[int, WorkerId]] = frozenset()
+    sent: Set[tuple[int, WorkerId]] = frozenset()
     # of a script that is restarted: the order behind `quiescing`, kept until the next generation
     asked: Quiesce | None = None
     # the same: workers whose processes have ended by themselves, and well

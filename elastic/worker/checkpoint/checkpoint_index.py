@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from elastic.errors import SpecError, StorageDamaged
 from elastic.ledger import lease
@@ -40,6 +41,10 @@ class CheckpointInfo:
     world_size: int
 
 
+# of each storage that this process has open: folder -> what its marker says
+_READ: MutableMapping[Storage, dict[str, CheckpointInfo]] = WeakKeyDictionary()
+
+
 def read_marker(storage: Storage, folder: str) -> Marker | None:
     """None without a marker. Raises Damaged when it is not whole."""
     key = f"{folder}/{MARKER}" if folder else MARKER
@@ -53,39 +58,68 @@ def read_marker(storage: Storage, folder: str) -> Marker | None:
 def find(storage: Storage, problems: list[str] | None = None) -> list[CheckpointInfo]:
     """Committed checkpoints of a run, newest first; markers that are not whole are left out (and
     told in `problems`)."""
+    return _found(storage, _folders(storage), problems)
+
+
+def committed(storage: Storage) -> list[CheckpointInfo]:
+    """As `find`, but a marker that was read for this storage before is not read again: it is
+    written once, and a folder's name never stands for another checkpoint. For what is asked at
+    each save: a marker names the files of all ranks."""
+    known = _READ.setdefault(storage, {})
+    names = _folders(storage)
+    new = _found(storage, [name for name in names if name not in known])
+    known |= {found.uri.rpartition("/")[2]: found for found in new}
+    for gone in known.keys() - set(names):
+        del known[gone]
+    return sorted(known.values(), key=_by_step, reverse=True)
+
+
+def _by_step(found: CheckpointInfo) -> tuple[int, int]:
+    return found.step, found.generation
+
+
+def _folders(storage: Storage) -> list[str]:
+    """Of checkpoints, those whose save is not finished included. Their files, which are as many as
+    ranks, are not listed."""
+    names = open_storage(storage.uri_of(FOLDER)).folders()
+    return [name for name in names if FOLDER_NAME.fullmatch(name)]
+
+
+def _found(
+    storage: Storage, names: Sequence[str], problems: list[str] | None = None
+) -> list[CheckpointInfo]:
     out = []
-    for key in storage.list(f"{FOLDER}/"):
-        _, folder, *rest = key.split("/")
-        match = FOLDER_NAME.fullmatch(folder)
-        if rest != [MARKER] or match is None:
-            continue
-        try:
-            marker = read_marker(storage, f"{FOLDER}/{folder}")
-            if marker is None:
-                continue
-            if (marker.step, marker.generation) != (int(match[1]), int(match[2])):
-                raise Damaged(
-                    f"{storage.uri_of(key)}: it is the marker of step {marker.step}, generation "
-                    f"{marker.generation}"
-                )
-        except Damaged as error:
-            if problems is not None:
-                problems.append(str(error))
-            continue
-        uri = storage.uri_of(f"{FOLDER}/{folder}")
-        n_bytes = sum(note.n_bytes for note in marker.files)
-        out.append(
-            CheckpointInfo(
-                marker.step,
-                marker.generation,
-                uri,
-                marker.meta,
-                n_bytes,
-                marker.epoch,
-                marker.world_size,
-            )
+    for found in storage.each(partial(_info, storage, name) for name in names):
+        if isinstance(found, CheckpointInfo):
+            out.append(found)
+        elif found is not None and problems is not None:
+            problems.append(str(found))
+    return sorted(out, key=_by_step, reverse=True)
+
+
+def _info(storage: Storage, folder: str) -> CheckpointInfo | Damaged | None:
+    """None without a marker."""
+    try:
+        marker = read_marker(storage, f"{FOLDER}/{folder}")
+    except Damaged as error:
+        return error
+    if marker is None:
+        return None
+    uri, match = storage.uri_of(f"{FOLDER}/{folder}"), FOLDER_NAME.fullmatch(folder)
+    if match is None or (marker.step, marker.generation) != (int(match[1]), int(match[2])):
+        return Damaged(
+            f"{uri}/{MARKER}: it is the marker of step {marker.step}, generation "
+            f"{marker.generation}"
         )
-    return sorted(out, key=lambda found: (found.step, found.generation), reverse=True)
+    return CheckpointInfo(
+        marker.step,
+        marker.generation,
+        uri,
+        marker.meta,
+        sum(note.n_bytes for note in marker.files),
+        marker.epoch,
+        marker.world_size,
+    )
 
 
 def verify(
@@ -125,11 +159,11 @@ def clean(storage: Storage, epoch: int, below_step: int | None = None) -> list[s
     Only folders without a marker, whole or not, under this run; raises Fenced when a newer driver
     (epoch) has taken over.
     """
-    kept = {key.split("/")[1] for key in storage.list(f"{FOLDER}/") if key.endswith(f"/{MARKER}")}
     removed = []
-    for folder in sorted({key.split("/")[1] for key in storage.list(f"{FOLDER}/")} - kept):
+    for folder in _folders(storage):
         match = FOLDER_NAME.fullmatch(folder)
-        if match and (below_step is None or int(match[1]) < below_step):
+        wanted = match and (below_step is None or int(match[1]) < below_step)
+        if wanted and not storage.exists(f"{FOLDER}/{folder}/{MARKER}"):
             check_epoch(
                 storage, epoch, f"{storage.uri}: the driver of epoch {epoch} may not clean it"
             )
@@ -142,7 +176,7 @@ def newest_epoch(storage: Storage) -> int:
     """Of the drivers that have committed, and of the one that has taken the run over and may not
     have yet; 0 = none."""
     sign = lease.newest(storage)
-    return max([0 if sign is None else sign.epoch, *(item.epoch for item in find(storage))])
+    return max([0 if sign is None else sign.epoch, *(item.epoch for item in committed(storage))])
 
 
 def check_epoch(storage: Storage, epoch: int, what: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from elastic.errors import ElasticError
 from elastic.storage import Storage
 from elastic.worker.checkpoint.checkpoint_format import MARKER, folder_of
-from elastic.worker.checkpoint.checkpoint_index import find
+from elastic.worker.checkpoint.checkpoint_index import committed
 
 GB = 1e9
 OVERHEAD = 1.02  # indexes and the framing of blobs
@@ -47,7 +47,7 @@ def check_space(
 def _check_quota(
     storage: Storage, copy: tuple[int, int], all_bytes: int, *, quota_gb: float
 ) -> None:
-    others = [found for found in find(storage) if (found.step, found.generation) != copy]
+    others = [found for found in committed(storage) if (found.step, found.generation) != copy]
     used = sum(found.n_bytes for found in others)
     if used + all_bytes > quota_gb * GB:
         raise NoRoom(

@@ -60,6 +60,7 @@ class _Seen:
     phase: str = "starting"
     progress: int = -1
     waited_s: float = 0.0  # since the call that is not answered yet was made; 0 = none is open
+    may_wait_s: float = 0.0  # that call
     open: bool = False
     still_s: float = 0.0  # since its progress changed
     quiet_s: float = 0.0  # the same, or since it began a collective
@@ -80,9 +81,10 @@ def patience_s(job: Job) -> float:
 
 @dataclass
 class Liveness:
-    """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound
-    (None = none); where it is given, ranks wait just so long for one that does not come.
-    `patience_s`: what they wait at least, where a rank may do by itself what takes its time.
+    """`wait_s`: how long a call may take anyway, where `called` says nothing else. `most_s`: the
+    job's upper bound on every bound (None = none); where it is given, ranks wait just so long for
+    one that does not come. `patience_s`: what they wait at least, where a rank may do by itself
+    what takes its time.
 
     A machine under load is late without any worker being silent. Its lateness is the worst lately
     of the answers of workers that should answer at once and of the driver's own looks, so that the
@@ -102,16 +104,17 @@ class Liveness:
     _looked_at_s: float | None = None
     _late_s: float = 0.0  # the machine's lateness
 
-    def called(self, worker: WorkerId) -> None:
-        """A call to the worker is open now."""
+    def called(self, worker: WorkerId, may_wait_s: float | None = None) -> None:
+        """A call to the worker is open now. `may_wait_s`: in place of `wait_s`."""
         seen = self._workers.setdefault(worker, _Seen())
         if not seen.open:
             seen.open, seen.waited_s = True, 0.0
+            seen.may_wait_s = self.wait_s if may_wait_s is None else may_wait_s
 
     def answered(self, worker: WorkerId, beat: BeatLike) -> None:
         seen = self._workers.setdefault(worker, _Seen())
         if seen.open and not seen.told and seen.phase in PROMPT and beat.phase in PROMPT:
-            self._late_s = max(self._late_s, seen.waited_s - self.wait_s)
+            self._late_s = max(self._late_s, seen.waited_s - seen.may_wait_s)
         moved = (beat.generation, beat.phase, beat.progress) != (
             seen.generation,
             seen.phase,
@@ -138,7 +141,7 @@ class Liveness:
         return [
             worker
             for worker, seen in self._workers.items()
-            if seen.open and seen.waited_s > self.wait_s + LATE_S
+            if seen.open and seen.waited_s > seen.may_wait_s + LATE_S
         ]
 
     def is_silent(self, worker: WorkerId) -> bool:
@@ -178,7 +181,8 @@ class Liveness:
         ]
 
     def _overdue(self, seen: _Seen) -> bool:
-        return seen.open and seen.waited_s > self.wait_s + self.bound_s(seen.phase, seen.generation)
+        most_s = seen.may_wait_s + self.bound_s(seen.phase, seen.generation)
+        return seen.open and seen.waited_s > most_s
 
     def _moved_last(self) -> dict[int, list[_Seen]]:
         """Of each generation the two that got on last: one of them is a peer of whoever is asked
@@ -248,7 +252,7 @@ class Liveness:
             one.generation == generation
             and one.phase == "stepping"
             # its newest answer is that of just now
-            and (not one.open or one.waited_s <= self.wait_s + STEPPING_LEAST_S)
+            and (not one.open or one.waited_s <= one.may_wait_s + STEPPING_LEAST_S)
             for one in seen.values()
         )
         if len(seen) < len(plan.ranks) or not steps or generation not in self.step_time_s:

@@ -166,3 +166,18 @@ def test_a_worker_is_no_peer_of_itself() -> None:
     for k in range(20, 60):
         found += [one.worker for one in liveness.look(0.5 * k)]
     assert sorted(found) == [a, b, c]
+
+
+def test_polls_of_workers_without_news_are_as_many_however_many_workers() -> None:
+    """Each held longer then, and nobody counts as late or silent for that."""
+    polls = {n: 8 * n / worker_group_of(n).hold_s for n in (8, 64, 128, 512)}
+    assert polls == {8: 128.0, 64: 1000.0, 128: 1000.0, 512: 1000.0}
+    liveness, worker = Liveness(0.5), workers(1)[0]
+    beat: Any = SimpleNamespace(
+        generation=1, phase="stepping", progress=1, arrived=(), doing="", where="", calls=()
+    )
+    liveness.step_time_s[1] = 0.1
+    liveness.answered(worker, beat)
+    liveness.called(worker, 4.0)
+    told = [(0.25 * k, found) for k in range(40) if (found := liveness.look(0.25 * k))]
+    assert [at_s for at_s, _ in told] == [5.25] and liveness.late() == [worker]

@@ -28,7 +28,6 @@ from elastic.types import (
     NodePrepared,
     NodeReady,
     Plan,
-    PlanEntered,
     Probed,
     Quiesced,
     RemoveCopy,
@@ -476,77 +475,6 @@ def test_an_older_copy_is_taken_where_nothing_could_be_compared_at_the_newest(
     assert new is not None and (new.layout, new.resume.step) == (Layout(pp=3), step)
     said = "not step 9: nothing is known there that would tell whether pp=3 computes the same"
     assert (said in story.decisions[-1].reason) is (step == 5)
-
-
-def begun_anew(**job: Any) -> tuple[Story, Plan]:
-    """dp_shard=2 has trained five steps and is gone; the next driver begins anew, on three nodes
-    in pp=3, which is entered."""
-    story = Story(layout={2: "dp_shard=2", 3: "pp=3"}, durable_every=0, **job)
-    plan = story.running("a", "b")
-    story.tick(Probed(plan.generation, 0, 3.0))
-    story.steps(5)
-    story.tick(replace(story.start, epoch=2))
-    story.nodes("c", "d", "e")
-    story.tick(after_s=20)
-    plan = story.state.target or plan
-    assert (plan.layout, plan.resume.source, plan.probe) == (Layout(pp=3), "fresh", None)
-    return story, plan
-
-
-def test_where_a_run_begins_anew_the_probe_sample_is_what_it_was_at_its_first_begin() -> None:
-    """Told to the driver alone, before the first step; the driver before it has seen the other."""
-    story, plan = begun_anew()
-    decision = story.tick(Probed(plan.generation, 0, 3.3), PlanEntered(plan.generation, 0))
-    assert orders(decision, Abort) and list(story.state.unusable) == ["pp"]
-    assert "computes something else than dp_shard=2 at step 0" in decision.reason
-    assert "the probe sample's loss is 3.3000, it was 3.0000" in decision.reason
-    for name in "cde":
-        decision = story.tick(Quiesced(WorkerId(name, 0), plan.generation, 0))
-    new = plan_of(decision)
-    assert new.layout.pp == 1 and new.resume.source == "fresh" and story.state.probes == {0: 3.0}
-    story.tick(Probed(new.generation, 0, 3.0), PlanEntered(new.generation, 0))
-    story.steps(1)
-    assert story.state.phase == "running" and story.state.probes == {0: 3.0}
-
-
-@pytest.mark.parametrize(("loss", "job"), [(3.0001, {}), (3.3, {"script": "train.py"})])
-def test_first_values_that_agree_or_that_a_script_has_made_close_nothing(
-    loss: float, job: dict[str, Any]
-) -> None:
-    story, plan = begun_anew(**job)
-    story.tick(Probed(plan.generation, 0, loss), PlanEntered(plan.generation, 0))
-    assert story.state.phase == "running" and not story.state.unusable
-
-
-def test_a_step_is_compared_in_the_layout_that_made_it_under_the_driver_before() -> None:
-    """Whose plans nobody keeps; else pp=3 would not count as new after it was tried in vain."""
-    story, plan = begun_anew()
-    story.tick(NodeLost("e", "gone"), NodeReady(Node("f", "spot", 1)), NodePrepared("f"))
-    for name in "cd":
-        story.tick(Quiesced(WorkerId(name, 0), plan.generation, 0))
-    again = story.entered()
-    assert again.layout == plan.layout and again.generation > plan.generation
-    decision = story.tick(StepDone(again.generation, 1, 1.3, 10, 0.1, digest="d1"))
-    assert orders(decision, Abort) and list(story.state.unusable) == ["pp"]
-    assert not story.state.unrepeatable
-
-
-@pytest.mark.parametrize(("proven", "layout"), [((), Layout(pp=3)), (("dp",), Layout(dp_shard=3))])
-def test_nor_is_dp_taken_where_nothing_would_tell_and_as_many_workers_need_it_not(
-    proven: tuple[str, ...], layout: Layout
-) -> None:
-    """pp=4 has lost a node at the step of its newest copy, and nobody knows of the next step."""
-    story = Story(layout={3: "dp_shard=3", 4: "pp=4"}, peer_every=1)
-    plan = story.running("a", "b", "c", "d")
-    assert story.state.model is not None
-    story.state = replace(story.state, model=replace(story.state.model, proven=proven))
-    story.tick(Probed(plan.generation, 0, 3.0))
-    story.steps(5)
-    story.tick(NodeLost("d", "gone"))
-    held = {name: [(r, 5, "live"), ((r + 1) % 4, 5, "peer")] for r, name in enumerate("abc")}
-    story.quiesced(plan, held)
-    assert story.state.target is not None and story.state.target.layout == layout
-    assert ("no dp: nothing is known at step 5" in story.decisions[-1].reason) is (not proven)
 
 
 # ------------------------------------------------------------------------------- numbers that agree

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from random import Random
 
 from elastic.policy.state import layered
-from elastic.policy.state.layered import with_entry, without_entry
+from elastic.policy.state.layered import with_entry, with_member, without_entry, without_member
 
 
 def test_it_has_what_a_dict_has_after_each_change() -> None:
@@ -38,3 +38,21 @@ def test_an_entry_more_copies_the_root_of_the_size() -> None:
         assert base is not found
     assert copied < 3 * n * n**0.5
     assert found == dict.fromkeys(range(n), 1)
+
+
+def test_a_set_has_what_a_frozenset_has_after_each_change() -> None:
+    random = Random(5)
+    plain: frozenset[int] = frozenset(range(20))
+    found: Set[int] = plain
+    for _ in range(300):
+        member = random.randrange(40)
+        if random.random() < 0.5:
+            plain, found = plain | {member}, with_member(found, member)
+        else:
+            plain, found = plain - {member}, without_member(found, member)
+        assert found == plain and plain == found and len(found) == len(plain)
+        assert found >= plain and not found >= plain | {99} and found | {99} == plain | {99}
+        assert plain & found == plain and found - {member} == plain - {member}
+        assert (member in found) == (member in plain) and hash(found) == hash(
+            without_member(with_member(found, 99), 99)
+        )
