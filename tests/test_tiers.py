@@ -12,7 +12,7 @@ import pytest
 from support.durations import Durations, by_folder, by_record, is_there, merged, read, slower, write
 from support.places import TESTS
 from support.scene_tools import missing_tools
-from support.scheduling import expected_s, group_of
+from support.scheduling import UNKNOWN_S, expected_s, group_of
 from tiers import Ran, closing
 
 INI = (
@@ -184,14 +184,17 @@ def test_set_up_and_clearing_up_count_and_marked_tests_are_not_named() -> None:
 
 
 def test_files_stay_together_and_the_longest_group_is_the_next() -> None:
-    assert {group_of("tests/worker/test_a.py::t[1]"), group_of("tests/worker/test_b.py::t")} == {
-        "tests/worker/"
-    }
+    room = {group_of(f"tests/worker/state/test_{name}.py::t[1]") for name in "ab"}
+    assert room == {"tests/worker/state/"}
+    alone = "tests/worker/standalone/test_a.py"
+    assert group_of(f"{alone}::t") == alone
     assert (
         group_of("tests/e2e/test_a.py::t[x::y]")
         == group_of("tests/e2e/test_a.py::u")
         == "tests/e2e/test_a.py"
     )
+    apart = [f"tests/e2e/test_scenarios.py::t[{name}]" for name in "ab"]
+    assert [group_of(node) for node in apart] == apart
     known = {"tests/a.py::long": [9.0, 3.0, 4.0], "tests/a.py::*": [1.0], "tests/b.py::*": [4.5]}
     assert (
         expected_s(["tests/a.py::long", "tests/a.py::short"], known)
@@ -199,7 +202,7 @@ def test_files_stay_together_and_the_longest_group_is_the_next() -> None:
         > expected_s(["tests/b.py::x"], known)
         == 4.5
     )
-    assert expected_s(["tests/new.py::x"], known) == 0.0
+    assert expected_s(["tests/new.py::x"], known) == UNKNOWN_S
 
 
 def report(name: str, when: str, took_s: float, marks: dict[str, int]) -> pytest.TestReport:

@@ -68,7 +68,15 @@ WORST_MOMENTS = Scenario(
         Act(
             "worst moments: loss in a loss", "kill=rank:3", "loss", strike=Strike("loss", "second")
         ),
-        Act("worst moments: newcomer", "add=spot", "loss", strike=Strike("growth", "newcomer")),
+        # the process that was struck comes back on its node, within that transition or behind it;
+        # the next act waits for that, or its growth might come between the notice and the plan
+        Act(
+            "worst moments: newcomer",
+            "add=spot",
+            "loss",
+            back=True,
+            strike=Strike("growth", "newcomer"),
+        ),
         Act(
             "worst moments: sender",
             "notice=rank:1 deadline_s=5",
@@ -98,6 +106,7 @@ NO_ROOM = Scenario(
     Nodes(2, {4: "dp_shard=2,tp=2"}, workers=2),
     program="small_memory",
     also=("infeasible",),
+    whole=True,
 )
 WRONG_LAYOUT = Scenario(
     "wrong layout",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from elastic.ledger.journal import Journal
 from elastic.types import DriverStarted, ModelProfile, TensorSpec
 
 pytestmark = pytest.mark.slow
-Call = Callable[..., tuple[int, str, str]]
 
 CORPUS = """
 import elastic
@@ -26,9 +24,9 @@ program = dataclasses.replace(program, dataset=lambda: TextFolder("/nowhere/corp
 """
 
 
-def refused(shell: Shell, said: str, *words: str, call: Call = Shell.here) -> None:
+def refused(shell: Shell, said: str, *words: str) -> None:
     before = shell.files()
-    code, out, err = call(shell, *words)
+    code, out, err = shell.here(*words)
     assert code == 2, err
     assert out == ""
     assert err.count("\n") == 1, err
@@ -78,7 +76,7 @@ def test_unreadable_corpus(shell: Shell) -> None:
     name = shell.job(program="program.py")
     tiny = PROGRAMS / "tiny.py"
     (shell.root / name / "program.py").write_text(CORPUS.format(tiny=str(tiny)))
-    refused(shell, "/nowhere/corpus", "run", name, call=Shell.call)
+    refused(shell, "/nowhere/corpus", "run", name)
 
 
 @pytest.mark.e2e
@@ -90,4 +88,4 @@ def test_run_of_another_model(shell: Shell) -> None:
     journal.append(0.0, [(0.0, start)])
     journal.close()
     said = "run 'mine' was started with another model: another.weight was [2, 2]"
-    refused(shell, said, "run", shell.job(), "--run-name", "mine", call=Shell.call)
+    refused(shell, said, "run", shell.job(), "--run-name", "mine")

@@ -38,7 +38,7 @@ def kill_driver(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=300)
 
 
-# test_supervised_run.py tells the same of a driver that is started again by itself
+# test_numbers_told.py tells the same of a run that is told to trackers
 @pytest.mark.whole
 def test_embedded_the_next_driver_resumes_from_the_newest_durable_copy(shell: Shell) -> None:
     name = shell.job(

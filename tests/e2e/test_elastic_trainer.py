@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from support.e2e.runs import (
-    POOLS,
     PROGRAM,
     SOON_S,
     TOLERANCE,
@@ -27,13 +26,17 @@ from elastic.types import DrillAsked
 
 ray_train = pytest.importorskip("ray.train")
 pytestmark = pytest.mark.e2e
-STEPS = 50
+STEPS = 42
+POOLS = [
+    {"name": "spot", "market_type": "spot", "usd_per_node_h": 1.0, "max_nodes": 2, "notice_s": 20},
+    {"name": "on-demand", "market_type": "on-demand", "usd_per_node_h": 3.0, "max_nodes": 1},
+]
 
 
 def test_fit_through_a_notice_and_a_kill(tmp_path: Path) -> None:
     drill = [
-        {"at_step": 12, "notice": "any-spot", "deadline_s": SOON_S},
-        {"at_step": 30, "kill": "any-spot"},
+        {"at_step": 8, "notice": "any-spot", "deadline_s": SOON_S},
+        {"at_step": 22, "kill": "any-spot"},
     ]
     job = {
         "steps": STEPS, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0, "peer_every": 4,
@@ -47,7 +50,7 @@ def test_fit_through_a_notice_and_a_kill(tmp_path: Path) -> None:
         load_program(PROGRAM),
         on_step=lambda row: told.append(row["step"]),
         job=job,
-        scaling_config=ray_train.ScalingConfig(num_workers=(2, 6)),
+        scaling_config=ray_train.ScalingConfig(num_workers=(1, 3)),
         run_config=config,
     )
     result = trainer.fit()

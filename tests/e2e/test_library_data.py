@@ -1,5 +1,5 @@
-"""Arrow, JSON lines and Parquet read by the library `datasets`, tokenized once, through a notice, a
-kill and a growth."""
+"""Arrow, JSON lines and Parquet read by the library `datasets`, tokenized once, through a kill and a
+growth."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from support.e2e.runs import (
+    POOLS,
     PROGRAM,
-    SOON_S,
     events,
     job,
     plans,
@@ -31,14 +31,14 @@ from elastic.types import DrillAsked
 datasets = pytest.importorskip("datasets", reason="the extra `datasets`")
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.e2e
-STEPS = 70
+STEPS, N_FILES = 30, 45
 SEQ, VOCAB = 16, 64  # of the program
 
 
 def write(folder: Path) -> dict[str, Any]:
-    """The sources of the standard library, a third in each format, and a tokenizer of its most
+    """Some sources of the standard library, a third in each format, and a tokenizer of its most
     frequent words."""
-    files = sorted(python_stdlib_folder().glob("*.py"))
+    files = sorted(python_stdlib_folder().glob("*.py"))[:N_FILES]
     texts = [path.read_text("utf-8", "replace") for path in files]
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -61,12 +61,8 @@ def write(folder: Path) -> dict[str, Any]:
 
 
 def test_exact_in_order_and_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drill = [
-        {"at_step": 15, "notice": "any-spot", "deadline_s": SOON_S},
-        {"at_step": 30, "kill": "any-spot"},
-        {"at_step": 35, "add": "spot"},
-    ]
-    folder = job(tmp_path, STEPS, drill, data=write(tmp_path))
+    drill = [{"at_step": 8, "kill": "any-spot"}, {"at_step": 12, "add": "spot"}]
+    folder = job(tmp_path, STEPS, drill, data=write(tmp_path), pools=POOLS[:1])
     with slow_until_grown(folder / "runs" / "run" / "journal.jsonl", tmp_path / "slow"):
         summary, lines = run(folder)
 
@@ -82,11 +78,9 @@ def test_exact_in_order_and_tokenized_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("support.e2e.runs.alone", lambda steps: alone)
     monkeypatch.setattr("support.e2e.runs.N_SAMPLES", len(dataset))
     went_on_as_if_nothing_happened(summary, lines, STEPS)
-    assert {t["cause"] for t in summary["transitions"]} == {"start", "notice", "loss", "growth"}
+    assert {t["cause"] for t in summary["transitions"]} == {"start", "loss", "growth"}
     asked = [e.drill for e in events(lines, DrillAsked)]
-    survivors_kept_their_processes(
-        lines, {n for d in asked for kind in ("notice", "kill") for n in d.get(kind, ())}
-    )
+    survivors_kept_their_processes(lines, {n for d in asked for n in d.get("kill", ())})
     assert any(len({r.node_id for r in p.ranks}) < len(p.ranks) for p in plans(lines)), (
         "workers of one node share what it has"
     )

@@ -23,8 +23,10 @@ NODES = {
 pytestmark = pytest.mark.e2e
 
 
-# npm brings the server of az://
-@pytest.mark.parametrize("scheme", ["s3", "gs", pytest.param("az", marks=pytest.mark.whole)])
+# each kind by itself, and under faults: tests/storage; npm brings the server of az://
+@pytest.mark.parametrize(
+    "scheme", ["s3", *(pytest.param(one, marks=pytest.mark.whole) for one in ("gs", "az"))]
+)
 def test_a_run_in_object_storage(
     shell: Shell, scheme: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -74,7 +76,7 @@ def test_a_run_in_object_storage(
     )
 
     last = stopped["step"] + 5
-    code, out, err = elsewhere.call(
+    code, out, err = elsewhere.here(
         "run", elsewhere.job(storage=there.uri, **again, steps=last), "--run-name", "one", "--json"
     )
     assert code == 0, err

@@ -13,7 +13,9 @@ import pytest
 from support.e2e.prediction import FIRST_DRILL, JOB, OTHER_DRILL, STEPS, deviations, transitions
 from support.e2e.shell import Shell, last_line
 
-pytestmark = pytest.mark.e2e
+# two whole runs of a minute each, for their times; that what one run measured is what another is
+# simulated with, and what comes of it: tests/api/test_simulated_drill.py
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 WALL, PAUSE, PAUSE_S, POINTS = 0.4, 0.5, 1.5, 15.0  # in CI; quiet: 0.15, 0.25, 0, 5
 # Of a step's time: as measured before, as it came then, and of a layout that the run had not had.
 SEEN, SEEN_LATER, UNSEEN = 0.1, 0.25, 0.4  # quiet: 0.1, 0.1, 0.3

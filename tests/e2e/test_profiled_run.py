@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 from support.e2e.shell import PROGRAMS, Shell
+from support.reference import train_alone
 from support.waiting import until
 from support.worker import torchrun
 
 from elastic.ledger.journal import read
+from elastic.program import load_program
+from elastic.scenarios.check import TOLERANCE
 from elastic.types import StepDone
 
 SLOW = str(PROGRAMS / "tiny_slow.py")
@@ -32,19 +35,22 @@ def losses(journal: Path) -> dict[int, float]:
 
 def test_a_run_is_profiled_while_it_trains_and_its_losses_stay_what_they_are(shell: Shell) -> None:
     name = shell.job(
-        steps=80, program=SLOW, pools=[NODE], layout={"4": "pp=2,dp_shard=2"}, min_workers=4,
+        steps=100_000, program=SLOW, pools=[NODE], layout={"4": "pp=2,dp_shard=2"}, min_workers=4,
         peer_every=0, durable_every=0,
     )  # fmt: skip
-    live = shell.start("run", name, "--run-name", "live")
+    live = shell.start("run", name, "--run-name", "live", "-q")
     journal = shell.root / "elastic_runs/live/journal.jsonl"
     try:
         until(lambda: journal.exists() and shell.status("live")["step"] > 3, "the third step")
-        code, out, err = shell.call("profile", "live", "--steps", "2", "--ranks", "all", "--json")
+        code, out, err = shell.here("profile", "live", "--steps", "2", "--ranks", "all", "--json")
         assert (code, err) == (0, "")
-        _, ended = live.communicate(timeout=300)
+        profiled = shell.status("live")["step"]
+        until(lambda: shell.status("live")["step"] > profiled, "a step behind those")
+        assert shell.here("stop", "live")[0] == 0
+        said, ended = live.communicate(timeout=300)
     finally:
         live.kill()
-    assert live.returncode == 0, ended
+    assert (live.returncode, said, ended.count("\n")) == (3, "", 2), ended
     found = json.loads(out)
     assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
     assert {"compute", "fsdp", "pp", "bubble", "commit", "optimizer"} <= set(
@@ -56,13 +62,14 @@ def test_a_run_is_profiled_while_it_trains_and_its_losses_stay_what_they_are(she
         trace = json.loads(gzip.decompress(Path(one["trace"]).read_bytes()))
         names = {event["name"] for event in trace["traceEvents"]}
         assert {"elastic.commit", "elastic.pp schedule", f"elastic.step {one['steps'][0]}"} <= names
-    assert shell.call("run", name, "--run-name", "undisturbed", "-q") == (0, "", "")
-    alone = shell.root / "elastic_runs/undisturbed/journal.jsonl"
-    assert losses(journal) == losses(alone) and len(losses(journal)) == 80
+    came = losses(journal)
+    alone = train_alone(load_program(SLOW), {"seed": 1, "global_batch": 8}, len(came))
+    assert sorted(came) == list(range(1, len(came) + 1))
+    assert [came[step] for step in sorted(came)] == pytest.approx(alone, abs=TOLERANCE)
     code, replayed, _ = shell.here("replay", "live", "--json")
     assert (code, json.loads(replayed)["identical"]) == (0, True)
     code, _, err = shell.here("profile", "live")
-    assert (code, err) == (2, "elastic: run 'live' is not running (succeeded at step 80)\n")
+    assert (code, err) == (2, f"elastic: run 'live' is not running (stopped at step {len(came)})\n")
 
 
 def test_ranks_that_torchrun_started_are_profiled_as_well(shell: Shell) -> None:
@@ -75,11 +82,11 @@ def test_ranks_that_torchrun_started_are_profiled_as_well(shell: Shell) -> None:
     try:
         until(lambda: (place / "journal.jsonl").exists(), "the first line of the journal")
         until(lambda: len(losses(place / "journal.jsonl")) > 3, "the third step")
-        code, out, err = shell.call("profile", str(place), "--steps", "2", "--ranks", "1", "--json")
+        code, out, err = shell.here("profile", str(place), "--steps", "2", "--ranks", "1", "--json")
         assert (code, err) == (0, "")
         (one,) = json.loads(out)["ranks"]
         assert (one["rank"], one["at"]) == (1, "tp 1/2") and {"tp", "compute"} <= set(one["parts"])
-        assert shell.call("stop", str(place))[0] == 0
+        assert shell.here("stop", str(place))[0] == 0
         live.communicate(timeout=120)
     finally:
         live.kill()

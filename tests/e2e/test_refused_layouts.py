@@ -11,7 +11,7 @@ from support.places import FOREIGN
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)  # what is said of each program: tests/foreign/test_foreign_layouts.py
 @pytest.mark.parametrize(
     ("program", "layout", "said"),
     [

@@ -109,7 +109,7 @@ def test_losses_are_survived_by_restart_and_the_ledger_is_right(
     assert "SIGTERM" in out and ("was lost" in out or "loss" not in by_cause)
     for verb in ("ledger", "report"):
         assert shell.here(verb, "r")[0] == 0
-    code, out, err = shell.call(*words(shell, "--script", SCRIPT))
+    code, out, err = shell.here(*words(shell, "--script", SCRIPT))
     assert (code, out) == (2, "") and "run 'r' is done" in err
 
 
@@ -189,7 +189,7 @@ def test_what_earlier_drivers_have_paid_counts(shell: Shell) -> None:
     )
     journal.close()
     (shell.root / "state").mkdir()
-    code, out, err = shell.call(
+    code, out, err = shell.here(
         *words(shell, "--script", SCRIPT, budget_usd=10), "--", str(shell.root / "state"), "60"
     )
     assert code == 3, err

@@ -26,7 +26,7 @@ from elastic.types import DigestChecked, DrillAsked, StepDone
 
 pytestmark = pytest.mark.e2e
 JOBS = ROOT / "jobs"
-STEPS, SEED = 90, 5
+STEPS, SEED = 60, 5
 PAUSE = f"""\
         import os, time
         until = time.monotonic() + 6.0
@@ -38,9 +38,9 @@ POOLS = [
     {"name": "on-demand", "market_type": "on-demand", "gpus_per_node": 1, "max_nodes": 1},
 ]
 DRILL = [
-    {"at_step": 15, "notice": "any-spot", "deadline_s": SOON_S},
-    {"at_step": 30, "kill": "any-spot"},
-    {"at_step": 35, "add": "spot"},
+    {"at_step": 8, "notice": "any-spot", "deadline_s": SOON_S},
+    {"at_step": 20, "kill": "any-spot"},
+    {"at_step": 24, "add": "spot"},
 ]
 
 

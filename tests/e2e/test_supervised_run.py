@@ -14,7 +14,10 @@ from elastic.ledger.lease import newest
 from elastic.storage import open_storage
 
 
+# when it is started again: tests/api/running/test_supervise.py; that the next driver goes on where
+# the killed one was: test_numbers_told.py
 @pytest.mark.e2e
+@pytest.mark.whole
 def test_a_driver_that_is_killed_is_started_again(shell: Shell) -> None:
     name = shell.job(
         steps=60, layout="dp_shard=1", durable_every=10, program=str(PROGRAMS / "tiny_slow.py")

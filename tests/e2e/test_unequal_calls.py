@@ -36,13 +36,17 @@ with elastic.loop(model=model, optimizer=optimizer, dataset=rows, **job) as run:
 """
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before the step", "behind it"])
+@pytest.mark.parametrize(
+    "before",
+    [True, pytest.param(False, marks=pytest.mark.whole)],
+    ids=["before the step", "behind it"],
+)
 def test_a_call_of_one_rank_ends_the_run_with_its_line(shell: Shell, before: bool) -> None:
     """Before the step the ranks hang; behind it they may meet in each other's collectives and come
     to a commit, which is refused."""
     file = shell.root / "train.py"
     file.write_text(SCRIPT.replace("BEFORE", str(before)))
-    code, out, _ = shell.call("run", "--script", "train.py", "--local", "--run-name", "r", "--json")
+    code, out, _ = shell.here("run", "--script", "train.py", "--local", "--run-name", "r", "--json")
     line = file.read_text().splitlines().index("            print(run.model(x).sum())") + 1
     line += 0 if before else 4
     where = "step 10" if before else "behind run.step() of step 10"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.places import ROOT
+from support.places import PROGRAMS, ROOT
 
 from elastic.api import ElasticTrainer
 from elastic.api.running import run
@@ -119,9 +119,12 @@ def test_a_cluster_file_of_gpus_is_tried_on_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.yaml").write_text(CLUSTER)
-    words = ["--cluster", str(tmp_path / "mine.yaml"), "--local", "--set", "drill=[]"]
-    words += ["--set", "steps=4", "--set", "layout={'2': dp_shard=2}", "--storage", str(tmp_path)]
-    assert main(["run", str(ROOT / "jobs" / "quickstart"), *words]) == 0
+    words = ["--cluster", str(tmp_path / "mine.yaml"), "--local", "--storage", str(tmp_path)]
+    (tmp_path / "job.yaml").write_text(
+        f"program: {PROGRAMS}/tiny.py\nsteps: 4\nglobal_batch: 8\nbudget_usd: 20\n"
+        "layout: {2: dp_shard=2}\n"
+    )
+    assert main(["run", str(tmp_path), *words]) == 0
     out = capsys.readouterr().out
     assert "CPU processes play them (spot 2 x 2), at the pools' prices" in out
     assert "succeeded" in out

@@ -21,6 +21,7 @@ from elastic.cli.command_line import main
 
 PROGRAMS = ROOT / "tests" / "programs"
 LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "PYTHONUNBUFFERED")  # what a person's shell has not
+OWN = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 JOB = {
     "steps": 12, "global_batch": 8, "seed": 1, "eval_samples": 8, "peer_every": 2,
     "durable_every": 5, "layout": {"2": "dp_shard=2", "1": "dp_shard=1"},
@@ -50,7 +51,7 @@ class Shell:
         return subprocess.Popen(
             [sys.executable, "-m", "elastic", *words], cwd=self.root, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**inherited,
-            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment},
+            **OWN, **self.environment},
         )  # fmt: skip
 
     def call(self, *words: str, timeout_s: float = 600.0) -> tuple[int, str, str]:
@@ -67,13 +68,16 @@ class Shell:
         return process.returncode, out, err
 
     def here(self, *words: str) -> tuple[int, str, str]:
-        """As `call`, but in this process: for what only reads, and for input that is refused before
-        anything is started."""
+        """As `call`, but in this process, which has imported torch and Ray already: that takes a
+        process of its own some four seconds of a core. For all that is neither killed nor signalled
+        and is not about how a process starts or ends."""
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.root)
             for name in LEFT_OUT:
                 patch.delenv(name, raising=False)
+            for name, value in (OWN | self.environment).items():
+                patch.setenv(name, value)
             code = main(words)
         return code, out.getvalue(), err.getvalue()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import yaml
 from support.places import PROGRAMS, ROOT
+
+from elastic.cli.command_line import main
 
 TINY, SLOW = PROGRAMS / "tiny.py", PROGRAMS / "tiny_slow.py"
 
@@ -57,13 +61,12 @@ def run(n: int, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
 
 
 def elastic(*words: str) -> str:
-    """What `elastic WORDS` prints."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "elastic", *words], capture_output=True, text=True,
-        env=environment(), timeout=300
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    """What `elastic WORDS` prints, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(words)
+    assert code == 0, err.getvalue()
+    return out.getvalue()
 
 
 def losses(said: str) -> dict[int, float]:

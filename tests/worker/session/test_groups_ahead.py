@@ -59,7 +59,14 @@ def made(pool: Pool, rendezvous: Rendezvous) -> None:
     assert not any(e.error for e in of())
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)], ids=["growth", "notice"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(2, 3, id="growth"),
+        # that both are made ahead: tests/sim/test_made_ahead.py
+        pytest.param(3, 2, id="notice", marks=pytest.mark.whole),
+    ],
+)
 def test_the_pause_does_not_hold_the_set_up_of_groups(
     slow_pool: Pool, tmp_path: Path, before: int, after: int
 ) -> None:

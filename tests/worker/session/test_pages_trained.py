@@ -122,7 +122,7 @@ def test_weights_of_a_folder_in_its_layouts(pool: Pool, tmp_path: Path) -> None:
 
 def test_plain_dcp_loads_a_copy(pool: Pool, tmp_path: Path) -> None:
     """checkpoints.md: a copy of a layout that cuts every tensor."""
-    job = job_with(PROGRAMS / "tiny.py")
+    job = job_with(PROGRAMS / "tiny.py", 8)
     pass_through(pool, job, tmp_path / "run", [Layout(dp_shard=2, tp=2)], every=3)
     uri = checkpoint_index.find(open_storage(str(tmp_path / "run")))[0].uri
     shown, n = re.subn(
@@ -135,5 +135,5 @@ def test_plain_dcp_loads_a_copy(pool: Pool, tmp_path: Path) -> None:
         exec(shown, space)
     from support.reference import train
 
-    wanted = train(load_program(PROGRAMS / "tiny.py"), job, STEPS).model.state_dict()["head.weight"]
+    wanted = train(load_program(PROGRAMS / "tiny.py"), job, 8).model.state_dict()["head.weight"]
     torch.testing.assert_close(space["state"]["model.head.weight"], wanted, atol=2e-4, rtol=1e-3)

@@ -45,9 +45,10 @@ def actions(lines: Sequence[Line], kind: type) -> list[Any]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("rank", [0, 1])
+# rank 1: the driver lives to tell of it; of rank 0 it is lost, too
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.whole), 1])
 def test_a_killed_rank_ends_all_and_torchrun_starts_them_anew(rank: int, tmp_path: Path) -> None:
-    folder, log = job(tmp_path, program=str(SLOW), steps=40, durable_every=5), tmp_path / "log"
+    folder, log = job(tmp_path, program=str(SLOW), steps=24, durable_every=5), tmp_path / "log"
     again = ("--standalone", "--max-restarts", "1")
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -66,7 +67,7 @@ def test_a_killed_rank_ends_all_and_torchrun_starts_them_anew(rank: int, tmp_pat
     if rank:  # the driver lives to tell of it
         assert "worker node-0/1 failed (process): its process is gone" in why
         assert "the process of node-0/1 is gone; all ranks end" in said
-    assert "all 40 steps finished" in why
+    assert "all 24 steps finished" in why
 
 
 @pytest.mark.e2e

@@ -119,7 +119,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(
     at = max(losses(said))
     assert checkpoint_index.find(open_storage(folder / "runs" / "tiny"))[0].step == at
     code, last, said = run(
-        3, folder, "--layout", "dp_shard=3", "--set", f"steps={at + 4}", "--set", "durable_every=2"
+        2, folder, "--layout", "dp_shard=2", "--set", f"steps={at + 4}", "--set", "durable_every=2"
     )
     assert code == 0, said
     assert last["resumed_at"] == at
@@ -133,7 +133,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(
     assert replayed["identical"] and not replayed["reworded"]
     why = elastic("why", place, "--all")
     assert "stop requested: rank 1: a signal asked it to stop" in why
-    assert "generation 2: dp_shard=3 on 3 workers of 1 node" in why
+    assert "generation 2: dp_shard=2 on 2 workers of 1 node" in why
     assert "tp=2" in elastic("ledger", place) and "productive" in elastic("ledger", place)
     assert "succeeded" in elastic("status", place)
 
