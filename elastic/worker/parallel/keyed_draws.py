@@ -1,7 +1,7 @@
 """What a model draws in its forward pass, keyed: the same numbers in every layout.
 
-A draw is known by the run's seed, the step, the sample, its place (block, module, the how-manieth
-there) and the position inside of the sample. Modules that draw, which a trial has found
+A draw is known by the run's seed, the step, the sample, its place (block, module, which of its
+draws) and the position inside of the sample. Modules that draw, which a trial has found
 (equivalence.draw_trial), are wrapped where the program's model is built; all others run untouched.
 Inside of such a module those torch functions that were seen to draw are met below autograd, where
 all of them are a few operations, and what these ask for is filled row by row.
@@ -47,7 +47,7 @@ BEHIND = ">"  # stands for the block where all blocks are past
 
 @dataclass(frozen=True)
 class DrawPlace:
-    """Where in a model something is drawn: in which block, module, and the how-manieth there."""
+    """Where in a model something is drawn: in which block and module, and which of its draws."""
 
     block: str
     module: str
