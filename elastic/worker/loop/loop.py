@@ -64,7 +64,7 @@ PLAIN_START = (
 class Host(Protocol):
     """What has started the script."""
 
-    def entered(self, run: Run) -> None: ...
+    def entered(self, run: Run) -> Run: ...
 
 
 class _Here(threading.local):
@@ -152,9 +152,7 @@ class loop:
         if host is None:
             _refuse_a_plain_start(inspect.currentframe())
             raise SpecError(NO_HOST)
-        run = Run(self._program(), self.optimizer)
-        host.entered(run)
-        return run
+        return host.entered(Run(self._program(), self.optimizer))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
@@ -372,8 +370,8 @@ class Run:
         if self._mean and self._n_backward == 1:
             raise ProgramError(
                 "run.backward was given a mean over the batch; it must be the sum "
-                f"(reduction='sum', or mean * {count} here), "
-                "which elastic divides by the step's global count"
+                "(reduction='sum', or the mean times the samples or tokens it was taken of), which "
+                "elastic divides by the step's global count"
             )
         self._looked = count > 1 and not self.model.broken
 

@@ -1,5 +1,5 @@
-"""The user's script: run in the driver until it enters `elastic.loop`, and in a worker to its end,
-in a thread of its own."""
+"""The user's script: run in the driver until it has entered `elastic.loop` and its first step, and
+in a worker to its end, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from elastic.types import Job
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.loop.loop_model import GenerationAborted
+from elastic.worker.loop.trial import Entered, Trial, is_found
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number
 from elastic.worker.process_groups.transport import is_collective_error
@@ -135,39 +136,40 @@ def _instead(asked: str, frames: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------ in the driver
 
 
-class _Entered(BaseException):
-    """Ends the script in the driver, at the point where it enters its loop."""
-
-    def __init__(self, program: LoopProgram) -> None:
-        self.program = program
-
-
-class _Capture:
-    def entered(self, run: Run) -> None:
-        raise _Entered(run.program)
-
-
 def capture(
     file: Path, args: Sequence[str], seed: int, *, function: TrainFunction | None = None
 ) -> LoopProgram:
-    """Runs the script until it enters `elastic.loop`: the program that it has made. Raises
-    SpecError where it never does."""
+    """Runs the script until it enters `elastic.loop`, and tries its loop once: the program that it
+    has made. Raises SpecError where it never enters it, and for what the trial has found."""
     source = ScriptSource(str(file), tuple(args), seed, function)
-    here.host = _Capture()
-    try:
-        source.run()
-    except _Entered as entered:
-        return entered.program
-    except SystemExit as error:
-        said = " ".join(args) or "no arguments"
-        raise SpecError(
-            f"{file}: it ended before it entered elastic.loop (exit code {error.code}, with {said})"
-        ) from error
-    except Exception as error:  # a boundary: the user's script may raise anything
-        raise SpecError(f"before it entered elastic.loop: {source.told(error)}") from error
-    finally:
-        here.host = None
-    raise SpecError(f"{file}: it ended before it entered elastic.loop")
+    with ExitStack() as stack:
+        here.host = trial = Trial(stack)
+        try:
+            source.run()
+        except Entered as entered:
+            return entered.program
+        except Exception as error:  # a boundary: the user's script may raise anything
+            if trial.program is None or is_found(error):
+                raise _refused(source, error, entered=trial.program is not None) from error
+        except SystemExit as error:
+            if trial.program is None:
+                raise _refused(source, error) from error
+        finally:
+            here.host = None
+    if trial.program is None:
+        raise SpecError(f"{file}: it ended before it entered elastic.loop")
+    return trial.program
+
+
+def _refused(source: ScriptSource, error: BaseException, *, entered: bool = False) -> SpecError:
+    if isinstance(error, SystemExit):
+        said = " ".join(source.args) or "no arguments"
+        return SpecError(
+            f"{source.file}: it ended before it entered elastic.loop (exit code {error.code}, with "
+            f"{said})"
+        )
+    before = "" if entered else "before it entered elastic.loop: "
+    return SpecError(f"{before}{source.told(error)}")
 
 
 # -------------------------------------------------------------------------------------- in a worker
@@ -202,10 +204,11 @@ class Script:
 
     # -------------------------------------------------------------------------- the script's thread
 
-    def entered(self, run: Run) -> None:
+    def entered(self, run: Run) -> Run:
         if self._inside:
             raise ProgramError("elastic.loop is entered a second time; a script has one loop")
         self._inside, self.run, run.handoff = True, run, self.handoff
+        return run
 
     def _work(self) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

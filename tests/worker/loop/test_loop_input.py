@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from elastic.program import load_program
 from elastic.types import Box, Job, Node
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.hosting.resume_checks import check_layouts
+from elastic.worker.loop import trial
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.loop.loss_reduction import is_mean
 from elastic.worker.loop.script_host import capture
@@ -474,3 +476,56 @@ def test_an_error_of_the_users_own_comes_up_in_the_body() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.zeros(3, 5))
     assert not model.broken and elastic.loop.__name__ == "loop"
+
+
+def tried(folder: Path, text: str) -> str:
+    """What the driver says of a loop's body; '' = it found nothing."""
+    try:
+        capture(script(folder, body(text)), [], 0)
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run.backward(run.model(x).mean())\nrun.step()", "line 10: run.backward was given a mean"),
+        ("loss = functional.mse_loss(run.model(x), x)\nrun.backward(loss)\nrun.step()",
+         "line 11: run.backward was given a mean over the batch; it must be the sum (reduction="),
+        ("run.backward(run.model(x))\nrun.step()", "line 9: run.backward was given a tensor of"),
+        ("run.step()", ""),  # its message has the step, which is not known here
+        ("run.backward(run.model(x[:, :3]).sum())\nrun.step()",
+         "line 9: RuntimeError: a and b must have same reduction dim, but got [2, 3] X [4, 4]"),
+        ("run.backward(run.modl(x).sum())", ""),  # a name that Run has not is told by a worker
+        ("run.backward(run.model(y).sum())", "line 9: NameError: name 'y' is not defined"),
+        ("run.backward(run.model(x).sum())\nrun.step()\n1 / 0", ""),
+        ("print(x.sum().item())\nrun.backward(run.model(x).mean())\nrun.step()", ""),
+        ("run.backward(run.model(x.cuda()).mean())\nrun.step()", ""),
+        ("raise SystemExit(3)", ""),
+        ("break", ""),
+    ],
+)  # fmt: skip
+def test_the_first_pass_through_the_body_is_tried_in_the_driver(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    """Without values: what wants them is left to the workers."""
+    found = tried(tmp_path, text.replace("functional", "nn.functional"))
+    assert (said in found and "train.py" in found) if said else not found, found
+
+
+def test_the_trial_does_nothing_that_is_to_be_done_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing for one rank or one step, nothing that hangs, nothing that is shown."""
+    for asked in ("run.rank == 0", "run.step_index == 0", "run.epoch == 0", "run.world_size"):
+        assert not tried(tmp_path, f"if {asked}:\n    1 / 0\n    run.backward(x.mean())")
+    monkeypatch.setattr(trial, "MOST_S", 0.2)
+    before_s = signal.getitimer(signal.ITIMER_REAL)[0]
+    assert not tried(tmp_path, "import time\ntime.sleep(60)")
+    assert not tried(tmp_path, "print('seen')\nrun.backward(run.model(x).sum())\nrun.step()")
+    assert "seen" not in capsys.readouterr().out
+    left_s = signal.getitimer(signal.ITIMER_REAL)[0]
+    assert 0 <= before_s - left_s < 60 and (left_s > 0) == (before_s > 0), (
+        "the alarms are as before"
+    )

@@ -1,0 +1,126 @@
+"""The first pass through a loop's body, in the driver: on the meta device, where nothing is
+computed and nothing can be read. What is wrong with the loss is found before a worker starts."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from elastic.data.batches import item_of
+from elastic.data.collate import collate
+from elastic.errors import ProgramError
+from elastic.worker.loop.handoff import Handoff, HandoffMessage
+from elastic.worker.loop.loop import Run
+from elastic.worker.program.loop_program import LoopProgram
+
+log = logging.getLogger(__name__)
+
+MOST_S = 10.0  # of a body that does not come to its run.step()
+ROWS = 2  # of one sample a mean cannot be told from a sum
+# what torch says of layers that do not fit each other, whatever the batch is
+SHAPES = re.compile(
+    r"shapes cannot be multiplied|must have same reduction dim|Given normalized_shape|"
+    r"Given groups=|but got input of size"
+)
+
+
+class Entered(BaseException):
+    """Ends the script in the driver: what it trains is known, and nothing was found."""
+
+    def __init__(self, program: LoopProgram) -> None:
+        self.program = program
+
+
+class Trial:
+    """The driver as the host of a script. `program`: what it trains, once it has entered its
+    loop."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.program: LoopProgram | None = None
+        self._stack = stack
+
+    def entered(self, run: Run) -> Run:
+        self.program = run.program
+        if threading.current_thread() is not threading.main_thread():
+            raise Entered(run.program)  # nothing could end a body that hangs
+        self._stack.enter_context(_ended_after(MOST_S, run.program))
+        for muted in (redirect_stdout, redirect_stderr):
+            self._stack.enter_context(muted(io.StringIO()))
+        return TriedRun(run)
+
+
+def is_found(error: Exception) -> bool:
+    """Is what was raised in the trial raised in a worker too? Of what has only no values here
+    nobody knows."""
+    if not isinstance(error, ProgramError | NameError) and not SHAPES.search(str(error)):
+        log.info("its loop was not tried: %s", " ".join(str(error).split())[:200])
+        return False
+    return True
+
+
+class TriedRun(Run):
+    """Gives the first samples once. Whoever asks where he is, as for `if run.rank == 0:`, may do
+    what is to be done only once: the trial ends there."""
+
+    def __init__(self, run: Run) -> None:
+        whole = run.program
+
+        def without_values(batch: Mapping[str, torch.Tensor]) -> Any:
+            return whole.given({key: value.to("meta") for key, value in batch.items()})
+
+        super().__init__(replace(whole, given=without_values), run.optimizer)
+        self._whole, self.handoff = whole, _NoWorker(whole)
+        with torch.device("meta"):
+            self.model.attach(whole.model())
+
+    def __getattr__(self, name: str) -> Any:
+        raise Entered(self.__dict__["_whole"])
+
+    def __next__(self) -> Any:
+        if self._batch is not None:
+            raise Entered(self._whole)
+        assert self._whole.dataset is not None
+        dataset = self._whole.dataset()
+        n = min(ROWS, len(dataset))
+        self._batch = collate([item_of(dataset, i, None) for i in range(n)])
+        return self.program.given(self._batch)
+
+
+class _NoWorker(Handoff):
+    def __init__(self, program: LoopProgram) -> None:
+        super().__init__()
+        self._program = program
+
+    def say(self, word: HandoffMessage) -> NoReturn:
+        raise Entered(self._program)
+
+
+@contextmanager
+def _ended_after(seconds: float, program: LoopProgram) -> Iterator[None]:
+    """An alarm that somebody else has set is rung when it was to be."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Entered(program)
+
+    began_s = time.monotonic()
+    before = signal.signal(signal.SIGALRM, end)
+    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if left_s:
+            rest_s = left_s - (time.monotonic() - began_s)
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, rest_s), again_s)
