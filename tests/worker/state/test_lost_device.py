@@ -14,7 +14,16 @@ from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import loss_curve_agrees, newest_whole, recover, start
 from support.worker.worker_pool import Pool
 
-from elastic.types import Abort, Layout, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import (
+    Abort,
+    Layout,
+    ModelProfile,
+    Plan,
+    Quiesced,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.types.orders import InjectFault
 from elastic.worker.process.fault_injection import MADE_UP
 from elastic.worker.session.generation import Generation
@@ -135,7 +144,9 @@ def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None
     copies.kept, copies._flat = {1: []}, {1: Flat([])}
     generation = Generation.__new__(Generation)
     generation.state, generation.copies, generation.device_lost = None, copies, False
-    generation.place = SimpleNamespace(held=[device, host, moved], lose_device=lambda: None)  # type: ignore[assignment]
+    generation.place = SimpleNamespace(  # type: ignore[assignment]
+        held=[device, host, moved], lose_device=lambda: None, profile=ModelProfile(4, 0, ())
+    )
     generation.stepper = SimpleNamespace(pending=SimpleNamespace(step=5))  # type: ignore[assignment]
     assert generation.pending_step == 5
     generation.lose_device()

@@ -25,7 +25,7 @@ from elastic.data.order import sample_ids
 from elastic.errors import InternalError
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
-from elastic.types import Job, Layout, Plan, ShardStored, StepDone, WorkerId
+from elastic.types import Job, Layout, ModelProfile, Plan, ShardStored, StepDone, WorkerId
 from elastic.types.orders import Rendezvous
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.process_groups.groups import Groups
@@ -154,6 +154,7 @@ def a_place() -> Any:
     return SimpleNamespace(
         held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None,
         me=ALONE.ranks[0], storage=None, report=list, background=list, at_phase=list,
+        profile=ModelProfile(4, 0, ()),
     )  # fmt: skip
 
 
