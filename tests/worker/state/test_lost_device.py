@@ -141,7 +141,7 @@ def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None
     copies.plan = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 12)
     lease: Any = SimpleNamespace(buffer=torch.empty(0, dtype=torch.uint8))
     copies.flight = SimpleNamespace(stored=True, step=4, own=None, incoming={1: lease})  # type: ignore[assignment]
-    copies.kept, copies._flat = {1: []}, {1: Flat([])}
+    copies.kept, copies._flat, copies.alone = {1: []}, {1: Flat([])}, False
     generation = Generation.__new__(Generation)
     generation.state, generation.copies, generation.device_lost = None, copies, False
     generation.place = SimpleNamespace(  # type: ignore[assignment]
