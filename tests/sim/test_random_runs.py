@@ -38,7 +38,7 @@ def check(seed: int, path: Path) -> None:
     assert not played.wrong, f"seed {seed}: {'; '.join(played.wrong)}"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))]
 )

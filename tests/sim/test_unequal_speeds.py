@@ -179,6 +179,7 @@ def test_a_node_that_recovers_gets_its_share_back(times: float, within_s: float)
     assert AT_S + 60 < moves[1][0] < AT_S + 60 + within_s and "any more" in moves[1][2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("on_s", "off_s"), [(10.0, 10.0), (5.0, 20.0), (30.0, 30.0)])
 def test_a_node_that_is_slow_now_and_then_is_followed_a_few_times_only(
     on_s: float, off_s: float

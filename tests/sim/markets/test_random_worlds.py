@@ -23,7 +23,7 @@ def check(seed: int) -> PlayedWorld:
     return played
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))]
 )

@@ -108,8 +108,7 @@ class Pool:
         is aborted: else it would wait for those that are through with it until the groups'
         timeout."""
         self.revive()
-        if self.stores:
-            self.hosted.order_all(Abort(max(self.stores)))
+        self.rest()
         self.log.clear()
         n = n or self.n
         self.hosted.renew([WorkerId(f"node{i // per_node}", i % per_node) for i in range(n)])
@@ -119,6 +118,11 @@ class Pool:
             lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare"
         )
         return self.workers
+
+    def rest(self) -> None:
+        """What still runs is aborted: it would take its time from whatever comes next."""
+        if self.stores:
+            self.hosted.order_all(Abort(max(self.stores)))
 
     def order(self, worker: WorkerId, action: Action, rendezvous: Rendezvous | None = None) -> None:
         self.hosted.order(worker, WorkerOrder(action, rendezvous))

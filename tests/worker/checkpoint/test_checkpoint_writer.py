@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.worker.forks import printed
 from support.worker.saved import CUTS, MODEL, Cut, find_valid, part, save, state
 
 from elastic.errors import InternalError, StateLost
@@ -156,14 +155,11 @@ print(saved, straight, peak() - before, bool(torch.equal(half, value[:, 512:])))
 def test_save_and_load_take_one_chunk_of_memory_at_most(storage: Storage) -> None:
     """205 MB: saved and loaded from and to where they lie, else through 64 MiB of scratch memory
     for all threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, storage.uri], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    saved, straight, scratch, equal = done.stdout.split()
+    said = printed(PEAK, storage.uri)
+    saved, straight, scratch, equal = said.split()
     assert equal == "True"
-    assert int(saved) < 24 << 20 and int(straight) < 24 << 20, done.stdout
-    assert int(scratch) < (64 + 24) << 20, done.stdout
+    assert int(saved) < 24 << 20 and int(straight) < 24 << 20, said
+    assert int(scratch) < (64 + 24) << 20, said
 
 
 # ---------------------------------------------------------------------------------------------- DCP

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.places import PROGRAMS
+from support.worker.forks import printed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -220,6 +219,5 @@ print(profile.n_params, took, grown * 1024)
 def test_405_billion_parameters_in_seconds_and_without_their_memory() -> None:
     """In a process of its own, whose largest memory is known; its CPU time, so that a busy machine
     does not count."""
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
-    n_params, took_s, grown_bytes = map(float, done.stdout.split())
+    n_params, took_s, grown_bytes = map(float, printed(LARGE).split())
     assert n_params > 405e9 and took_s < 5 and grown_bytes < 500e6

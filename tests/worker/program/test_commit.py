@@ -101,7 +101,7 @@ def collectives(pool: FaultyPool, run: Path, layout: Layout, rank: int) -> list[
 # -------------------------------------------------------------------------------- the commit itself
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.whole)])
 def test_replicas_roll_forward_to_the_step_that_somebody_has(
     pool: FaultyPool, tmp_path: Path, victim: int
 ) -> None:
@@ -122,6 +122,7 @@ def test_replicas_roll_forward_to_the_step_that_somebody_has(
     )
 
 
+@pytest.mark.whole  # policy/copies/test_forward.py decides it
 def test_without_replicas_a_step_that_a_dead_rank_took_with_it_is_given_up(
     pool: FaultyPool, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_nobody_is_gone_and_one_rank_missed_the_commit(pool: FaultyPool, tmp_pat
     assert {e.kind for e in driver.told(WorkerFailed)} == {"collective"}
 
 
+@pytest.mark.whole  # policy/copies/test_forward.py decides it
 def test_a_commit_that_nobody_has_rolls_nothing_forward(pool: FaultyPool, tmp_path: Path) -> None:
     driver, entered = broken(
         pool, tmp_path, REPLICAS, {2: Fault("before", AT, "commit")}, peer_every=0
@@ -152,7 +154,9 @@ def test_a_commit_that_nobody_has_rolls_nothing_forward(pool: FaultyPool, tmp_pa
 # ---------------------------------------------------------------------------- numbers that are none
 
 
-@pytest.mark.parametrize(("layout", "at"), [(SHARDS, 7), (PIPELINE, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "at"), [(PIPELINE, 3), pytest.param(SHARDS, 7, marks=pytest.mark.whole)], ids=str
+)
 def test_a_sample_without_a_number_rolls_back_once_and_is_named(
     pool: FaultyPool, tmp_path: Path, layout: Layout, at: int
 ) -> None:

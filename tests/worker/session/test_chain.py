@@ -18,10 +18,11 @@ CHAIN = [
 
 
 @pytest.mark.slow
-def test_a_chain_of_layouts_that_begins_again(pool: Pool, tmp_path: Path) -> None:
-    job = job_of("tiny.py", steps=18)
+@pytest.mark.parametrize("n", [5, pytest.param(len(CHAIN), marks=pytest.mark.whole)])
+def test_a_chain_of_layouts_that_begins_again(pool: Pool, tmp_path: Path, n: int) -> None:
+    job = job_of("tiny.py", steps=2 * n + 4)
     pids = list(pool.pids)
-    chain = CHAIN + CHAIN[:1]
+    chain = CHAIN[:n] + CHAIN[:1]
     steps = pass_through(pool, job, tmp_path, chain, every=2)
     check(job, tmp_path, steps, 1e-4)
     assert pool.pids == pids

@@ -67,18 +67,18 @@ def test_the_first_probe_is_the_loss_of_one_process(pool: Pool, tmp_path: Path) 
 def test_each_side_of_a_transition_says_the_same(
     pool: Pool, tmp_path: Path, layout: Layout
 ) -> None:
-    job = job_of("tiny.py", steps=14)
+    job = job_of("tiny.py", steps=9)
     first = begun(pool, job, tmp_path)
     second = plan(2, layout, list(first.ranks), 12, resume=live(first))
     began_s = time.monotonic()
     pool.enter(second)
     pool.entered(2)
-    pool.wait(lambda: any(e.step == 14 for e in pool.events(StepDone)), "the last step")
+    pool.wait(lambda: any(e.step == 9 for e in pool.events(StepDone)), "the last step")
     boundary, entry = probed(pool, 1)[-1], probed(pool, 2)[0]
     assert boundary.step == entry.step > 0 and boundary.expected is None
     assert entry.expected == boundary.loss
     assert agree(entry.loss, boundary.loss, 1e-5)
-    assert len({e.step for e in pool.events(StepDone)}) == 14
+    assert len({e.step for e in pool.events(StepDone)}) == 9
     assert 0 < entry.seconds < time.monotonic() - began_s
 
 
@@ -130,7 +130,7 @@ def test_a_layout_that_computes_something_else_makes_no_step(
 
 def test_what_the_driver_knows_counts_where_no_worker_does(pool: Pool, tmp_path: Path) -> None:
     """As after a start from storage: here with a number that is wrong."""
-    job = job_of("tiny.py", steps=6)
+    job = job_of("tiny.py", steps=4)
     first = begun(pool, job, tmp_path)
     pool.quiesced(1, 4)
     workers = pool.open(job, tmp_path)
