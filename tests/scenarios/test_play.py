@@ -86,6 +86,18 @@ def test_a_strike_that_came_too_late_is_told(one: _Play) -> None:
         one._is_over(act)
 
 
+def test_behind_a_struck_newcomer_all_are_awaited(one: _Play) -> None:
+    """Its process comes back within the transition or by a growth of its own, which may not come
+    between the next notice and its plan."""
+    newcomer, seen = WORST_MOMENTS.acts[1], one.run.seen
+    seen.plans |= {2: plan(2, "growth", "a", "b", "c"), 3: plan(3, "loss", "a", "b")}
+    one.struck[2] = ("c", 0)
+    seen.steps.append(step(3))
+    assert not one._is_over(newcomer)
+    seen.plans[4] = plan(4, "growth", "a", "b", "c")
+    assert one._is_over(newcomer)
+
+
 def test_on_a_cluster_nodes_are_not_started(one: _Play) -> None:
     assert [one._words(act) for act in MAIN_PATH.acts] == [act.drill for act in MAIN_PATH.acts]
     one.stage = replace(one.stage, address="a:1")
