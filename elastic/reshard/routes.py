@@ -31,6 +31,7 @@ from elastic.types.grid import replica_key
 
 # parts that several could send are cut along dimension 0 to at most this, so that several do
 SPREAD_BYTES = 64 << 20
+TOGETHER_LEAST = 2500  # of senders and tensors, below which arrays take longer than a loop
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,20 @@ def _spread(found: Sequence[tuple[Routes, Ints, Ints]], n_participants: int) -> 
     for n, minus_bytes, b, i, first in shared:
         routes = found[b][0]
         who = routes.givers.who[first : first + n]
-        chosen = who[least_loaded(sent[who], -minus_bytes, len(routes.bundle.tensors))]
-        np.add.at(sent, chosen, -minus_bytes)
-        routes.senders[i] = chosen
+        loads, times = sent[who], len(routes.bundle.tensors)
+        choose = least_loaded if times * (n + 8) > TOGETHER_LEAST else one_by_one
+        places = choose(loads, -minus_bytes, times)
+        sent[who] = loads - minus_bytes * np.bincount(places, minlength=n)
+        routes.senders[i] = who[places]
+
+
+def one_by_one(loads: Ints, amount: int, times: int) -> Ints:
+    """As `least_loaded`, sooner where few choose among few."""
+    left, places = loads.tolist(), []
+    for _ in range(times):
+        places.append(left.index(min(left)))
+        left[places[-1]] += amount
+    return np.array(places)
 
 
 def least_loaded(loads: Ints, amount: int, times: int) -> Ints:

@@ -19,7 +19,7 @@ from support.reshard.reshard_cases import Cut, lost_tensor, random_cut, random_m
 from elastic.errors import InternalError, StateLost
 from elastic.reshard.pieces import Side, bytes_of
 from elastic.reshard.rank_boxes import Region, boxes, meet, state_specs
-from elastic.reshard.routes import alike, least_loaded
+from elastic.reshard.routes import alike, least_loaded, one_by_one
 from elastic.reshard.transfers import check_cover, plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
@@ -345,7 +345,8 @@ def test_many_parts_at_once_go_where_one_after_the_other_would(seed: int) -> Non
     for _ in range(times):
         chosen.append(min(range(len(left)), key=lambda k: (left[k], k)))
         left[chosen[-1]] += amount
-    assert least_loaded(np.array(loads), amount, times).tolist() == chosen
+    for choose in (least_loaded, one_by_one):
+        assert choose(np.array(loads), amount, times).tolist() == chosen
 
 
 def test_equal_holders_of_equal_boxes_are_looked_at_once() -> None:
