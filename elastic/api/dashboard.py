@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elastic.api.control import holder
-from elastic.api.diagnose import diagnosed, step_parts, traced_parts
+from elastic.api.diagnose import TracedStep, communication, diagnosed, step_parts, traced_step
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.dashboard.followed_run import PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf, shelf_of
+from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.evidence import Evidence
 from elastic.observe.diagnosis.verdicts import RunVerdict
 from elastic.storage import Storage, open_storage
@@ -47,7 +48,9 @@ def dashboard(runs: Sequence[str], options: DashboardOptions, say: Callable[[str
     from elastic.observe.dashboard.dashboard_server import DashboardServer, listening
 
     profiles = TracedProfiles()
-    sources = PageSources(holder, profiles.verdicts, profiles.of, step_parts)
+    sources = PageSources(
+        holder, profiles.verdicts, profiles.of, step_parts, profiles.communication
+    )
     with listening(options.host, options.port) as place:
         if options.beside_driver:
             shelf = RunShelf(tuple(RunFolder.of(open_storage(run)) for run in runs), sources)
@@ -77,23 +80,30 @@ async def _serve(server: DashboardServer, beside: bool, say: Callable[[str], Non
 class TracedProfiles:
     """What profiles of runs say of their steps; each is read from storage once."""
 
-    _known: dict[str, dict[str, float]] = field(default_factory=dict)
+    _known: dict[str, TracedStep] = field(default_factory=dict)
 
     def of(self, seen: Evidence, plan: Plan, storage: Storage) -> Mapping[str, float]:
-        """Of the running plan; {} = none was made."""
-        main = seen.main
-        if main is None or not main.profile or main.plan.generation != plan.generation:
-            return {}
-        key = storage.uri_of(main.profile)
-        if key not in self._known:
-            self._known[key] = traced_parts(storage, main.profile)
-        return self._known[key]
+        """Seconds of a step of the running plan by what they are for; {} = no profile was made."""
+        return self._traced(seen, plan, storage).parts
+
+    def communication(self, seen: Evidence, plan: Plan, storage: Storage) -> tuple[AxisRow, ...]:
+        """Of the running plan, beside what is planned."""
+        return communication(seen, plan, self._traced(seen, plan, storage))
 
     def verdicts(self, seen: Evidence, storage: Storage) -> tuple[RunVerdict, ...]:
         """As `elastic report` has them."""
         main = seen.main
         traced = self.of(seen, main.plan, storage) if main is not None else {}
         return diagnosed(seen, traced=traced)
+
+    def _traced(self, seen: Evidence, plan: Plan, storage: Storage) -> TracedStep:
+        main = seen.main
+        if main is None or not main.profile or main.plan.generation != plan.generation:
+            return TracedStep()
+        key = storage.uri_of(main.profile)
+        if key not in self._known:
+            self._known[key] = traced_step(storage, main.profile)
+        return self._known[key]
 
 
 class DashboardBeside:

@@ -4,13 +4,15 @@ steps."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from elastic.errors import SpecError
+from elastic.observe.diagnosis.axis_rows import AxisRow, axis_rows
 from elastic.observe.diagnosis.evidence import Evidence
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.diagnosis.verdicts import RunVerdict
-from elastic.observe.profiles.profile_files import mean_parts, read_profile
+from elastic.observe.profiles.profile_files import mean_collectives, mean_parts, read_profile
+from elastic.planner.cost.axis_traffic import axis_bytes
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.sites import site_of
@@ -34,23 +36,58 @@ def diagnosed(
     say, where they were read already."""
     if seen.main is None:
         return verdicts(seen)
-    traced = traced_parts(storage, seen.main.profile) if traced is None else traced
+    traced = traced_step(storage, seen.main.profile).parts if traced is None else traced
     parts = traced or step_parts(seen, seen.main.plan)
     return verdicts(replace(seen, parts=parts, traced=bool(traced)))
 
 
-def traced_parts(storage: Storage | None, profile_id: str) -> dict[str, float]:
-    """Seconds of a traced step, the mean of its ranks; {} = there is no such profile any more, or
-    none that can be read here."""
+@dataclass(frozen=True)
+class TracedStep:
+    """Of a profile, the mean of its ranks, by the names of the cost model: seconds of a step, and
+    seconds in collectives, those that computation hides included. {} = there is no such profile any
+    more, or none that can be read here."""
+
+    parts: Mapping[str, float] = field(default_factory=dict)
+    collectives: Mapping[str, float] = field(default_factory=dict)
+
+
+def traced_step(storage: Storage | None, profile_id: str) -> TracedStep:
     try:
         ranks = read_profile(storage, profile_id) if storage is not None and profile_id else []
     except (SpecError, ValueError, KeyError, TypeError):  # a newer elastic's, or damaged
+        return TracedStep()
+    if not ranks:
+        return TracedStep()
+    return TracedStep(_named(mean_parts(ranks)), _named(mean_collectives(ranks)))
+
+
+def _named(traced: Mapping[str, float]) -> dict[str, float]:
+    return {TRACED[name]: seconds for name, seconds in traced.items() if name in TRACED}
+
+
+def communication(seen: Evidence, plan: Plan, traced: TracedStep) -> tuple[AxisRow, ...]:
+    """Of a step of that plan, axis by axis. `traced`: a profile of it."""
+    return axis_rows(
+        step_bytes(seen, plan), step_parts(seen, plan), measured=traced.parts,
+        busy=traced.collectives,
+    )  # fmt: skip
+
+
+def communicated(seen: Evidence, storage: Storage | None = None) -> tuple[AxisRow, ...]:
+    """Of the generation that trained longest."""
+    main = seen.main
+    return communication(seen, main.plan, traced_step(storage, main.profile)) if main else ()
+
+
+def step_bytes(seen: Evidence, plan: Plan) -> Mapping[str, float]:
+    """Bytes that a rank sends in a step of that plan, by what they are for; {} where the model is
+    not known."""
+    model, job = seen.state.model, seen.state.job
+    if model is None or not plan.samples or not model.n_params:
         return {}
-    return {
-        TRACED[name]: seconds
-        for name, seconds in (mean_parts(ranks).items() if ranks else ())
-        if name in TRACED
-    }
+    per_node = max(plan.workers_per_node.values())
+    step = Step(plan.n_microbatches, max(plan.samples), job.global_batch, per_node, job.precision)
+    return axis_bytes(ModelCost.of(model), plan.layout, step)
 
 
 def step_parts(seen: Evidence, plan: Plan) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import api
-from elastic.api.diagnose import diagnosed
+from elastic.api.diagnose import communicated, diagnosed
 from elastic.cli.parser import RUN, drawn_on, natural, opened, run_verb, show, verb
 from elastic.errors import SpecError
 from elastic.observe import find_runs, logs, run_tables
@@ -126,7 +126,8 @@ def _report(given: argparse.Namespace) -> int:
     asked = report.Asked(Path(given.html) if given.html else None, given.target_loss)
     run = opened(given)
     diagnosis = partial(diagnosed, storage=run.storage)
-    data, lines = report.write(run, None, diagnosis, asked=asked)
+    sent = partial(communicated, storage=run.storage)
+    data, lines = report.write(run, None, diagnosis, communication=sent, asked=asked)
     show(given, data, lines)
     return 0
 

@@ -18,7 +18,6 @@ from elastic.observe.run_view import View
 from elastic.text import n_of
 from elastic.types import Node
 
-LAST_LEAST = 8
 MOST_DRAWN = 64  # ranks; more are a text of their own
 STATES = ("prepared", "ready", "pending", "draining", "quarantined", "released", "lost")
 STATUS_STYLES = {
@@ -41,16 +40,16 @@ def table_of(
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", border_style="dim"
     )
-    for k, head in enumerate(heads):
-        widest = max([cell_len(head), *(row[k].cell_len for row in texts)])
+    *others, last = range(len(heads))
+    for k in others:
+        widest = max([cell_len(heads[k]), *(row[k].cell_len for row in texts)])
         table.add_column(
-            head,
-            justify="right" if k in right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=min(widest, LAST_LEAST) if k == len(heads) - 1 else widest,
+            heads[k], justify="right" if k in right else "left", no_wrap=True, width=widest
         )
+    # the one that rich may make narrower: its cells are cut instead of wrapped
+    table.add_column(heads[last], justify="right" if last in right else "left")
     for row in texts:
+        row[last].no_wrap, row[last].overflow = True, "ellipsis"
         table.add_row(*row)
     return table
 

@@ -353,6 +353,9 @@ def block(ends: Sequence[float], cpu_s: Mapping[str, float], active_s: float) ->
     )
 
 
+WATCHED = ("step_time_ratio", "median_step_time_ratio", "cpu_seconds_ratio")
+
+
 def overhead(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
     """`pairs`: a block under elastic and a bare one, one right after the other. The ratios are
     those of the sums over all pairs; their intervals hold 95 % of the ratios of as many pairs drawn
@@ -378,6 +381,26 @@ def overhead(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
         k: Spread(tuple(ours.parts_s.get(k, 0.0) for ours, _ in pairs)).middle for k in names
     }
     return out
+
+
+def watched(
+    rounds: Sequence[Mapping[str, Block]], base: str = "nothing"
+) -> dict[str, dict[str, Any]]:
+    """Of each contender the median step, and of all but `base` the ratios to that in the same
+    round."""
+    names = dict.fromkeys(name for one in rounds for name in one)
+    found = {
+        name: overhead([(one[name], one[base]) for one in rounds if {name, base} <= one.keys()])
+        for name in names
+    }
+    kept = ("pairs", *(f"{name}{more}" for name in WATCHED for more in ("", "_95")))
+    return {
+        name: {
+            "step_s": Spread(tuple(one[name].median_s for one in rounds if name in one)).middle,
+            **({} if name == base else {key: of[key] for key in kept}),
+        }
+        for name, of in found.items()
+    }
 
 
 def _ratio_of_sums(values: Sequence[tuple[float, float]]) -> float | None:

@@ -6,20 +6,22 @@ blocks of a few seconds in turn, elastic and bare, bare and elastic, so that wha
 does meanwhile falls on both. Under elastic: two nodes of one worker each (dp_shard=2) on the
 embedded cluster, peer replicas and journal on. How often it copies is what a run before it comes to
 by itself (one that is frozen now and then measures long steps, and copies more often). Bare:
-bare.py in two processes. The part `told`: a run that tells Prometheus, Ray and each tracker that is
-installed (offline), next to the same run without them. Wall seconds and CPU seconds per step; CPU seconds are of all processes,
+bare.py in two processes. The part `watched`: the same run with each tracker that is installed
+(offline), with the metrics endpoint, with `--dashboard`, with all of them, each next to one without.
+Wall seconds and CPU seconds per step; CPU seconds are of all processes,
 under elastic also of driver and Ray.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -37,7 +39,7 @@ from elastic.cluster.ray import processes
 
 MOST_S, PAIRS = 1800.0, 32
 BATCH = 8
-TOLD, TRACKERS = "told", ("wandb", "mlflow", "trackio")
+WATCHED, TRACKERS = "watched", ("wandb", "mlflow", "trackio")
 MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}
 TINY = ROOT / "tests" / "programs" / "tiny.py"
 JOB = {
@@ -57,6 +59,9 @@ class Size:
     undisturbed: int = 100
     steps_a_block: int = 10
     block_least_s: float = 2.5
+
+    def block_s(self, step_s: float) -> float:
+        return max(self.block_least_s, (self.steps_a_block + figures.SETTLES) * step_s)
 
 
 WHOLE = Size(MODELS)
@@ -175,10 +180,10 @@ def own_cadence(program: Path, n_steps: int, clock: Clock) -> int:
 
 @contextmanager
 def under_elastic(
-    program: Path, peer_every: int, n_steps: int, clock: Clock, **more: Any
+    program: Path, n_steps: int, clock: Clock, *, words: Sequence[str] = (), **more: Any
 ) -> Iterator[Elastic]:
-    job = {**JOB, "program": str(program), "peer_every": peer_every, **more}
-    with running(job, clock) as trial:
+    """`more`: keys of its job; `words`: of its command line."""
+    with running({**JOB, "program": str(program), **more}, clock, words) as trial:
         contender = Elastic(trial)
         assert trial.process is not None
         try:
@@ -204,72 +209,88 @@ def under_bare(program: Path, n_steps: int, clock: Clock) -> Iterator[tuple[Bare
 def compare(program: Path, n_pairs: int, size: Size, clock: Clock) -> dict[str, Any]:
     every = own_cadence(program, size.undisturbed, clock)
     with (
-        under_elastic(program, every, size.warm, clock) as ours,
+        under_elastic(program, size.warm, clock, peer_every=every) as ours,
         under_bare(program, size.warm, clock) as (bare, step_s),
     ):
-        seconds = max(size.block_least_s, (size.steps_a_block + figures.SETTLES) * step_s)
-        pairs = in_turn(ours, bare, seconds, n_pairs, clock)
+        rounds = in_turn({"ours": ours, "bare": bare}, size.block_s(step_s), n_pairs, clock)
+    pairs = [(one["ours"], one["bare"]) for one in rounds if len(one) == 2]
     return {**figures.overhead(pairs), "peer_every": every}
 
 
-def compare_told(program: Path, n_pairs: int, size: Size, clock: Clock) -> dict[str, Any]:
-    """A run that tells all that are there, by the same run that tells nobody."""
+def compare_watched(
+    program: Path, names: Sequence[str], n_rounds: int, size: Size, clock: Clock
+) -> dict[str, Any]:
+    """The same run watched in several ways, each beside one that nothing watches."""
     trackers = [name for name in TRACKERS if find_spec(name) is not None]
+    ways: dict[str, dict[str, Any]] = {
+        "trackers": {"trackers": trackers},
+        "endpoint": {"metrics_port": 0},
+        "dashboard": {"words": ("--dashboard",)},
+        "all": {"trackers": trackers, "metrics_port": 0, "words": ("--dashboard",)},
+    }
+    if unknown := [name for name in names if name not in ways]:
+        raise Failed(f"--watchers {' '.join(unknown)}: must be some of {' '.join(ways)}")
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         os.environ |= {
             "WANDB_MODE": "offline", "WANDB_DIR": folder, "TRACKIO_DIR": folder,
             "MLFLOW_TRACKING_URI": f"file:{folder}/mlflow",
         }  # fmt: skip
-        told = {"metrics_port": 0, "trackers": trackers}
-        with (
-            under_elastic(program, 0, size.warm, clock, **told) as telling,
-            under_elastic(program, 0, size.warm, clock) as silent,
-        ):
-            ends = silent.ends()
-            step_s = (ends[-1] - ends[-6]) / 5
-            seconds = max(size.block_least_s, (size.steps_a_block + figures.SETTLES) * step_s)
-            pairs = in_turn(telling, silent, seconds, n_pairs, clock)
-    return {**figures.overhead(pairs), "trackers": trackers}
+        rounds = [
+            one
+            for name in names
+            for one in beside_nothing(program, name, ways[name], size=size, n=n_rounds, clock=clock)
+        ]
+    return {**figures.watched(rounds), "installed": trackers}
+
+
+def beside_nothing(
+    program: Path, name: str, way: Mapping[str, Any], *, size: Size, n: int, clock: Clock
+) -> list[dict[str, Block]]:
+    """Two runs at once, as elsewhere here: one that is frozen for longer than a block or two takes
+    itself for one whose nodes were lost."""
+    with (
+        under_elastic(program, size.warm, clock, peer_every=0, **way) as watched,
+        under_elastic(program, size.warm, clock, peer_every=0) as alone,
+    ):
+        ends = alone.ends()
+        seconds = size.block_s((ends[-1] - ends[-6]) / 5)
+        return in_turn({name: watched, "nothing": alone}, seconds, n, clock)
 
 
 def in_turn(
-    ours: Contender, other: Contender, seconds: float, n_pairs: int, clock: Clock
-) -> list[tuple[Block, Block]]:
-    """Blocks of both that tell something, in pairs."""
-    pairs: list[tuple[Block, Block]] = []
-    for number in range(n_pairs):
-        clock.look(f"block {number} of {n_pairs}")
-        both: list[Contender] = [ours, other] if number % 2 == 0 else [other, ours]
-        found = {id(contender): run_block(contender, seconds) for contender in both}
-        first, second = found[id(ours)], found[id(other)]
-        if first is not None and second is not None:
-            pairs.append((first, second))
-    return pairs
+    contenders: Mapping[str, Contender], seconds: float, n_rounds: int, clock: Clock
+) -> list[dict[str, Block]]:
+    """Rounds of a block of each, those that tell something; every other round the other way
+    round."""
+    rounds: list[dict[str, Block]] = []
+    for number in range(n_rounds):
+        clock.look(f"round {number} of {n_rounds}")
+        names = [*contenders] if number % 2 == 0 else [*reversed(contenders)]
+        found = {name: run_block(contenders[name], seconds) for name in names}
+        rounds.append({name: one for name, one in found.items() if one is not None})
+    return rounds
 
 
-def measure(clock: Clock, n_pairs: int, models: list[str], size: Size) -> dict[str, Any]:
+def measure(clock: Clock, given: argparse.Namespace, size: Size) -> dict[str, Any]:
     """The figures of the wide model by their names, those of the small one below `small`."""
-    found = {
-        name: compare(size.models[name], n_pairs, size, clock) for name in models if name != TOLD
-    }
-    if TOLD in models:
-        found[TOLD] = compare_told(size.models["wide"], n_pairs, size, clock)
-    told = {TOLD: found[TOLD]} if TOLD in found else {}
+    parts, n = given.parts, max(2, given.repeats)
+    found = {name: compare(size.models[name], n, size, clock) for name in parts if name != WATCHED}
+    if WATCHED in parts:
+        names = given.watchers.split()
+        found[WATCHED] = compare_watched(size.models["small"], names, n, size, clock)
+    watched = {WATCHED: found[WATCHED]} if WATCHED in found else {}
     small = (
         {"small": found["small"], "small_step_time_ratio": found["small"]["step_time_ratio"]}
         if "small" in found
         else {}
     )
-    return {**found.get("wide", {}), **small, **told, "processes_left": 0}
+    return {**found.get("wide", {}), **small, **watched, "processes_left": 0}
 
 
 if __name__ == "__main__":
-    given = options(__doc__, MOST_S, repeats=PAIRS, parts=(*MODELS, TOLD), smoke_parts=("wide",))
+    given = options(
+        __doc__, MOST_S, repeats=PAIRS, parts=(*MODELS, WATCHED), smoke_parts=("wide",),
+        values={"watchers": "trackers endpoint dashboard all"},
+    )  # fmt: skip
     size = SMOKE if given.smoke else WHOLE
-    sys.exit(
-        finish(
-            "overhead",
-            given,
-            lambda clock: measure(clock, max(2, given.repeats), given.parts, size),
-        )
-    )
+    sys.exit(finish("overhead", given, lambda clock: measure(clock, given, size)))

@@ -24,6 +24,7 @@ from figures import (
     pace,
     phases,
     recovery,
+    watched,
 )
 
 from elastic.ledger.journal import Line
@@ -275,6 +276,23 @@ def test_overhead_pairs_each_block_with_the_bare_one_beside_it() -> None:
     assert found["elastic_cpu_parts_s"] == {"ray": 1.0, "workers": 2.0} and found[
         "elastic_parts_s"
     ] == {"data": 2.0}
+
+
+def test_ways_of_watching_are_compared_with_nothing_in_the_same_round() -> None:
+    def round_of(s: float, slower: float) -> dict[str, Block]:
+        return {
+            "nothing": Block(s, s, {"workers": s}),
+            "endpoint": Block(slower * s, s, {"workers": 2 * s}),
+        }
+
+    rounds = [round_of(1.0, 1.1), round_of(3.0, 1.1), {"nothing": Block(9.0, 9.0, {})}]
+    found = watched(rounds)
+    assert found["nothing"] == {"step_s": 3.0}
+    assert (found["endpoint"]["step_s"], found["endpoint"]["pairs"]) == (2.0, 2)
+    assert found["endpoint"]["step_time_ratio"] == pytest.approx(1.1)
+    assert found["endpoint"]["median_step_time_ratio"] == 1.0
+    assert found["endpoint"]["cpu_seconds_ratio_95"] == [2.0, 2.0]
+    assert watched([]) == {}
 
 
 def test_the_interval_is_as_wide_as_the_pairs_differ() -> None:

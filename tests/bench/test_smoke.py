@@ -61,7 +61,22 @@ SMOKES = (
     Smoke("copies"),
     Smoke("reshard"),
     Smoke("radosgw"),
-    Smoke("overhead", without=("small", "told"), long=True),
+    Smoke("overhead", without=("small", "watched.*"), long=True),
+    Smoke(
+        "overhead",
+        ("--parts", "watched", "--watchers", "endpoint dashboard"),
+        (
+            "small",
+            "median_step_time_ratio",
+            "step_time_ratio",
+            "cpu_seconds_ratio",
+            "elastic_*",
+            "..._95",
+            "watched.trackers*",
+            "watched.all*",
+        ),
+        long=True,
+    ),
     Smoke("checkpoint", long=True),
     Smoke("recovery", without=("device_bound_*", "sizes", "ray_train_*"), long=True),
     Smoke(

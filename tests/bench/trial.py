@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,11 +114,13 @@ class Tree:
 
 @dataclass
 class Trial:
-    """A job folder and its run, named `bench`. `job`: keys of job.yaml."""
+    """A job folder and its run, named `bench`. `job`: keys of job.yaml; `words`: more of the command
+    line."""
 
     folder: Path
     job: Mapping[str, Any]
     clock: Clock
+    words: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
     trees: list[Tree] = field(default_factory=list)
     at_byte: int = 0
@@ -143,7 +145,7 @@ class Trial:
         with (self.folder / "run.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "elastic", "run", str(job), "--run-name", "bench", "--local",
-                "--json"], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                "--json", *self.words], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self.trees.append(Tree(self.process.pid))
@@ -235,11 +237,11 @@ class Trial:
 
 
 @contextmanager
-def running(job: Mapping[str, Any], clock: Clock) -> Iterator[Trial]:
+def running(job: Mapping[str, Any], clock: Clock, words: Sequence[str] = ()) -> Iterator[Trial]:
     """A run in a folder of its own, from its start to its end. Raises Failed where a process of it
     did not end by itself."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-", ignore_cleanup_errors=True) as folder:
-        trial = Trial(Path(folder), job, clock)
+        trial = Trial(Path(folder), job, clock, words)
         try:
             trial.start()
             yield trial

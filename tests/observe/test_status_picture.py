@@ -96,6 +96,20 @@ def test_what_a_run_says_is_never_markup() -> None:
     assert "why: [red]5 [/nodes]" in shown(LivePicture(seen_of(odd).view), 90)
 
 
+def test_a_long_reason_gives_way_to_the_other_columns() -> None:
+    def longer(line: Line) -> Line:
+        known = line.decision
+        told = known is not None and known.reason
+        return (
+            replace(line, decision=replace(known, reason=f"{known.reason} {'so ' * 60}"))
+            if told
+            else line
+        )
+
+    text = status(seen_of([longer(line) for line in priced()]), 60)
+    assert re.search(r"  2     notice   0.50 s   b goes in 30 s: .*…", text)
+
+
 def test_before_the_first_line() -> None:
     nothing = seen_of([])
     assert "no generation yet" not in status(nothing, 80) and "step" in status(nothing, 80)

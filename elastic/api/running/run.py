@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.dashboard import DashboardBeside
-from elastic.api.diagnose import diagnosed
+from elastic.api.diagnose import communicated, diagnosed
 from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
@@ -501,6 +501,7 @@ class JobRun:
                 self.place,
                 self._extras(state, lines),
                 partial(diagnosed, storage=self.place.storage),
+                communication=partial(communicated, storage=self.place.storage),
             )
         except OSError as error:  # the run itself has ended
             text = (

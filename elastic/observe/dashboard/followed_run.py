@@ -17,6 +17,7 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe.accounting.accounts import Books
 from elastic.observe.dashboard.generation_log import GenerationLog
 from elastic.observe.dashboard.step_curve import StepCurve, Stretch
+from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.evidence import Evidence, EvidenceReader
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.diagnosis.verdicts import RunVerdict
@@ -44,12 +45,14 @@ MARKED = (
 class PageSources:
     """What a journal does not tell. `holder`: who drives a run now, '' = nobody; `verdicts`: what
     it is bound by; `traced`: seconds of a step of the running plan by what they are for, by a
-    profile of the run, and `parts`: by the cost model; {} = not known."""
+    profile of the run, and `parts`: by the cost model; {} = not known; `axes`: what its axes send,
+    and how long a step waits for each."""
 
     holder: Callable[[Storage], str] = lambda run: ""
     verdicts: Callable[[Evidence, Storage], Sequence[RunVerdict]] = lambda seen, run: verdicts(seen)
     traced: Callable[[Evidence, Plan, Storage], Mapping[str, float]] = lambda seen, plan, run: {}
     parts: Callable[[Evidence, Plan], Mapping[str, float]] = lambda seen, plan: {}
+    axes: Callable[[Evidence, Plan, Storage], Sequence[AxisRow]] = lambda seen, plan, run: ()
 
 
 @dataclass

@@ -164,19 +164,23 @@ def _number(one: RunVerdict) -> str:
 
 def _communication(run: FollowedRun, books: Account) -> dict[str, Any]:
     """Of the running plan: seconds of a step as a profile of the run has them, or the cost model,
-    what steps took, and bytes that the last transition moved inside nodes and between them."""
+    what steps took, what each axis sends in a step and in how many steps it did, and bytes that the
+    last transition moved inside nodes and between them."""
     view, state = run.view, run.view.state
     plan = state.plan
     if plan is None:
-        return {"parts": {}}
+        return {"parts": {}, "axes": []}
     seen = run.evidence.found(books)
     traced = run.sources.traced(seen, plan, run.run.storage)
     parts = traced or run.sources.parts(seen, plan)
     last, move = state.last_step, plan.move
+    facts = run.evidence.generations.get(plan.generation)
     links = move.links if move is not None else ()
     return {
         "parts": {name: float(f"{seconds:.4g}") for name, seconds in parts.items() if seconds > 0},
         "traced": bool(traced),
+        "axes": [one.plain() for one in run.sources.axes(seen, plan, run.run.storage)],
+        "n_steps": facts.n_seen if facts is not None else 0,
         "expected_step_s": plan.predicted_step_time_s or None,
         "model_step_s": plan.model_step_s or None,
         "measured_step_s": view.step_time_s(),

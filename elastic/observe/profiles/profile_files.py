@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,14 @@ def read_profile(storage: Storage, profile_id: str) -> list[RankParts]:
 
 def mean_parts(ranks: Iterable[RankParts]) -> dict[str, float]:
     """Seconds of a step, over all ranks."""
-    each = list(ranks)
-    names = dict.fromkeys(name for one in each for name in one.parts)
-    return {name: sum(one.parts.get(name, 0.0) for one in each) / len(each) for name in names}
+    return _mean([one.parts for one in ranks])
+
+
+def mean_collectives(ranks: Iterable[RankParts]) -> dict[str, float]:
+    """Seconds of a step in collectives by axis, over all ranks."""
+    return _mean([one.collectives for one in ranks])
+
+
+def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in each for name in one)
+    return {name: sum(one.get(name, 0.0) for one in each) / len(each) for name in names}

@@ -21,6 +21,16 @@ CATEGORIES = {
     "other": ("Other", "machines that were leaving, and what fits nowhere else"),
 }
 
+# axis of a layout -> what goes over it
+AXES = {
+    "dp_shard": "parts of the model are gathered before they are used, gradients added up",
+    "dp_replicate": "copies of the model add up what they have learned",
+    "tp": "GPUs that compute one layer together exchange what each has of it",
+    "cp": "GPUs that share one long text exchange what the others must know of it",
+    "pp": "layers on one GPU hand their results to the next",
+    "all axes": "the end of each step, which all agree on",
+}
+
 CAUSES = {
     "start": "start",
     "notice": "machine announced to be taken back",

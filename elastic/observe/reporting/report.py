@@ -15,6 +15,8 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe.accounting.accounts import Account, Books
 from elastic.observe.accounting.launch_times import Launches, sentence
 from elastic.observe.accounting.transitions import Transition
+from elastic.observe.diagnosis import axis_rows
+from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.evidence import Evidence
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.diagnosis.verdicts import RunVerdict
@@ -36,6 +38,7 @@ from elastic.text import n_of
 
 FILE, PLOT, CAPACITY, PAGE = "report.json", "loss.png", "capacity.png", "report.html"
 Diagnosis = Callable[[Evidence], Sequence[RunVerdict]]
+Communication = Callable[[Evidence], Sequence[AxisRow]]
 # known to the driver only: kept when a report is written again
 EXTRAS = ("launch_to_first_step_s", "samples_exact", "sample")
 NO_STEPS = "rank 0 printed no line with a step and a loss (docs/script.md)"
@@ -57,6 +60,7 @@ def write(
     extras: Mapping[str, Any] | None = None,
     diagnosis: Diagnosis = verdicts,
     *,
+    communication: Communication = lambda seen: (),
     asked: Asked = Asked(),
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the report's files of a run; returns the data and the lines to print. `extras`: see
@@ -64,15 +68,17 @@ def write(
     was asked for."""
     seen = seen_of_run(run)
     view, books, found = seen.view, seen.account, diagnosis(seen.evidence)
+    axes = communication(seen.evidence)
     data = (
         summary(view, books)
+        | {"communication": [one.plain() for one in axes]}
         | worth(seen, found, asked.target_loss)
         | {name: value for name, value in (extras or _kept(run)).items() if name in EXTRAS}
     )
     run.folder.mkdir(parents=True, exist_ok=True)
     save_loss(view, run.folder / PLOT)
     save_capacity(view, seen.history, run.folder / CAPACITY)
-    html = page(seen, found, asked.target_loss)
+    html = page(seen, found, asked.target_loss, axes=axes)
     (run.folder / PAGE).write_text(html, encoding="utf-8")
     for name in (PLOT, CAPACITY, PAGE):
         run.keep(name)
@@ -82,7 +88,10 @@ def write(
         LocalStorage(run.folder).put(CSV, text_of(rows, columns_of(rows)).encode())
         run.keep(CSV)
     run.storage.put(FILE, json.dumps(data | {"ledger": _plain(books)}, indent=1).encode())
-    return data, text(view, books, data) + [
+    sent = axis_rows.shown(axes)
+    return data, [
+        *text(view, books, data),
+        *(["", "COMMUNICATION", *sent] if sent else []),
         "",
         f"page:  {asked.html or run.folder / PAGE}",
         f"curve: {run.folder / PLOT}",

@@ -10,8 +10,10 @@ from typing import Any
 
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.accounting.transitions import Transition
+from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.verdicts import RunVerdict
 from elastic.observe.event_messages import duration, size
+from elastic.observe.profiles.profile_bars import milliseconds
 from elastic.observe.reporting import page_words, savings
 from elastic.observe.reporting.charts import capacity_chart, loss_chart
 from elastic.observe.reporting.run_seen import RunSeen
@@ -33,7 +35,13 @@ class Amount:
     share: float = 0.0
 
 
-def page(seen: RunSeen, found: Sequence[RunVerdict], target_loss: float | None = None) -> str:
+def page(
+    seen: RunSeen,
+    found: Sequence[RunVerdict],
+    target_loss: float | None = None,
+    *,
+    axes: Sequence[AxisRow] = (),
+) -> str:
     """The whole HTML document."""
     from jinja2 import Environment, StrictUndefined
 
@@ -41,7 +49,9 @@ def page(seen: RunSeen, found: Sequence[RunVerdict], target_loss: float | None =
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.from_string(source).render(content(seen, found, target_loss))
+    return environment.from_string(source).render(
+        content(seen, found, target_loss) | {"traffic": traffic(seen, axes)}
+    )
 
 
 def content(
@@ -69,6 +79,31 @@ def content(
         "glossary": page_words.GLOSSARY, "unit": view.unit,
         "usd": usd, "span": span, "percent": lambda share: f"{100 * share:.0f} %",
     }  # fmt: skip
+
+
+def traffic(seen: RunSeen, axes: Sequence[AxisRow]) -> dict[str, Any] | None:
+    """What GPUs sent each other in the steps of the generation that trained longest."""
+    main = seen.evidence.main
+    if main is None or not axes:
+        return None
+    rows = [
+        {
+            "axis": one.axis, "about": page_words.AXES.get(one.axis, ""),
+            "sent": "-" if one.n_bytes is None else size(one.n_bytes),
+            "in_all": "-" if one.n_bytes is None else size(one.n_bytes * main.n_seen),
+            "planned": _waited(one.planned_s), "measured": _waited(one.measured_s),
+            "busy": _waited(one.busy_s),
+        }
+        for one in axes
+    ]  # fmt: skip
+    return {
+        "rows": rows, "layout": str(main.plan.layout), "steps": main.n_seen,
+        "profiled": bool(main.profile), "planned": any(one.planned_s for one in axes),
+    }  # fmt: skip
+
+
+def _waited(seconds: float | None) -> str:
+    return "-" if seconds is None else milliseconds(seconds)
 
 
 def usd(value: float | None) -> str:

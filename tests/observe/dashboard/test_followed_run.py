@@ -22,6 +22,7 @@ from elastic.observe.dashboard.followed_run import FollowedRun, PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf, compact, id_of
 from elastic.observe.dashboard.run_summary import snapshot
 from elastic.observe.dashboard.step_curve import StepCurve, Stretch
+from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.reporting.report import worth
 from elastic.observe.reporting.run_seen import seen_of
@@ -248,6 +249,12 @@ def test_communication_is_that_of_the_cost_model(tmp_path: Path) -> None:
     found = snapshot(told)["communication"]
     assert found["parts"] == {"tp": 0.5} and found["traced"]  # what was measured counts first
     assert found["expected_step_s"] == pytest.approx(4.08) and found["data_s"] == 0.02
+    assert found["axes"] == []
+    axes = followed(tmp_path, lines[:10], axes=lambda seen, plan, run: (AxisRow("tp", 2e6, 0.1),))
+    axes.look()
+    found = snapshot(axes)["communication"]
+    done = sum(isinstance(e, StepDone) for line in lines[:10] for _, e in line.events)
+    assert (found["axes"], found["n_steps"]) == ([AxisRow("tp", 2e6, 0.1).plain()], done)
 
 
 def test_advice_names_a_budget_that_will_not_do(tmp_path: Path) -> None:

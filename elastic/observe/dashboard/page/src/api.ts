@@ -49,11 +49,13 @@ export interface Run {
   advice: Advice[]; cluster: Cluster;
   generations: { left_out: number; rows: Generation[] };
   communication: {
+    axes: Axis[]; n_steps?: number;
     parts: Record<string, number>; traced?: boolean; expected_step_s?: number | null; model_step_s?: number | null;
     measured_step_s?: number | null; data_s?: number | null; copy_s?: number | null;
     moved_bytes?: number | null; moved_in_node_bytes?: number; moved_between_bytes?: number;
   };
 }
+export interface Axis { axis: string; n_bytes: number | null; planned_s: number | null; measured_s: number | null; busy_s: number | null }
 export type Values = (number | null)[];
 export interface Column { mid: Values; min?: Values; max?: Values }
 export interface Mark { x: number; kind: string; text: string }

@@ -1,7 +1,7 @@
 // Where time and money went, what is ahead, and what a step is spent on.
 
 import { useState } from "preact/hooks";
-import type { Category, Range, Run } from "./api";
+import type { Axis, Category, Range, Run } from "./api";
 import { bytes, clock, count, digits, dollars, duration, hours, percent, words } from "./format";
 
 const ORDER = [
@@ -150,27 +150,16 @@ function Span(props: { title: string; now: number; range: Range; limit: number |
 
 const TOLD: Record<string, string> = {
   products: "matrix products", attention: "attention", moved: "memory traffic", recomputed: "activations again", optimizer: "optimizer",
-  tp: "tp: collectives inside a block", cp: "cp: keys and values", ep: "ep: exchange between experts", pp: "pp: sends between stages",
-  fsdp: "dp_shard: gathering and scattering", replicas: "dp_replicate: sum over replicas", commit: "world: the step's last all-reduce",
-  bubble: "pp: bubble", uneven: "uneven stages or shares", accumulate: "adding up gradients", offload: "copies to host memory", jitter: "waiting for the slowest rank", idle: "idle",
+  bubble: "pp: bubble", ep: "ep: exchange between experts", uneven: "uneven stages or shares", accumulate: "adding up gradients", offload: "copies to host memory", jitter: "waiting for the slowest rank", idle: "idle",
 };
-const AXIS_PARTS = ["tp", "cp", "ep", "pp", "fsdp", "replicas", "commit", "bubble"];
+const AXIS_PARTS = ["tp", "cp", "pp", "fsdp", "replicas", "commit"]; // these have a table of their own
 
 export function Communication({ run }: { run: Run }) {
   const { communication: found } = run;
   const parts = Object.entries(found.parts);
   const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
-  const axes = parts.filter(([name]) => AXIS_PARTS.includes(name)).toSorted((a, b) => b[1] - a[1]);
   const rest = parts.filter(([name]) => !AXIS_PARTS.includes(name)).toSorted((a, b) => b[1] - a[1]);
   const most = Math.max(...parts.map(([, seconds]) => seconds), 1e-9);
-  const row = ([name, seconds]: [string, number]) => (
-    <tr key={name}>
-      <td>{TOLD[name] ?? name}</td>
-      <td class="num">{duration(seconds)}</td>
-      <td class="num">{percent(seconds / total)}</td>
-      <td class="barcell"><i class={`bar ${AXIS_PARTS.includes(name) ? "wire" : "work"}`} style={{ width: `${(100 * seconds) / most}%` }} /></td>
-    </tr>
-  );
   return (
     <section class="card" aria-labelledby="communication">
       <h2 id="communication">What a step is spent on</h2>
@@ -184,21 +173,68 @@ export function Communication({ run }: { run: Run }) {
           <><dt>last transition moved</dt><dd>{bytes(found.moved_bytes)}: {bytes(found.moved_between_bytes)} between nodes, {bytes(found.moved_in_node_bytes)} inside</dd></>
         )}
       </dl>
-      {parts.length > 0 ? (
-        <div class="scroll" tabIndex={0} role="region" aria-label="parts of a step">
+      {found.axes.length > 0 && <Axes rows={found.axes} steps={found.n_steps ?? 0} />}
+      {rest.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label="computation of a step">
           <table>
-            <caption>{found.traced ? "measured by the newest profile of this generation" : "as the cost model predicts it for this layout"}; what computation hides is not counted</caption>
-            <thead><tr><th>Communication by axis</th><th class="num">A step</th><th class="num">Share</th><th class="wide"><span class="hidden">bar</span></th></tr></thead>
-            <tbody>{axes.length ? axes.map(row) : <tr><td colSpan={4} class="muted">none is waited for</td></tr>}</tbody>
-            <thead><tr><th>Computation</th><th class="num">A step</th><th class="num">Share</th><th><span class="hidden">bar</span></th></tr></thead>
-            <tbody>{rest.map(row)}</tbody>
+            <caption>{found.traced ? "measured by the newest profile of this generation" : "as the cost model predicts it for this layout"}</caption>
+            <thead><tr><th>Computation, other waits</th><th class="num">A step</th><th class="num">Share</th><th class="wide"><span class="hidden">bar</span></th></tr></thead>
+            <tbody>
+              {rest.map(([name, seconds]) => (
+                <tr key={name}>
+                  <td>{TOLD[name] ?? name}</td>
+                  <td class="num">{moment(seconds)}</td>
+                  <td class="num">{percent(seconds / total)}</td>
+                  <td class="barcell"><i class="bar work" style={{ width: `${(100 * seconds) / most}%` }} /></td>
+                </tr>
+              ))}
+            </tbody>
           </table>
         </div>
-      ) : (
+      )}
+      {parts.length === 0 && (
         <p class="muted">
-          {run.layout ? "By axis nothing is predicted: the journal has no profile of this hardware or model (elastic profile measures it)." : "no generation runs"}
+          {run.layout ? "No seconds are predicted: the journal has no profile of this hardware or model (elastic profile measures it)." : "no generation runs"}
         </p>
       )}
     </section>
+  );
+}
+
+/** Of a step: many of its parts are shorter than what `duration` shows. */
+function moment(seconds: number | null): string {
+  return seconds != null && seconds > 0 && seconds < 0.1 ? `${digits(1000 * seconds, 2)} ms` : duration(seconds);
+}
+
+/** What a rank sends, and what a step waits for it, as planned and as measured. */
+function Axes({ rows, steps }: { rows: Axis[]; steps: number }) {
+  const most = Math.max(...rows.map((one) => one.measured_s ?? one.planned_s ?? 0), 1e-9);
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label="communication by axis">
+      <table>
+        <caption>
+          communication by axis: what one rank sends in a step, as planned, and has sent in {count(steps)} steps of this generation; what a step waits
+          for that computation does not hide, planned, and measured by its newest profile ({"elastic profile RUN"})
+        </caption>
+        <thead>
+          <tr>
+            <th>Axis</th><th class="num">Sent a step</th><th class="num">In all</th><th class="num">Planned</th>
+            <th class="num">Measured</th><th class="wide"><span class="hidden">bar</span></th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((one) => (
+            <tr key={one.axis}>
+              <td title={one.busy_s == null ? undefined : `${duration(one.busy_s)} in its collectives, hidden ones included`}>{one.axis}</td>
+              <td class="num">{one.n_bytes == null ? "–" : bytes(one.n_bytes)}</td>
+              <td class="num">{one.n_bytes == null ? "–" : bytes(one.n_bytes * steps)}</td>
+              <td class="num">{moment(one.planned_s)}</td>
+              <td class="num">{moment(one.measured_s)}</td>
+              <td class="barcell"><i class="bar wire" style={{ width: `${(100 * (one.measured_s ?? one.planned_s ?? 0)) / most}%` }} /></td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
   );
 }
