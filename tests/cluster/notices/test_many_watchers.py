@@ -34,7 +34,7 @@ class MadeUpRay:
         self.rounds += 1
         there = [ref for ref in refs if ref[1] == 0]
         if not there and timeout:
-            threading.Event().wait(0.02)
+            threading.Event().wait(0.02)  # sleeps: as ray.wait does
         return there[:num_returns], []
 
     def get(self, ref: Any) -> NoticeReport:
