@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.observe.bound_runs import GPU, MODEL, BoundRun
+from support.observe.bound_runs import GPU, MODEL, BoundRun, evidence_of
 from support.observe.html_pages import PageSeen
 
 from elastic.api.dashboard import TracedProfiles
@@ -17,7 +17,6 @@ from elastic.api.diagnose import communicated, diagnosed, step_bytes, step_parts
 from elastic.ledger.journal import write_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.diagnosis.axis_rows import AxisRow, axis_rows, shown
-from elastic.observe.diagnosis.evidence import evidence_of
 from elastic.observe.reporting import report
 from elastic.storage import LocalStorage
 from elastic.types import Layout, RankProfiled
