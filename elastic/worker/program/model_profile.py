@@ -6,14 +6,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import traceback
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from elastic.errors import ElasticError, ProgramError
-from elastic.program import Program, pattern_regex
+from elastic.program import Program, pattern_regex, raised_at
 from elastic.types import ModelProfile, TensorSpec
 from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
@@ -135,13 +134,9 @@ def trace(program: Program) -> ModelProfile:
     except ElasticError:
         raise
     except Exception as error:  # a boundary: the user's function may raise anything
-        frames = traceback.extract_tb(error.__traceback__)
-        own = next((one for one in frames[1:] if one.filename != __file__), frames[-1])
-        place = [one for one in frames if one.filename == own.filename][-1]
-        raise ProgramError(
-            f"{place.filename}:{place.lineno}: Program.model() raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        place = raised_at(error)
+        at = f"{place.filename}:{place.lineno}: " if place else ""
+        raise ProgramError(f"{at}Program.model() raised {type(error).__name__}: {error}") from error
     check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)
