@@ -110,6 +110,7 @@ class _ScriptRun(JobRun):
         return DriverStarted(
             self.name, epoch, plain, self.pools, ModelProfile(0, 0, ()), attached=attached,
             cut=self._cut.said if self._cut is not None else "", paid_until_s=until_s,
+            dates_budget=True,
         )  # fmt: skip
 
     def _shown(self) -> Callable[[str], None] | None:

@@ -390,6 +390,7 @@ class JobRun:
             forms_ahead=True,
             expects_measured=True,
             spends_slack=True,
+            dates_budget=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

@@ -180,7 +180,7 @@ def run_on(
     journal = _Counted(keep, subject.ideal_s / MOMENTS)
     start = DriverStarted(
         subject.name, 1, plain, subject.pools, subject.model, subject.hardware,
-        expects_measured=True, spends_slack=True,
+        expects_measured=True, spends_slack=True, dates_budget=True,
     )  # fmt: skip
     if hours is None:
         backend.give_up_at(until_s)

@@ -327,6 +327,7 @@ class StandaloneRun:
                 model,
                 durable=found.copies,
                 cut=cut.said if cut is not None else "",
+                dates_budget=True,
             )
             self._may_go_on(start, lines, state, found=found)
             known = {copy.step: copy.samples for copy in found.copies if copy.samples}
