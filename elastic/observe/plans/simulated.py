@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic.observe.pictures import blank, saved
+
 COLUMNS = ("policy", "dollars", "vs on demand", "vs bound", "days", "misses", "goodput")
 DAY_H = 24.0
 BOUND = "bound"  # the least that was possible: no policy, and it takes no time of its own
@@ -87,12 +89,7 @@ def one_line(data: Mapping[str, Any]) -> str:
 def save(history: Sequence[Any], data: Mapping[str, Any], path: str | Path) -> Path:
     """One run: nodes by pool that are paid for, those that train, progress. `history`: Moments of
     sim.markets.market_run. Returns the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    nodes, progress = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    figure, (nodes, progress) = blank(11, 6.5, 2, sharex=True, height_ratios=(2, 1))
     hours = [moment.at_s / 3600 for moment in history]
     pools = list(dict.fromkeys(pool for moment in history for pool in moment.nodes))
     rows = [[moment.nodes.get(pool, 0) for moment in history] for pool in pools]
@@ -115,6 +112,4 @@ def save(history: Sequence[Any], data: Mapping[str, Any], path: str | Path) -> P
     progress.set_ylabel("optimizer steps")
     progress.set_xlabel("hours")
     figure.suptitle(f"{data['job']}, one simulated run", x=0.01, ha="left", fontsize=11)
-    target = Path(path)
-    figure.savefig(target, dpi=110)
-    return target
+    return saved(figure, path)
