@@ -21,22 +21,13 @@ from datetime import date
 from pathlib import Path
 
 from elastic.catalog import gpu_names
-from elastic.catalog.chips import (
-    DTYPES,
-    GIB,
-    MIB,
-    REFERENCE_REGIONS,
-    Chip,
-    InstanceType,
-    Quote,
-    cpu_chip,
-)
+from elastic.catalog.chips import DTYPES, REFERENCE_REGIONS, Chip, InstanceType, Quote, cpu_chip
 from elastic.catalog.tables import VARIABLE, Catalog, read
 
 PRICES_AT = date(2026, 11, 22)  # when the table was put together; older rows say so in `at`
 
 __all__ = [
-    "DTYPES", "GIB", "MIB", "PRICES_AT", "REFERENCE_REGIONS", "VARIABLE", "Catalog", "Chip",
+    "DTYPES", "PRICES_AT", "REFERENCE_REGIONS", "VARIABLE", "Catalog", "Chip",
     "InstanceType", "Quote", "chip", "chips", "cpu_chip", "find_chip", "find_chips",
     "instance_type", "instance_types", "nearest", "read",
 ]  # fmt: skip

@@ -7,8 +7,9 @@ import difflib
 import re
 from collections.abc import Mapping
 
-from elastic.catalog.chips import GIB, Chip
+from elastic.catalog.chips import Chip
 from elastic.errors import SpecError
+from elastic.text import GIB
 
 NOISE = {
     "nvidia",

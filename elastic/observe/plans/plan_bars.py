@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from elastic.observe.pictures import OTHER, Parts, blank, letters, saved, stacked
-from elastic.observe.plans.plan_tables import GIB, hours, seconds, size, usd
+from elastic.text import GIB, hours, memory_size, seconds, usd
 
 # part -> letter, color, what it is
 TIME = {
@@ -58,11 +58,11 @@ def explain(data: Mapping[str, Any], n: int, width: int = 80) -> list[Text]:
     ]
     lines += _parts(offer["seconds"], TIME, seconds, width=width)
     room, used = offer["room_bytes"], sum(offer["memory"].values())
-    total = f"memory of the GPU that needs most: {size(used)}" + (
-        f" of {size(room)}" if room else ""
+    total = f"memory of the GPU that needs most: {memory_size(used)}" + (
+        f" of {memory_size(room)}" if room else ""
     )
     lines += [Text(), Text(total), *_bar(offer["memory"], MEMORY, max(room, used), width=width)]
-    lines += _parts(offer["memory"], MEMORY, size, width=width)
+    lines += _parts(offer["memory"], MEMORY, memory_size, width=width)
     lines += [Text(), *_shares(offer), *_money(offer, data)]
     return lines
 

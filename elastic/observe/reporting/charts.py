@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from elastic.observe.event_messages import duration
 from elastic.observe.reporting.capacity_history import CapacityHistory
 from elastic.observe.run_view import View
+from elastic.text import duration
 
 WIDTH, HEIGHT = 1000, 300
 BUCKETS = 400  # of a long curve: each shows its least and its most

@@ -14,6 +14,7 @@ from elastic.policy import restarts
 from elastic.policy.faults import refused_layouts
 from elastic.policy.state.layered import with_entry, with_member, without_entry, without_member
 from elastic.policy.state.state import Failure, State
+from elastic.text import gib
 from elastic.types import (
     DigestChecked,
     GuardTripped,
@@ -114,7 +115,7 @@ def infeasible(
     measured = max(measured_bytes, state.infeasible.get(layout, 0))
     text = (
         f"layout {layout} does not fit"
-        + (f" ({measured / 2**30:.2f} GiB measured)" if measured else "")
+        + (f" ({gib(measured)} measured)" if measured else "")
         + f": {reason}"
     )
     state = replace(state, infeasible={**state.infeasible, layout: measured})

@@ -19,6 +19,7 @@ from math import prod
 import torch
 
 from elastic.errors import InternalError
+from elastic.text import gib
 from elastic.types import Box
 from elastic.worker.process.doing import doing
 from elastic.worker.process.side_stream import SideStream, boundary, on_device, waitable
@@ -168,8 +169,7 @@ class HostMemory:
             ) as error:  # of a device that is gone, too: what uses that next says so
                 self._pins = False
                 self._unpinned(
-                    f"{n_bytes / 2**30:.2f} GiB were asked for: "
-                    f"{' '.join(str(error).split())[:SAID_MOST]}"
+                    f"{gib(n_bytes)} were asked for: {' '.join(str(error).split())[:SAID_MOST]}"
                 )
         return torch.empty(n_bytes, dtype=torch.uint8)
 
