@@ -7,14 +7,13 @@ Gbit/s, MiB.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from datetime import date
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from elastic.errors import SpecError
+from elastic.errors import SpecError, alike, meant
 
 Positive = Field(None, gt=0)
 Row = TypeVar("Row", bound=BaseModel)
@@ -101,7 +100,7 @@ def checked(model: type[Row], data: Mapping[str, Any], where: str) -> Row:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean A or B?`, or what there is where nothing is near and the list is short."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    near = alike(name, names, 3)
     if near:
-        return f"; did you mean {' or '.join(near)}?"
+        return f"; {meant(near)}"
     return f"; there is {', '.join(names)}" if len(names) <= 24 else ""

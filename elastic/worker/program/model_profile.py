@@ -3,7 +3,6 @@ no weights."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from elastic.errors import ElasticError, ProgramError
+from elastic.errors import ElasticError, ProgramError, alike
 from elastic.program import Program, pattern_regex, raised_at
 from elastic.types import ModelProfile, TensorSpec
 from elastic.worker.program.element_wise import what_they_keep, with_kept
@@ -102,11 +101,7 @@ def near(pattern: str, model: nn.Module) -> str:
     )
     owner = pattern.rpartition(".")[0]
     found = [owner] if owner in names else []
-    found += [
-        name
-        for name in difflib.get_close_matches(pattern, list(names), 3, 0.5)
-        if name not in found
-    ]
+    found += [name for name in alike(pattern, names, 3, least=0.5) if name not in found]
     return (
         f"; near it: {', '.join(found)}" if found else f"; there are {', '.join(list(names)[:6])}"
     )
