@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.api.running.layout_question import LayoutCheck
-from elastic.api.running.run import JobRun, Options, Result
+from elastic.api.running.options import Options
+from elastic.api.running.run import JobRun, Result
 from elastic.api.running.start_checks import failed_by_itself, paid_until_s
 from elastic.config.job import JobSpec, job_of
 from elastic.config.key_names import place_of
