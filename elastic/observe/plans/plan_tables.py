@@ -62,14 +62,10 @@ def _pool(pool: Data) -> str:
         else ""
     )
     kind = "process" if pool["gpu"] == "CPU" else pool["gpu"]
-    numbers = (
-        "" if pool["hardware_from"] == "catalog" else f", numbers {_source(pool['hardware_from'])}"
-    )
+    known = pool["hardware_from"]
+    measured = "guessed" if known == "guessed" else f"measured: {known}"
+    numbers = "" if known == "catalog" else f", numbers {measured}"
     return f"{pool['n_gpus']} x {kind}, {pool['market_type']} ({each}{where}{net}{price}{numbers})"
-
-
-def _source(text: str) -> str:
-    return text if text == "guessed" else f"measured: {text}"
 
 
 def _answer(data: Data, best: Data) -> list[str]:
