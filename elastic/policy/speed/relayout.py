@@ -63,7 +63,7 @@ def rearranged(state: State, now_s: float) -> Decision | None:
         return None
     busy_s = load_of(plan, units).busy_s(plan.samples)
     lost = 1 - _even_s(state, plan, units) / busy_s
-    slowest = _slowest(state, plan, now_s)
+    slowest = _slowest(state, plan)
     if lost < UNEVEN and slowest is None:
         return None
     since_s = max(state.entered_at_s, *(units[worker].since_s for worker in plan.ranks))
@@ -220,7 +220,7 @@ def _may_go(state: State, node_id: str) -> bool:
 # ---------------------------------------------------------------------- a node that is not worth it
 
 
-def _slowest(state: State, plan: Plan, now_s: float) -> Node | None:
+def _slowest(state: State, plan: Plan) -> Node | None:
     """The node of the plan that gets least done beside what its GPUs should, where most others are
     well."""
     slower = speeds.times_slower(state)

@@ -110,7 +110,7 @@ class _Counted(MemoryJournal):
         changed = False
         self.n_events += len(events)
         for when_s, event in events:
-            changed |= self._see(event, when_s)
+            changed |= self._see(event)
         for action in decision.actions if decision is not None else ():
             if isinstance(action, EnterPlan):
                 plan = action.plan
@@ -124,7 +124,7 @@ class _Counted(MemoryJournal):
                 nodes[pool] = nodes.get(pool, 0) + 1
             self.history.append(Moment(at_s, nodes, self._used, self._step))
 
-    def _see(self, event: Any, at_s: float) -> bool:
+    def _see(self, event: Any) -> bool:
         if isinstance(event, StepDone):
             world = self._world.get(event.generation, 0)
             self._steps[event.step] = event.step_time_s * world * (event.step - self._step)
