@@ -109,7 +109,7 @@ class _Counted(MemoryJournal):
             super().append(at_s, events, decision)
         changed = False
         self.n_events += len(events)
-        for when_s, event in events:
+        for _, event in events:
             changed |= self._see(event)
         for action in decision.actions if decision is not None else ():
             if isinstance(action, EnterPlan):
