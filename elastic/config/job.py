@@ -210,7 +210,7 @@ class JobSpec(Strict):
     check_numbers_every: Auto | int = Job.check_numbers_every
     drill: list[DrillSpec] = []
     trackers: TrackersKey = TrackersSpec()
-    metrics_port: PortKey = None  # None = nobody is told
+    metrics_port: PortKey = None  # None = nobody is served
     # the file of `program` is a script that enters elastic.loop, called with `args`
     script: str | None = None
     args: list[str] = []

@@ -29,7 +29,7 @@ from elastic.types import (
     WrongNumbers,
 )
 
-MOST = 24  # sentences about changes; a run with more is told by periods
+MOST = 24  # sentences about changes; a run with more is described by periods
 HOUR_S = 3600.0
 PERIODS = (
     ("Hour", HOUR_S), ("Quarter of a day", 6 * HOUR_S), ("Day", DAY_S),

@@ -41,7 +41,7 @@ GAIN = 0.05  # of it, that a move must gain
 MUCH, REPLACE_AFTER_S = 3.0, 60.0
 MOVES_MOST = 3  # of a quarter of an hour
 AS_FAST = 0.005
-STALE_S = 60.0  # what is measured is told each half minute; without that the run stands
+STALE_S = 60.0  # what is measured is reported each half minute; without that the run stands
 
 
 def rearranged(state: State, now_s: float) -> Decision | None:

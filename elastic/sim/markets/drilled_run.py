@@ -95,7 +95,7 @@ class DrilledBackend(SimBackend):
     # --------------------------------------------------------------------------------------- drills
 
     def _say(self, event: Event) -> None:
-        """What is due at a step happens once that is told."""
+        """What is due at a step happens once that is reported."""
         if isinstance(event, StepDone):
             took_s = event.step_time_s * self._measured.work
             data_s = event.step_time_s * self._measured.data

@@ -245,7 +245,7 @@ class Tracer:
     # ----------------------------------------------------------------------------------- operations
 
     def value(self, tensor: Tensor, real: Any) -> Any:
-        """What Python is told that asks for a value."""
+        """What Python gets that asks for a value."""
         truth = tensor.dtype == torch.bool
         self._note(self.found.branches, "a truth" if truth else "a value", self.labels_of(tensor))
         if truth:

@@ -112,7 +112,7 @@ class ScriptSource:
 
 
 def _instead(asked: str, frames: Sequence[str]) -> str:
-    """What a script is told that asks Ray Train, which has not started it. `frames`: names of
+    """The answer to a script that asks Ray Train, which has not started it. `frames`: names of
     functions, outermost first."""
     prepare = next((name for name in frames if name.startswith("prepare_")), "")
     advice = DONE_ALREADY if prepare else INSTEAD.get(asked, DONE_ALREADY)
@@ -320,7 +320,7 @@ class Script:
 
     def finish(self, tick: Callable[[], None], aborted: Callable[[], bool]) -> None:
         """All steps are done: the loop ends, and what comes after it is waited for. An error there
-        is told in the log."""
+        is written to the log."""
         self.finished = True
         until_s = time.monotonic() + AFTER_MOST_S
         while time.monotonic() < until_s:

@@ -102,7 +102,7 @@ class LinkedRank:
 
 @dataclass
 class ProcessBackend(HostingBackend):
-    """`hear`: is told every event before the policy is. `lease`: is whose this driver is; it is not
+    """`hear`: gets every event before the policy does. `lease`: is whose this driver is; it is not
     released here."""
 
     hosted: SessionProcesses
