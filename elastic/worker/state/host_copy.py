@@ -104,8 +104,8 @@ class HostMemory:
 
     `pinned`: for copies from and to a GPU. Pinning takes long, so such a buffer is allocated by the
     thread that first needs its bytes, or ahead by `reserve`. Where pinned memory is not to be had
-    (a limit of the host, of locked memory) all further buffers are pageable, and `unpinned` gets the
-    reason, once: copies then take longer."""
+    (a limit of the host, of locked memory) all further buffers are pageable, and `unpinned` gets
+    the reason, once: copies then take longer."""
 
     def __init__(self, pinned: bool = False, unpinned: Callable[[str], None] = log.warning) -> None:
         self.pinned = pinned
