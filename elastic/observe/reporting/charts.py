@@ -112,9 +112,7 @@ def loss_chart(view: View, numbers: dict[int, str]) -> Chart | None:
         if (p.step, p.generation) not in counted and isfinite(p.train_loss)
     ]
     checked = [
-        (float(step), found["validation_loss"])
-        for step, found in sorted(view.evaluations.items())
-        if isfinite(found.get("validation_loss", float("nan")))
+        (float(step), loss) for step, loss in view.validation_losses().items() if isfinite(loss)
     ]
     every = [value for _, value in (*curve, *checked, *undone)]
     low, high = min(every), max(every)
