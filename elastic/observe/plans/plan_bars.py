@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from elastic.observe.pictures import OTHER, Parts, blank, letters, saved, stacked
+from elastic.observe.reporting.pictures import OTHER, Parts, blank, letters, saved, stacked
 from elastic.text import GIB, hours, memory_size, seconds, usd
 
 # part -> letter, color, what it is

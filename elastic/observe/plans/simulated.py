@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.observe.pictures import blank, saved
+from elastic.observe.reporting.pictures import blank, saved
 from elastic.text import hours, usd
 
 COLUMNS = ("policy", "dollars", "vs on demand", "vs bound", "days", "misses", "goodput")

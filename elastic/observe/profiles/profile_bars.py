@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic.observe.pictures import OTHER, blank, letters, ordered, saved, stacked
+from elastic.observe.reporting.pictures import OTHER, blank, letters, ordered, saved, stacked
 from elastic.observe.run_tables import columns
 
 # part -> letter, color, what it is

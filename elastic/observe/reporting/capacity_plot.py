@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic.observe.pictures import blank, saved
 from elastic.observe.reporting.capacity_history import CapacityHistory
+from elastic.observe.reporting.pictures import blank, saved
 from elastic.observe.run_view import View
 
 COLORS = ("#4c78a8", "#f0b35a", "#7aa874", "#b07aa1")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from elastic.observe.pictures import blank, saved
+from elastic.observe.reporting.pictures import blank, saved
 from elastic.observe.run_view import View
 from elastic.types import Plan
 
