@@ -130,7 +130,7 @@ def drive(
         for close in (backend.close, journal.close):
             try:
                 close()
-            except Exception as error:  # noqa: BLE001 - what ended the run is what is told
+            except Exception as error:  # noqa: BLE001 - what ended the run is what is reported
                 log.warning("at the end: %s", error)
         raise
     try:
@@ -217,7 +217,7 @@ class _Storage:
     _back_s: float = float("-inf")
 
     def news(self, now_s: float) -> list[Event]:
-        """It has gone away, or is back; weather that changes every second is told once in
+        """It has gone away, or is back; weather that changes every second is reported once in
         AWAY_EVERY_S."""
         certain, trouble = _is_certain(self.backend), self.journal.trouble
         if (

@@ -25,7 +25,7 @@ numbers, and the next step. All of them take one string and are picklable.
 
 import difflib
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
@@ -127,13 +127,22 @@ class JournalDamaged(InternalError):
 # ------------------------------------------------------------------------ names that are misspelled
 
 
+def alike(name: str, known: Iterable[str], n: int = 1, *, least: float = 0.6) -> list[str]:
+    """The known names that are most like one, at most `n`, the nearest first. `least`: 1 = the
+    same."""
+    return difflib.get_close_matches(name, list(known), n=n, cutoff=least)
+
+
+def meant(names: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(names)}?"
+
+
 def nearest(name: str, names: Iterable[str], called: str) -> str:
     """How a message about an unknown name ends; `called`: what the names are."""
     known = list(names)
-    found = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
-    found = found or [one for one in known if name in one.split("_")]
-    meant = " or ".join(f"'{one}'" for one in found)
-    return f"; did you mean {meant}?" if found else f"; {called} are {', '.join(known)}"
+    found = alike(name, known, least=ALIKE) or [one for one in known if name in one.split("_")]
+    near = meant([f"'{one}'" for one in found])
+    return f"; {near}" if found else f"; {called} are {', '.join(known)}"
 
 
 def unknown_keyword(where: str, name: str, names: Iterable[str]) -> str:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from elastic.errors import SpecError, known_keywords
+from elastic.version import PACKAGE
 
 TP_STYLES = (
     "colwise", "rowwise", "colwise_gather", "vocab", "summed", "sequence", "gather", "scatter",
@@ -236,3 +240,30 @@ def load_program(path: str | Path) -> Program:
             f"{type(program).__name__}"
         )
     return program
+
+
+# ----------------------------------------------------------------- where the user's code has raised
+
+OURS = f"{PACKAGE}{os.sep}"
+STDLIB, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
+LIBRARIES = ("<", OURS, STDLIB, INSTALLED)
+# of what is installed, a model may be the user's, torch is not
+MACHINERY = ("<", f"{OURS}worker{os.sep}", f"{INSTALLED}torch{os.sep}")
+
+
+def raised_at(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line of the user's own files; where none is on the way, of a library's that
+    runs models, and else of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for others in (LIBRARIES, MACHINERY):
+        if own := [frame for frame in frames if not frame.filename.startswith(others)]:
+            return own[-1]
+    return frames[-1] if frames else None
+
+
+def own_traceback(error: BaseException) -> TracebackType | None:
+    """From the first frame on that is not this package's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
+        trace = trace.tb_next
+    return trace or error.__traceback__

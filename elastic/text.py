@@ -2,7 +2,93 @@
 
 from __future__ import annotations
 
+GIB, MIB = 2**30, 2**20
+DAY_S = 86400.0
+
 
 def n_of(n: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{n} {noun}" + ("" if n == 1 else "s")
+
+
+def count(value: float) -> str:
+    """`15 T`, `1.2 k`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:g}"
+
+
+# -------------------------------------------------------------------------------------------- bytes
+
+
+def size(n_bytes: float) -> str:
+    """Of files and messages: `1234567` -> `1.2 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
+
+
+def memory_size(n_bytes: float) -> str:
+    """Of memory, roughly: `61.2 GiB`, `512 MiB`."""
+    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= 0.95 * GIB else f"{n_bytes / MIB:.0f} MiB"
+
+
+def gib(n_bytes: float) -> str:
+    """Of memory, where little is missing: `61.23 GiB`."""
+    return f"{n_bytes / GIB:.2f} GiB"
+
+
+# --------------------------------------------------------------------------------------------- time
+
+
+def seconds(value: float) -> str:
+    """`12 ms`, `3.45 s`, `2.5 h`."""
+    if value >= 600:
+        return hours(value / 3600)
+    if value < 0.1:
+        return f"{value * 1000:.0f} ms"
+    return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+
+
+def hours(value: float | None) -> str:
+    """`12 s`, `30 min`, `2.5 h`, `12.3 days`; `-` for nothing."""
+    if not value:
+        return "-"
+    if value < 1:
+        return f"{value * 60:.0f} min" if value * 60 >= 1 else f"{value * 3600:.0f} s"
+    if value < 48:
+        return f"{value:.1f} h"
+    return f"{value / 24:.1f} days" if value < 24 * 730 else f"{value / 24 / 365:.1f} years"
+
+
+def duration(value_s: float | None) -> str:
+    """As a clock shows it: `75` -> `1:15`."""
+    if value_s is None:
+        return "-"
+    minutes, rest = divmod(max(0, round(value_s)), 60)
+    whole_h, minutes = divmod(minutes, 60)
+    return f"{whole_h}:{minutes:02d}:{rest:02d}" if whole_h else f"{minutes}:{rest:02d}"
+
+
+def span(value_s: float) -> str:
+    """`4.6 s`, `1:52:25`, `20.7 days`."""
+    if value_s < 60:
+        return f"{value_s:.1f} s"
+    return f"{value_s / DAY_S:.1f} days" if value_s >= 2 * DAY_S else duration(value_s)
+
+
+# ------------------------------------------------------------------------------------------ dollars
+
+
+def usd_number(value: float | None) -> str:
+    """Dollars without their sign, as many digits as tell something; `-` for nothing."""
+    if not value:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.095 else f"{value:.2g}"
+
+
+def usd(value: float) -> str:
+    return f"${value / 1e6:.3g} M" if value >= 1e6 else f"${usd_number(value) if value else 0}"

@@ -12,7 +12,8 @@ from elastic.api.profiling.profile_hardware import ProfileRequest as ProfileRequ
 from elastic.api.profiling.scaling import ScalingRequest, ScalingStudy, scaling_study
 from elastic.api.reap import Reaped, reap
 from elastic.api.running.entry import run, run_script
-from elastic.api.running.run import Options, Result, ray_address
+from elastic.api.running.options import Options, ray_address
+from elastic.api.running.run import Result
 from elastic.api.trainer import ElasticTrainer
 
 __all__ = [

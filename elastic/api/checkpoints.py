@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.api.control import holder
 from elastic.api.running.entry import loaded
-from elastic.api.running.run import check_run_name
+from elastic.api.running.options import check_run_name
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError
 from elastic.ledger.run_folder import RunFolder

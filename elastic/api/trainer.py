@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.api.checkpoints import Import, import_into
 from elastic.api.running.entry import run_train_function
+from elastic.api.running.options import RUN_NAME, Options, ray_address
 from elastic.api.running.program_file import file_of
-from elastic.api.running.run import RUN_NAME, Options, Result, ray_address, run_job
+from elastic.api.running.run import Result, run_job
 from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop

@@ -15,28 +15,19 @@ with them.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
 from elastic.catalog import gpu_names
-from elastic.catalog.chips import (
-    DTYPES,
-    GIB,
-    MIB,
-    REFERENCE_REGIONS,
-    Chip,
-    InstanceType,
-    Quote,
-    cpu_chip,
-)
+from elastic.catalog.chips import DTYPES, REFERENCE_REGIONS, Chip, InstanceType, Quote, cpu_chip
 from elastic.catalog.tables import VARIABLE, Catalog, read
+from elastic.errors import alike
 
 PRICES_AT = date(2026, 11, 22)  # when the table was put together; older rows say so in `at`
 
 __all__ = [
-    "DTYPES", "GIB", "MIB", "PRICES_AT", "REFERENCE_REGIONS", "VARIABLE", "Catalog", "Chip",
+    "DTYPES", "PRICES_AT", "REFERENCE_REGIONS", "VARIABLE", "Catalog", "Chip",
     "InstanceType", "Quote", "chip", "chips", "cpu_chip", "find_chip", "find_chips",
     "instance_type", "instance_types", "nearest", "read",
 ]  # fmt: skip
@@ -65,7 +56,7 @@ def find_chips(name: str, own: Sequence[str | Path] = ()) -> tuple[Chip, ...]:
 def nearest(name: str, cloud: str = "") -> str:
     """The known instance type whose name is most like `name`, for error messages; '' = none is."""
     names = [known for known, found in instance_types().items() if cloud in ("", found.cloud)]
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.6)), "")
+    return next(iter(alike(name, names)), "")
 
 
 def instance_types(own: Sequence[str | Path] = ()) -> Mapping[str, InstanceType]:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from elastic.errors import SpecError
 
-GIB, MIB = 2**30, 2**20
 REFERENCE_REGIONS = {"aws": "us-east-1", "gcp": "us-central1", "azure": "eastus"}
 DTYPES = ("float32", "tf32", "float16", "bfloat16", "float8", "float4")
 # products asked for in tf32 run there as float32

@@ -3,12 +3,12 @@ it."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 
-from elastic.catalog.chips import GIB, Chip
-from elastic.errors import SpecError
+from elastic.catalog.chips import Chip
+from elastic.errors import SpecError, alike, meant
+from elastic.text import GIB
 
 NOISE = {
     "nvidia",
@@ -40,12 +40,9 @@ def find(name: str, chips: Mapping[str, Chip]) -> Chip:
         for word in sorted(_telling(chip)):
             by_shown.setdefault(word, known)
     near = list(
-        dict.fromkeys(
-            by_shown[word]
-            for word in difflib.get_close_matches(_shown(name), by_shown, n=3, cutoff=0.5)
-        )
+        dict.fromkeys(by_shown[word] for word in alike(_shown(name), by_shown, 3, least=0.5))
     )
-    right = f"did you mean {' or '.join(near)}?" if near else "'elastic prices --chips' lists them"
+    right = meant(near) if near else "'elastic prices --chips' lists them"
     raise SpecError(f"unknown GPU '{name}'; {right}")
 
 

@@ -7,14 +7,14 @@ Gbit/s, MiB.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from datetime import date
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from elastic.errors import SpecError
+from elastic.catalog.validation import first_problem, in_words
+from elastic.errors import SpecError, alike, meant
 
 Positive = Field(None, gt=0)
 Row = TypeVar("Row", bound=BaseModel)
@@ -82,26 +82,14 @@ def checked(model: type[Row], data: Mapping[str, Any], where: str) -> Row:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        keys = [str(part) for part in problem["loc"]]
-        if problem["type"] == "extra_forbidden":
-            raise SpecError(
-                f"{where}: unknown key '{'.'.join(keys)}'{suggestion(keys[-1], model.model_fields)}"
-            ) from None
-        message = problem["msg"][:1].lower() + problem["msg"][1:]
-        shown = (
-            f" (it is {problem['input']!r})"
-            if isinstance(problem.get("input"), str | int | float)
-            else ""
-        )
-        key = f"key '{'.'.join(keys)}': " if keys else ""
-        raise SpecError(f"{where}: {key}{message}{shown}") from None
+        text = in_words(first_problem(error), lambda path: suggestion(path[-1], model.model_fields))
+        raise SpecError(f"{where}: {text}") from None
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str | int, known: Iterable[str]) -> str:
     """`; did you mean A or B?`, or what there is where nothing is near and the list is short."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    near = alike(str(name), names, 3)
     if near:
-        return f"; did you mean {' or '.join(near)}?"
+        return f"; {meant(near)}"
     return f"; there is {', '.join(names)}" if len(names) <= 24 else ""

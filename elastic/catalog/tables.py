@@ -13,10 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from elastic.catalog.bounded_yaml import read_yaml
-from elastic.catalog.chips import GIB, MIB, Chip, InstanceType, Quote
+from elastic.catalog.chips import Chip, InstanceType, Quote
 from elastic.catalog.gpu_names import find
 from elastic.catalog.schema import ChipRow, InstanceRow, OwnFile, PriceRow, checked, suggestion
 from elastic.errors import SpecError
+from elastic.text import GIB, MIB
 
 VARIABLE = "ELASTIC_CATALOG"  # own files, with os.pathsep between them
 Rows = dict[str, dict[str, Any]]

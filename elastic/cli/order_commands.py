@@ -44,5 +44,5 @@ def _stop(given: argparse.Namespace) -> int:
 def _drill(given: argparse.Namespace) -> int:
     run = opened(given)
     entry = api.drill(run.storage, given.entry)
-    show(given, {"run": run.name, "drill": entry}, [f"run {run.name} is told: {entry}"])
+    show(given, {"run": run.name, "drill": entry}, [f"run {run.name} is given the drill {entry}"])
     return 0

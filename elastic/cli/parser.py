@@ -4,7 +4,6 @@ line, Ctrl-C."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import sys
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from elastic.errors import ElasticError, SpecError
+from elastic.errors import ElasticError, SpecError, alike
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 
@@ -23,7 +22,7 @@ RUN = "run name (or how it begins, or the job's name: its newest run), its folde
 Handler = Callable[[argparse.Namespace], int]  # what was asked -> the exit code
 
 
-ALIKE = 0.75  # of a name that is meant, by difflib
+ALIKE = 0.75  # of a name that is meant
 # options of several verbs that ask for the same
 SAME = (("--deadline", "--within"), ("--name", "--run-name"), ("--pools", "--cluster"))
 
@@ -52,9 +51,9 @@ def _meant(rest: Sequence[str], usage: str) -> str:
     word = name[2:].replace("-", "_")
     of_job = [key for key in keys if key == word or key.startswith(f"{word}_")]
     same = [other for names in SAME if name in names for other in names if other in options]
-    if found := same or ([] if of_job else difflib.get_close_matches(name, options, 1, ALIKE)):
+    if found := same or ([] if of_job else alike(name, options, least=ALIKE)):
         return f"; did you mean {found[0]}?"
-    if not (of_job := of_job or difflib.get_close_matches(word, keys, 1, ALIKE)):
+    if not (of_job := of_job or alike(word, keys, least=ALIKE)):
         return ""
     value = value or next((more for more in rest[1:] if not more.startswith("--")), "VALUE")
     return f"; a key of the job: --set {of_job[0]}={value}"

@@ -3,7 +3,8 @@ wrong, what would be right."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,11 +13,13 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from elastic.catalog.bounded_yaml import SHOWN_MOST, read_yaml, yaml_of
+from elastic.catalog.validation import KeyPath, first_problem, in_words, shown_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
 from elastic.config.key_names import STORED, KeysFrom, place_of, shown_key, stored_keys
@@ -45,7 +48,6 @@ from elastic.config.strict import (
     TIME_MOST_S,
     USD_MOST,
     Strict,
-    shown_of,
 )
 from elastic.errors import SpecError, nearest, unknown_keyword
 from elastic.types import (
@@ -61,7 +63,13 @@ from elastic.types import (
 from elastic.types.typed_job import Auto, Axis, LrScaling, Precision, Purpose, Recompute, Schedule
 
 Model = TypeVar("Model", bound=BaseModel)
-TYPE_NAMES = ("int", "str", "float")  # that pydantic puts into the place of an error
+# what a key may be that takes a word too, and its largest number
+EVERY = "'auto' or a number of steps (0 = off)", STEPS_MOST
+WORD_OR_NUMBER = {
+    "peer_copies": ("'auto' or a number of copies on other nodes (0 = none)", NODES_MOST),
+    "on_demand_floor": ("a word or a number of at least 0", USD_MOST),
+    "waiting_usd_per_h": ("a word or a number of at least 0", USD_MOST),
+}
 SILENCE_LEAST_S = 0.1
 BY_START = {  # keys of a job that its script cannot give itself, and why
     "folder": "it is the folder of the script",
@@ -202,7 +210,7 @@ class JobSpec(Strict):
     check_numbers_every: Auto | int = Job.check_numbers_every
     drill: list[DrillSpec] = []
     trackers: TrackersKey = TrackersSpec()
-    metrics_port: PortKey = None  # None = nobody is told
+    metrics_port: PortKey = None  # None = nobody is served
     # the file of `program` is a script that enters elastic.loop, called with `args`
     script: str | None = None
     args: list[str] = []
@@ -237,34 +245,15 @@ class JobSpec(Strict):
     def _texts(cls, value: Any) -> Any:
         return [str(item) for item in value] if isinstance(value, list | tuple) else value
 
-    @field_validator("peer_copies")
+    @field_validator(
+        "peer_copies", "on_demand_floor", "waiting_usd_per_h", "peer_every", "durable_every",
+        "check_numbers_every",
+    )  # fmt: skip
     @classmethod
-    def _some_copies(cls, value: Auto | int) -> Auto | int:
-        if value != "auto" and not 0 <= value <= NODES_MOST:
-            raise ValueError(
-                "must be 'auto' or a number of copies on other nodes (0 = none), not "
-                f"{shown_of(value)}; at most {NODES_MOST:g}"
-            )
-        return value
-
-    @field_validator("on_demand_floor", "waiting_usd_per_h")
-    @classmethod
-    def _none_below_zero(cls, value: str | float) -> str | float:
-        if not isinstance(value, str) and not 0 <= value <= USD_MOST:
-            raise ValueError(
-                f"must be a word or a number of at least 0, not {shown_of(value)}; at most "
-                f"{USD_MOST:g}"
-            )
-        return value
-
-    @field_validator("peer_every", "durable_every", "check_numbers_every")
-    @classmethod
-    def _not_negative(cls, value: Auto | int) -> Auto | int:
-        if value != "auto" and not 0 <= value <= STEPS_MOST:
-            raise ValueError(
-                f"must be 'auto' or a number of steps (0 = off), not {shown_of(value)}; at most "
-                f"{STEPS_MOST:g}"
-            )
+    def _from_0_on(cls, value: str | float, info: ValidationInfo) -> str | float:
+        what, most = WORD_OR_NUMBER.get(str(info.field_name), EVERY)
+        if not isinstance(value, str) and not 0 <= value <= most:
+            raise ValueError(f"must be {what}, not {shown_of(value)}; at most {most:g}")
         return value
 
     @model_validator(mode="after")
@@ -499,47 +488,14 @@ def _checked(model: type[Model], data: dict[str, Any], where: str) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        problem = min(error.errors(), key=_late)
-        raise SpecError(f"{place_of(where, problem['loc'])}: {_in_words(problem, model)}") from None
+        problem = first_problem(error)
+        text = in_words(problem, partial(_nearest, model), shown_key)
+        raise SpecError(f"{place_of(where, problem['loc'])}: {text}") from None
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
 
 
-def _in_words(problem: Any, model: type[BaseModel]) -> str:
-    location = problem["loc"]
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key '{_dotted(location)}'{_nearest(location, model)}"
-    key = _dotted(
-        part
-        for part in location
-        if isinstance(part, int) or (part.isidentifier() and part not in TYPE_NAMES)
-    )
-    if problem["type"] == "missing":
-        return f"key '{key}' is missing"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "none_required":
-        message = "not in this version; leave it out"
-    given = problem.get("input")
-    shown = (
-        f" (it is {shown_of(given)})"
-        if isinstance(given, str | int | float) and problem["type"] != "value_error"
-        else ""
-    )
-    return f"key {shown_key(key)}: {message[:1].lower()}{message[1:]}{shown}" if key else message
-
-
-def _late(problem: Any) -> tuple[bool, bool]:
-    """Of several problems the first: unknown keys, since a misspelled key also shows as a missing
-    one; where a word or a number may stand, what is wrong with a number says more."""
-    other_word = problem["type"] == "literal_error" and not isinstance(problem.get("input"), str)
-    return problem["type"] != "extra_forbidden", other_word
-
-
-def _dotted(path: Iterable[str | int]) -> str:
-    return ".".join(str(part) for part in path if part != "")
-
-
-def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
+def _nearest(model: type[BaseModel], path: KeyPath) -> str:
     owners: dict[str, type[BaseModel]] = {
         "pools": PoolSpec,
         "drill": DrillSpec,

@@ -9,8 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from elastic.catalog.bounded_yaml import SHOWN_MOST
-
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of what names folders, actors and labels
 NAME_MOST = 100
 STEPS_MOST = 10**12  # steps of a run, and what is counted in them
@@ -37,12 +35,3 @@ def finite(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
-
-
-def shown_of(value: str | float) -> str:
-    """As an error shows it."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
-        return "an integer of thousands of digits"
-    return text if len(text) <= SHOWN_MOST else f"{text[:SHOWN_MOST]}... of {len(text)} characters"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from elastic import types
-from elastic.text import n_of
+from elastic.text import duration, n_of, size
 from elastic.types import Event, Node, Plan
 
 # where a generation takes its state from, in the words of a message
@@ -214,21 +214,3 @@ def first_line(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()] or [""]
     line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
     return line.strip()[:160]
-
-
-def size(n_bytes: float) -> str:
-    """`1234567` -> `1.2 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.1f} TB"
-
-
-def duration(seconds: float | None) -> str:
-    """`75` -> `1:15`."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -3,7 +3,6 @@ live run."""
 
 from __future__ import annotations
 
-import difflib
 import gc
 import json
 import logging
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from elastic.errors import ElasticError, SpecError
+from elastic.errors import ElasticError, SpecError, alike, meant
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
 from elastic.observe.run_view import View, view_of
@@ -51,18 +50,18 @@ def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFo
         if found.exists():
             return found
     known = dict(all_runs(storage))
-    alike = [run] if run in known else [] if exact else _alike(run, known)
-    if len(alike) == 1:
-        return known[alike[0]]
-    what = f"; several begin so: {', '.join(alike[-8:])}" if alike else ""
-    meant = difflib.get_close_matches(run, known, n=3)
-    listed = f"; runs there: {', '.join(list(known)[-8:])}" if known and not alike else ""
-    if meant and not alike:
-        listed = f"; did you mean {' or '.join(meant)}?"
+    begins = [run] if run in known else [] if exact else _beginning(run, known)
+    if len(begins) == 1:
+        return known[begins[0]]
+    what = f"; several begin so: {', '.join(begins[-8:])}" if begins else ""
+    near = alike(run, known, 3)
+    listed = f"; runs there: {', '.join(list(known)[-8:])}" if known and not begins else ""
+    if near and not begins:
+        listed = f"; {meant(near)}"
     raise SpecError(f"no run '{run}' here or in {storage_uri(storage)}{what}{listed}")
 
 
-def _alike(run: str, known: Mapping[str, RunFolder]) -> list[str]:
+def _beginning(run: str, known: Mapping[str, RunFolder]) -> list[str]:
     """The newest run of the job of that name; else all that begin so; else the newest whose job is
     called so, whatever its own name is. `known`: in order of their last news."""
     of_job = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.errors import SpecError
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe.event_messages import size
+from elastic.text import size
 
 END_BYTES = 256 << 10  # of each file, when only its end is asked for
 TRACEBACK, TRACEBACK_MOST = "Traceback (most recent call last):", 40  # lines that are shown of one

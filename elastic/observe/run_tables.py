@@ -8,10 +8,9 @@ from typing import Any
 
 from elastic.observe import node_speeds
 from elastic.observe.accounting.launch_times import sentence
-from elastic.observe.event_messages import duration, size
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.run_view import View
-from elastic.text import n_of
+from elastic.text import duration, n_of, size
 from elastic.types import Pool
 
 

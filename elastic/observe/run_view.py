@@ -190,6 +190,13 @@ class View:
         each = self.step_time_s()
         return None if each is None or not self.steps else (self.steps - self.step) * each
 
+    def validation_losses(self) -> dict[int, float]:
+        """By step, in order."""
+        key = "validation_loss"
+        return {
+            step: found[key] for step, found in sorted(self.evaluations.items()) if key in found
+        }
+
     def curve(self) -> list[Point]:
         """The steps that count: of a step that was trained again, the time that the last state
         comes of, which need not be the newest (a checkpoint may be committed after an older one was

@@ -18,11 +18,11 @@ from elastic.observe import picture_parts, run_tables
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.accounting.transitions import Transition
 from elastic.observe.diagnosis.verdicts import RunVerdict, percent
-from elastic.observe.event_messages import duration
 from elastic.observe.picture_parts import share_bar, table_of, trend
 from elastic.observe.reporting.run_seen import RunSeen
 from elastic.observe.run_view import View
 from elastic.observe.why_lines import when
+from elastic.text import duration
 
 WIDE = 116  # columns, from which on two tables stand side by side
 ROOMY = 84  # from which on a table has all of its columns

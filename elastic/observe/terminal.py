@@ -20,10 +20,10 @@ from rich.text import Text
 
 from elastic.observe import picture_parts
 from elastic.observe.accounting.accounts import Books
-from elastic.observe.event_messages import duration
 from elastic.observe.run_tables import paid, spending
 from elastic.observe.run_view import Note, Tail, View
 from elastic.policy.state.fold import Change, changes
+from elastic.text import duration
 
 LOOK_S = 0.25
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from elastic.errors import SpecError
-from elastic.observe.event_messages import SOURCES, duration
+from elastic.observe.event_messages import SOURCES
 from elastic.observe.run_view import Note, View
-from elastic.text import n_of
+from elastic.text import DAY_S, n_of, span
 from elastic.types import Decided, PlanEntered, Quarantine, Stop
 
 MOST = 36  # lines about what happened; more are folded, first those of ten minutes, then of an hour
 WIDTHS_S = (0.0, 600.0, 3600.0, 6 * 3600.0, 86400.0, 2 * 86400.0, 4 * 86400.0, float("inf"))
-DAY_S = 86400.0
 
 # word after --kind -> kinds of notes
 KINDS: dict[str, tuple[str, ...]] = {
@@ -229,10 +228,6 @@ def _cost(view: View, note: Note, step: int) -> tuple[float, int]:
     return max(0.0, pause_s), max(0, before.step - step)
 
 
-def span(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-
-
 def _folded(told: Sequence[Told], width_s: float) -> list[Told]:
     """`width_s` 0: only what repeats between two other things. Else what is alike within so long a
     time."""
@@ -275,10 +270,9 @@ def head(view: View) -> str:
     )
     told = ", ".join(f"{n} {cause}" for cause, n in causes.most_common())
     state, since_s = view.state, max(0.0, view.at_s - view.started_at_s)
-    lasted = f"{since_s / DAY_S:.1f} days" if since_s >= 2 * DAY_S else duration(since_s)
     usd = f", ${state.usd:,.2f}" if state.usd else ""
     return (
-        f"{state.run}: {view.phase} at step {view.progress} after {lasted}{usd}; "
+        f"{state.run}: {view.phase} at step {view.progress} after {span(since_s)}{usd}; "
         f"{n_of(len(view.entered), 'plan')} entered" + (f" ({told})" if told else "")
     )
 

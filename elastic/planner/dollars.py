@@ -80,9 +80,7 @@ def copying(
     return Copying(state, stall_s, state / sum(writes), lost.seconds, lost.moved_s)
 
 
-def moved_usd_per_h(
-    groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, *, step_s: float
-) -> float:
+def moved_usd_per_h(groups: Sequence[NodeGroup], work: ModelCost, *, step_s: float) -> float:
     """Gradients between zones: a ring over replicas in several zones crosses each border once each
     way with twice the shard."""
     zones = {group.zone for group in groups if group.zone}

@@ -10,9 +10,9 @@ from elastic.planner.cost.memory import USABLE
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost
 from elastic.planner.offers import NodeGroup
+from elastic.text import GIB
 from elastic.types import Layout
 
-GIB = 2**30
 TOLD = {
     "products": "matrix products",
     "attention": "attention",

@@ -33,6 +33,7 @@ from elastic.planner.hetero.hetero_assign import COMPUTED, HeteroAssignment, gue
 from elastic.planner.layout_space import Space, cut, n_options
 from elastic.planner.node_sets import NodeSet, SearchedNodes
 from elastic.planner.step_split import check_axes, share_out, step_of
+from elastic.text import gib
 from elastic.types import Job, Layout
 from elastic.types.replacing import replace
 
@@ -389,7 +390,7 @@ class LayoutSearch:
             raise InfeasiblePlan(why)
         measured = limits.infeasible.get(layout) if limits.infeasible else None
         if measured is not None:
-            raise InfeasiblePlan(f"did not fit ({measured / explain.GIB:.2f} GiB measured)")
+            raise InfeasiblePlan(f"did not fit ({gib(measured)} measured)")
         if not there.holds(layout):
             next(there.place.arrangements(layout, self.job.max_workers or 0))
         self._check_memory(there, layout, step, exact=exact)

@@ -128,7 +128,7 @@ class _Priced:
     def usd_per_h(self, found: Candidate, step_s: float) -> float:
         there = self.there(found.there)
         nodes = sum(group.usd_per_h for group in there)
-        moved = dollars.moved_usd_per_h(there, self.work, found.layout, step_s=step_s)
+        moved = dollars.moved_usd_per_h(there, self.work, step_s=step_s)
         return nodes + moved + (dollars.stored_usd_per_h(self.work) if nodes else 0.0)
 
     # ------------------------------------------------------------------------------------- offers

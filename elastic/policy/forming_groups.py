@@ -14,10 +14,10 @@ from typing import Any
 from elastic.policy.plans import gpu_bytes, on_gpus
 from elastic.policy.state.state import Forming, State, standing_of
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, running_bytes, set_up_bytes
+from elastic.text import gib
 from elastic.types import Decision, DropGroups, EnterPlan, FormGroups, GroupsFormed, Plan
 from elastic.types.replacing import replace
 
-GIB = 2**30
 # NCCL takes 0.3 to 1 s for each group in a node, 5 to 30 s for all at hundreds of ranks
 FORM_MOST_S = 60.0
 
@@ -94,7 +94,7 @@ def too_large(state: State, plan: Plan) -> str:
     return (
         f"groups of generation {plan.generation} are made in the pause: beside generation "
         f"{running.generation} they would need "
-        f"{coming / GIB:.2f} GiB, {needed / GIB:.2f} in all, of a GPU's {min(rooms) / GIB:.2f}"
+        f"{gib(coming)}, {gib(needed)} in all, of a GPU's {gib(min(rooms))}"
     )
 
 

@@ -80,7 +80,7 @@ def judged(lines: Sequence[Line], expected: Undisturbed) -> list[Check]:
     return [
         ended,
         _counted("orders", _orders(lines), ORDERS),
-        _samples(lines, expected),
+        _counted("samples", _steps(lines, expected), SAMPLES, steps=max(kept(lines), default=0)),
         _losses(lines, expected),
         _content(lines, expected),
         replayed(lines),
@@ -148,10 +148,6 @@ def _stops(line: Line) -> bool:
 
 
 # ---------------------------------------------------------------------------------------- the steps
-
-
-def _samples(lines: Sequence[Line], expected: Undisturbed) -> Check:
-    return _counted("samples", _steps(lines, expected), SAMPLES, steps=max(kept(lines), default=0))
 
 
 def _steps(lines: Sequence[Line], expected: Undisturbed) -> Iterator[str]:

@@ -212,12 +212,13 @@ class SimMachines(Clock):
         """And what stands for the node itself."""
         return {WorkerId(node.node_id, k) for k in range(-1, node.gpus)}
 
-    def _dying(self, node_id: str) -> bool:
-        return WorkerId(node_id, -1) in self._dead
-
     def _lives(self, worker: WorkerId) -> bool:
         machine = self._machines.get(worker.node_id)
-        there = machine is not None and machine.gone_s is None and not self._dying(worker.node_id)
+        there = (
+            machine is not None
+            and machine.gone_s is None
+            and WorkerId(worker.node_id, -1) not in self._dead
+        )
         return there and worker not in self._dead
 
     def _answers(self, worker: WorkerId) -> bool:

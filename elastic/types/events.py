@@ -30,7 +30,8 @@ class DriverStarted(Event):
     knew nothing else). `spends_slack`: on-demand nodes stand in for spot when the slack of the
     deadline is spent (else at even progress), reclaims that come at once count as one (else each by
     itself), and pools are compared by the price of what they compute (else by that of a GPU):
-    likewise.
+    likewise. `dates_budget`: the wish of a spent budget to stop is as old as what it comes of (else
+    as new as each look): likewise.
     """
 
     run: str
@@ -46,6 +47,7 @@ class DriverStarted(Event):
     forms_ahead: bool = False
     expects_measured: bool = False
     spends_slack: bool = False
+    dates_budget: bool = False
 
 
 @dataclass(frozen=True)

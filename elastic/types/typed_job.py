@@ -139,7 +139,7 @@ class DataKeys:
 
 @dataclass(frozen=True)
 class Job:
-    """Keys of job.yaml as `JobSpec` explains them, and at the end what a running job is told
+    """Keys of job.yaml as `JobSpec` explains them, and at the end what a running job gets
     besides."""
 
     name: str = ""

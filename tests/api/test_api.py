@@ -15,6 +15,7 @@ from elastic import api
 from elastic.api import Options
 from elastic.api.running import run as running
 from elastic.api.running import sample_check
+from elastic.api.running.program_file import job_given
 from elastic.api.running.restarted_script import FILLED, _ScriptRun
 from elastic.cli.command_line import main
 from elastic.cluster.nodes.demand import LEAVE_MOST_S
@@ -95,14 +96,14 @@ def test_a_cluster_is_drilled_only_when_asked(
 
 def test_a_program_is_found_by_its_file(folder: Path) -> None:
     program = load_program(folder / "program.py")
-    job = running.job_given(program, {"steps": 2, "global_batch": 4}, api.Options())
+    job = job_given(program, {"steps": 2, "global_batch": 4}, api.Options())
     assert (job.program, job.steps) == (str(folder / "program.py"), 2)
-    job = running.job_given(program, folder, api.Options(overrides=("steps=9",)))
+    job = job_given(program, folder, api.Options(overrides=("steps=9",)))
     assert (job.program, job.steps) == (str(folder / "program.py"), 9)
     with pytest.raises(SpecError, match="give job="):
-        running.job_given(program, None, api.Options())
+        job_given(program, None, api.Options())
     with pytest.raises(SpecError, match="a job folder has its own job.yaml"):
-        running.job_given(folder, {"steps": 2}, api.Options())
+        job_given(folder, {"steps": 2}, api.Options())
     nowhere = Program(eval("lambda: None"), program.optimizer, program.dataset, program.loss)
     with pytest.raises(SpecError, match="in a file"):
         elastic.run(nowhere, {"steps": 2, "global_batch": 4})

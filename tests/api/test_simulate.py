@@ -101,7 +101,7 @@ def test_others_like_a_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--fit", "TRACE"], "--trace and --fit are two ways at once"),
         (["--policy", "nowhere:at_all"], "give module:function"),
         (["--calibrate", "no-such-run"], "no run 'no-such-run'"),
-        (["--png", "/nowhere/at/all.png"], "cannot be written"),
+        (["--png", "/dev/null/at/all.png"], "cannot be written"),
         (["--set", "steps=0"], "steps"),
     ],
 )

@@ -13,13 +13,14 @@ from elastic.ledger.journal import Journal, Line, write_line
 from elastic.observe import run_tables
 from elastic.observe.accounting.accounts import account
 from elastic.observe.diagnosis import doctor
-from elastic.observe.event_messages import drill, duration, first_line, size
+from elastic.observe.event_messages import drill, first_line
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.reporting import report
 from elastic.observe.reporting.loss_plot import save_loss
 from elastic.observe.run_view import Tail, view_of
 from elastic.observe.terminal import LivePicture, Terminal, progress_line
 from elastic.policy.state.fold import changes
+from elastic.text import duration, size
 from elastic.types import (
     Copy,
     CopyFailed,

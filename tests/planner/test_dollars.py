@@ -51,18 +51,9 @@ def test_goodput() -> None:
 def test_gradients_between_zones() -> None:
     two = [group(zone="a"), group(zone="b")]
     per_step = 2 * 2 * 4 * N / 1e9 * 0.02
-    assert dollars.moved_usd_per_h(two, WORK, Layout(dp_shard=16), step_s=10.0) == pytest.approx(
-        per_step * 360
-    )
-    assert (
-        dollars.moved_usd_per_h(
-            [group(zone="a"), group(zone="a")], WORK, Layout(dp_shard=16), step_s=10.0
-        )
-        == 0.0
-    )
-    assert (
-        dollars.moved_usd_per_h([group(), group()], WORK, Layout(dp_shard=16), step_s=10.0) == 0.0
-    )
+    assert dollars.moved_usd_per_h(two, WORK, step_s=10.0) == pytest.approx(per_step * 360)
+    assert dollars.moved_usd_per_h([group(zone="a"), group(zone="a")], WORK, step_s=10.0) == 0.0
+    assert dollars.moved_usd_per_h([group(), group()], WORK, step_s=10.0) == 0.0
 
 
 def test_copies() -> None:

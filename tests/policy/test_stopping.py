@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.policy.story import Story, durable, orders, stopped
 
+from elastic.policy.pools.limits import wish
 from elastic.types import (
     Abort,
     Copy,
@@ -122,3 +125,23 @@ def test_the_budget_stops_the_run_with_the_dollars() -> None:
         durable(story, 4),
     )
     assert stopped(story).outcome == "stopped" and "$2.00" in stopped(story).reason
+
+
+def test_a_spent_budget_is_as_old_as_what_it_comes_of() -> None:
+    """What waits for a checkpoint then does not wait anew at each look."""
+    story = Story(budget_usd=2.0)
+    story.running("a", "b", steps=4)
+    now_s, old = story.now_s, story.state
+    state = replace(old, dates_budget=True)
+    (due_s,) = {
+        round(state_wish.at_s, 6)
+        for s in (3700, 3800, 9000)
+        if (state_wish := wish(state, now_s + s))
+    }
+    before, at = wish(state, due_s - 0.1), wish(state, due_s + 1e-3)
+    assert before is None and at is not None and "is almost spent" in at.reason
+    look = wish(old, now_s + 3800)  # of a journal whose driver did not date it
+    assert look is not None and look.at_s == now_s + 3800
+    overspent = replace(state, usd=3.0)
+    found = wish(overspent, now_s + 5)
+    assert found is not None and found.at_s == overspent.billed_at_s, "not before it was known"

@@ -11,6 +11,7 @@ from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.query import Query
 from elastic.errors import InfeasiblePlan
 from elastic.observe.plans import plan_tables
+from elastic.text import count, hours, usd
 from elastic.types import is_auto
 from elastic.types.nouns import AUTO
 
@@ -63,10 +64,10 @@ def _too_late(
         kind = sizing.fewest_nodes(asked, machines[0])
         if kind["makes_it"]:
             more = _words(machines[0].with_nodes(kind["n_nodes"]))
-            enough = f"{more} make it in {plan_tables.hours(kind['hours'])}; take them"
+            enough = f"{more} make it in {hours(kind['hours'])}; take them"
     return (
-        f"{_tokens(asked)} within {plan_tables.hours(aim.deadline_h)}: "
-        f"{' + '.join(map(_words, machines))} need {plan_tables.hours(fastest)}; "
+        f"{_tokens(asked)} within {hours(aim.deadline_h)}: "
+        f"{' + '.join(map(_words, machines))} need {hours(fastest)}; "
         f"{enough or 'take more nodes (with --gpus KIND alone, --within says how many)'}, fewer "
         "tokens or more time"
     )
@@ -86,8 +87,8 @@ def _within_budget(
     if not offers:
         least = min(data["offers"], key=lambda offer: offer["usd"])
         raise InfeasiblePlan(
-            f"{_tokens(asked)} for {plan_tables.usd(aim.budget_usd)}: the cheapest way on "
-            f"{' + '.join(map(_words, machines))} costs {plan_tables.usd(least['usd'])}; that "
+            f"{_tokens(asked)} for {usd(aim.budget_usd)}: the cheapest way on "
+            f"{' + '.join(map(_words, machines))} costs {usd(least['usd'])}; that "
             f"budget buys {plan_tables.bought(aim.budget_usd, least, data)}"
         )
     return {**data, "offers": [{**offer, "n": n} for n, offer in enumerate(offers, 1)]}
@@ -100,9 +101,7 @@ def _of_job(
     job, n_gpus = asked.subject.job, conflicts.n_gpus_of(machines)
     if job.budget_usd and best["usd"] > job.budget_usd and not asked.aim.budget_usd:
         share = job.budget_usd / best["usd"]
-        yield (
-            f"the job's budget_usd of {plan_tables.usd(job.budget_usd)} ends the run at {share:.0%}"
-        )
+        yield (f"the job's budget_usd of {usd(job.budget_usd)} ends the run at {share:.0%}")
     if job.max_workers and job.max_workers < n_gpus:
         yield f"max_workers={job.max_workers}: elastic run uses no more of these {n_gpus} GPUs"
     nodes = sum(each.group.n_nodes for each in machines)
@@ -111,7 +110,7 @@ def _of_job(
 
 
 def _tokens(asked: Query) -> str:
-    return f"{plan_tables.count(asked.aim.tokens)} {asked.subject.plain()['unit']}"
+    return f"{count(asked.aim.tokens)} {asked.subject.plain()['unit']}"
 
 
 def _words(each: MachineGroup) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from elastic.api.planning.made_up_data import made_up_data
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool, with_counts
 from elastic.api.running.entry import loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
-from elastic.api.running.made_up_data import made_up_data
 from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, job_data
 from elastic.config.pool_checks import unlimited

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.query import MOST_GPUS, Query, notes_of, row_of
 from elastic.errors import SpecError
-from elastic.observe.plans import plan_tables
+from elastic.text import count, hours
 
 MOST_NEAR = 6  # round numbers of nodes that are tried below the one that was found
 
@@ -108,14 +108,14 @@ def _fewest(low: int, high: int, enough: Callable[[int], bool]) -> int:
 
 def _impossible(query: Query, rows: Sequence[dict[str, Any]]) -> str:
     told = [
-        f"{row['n_gpus']:,} x {row['kind']} take {plan_tables.hours(row['hours'])}"
+        f"{row['n_gpus']:,} x {row['kind']} take {hours(row['hours'])}"
         if row["hours"]
         else f"{row['kind']}: {row['why_not']}"
         for row in rows
     ]
     return (
-        f"{plan_tables.count(query.aim.tokens)} tokens within "
-        f"{plan_tables.hours(query.aim.deadline_h)} exclude each other at a step of "
+        f"{count(query.aim.tokens)} tokens within "
+        f"{hours(query.aim.deadline_h)} exclude each other at a step of "
         f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens "
         "or a larger --batch"
     )

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.running.run import Options, adapted, default_storage, ray_address
+from elastic.api.running.local_pools import adapted
+from elastic.api.running.options import Options, default_storage, ray_address
 from elastic.config.hardware import check_writable, path_of, write_hardware
 from elastic.config.job import JobSpec, load_job
 from elastic.errors import SpecError

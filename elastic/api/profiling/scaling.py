@@ -12,7 +12,8 @@ from statistics import median
 from typing import Any
 
 from elastic.api.profiling.live_profile import new_id, planned_of
-from elastic.api.running.run import Options, default_storage, run_job
+from elastic.api.running.options import Options, default_storage
+from elastic.api.running.run import run_job
 from elastic.config.job import load_job
 from elastic.errors import ElasticError, SpecError
 from elastic.ledger.run_folder import RunFolder

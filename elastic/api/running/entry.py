@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.running import restarted_script
-from elastic.api.running.run import Options, Result, job_given, run_job
+from elastic.api.running.options import Options
+from elastic.api.running.program_file import job_given
+from elastic.api.running.run import Result, run_job
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import check_starts_nothing, enters_loop, script_file
 from elastic.errors import SpecError

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elastic.api.running.made_up_data import with_made_up_data
+from elastic.api.planning.made_up_data import with_made_up_data
 from elastic.config.fingerprint import digest_of_file
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError

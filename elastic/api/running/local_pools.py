@@ -1,13 +1,66 @@
-"""Pools of GPUs on a machine that has none: CPU processes play their nodes, few of them."""
+"""The pools of a run, the job's own or a cluster file's; and on a machine that has not their GPUs:
+CPU processes play the nodes, few of them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-from elastic.config.job import JobSpec, PoolSpec
+from elastic.api.running.options import Options
+from elastic.config.clusters import ClusterSpec, load_cluster
+from elastic.config.job import JobSpec, PoolSpec, embedded_pools, load_drill, pool_of
 from elastic.errors import SpecError
 
 PER_NODE, NODES = 2, 2  # processes and nodes of a pool, where the job does not need more
+
+
+def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
+    """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill`
+    asks for one. Raises SpecError for pools that this machine, where there is no other, has not."""
+    drill = load_drill(options.drill) if options.drill is not None else spec.drill
+    if address is not None and options.drill is None:
+        drill = []
+    pools, floor, head_usd_per_h = spec.pools, spec.on_demand_floor, spec.head_usd_per_h
+    if options.cluster is not None:
+        cluster = _cluster_of(options.cluster, options.local, address)
+        pools = [
+            pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}")
+            for pool in cluster.pools
+        ]
+        if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
+            floor = cluster.on_demand_floor
+        if "head_usd_per_h" not in spec.model_fields_set:
+            head_usd_per_h = cluster.head_usd_per_h
+    if address is None:
+        from elastic.cluster.local.local_cluster import visible_gpus
+
+        n_gpus = len(visible_gpus())
+        if options.cluster is None and "pools" not in spec.model_fields_set:
+            pools = embedded_pools(n_gpus)
+        pools, said = here(spec, pools, n_gpus, local=options.local)
+        if said and options.show:
+            print(said, file=options.stream or sys.stdout)
+    known = {
+        "drill": drill,
+        "pools": pools,
+        "on_demand_floor": floor,
+        "head_usd_per_h": head_usd_per_h,
+    }
+    return spec.model_copy(update=known)
+
+
+def _cluster_of(file: str | Path, local: bool, address: str | None) -> ClusterSpec:
+    """Raises SpecError where the cluster that it describes is not there to be used."""
+    cluster = load_cluster(file)
+    if address is None and not local:
+        raise SpecError(
+            f"{file}: this process is on no Ray cluster; start that one (`ray up {file}`), then "
+            "submit the run to it (`ray job "
+            "submit`) or set RAY_ADDRESS; or --local tries its pools on this machine"
+        )
+    return cluster
 
 
 def here(

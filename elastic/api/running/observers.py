@@ -83,7 +83,7 @@ class Observers:
             self._live.hear(line)
 
     def close(self) -> None:
-        """Waits a bounded time until all is told."""
+        """Waits a bounded time until all is sent."""
         if self._started:
             self._started = False
             self._files.close()

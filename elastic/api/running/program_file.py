@@ -1,12 +1,38 @@
-"""The file in which a Program stands that was given as an object."""
+"""The job that a run is given: a folder, or a Program and the file in which it stands."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from elastic.api.running.options import Options
+from elastic.config.job import JobSpec, job_of, load_job
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
+
+
+def job_given(
+    program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options
+) -> JobSpec:
+    if not isinstance(program, Program):
+        if job is not None:
+            raise SpecError(
+                f"run('{program}', job=...): a job folder has its own job.yaml; give job only "
+                "with a Program"
+            )
+        return load_job(program, options.overrides)
+    file = file_of(program)
+    if isinstance(job, Mapping):
+        return job_of(job, file)
+    if job is None:
+        raise SpecError(
+            "run(program): give job={'steps': ..., 'global_batch': ...} or the folder of a job.yaml"
+        )
+    return load_job(job, options.overrides).model_copy(
+        update={"program": str(file), "folder": str(file.parent)}
+    )
 
 
 def file_of(program: Program) -> Path:

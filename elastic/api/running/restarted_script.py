@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.api.running.layout_question import LayoutCheck
-from elastic.api.running.run import JobRun, Options, Result
+from elastic.api.running.options import Options
+from elastic.api.running.run import JobRun, Result
 from elastic.api.running.start_checks import failed_by_itself, paid_until_s
 from elastic.config.job import JobSpec, job_of
 from elastic.config.key_names import place_of
@@ -110,6 +111,7 @@ class _ScriptRun(JobRun):
         return DriverStarted(
             self.name, epoch, plain, self.pools, ModelProfile(0, 0, ()), attached=attached,
             cut=self._cut.said if self._cut is not None else "", paid_until_s=until_s,
+            dates_budget=True,
         )  # fmt: skip
 
     def _shown(self) -> Callable[[str], None] | None:

@@ -4,13 +4,11 @@ loop, writes the report."""
 from __future__ import annotations
 
 import logging
-import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -20,18 +18,17 @@ from elastic.api.diagnose import communicated, diagnosed
 from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
-from elastic.api.running.local_pools import here
+from elastic.api.running.local_pools import adapted
 from elastic.api.running.observers import Observers
-from elastic.api.running.program_file import file_of
+from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
 from elastic.api.running.start_checks import check_drill, paid_until_s
-from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.fingerprint import fingerprint
-from elastic.config.job import JobSpec, embedded_pools, job_of, load_drill, load_job, pool_of
+from elastic.config.job import JobSpec
 from elastic.config.pool_checks import check_budget, check_fit, fed
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
-from elastic.errors import SpecError, known_keywords, unwritten
+from elastic.errors import SpecError, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut, RunFolder
@@ -39,7 +36,6 @@ from elastic.ledger.segments import StoredJournal
 from elastic.ledger.watched_journal import WatchedJournal
 from elastic.observe import find_runs
 from elastic.observe.logs import traceback_of
-from elastic.observe.metrics.metrics_files import OnStep
 from elastic.observe.reporting import report
 from elastic.observe.terminal import Terminal
 from elastic.policy.state.fold import ENDED, State
@@ -73,38 +69,6 @@ if TYPE_CHECKING:
     from elastic.cluster.local.local_cluster import LocalCluster
 
 log = logging.getLogger(__name__)
-
-SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@known_keywords("elastic.Options")
-@dataclass(frozen=True)
-class Options:
-    """How to run. None of it changes what is computed."""
-
-    run_name: str | None = None  # of a run that is there: resume it
-    local: bool = False  # the embedded cluster, also where a Ray address is known
-    address: str | None = None  # of the Ray cluster to use; default: $RAY_ADDRESS
-    overrides: tuple[str, ...] = ()  # key=value over job.yaml
-    drill: str | Path | None = None  # a drill file instead of the job's own drill
-    cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
-    # of a run whose journal is damaged: set that aside, resume from the newest checkpoint
-    from_checkpoint: bool = False
-    # continue although program, data or mathematics are not those that the run began with
-    allow_changed: bool = False
-    # nobody looks on: a run that its program has ended as failed is not begun again unchanged
-    supervised: bool = False
-    no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
-    show: bool = True  # progress while it runs
-    dashboard: bool = False  # a page in the browser while it runs, on this machine
-    # drills on a Ray cluster take the workers of a node and leave the node itself alone
-    spared: bool = False
-    stream: TextIO | None = None  # where progress and report go; default: standard output
-    # called with the numbers of each step, in a thread beside the driver's (docs/metrics.md)
-    on_step: OnStep | None = None
-    # where Prometheus finds the run's numbers, instead of the job's metrics_port
-    metrics_port: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -145,114 +109,12 @@ def run_job(
     return JobRun(spec, options, program, train_function=train_function).to_the_end()
 
 
-def check_run_name(name: str) -> None:
-    """Raises SpecError where it could be no folder of its own."""
-    if not RUN_NAME.fullmatch(name):
-        raise SpecError(f"run name '{name}': letters, digits, '.', '_' and '-' only")
-
-
-def ray_address(options: Options) -> str | None:
-    """The Ray cluster to use: $RAY_ADDRESS (`ray job submit` sets it); None = the embedded default.
-    Raises SpecError where nothing answers there."""
-    if options.local:
-        return None
-    address = (
-        options.address
-        or os.environ.get("RAY_ADDRESS")
-        or ("auto" if os.environ.get(SUBMITTED) else None)
-    )
-    if address is not None:
-        from elastic.cluster.ray.address import check_reachable
-
-        check_reachable(address)
-    return address
-
-
 def taken_over(
     place: RunFolder, options: Options
 ) -> tuple[list[Line], StoredJournal, JournalCut | None]:
     """What earlier drivers of a run have written, and what of that is cut off. Raises SpecError,
     JournalDamaged."""
     return place.without_damage() if options.from_checkpoint else (*place.take_over(), None)
-
-
-def default_storage() -> str | None:
-    """Under `ray job submit` the working directory is a copy that Ray removes: runs go to the home
-    folder instead."""
-    return (
-        "~/elastic_runs"
-        if os.environ.get(SUBMITTED) and not os.environ.get("ELASTIC_STORAGE")
-        else None
-    )
-
-
-def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
-    """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill`
-    asks for one. Raises SpecError for pools that this machine, where there is no other, has not."""
-    drill = load_drill(options.drill) if options.drill is not None else spec.drill
-    if address is not None and options.drill is None:
-        drill = []
-    pools, floor, head_usd_per_h = spec.pools, spec.on_demand_floor, spec.head_usd_per_h
-    if options.cluster is not None:
-        cluster = _cluster_of(options.cluster, options.local, address)
-        pools = [
-            pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}")
-            for pool in cluster.pools
-        ]
-        if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
-            floor = cluster.on_demand_floor
-        if "head_usd_per_h" not in spec.model_fields_set:
-            head_usd_per_h = cluster.head_usd_per_h
-    if address is None:
-        from elastic.cluster.local.local_cluster import visible_gpus
-
-        n_gpus = len(visible_gpus())
-        if options.cluster is None and "pools" not in spec.model_fields_set:
-            pools = embedded_pools(n_gpus)
-        pools, said = here(spec, pools, n_gpus, local=options.local)
-        if said and options.show:
-            print(said, file=options.stream or sys.stdout)
-    known = {
-        "drill": drill,
-        "pools": pools,
-        "on_demand_floor": floor,
-        "head_usd_per_h": head_usd_per_h,
-    }
-    return spec.model_copy(update=known)
-
-
-def _cluster_of(file: str | Path, local: bool, address: str | None) -> ClusterSpec:
-    """Raises SpecError where the cluster that it describes is not there to be used."""
-    cluster = load_cluster(file)
-    if address is None and not local:
-        raise SpecError(
-            f"{file}: this process is on no Ray cluster; start that one (`ray up {file}`), then "
-            "submit the run to it (`ray job "
-            "submit`) or set RAY_ADDRESS; or --local tries its pools on this machine"
-        )
-    return cluster
-
-
-def job_given(
-    program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options
-) -> JobSpec:
-    if not isinstance(program, Program):
-        if job is not None:
-            raise SpecError(
-                f"run('{program}', job=...): a job folder has its own job.yaml; give job only "
-                "with a Program"
-            )
-        return load_job(program, options.overrides)
-    file = file_of(program)
-    if isinstance(job, Mapping):
-        return job_of(job, file)
-    if job is None:
-        raise SpecError(
-            "run(program): give job={'steps': ..., 'global_batch': ...} or the folder of a job.yaml"
-        )
-    return load_job(job, options.overrides).model_copy(
-        update={"program": str(file), "folder": str(file.parent)}
-    )
 
 
 class JobRun:
@@ -390,6 +252,7 @@ class JobRun:
             forms_ahead=True,
             expects_measured=True,
             spends_slack=True,
+            dates_budget=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

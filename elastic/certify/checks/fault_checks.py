@@ -178,14 +178,16 @@ def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
         figures = [_kill(story)]
         worker_pool.reopen(worker_pool.n - 1, job, run)
         worker_pool.until(
-            lambda: _prepared_again(worker_pool), "the new worker prepared", broken=True
+            lambda: len(worker_pool.events(NodePrepared)) > worker_pool.n,
+            "the new worker prepared",
+            broken=True,
         )
         figures += [_move(story, worker_pool.n), _move(story, worker_pool.n - 1)]
         leave(worker_pool, story.plans[-1])
         story.note()
         alone = losses("unpaced", job, max(story.losses), limit=limit)
     moved = [NONE_LOST, CONTENT, FUNCTION, LOSS, _faster()]
-    bounds = (_kill_bounds(), moved, moved)
+    bounds = ([KEPT, CONTENT, LOSS, _faster()], moved, moved)
     for i, name in enumerate(("kill", "growth", "notice")):
         since = int(figures[i].pop("from_step"))
         of_its_own = {step: loss for step, loss in story.losses.items() if step > since}
@@ -203,14 +205,6 @@ def _faster() -> Bound:
         "a change must take less than starting the same processes again, seen in the same run",
         most=1.0,
     )
-
-
-def _kill_bounds() -> list[Bound]:
-    return [KEPT, CONTENT, LOSS, _faster()]
-
-
-def _prepared_again(worker_pool: WorkerPool) -> bool:
-    return len(worker_pool.events(NodePrepared)) > worker_pool.n
 
 
 def _kill(story: Story) -> dict[str, float]:

@@ -12,9 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import InitVar, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from elastic.cluster.backend import drills
 from elastic.cluster.backend.attach import Attached
@@ -30,23 +30,14 @@ from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.workers.admission_links import Entrance
 from elastic.cluster.workers.output import last_words
 from elastic.cluster.workers.worker_actor import WorkerSetup
-from elastic.cluster.workers.worker_group import (
-    POLL_S,
-    BrokenWorker,
-    Placement,
-    PollAnswer,
-    WorkerGroup,
-)
+from elastic.cluster.workers.worker_group import BrokenWorker, Placement, PollAnswer, WorkerGroup
 from elastic.errors import SpecError
 from elastic.ledger.lease import Lease
 from elastic.policy.state.newest_steps import digested
 from elastic.storage import open_storage
 from elastic.types import (
-    Abort,
-    Action,
     DrainNode,
     DropGroups,
-    EnterPlan,
     Event,
     FormGroups,
     GroupsFormed,
@@ -56,38 +47,26 @@ from elastic.types import (
     NodePrepared,
     NodeReady,
     Notice,
-    Plan,
-    PlanEntered,
     PlansFound,
     Pool,
     Prepare,
     Quarantine,
-    Quiesce,
     ReleaseNode,
-    RemoveCopy,
     RequestNodes,
-    RollForward,
-    SetCadence,
-    SetShares,
-    StartProfile,
     StepDone,
     Stop,
     StopAsked,
-    StoreCopy,
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
 from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter, Commit, write_late_parts
-from elastic.worker.hosting.inbox import Inbox
-from elastic.worker.hosting.liveness import Liveness, patience_s
-from elastic.worker.hosting.poll_pacing import Pacing
-from elastic.worker.hosting.rendezvous_stores import RendezvousStores
+from elastic.worker.hosting.hosting_backend import HostingBackend
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class RayBackend:
+class RayBackend(HostingBackend):
     """`cluster`: the embedded one, ended by `close`; None = an existing cluster. `lease`: released
     by `close`.
 
@@ -97,28 +76,20 @@ class RayBackend:
 
     run: RayRun
     cluster: LocalCluster | None = None
-    lease: InitVar[Lease | None] = None
+    lease: Lease | None = None
     commit: Commit | None = None
     show: Callable[[str], None] | None = None
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     provider: NodeProvider = field(init=False)
-    _early: list[Event] = field(init=False, default_factory=list)
-    _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
-    _pacing: Pacing = field(init=False, default_factory=Pacing)
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
-    _closed: bool = field(init=False, default=False)
 
-    def __post_init__(self, lease: Lease | None) -> None:
-        from elastic.worker.hosting.aggregate import Gather
-
+    def __post_init__(self) -> None:
         threading.Thread(
             target=importlib.import_module, args=("torch.distributed",), daemon=True
         ).start()
         run, job = self.run, Job.from_plain(self.run.job)
-        self._anchor_s = time.time() - time.monotonic()
         connected = connect(run, self.cluster)
         self.storage = open_storage(run.uri)
-        self.inbox = Inbox(self.storage)
         outlives = self.cluster is None
         nobody = WorkerId("", 0)
         setup = WorkerSetup(
@@ -126,7 +97,7 @@ class RayBackend:
             job.orphan_lease_s, outlives, run.logs, run.train_function,
         )  # fmt: skip
         self.worker_group = WorkerGroup(setup, run.namespace, local=self.cluster is not None)
-        self.hold = DriverHold(run, self.cluster, lease, self.worker_group, connected)
+        self.hold = DriverHold(run, self.cluster, self.lease, self.worker_group, connected)
         # embedded nodes are on this host
         folder = self.storage if outlives and not self.storage.remote else None
         self.entrance = Entrance(self.worker_group, folder=folder, attached=run.attach)
@@ -134,11 +105,7 @@ class RayBackend:
         self.copies = CheckpointCommitter(
             self.storage, run.epoch, run.meta, write=self.commit, verify=verify, digests=run.digests
         )
-        self.gather = Gather(self.copies.commit, self._workers_of)
-        # what a script that is restarted may take to start its group is no silence
-        most_s = None if job.restarted else job.max_silence_s
-        self.liveness = Liveness(POLL_S, most_s, patience_s(job))
-        self.stores = RendezvousStores(self.worker_group, self.gather, self.liveness)
+        self._host(self.worker_group, job)
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
         demand = DemandReport(run.namespace, run.epoch, run.pools, job.orphan_lease_s)
@@ -166,46 +133,16 @@ class RayBackend:
 
     # -------------------------------------------------------------------------------------- Backend
 
-    def now_s(self) -> float:
-        """Epoch seconds that never go back."""
-        return round(self._anchor_s + time.monotonic(), 4)
-
     def poll(self, until_s: float | None) -> list[Event]:
-        """Events since the last call. What was returned before counts as written down: workers
-        forget it."""
         if self.drilling.die:
             os.kill(os.getpid(), signal.SIGKILL)
-        while not self._closed:
-            self.hold.check(self.survey.head_lost)
-            hold_s = self.worker_group.hold_s
-            for worker in self.worker_group.open_polls():
-                self.liveness.called(worker, hold_s)
-            events = self._round(until_s)
-            if events or (until_s is not None and self.now_s() >= until_s):
-                return events
-        return []
+        return super().poll(until_s)
 
-    def execute(self, action: Action) -> None:
-        """Returns at once; the outcome arrives as an event."""
-        self._pacing.trains = False
-        order = _ORDERS.get(type(action))
-        if order is not None and not self._closed:
-            order(self, action)
-
-    @property
-    def certain(self) -> bool:
-        """No other driver can have the run."""
-        return self.hold.certain
-
-    @property
-    def trouble(self) -> Exception | None:
-        """Why it is not certain."""
-        return self.hold.lease.trouble if self.hold.lease is not None else None
-
-    @property
-    def unheard_s(self) -> float:
-        """For how long storage has taken no sign of life."""
-        return self.hold.lease.unheard_s if self.hold.lease is not None else 0.0
+    def _check(self) -> None:
+        self.hold.check(self.survey.head_lost)
+        hold_s = self.worker_group.hold_s
+        for worker in self.worker_group.open_polls():
+            self.liveness.called(worker, hold_s)
 
     def close(self) -> None:
         """Takes everything down after a Stop, and the embedded cluster always. Else it only lets
@@ -291,11 +228,6 @@ class RayBackend:
                     me, Placement(ray_id, node.pool, pool.accelerator_type != "CPU"), preparation
                 )
 
-    def _enter(self, action: EnterPlan) -> None:
-        self._plan = action.plan
-        self.gather.expect(action.plan)
-        self._early += self.stores.enter(action)
-
     def _form(self, action: FormGroups) -> None:
         self._early += self.stores.form(action)
 
@@ -303,22 +235,15 @@ class RayBackend:
         self.stores.drop_formed(action)
         self.worker_group.order_all(action)
 
-    def _pass_on(self, action: Action) -> None:
-        self.worker_group.order_all(action)
-
-    def _remove_copy(self, action: RemoveCopy) -> None:
-        self.copies.remove(action.uri)
-
-    def _abort(self, action: Abort) -> None:
-        """First the processes that do not answer (their sockets close and free the others), then
-        the store, then the rest."""
-        self._end(action.kill)
-        self.stores.abort(action.generation)
-        self.worker_group.order_all(action)
-
     def _stop(self, action: Stop) -> None:
         self._stopped = True
         self.close()
+
+    _orders: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {
+        **HostingBackend._orders, RequestNodes: _request, ReleaseNode: _release, DrainNode: _drain,
+        Quarantine: _quarantine, Prepare: _prepare, FormGroups: _form, DropGroups: _drop_groups,
+        Stop: _stop,
+    }  # fmt: skip
 
     # -------------------------------------------------------------------------------- what comes in
 
@@ -362,15 +287,10 @@ class RayBackend:
 
     def _follow(self, event: Event) -> list[Event]:
         """What the backend itself does about a worker's message."""
+        self._noted(event)
         if isinstance(event, StepDone):
             self.copies.digests = digested(self.copies.digests, event)
-            self.liveness.stepped(event.generation, event.step_time_s)
-            self._pacing.trains = (
-                self._plan is not None and event.generation == self._plan.generation
-            )
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
-        if isinstance(event, PlanEntered):
-            self.stores.drop(event.generation - 1)
         if isinstance(event, GroupsFormed) and event.error:
             self.stores.not_formed()
         if (
@@ -516,14 +436,3 @@ class RayBackend:
         for worker in workers:
             self.liveness.forget(worker)
             self.gather.forget(worker.node_id)
-
-
-_ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
-    RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release,
-    DrainNode: RayBackend._drain, Quarantine: RayBackend._quarantine, Prepare: RayBackend._prepare,
-    EnterPlan: RayBackend._enter, FormGroups: RayBackend._form, DropGroups: RayBackend._drop_groups,
-    RemoveCopy: RayBackend._remove_copy, Abort: RayBackend._abort, Stop: RayBackend._stop,
-    **dict.fromkeys(
-        (Quiesce, StoreCopy, SetCadence, SetShares, StartProfile, RollForward), RayBackend._pass_on
-    ),
-}  # fmt: skip

@@ -87,7 +87,7 @@ class AutoscalerClient:
             return self._report, self._answered == self._number
 
     def close(self, end: bool) -> None:
-        """`end`: the run is over, and the watcher is told so; where it cannot be, it finds out by
+        """`end`: the run is over, and the watcher is informed; where it cannot be, it finds out by
         itself after the lease."""
         self._done.set()
         self._wake.set()

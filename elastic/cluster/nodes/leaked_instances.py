@@ -20,9 +20,9 @@ from elastic.cluster.prices.aws_errors import (
     REFUSED,
     THROTTLED,
     UNKNOWN,
-    code_of,
 )
 from elastic.errors import CloudFailed, SpecError
+from elastic.storage.s3_calls import code_of
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from elastic.cluster.notices.sources.watch import NoticeReport
 from elastic.types import Event, Node, NodeWarned, Notice, NoticeWithdrawn, Pool
 
 SAME_S = 1.0  # deadlines that differ by less are the same
-# before its end a reservation is told as a notice; the policy knows it from the pool all the time
+# before its end a reservation becomes a notice; the policy knows it from the pool all the time
 RESERVED_S = 600.0
 RAY, RESERVATION, DRILL = "Ray drains the node", "its reservation ends", "drill"
 

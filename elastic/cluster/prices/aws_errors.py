@@ -34,7 +34,3 @@ NO_CREDENTIALS = (
     aws.ProfileNotFound,
 )  # fmt: skip
 NO_LOGIN = (aws.TokenRetrievalError, aws.SSOError)  # of single sign-on: it has ended, or never was
-
-
-def code_of(error: aws.ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))

@@ -33,8 +33,8 @@ from elastic.cluster.prices.aws_errors import (
     REFUSED,
     THROTTLED,
     UNKNOWN,
-    code_of,
 )
+from elastic.storage.s3_calls import code_of
 
 T = TypeVar("T")
 

@@ -3,12 +3,12 @@ bad values. Offline."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from elastic.config.clusters import ClusterSpec, Problem
+from elastic.errors import alike, meant
 
 # Keys of a node_config that are Ray's, and those of RunInstances that Ray itself fills in.
 RAYS_KEYS = ("SubnetIds",)
@@ -84,6 +84,6 @@ def _keys(value: Mapping[str, Any], shape: Any, place: tuple[str | int, ...]) ->
         if key in shape.members:
             yield from _wrong(inner, shape.members[key], (*place, str(key)))
             continue
-        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
-        right = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known[:12])} ..."
+        near = alike(str(key), known)
+        right = meant(near) if near else f"keys are {', '.join(known[:12])} ..."
         yield Problem((*place, str(key)), "EC2 knows no such key", right)

@@ -16,6 +16,7 @@ from elastic.ledger.holder import started as started
 from elastic.ledger.holder import stat
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+WATCH_S = 1.0  # between looks at a process that another one ends with
 STAND_BACK = 4  # nice value of what prepares beside others that train on the same cores
 
 
@@ -102,19 +103,18 @@ def raylet() -> int:
     return int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
 
 
-def end_with(pid: int, look_s: float = 1.0) -> None:
+def end_with(pid: int) -> None:
     """Ends this process when that one is gone: Ray may leave an actor behind whose raylet alone was
     killed. (Not PR_SET_PDEATHSIG: that fires when the thread that started this process ends, and
     knows only the parent.)"""
-    threading.Thread(
-        target=_watch, args=(pid, started(pid), look_s), name="end-with", daemon=True
-    ).start()
+    since = started(pid)
 
+    def watch() -> None:
+        while since is not None and started(pid) == since:
+            time.sleep(WATCH_S)
+        os._exit(1)
 
-def _watch(pid: int, since: int | None, look_s: float) -> None:
-    while since is not None and started(pid) == since:
-        time.sleep(look_s)
-    os._exit(1)
+    threading.Thread(target=watch, name="end-with", daemon=True).start()
 
 
 def stand_back() -> bool:

@@ -229,7 +229,7 @@ class RankProcess:
     def _get(self, key: str) -> str:
         """Waits until another rank has said it. Raises Left, RuntimeError."""
         until_s, nap_s = time.monotonic() + self.rendezvous.timeout_s, NAP_S
-        while not self.store.check([key]):  # a wait that ends in vain is told of in the output
+        while not self.store.check([key]):  # a wait that ends in vain is reported in the output
             if self._asked:
                 raise Left
             if time.monotonic() > until_s:

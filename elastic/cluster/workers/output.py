@@ -97,7 +97,7 @@ class Output:
             return ()
         begin = max(self._told_bytes, n_bytes - TELL_BYTES)
         found = os.pread(self._file, n_bytes - begin, begin)
-        if len(found) < TELL_BYTES:  # else a line without an end, which is told in parts
+        if len(found) < TELL_BYTES:  # else a line without an end, which is reported in parts
             found = found[: found.rfind(b"\n") + 1]
         missed = (
             [f"... {begin - self._told_bytes:,} bytes are in {self.path} only"]

@@ -71,7 +71,7 @@ def _node_types(
                 {
                     str(k): float(v)
                     for k, v in _mapping(entry.get("resources")).items()
-                    if _is_number(v)
+                    if isinstance(v, int | float) and finite(v) is not None
                 },
                 config,
                 _whole(entry.get("min_workers"), 0),
@@ -171,10 +171,6 @@ def _kinds(data: Mapping[str, Any]) -> list[Problem]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and finite(value) is not None
 
 
 def _whole(value: Any, otherwise: int) -> int:

@@ -34,7 +34,7 @@ def checked_names(numbers: Any, where: str) -> dict[str, Any]:
             )
         if name in STEP_NAMES:
             raise ProgramError(
-                f"{where}: '{name}' is told of every step already; choose another name"
+                f"{where}: '{name}' is reported at every step already; choose another name"
             )
     if len(numbers) > NAMES_MOST:
         raise ProgramError(f"{where}: {len(numbers)} names; there may be {NAMES_MOST} in a run")

@@ -273,7 +273,11 @@ def _endings(form: str | None) -> list[str]:
 
 def _format_of(names: Sequence[str], where: str | Path) -> str:
     """What all of them are, by the ends of their names. Raises SpecError."""
-    found = {form for form in FORMATS if any(name.endswith(_dotted(form)) for name in names)}
+    found = {
+        form
+        for form in FORMATS
+        if any(name.endswith(f".{ending}") for name in names for ending in _endings(form))
+    }
     if len(found) != 1:
         what = f"files of {', '.join(sorted(found))}" if found else f"'{names[0]}'"
         raise SpecError(
@@ -281,7 +285,3 @@ def _format_of(names: Sequence[str], where: str | Path) -> str:
             "them"
         )
     return found.pop()
-
-
-def _dotted(form: str) -> tuple[str, ...]:
-    return tuple(f".{ending}" for ending in _endings(form))

@@ -138,7 +138,7 @@ class FollowedRun:
 
     def look(self) -> bool:
         """Reads what was added: was anything? What is wrong with a run that is there, or out of
-        reach for a while, is told in `trouble`, and looked at again the next time."""
+        reach for a while, stands in `trouble`, and looked at again the next time."""
         before = (self.trouble, self.holder, self._growth.begun)
         try:
             n = self.read()

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.observe.diagnosis.step_verdicts import SENDS
-from elastic.observe.event_messages import size
 from elastic.observe.profiles.profile_bars import milliseconds
 from elastic.observe.run_tables import columns
+from elastic.text import size
 
 # part of a step, as the cost model has it -> its axis
 AXES = {name: axis for name, (axis, _) in SENDS.items() if name not in ("jitter", "ep")}

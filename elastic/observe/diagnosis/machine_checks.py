@@ -17,8 +17,8 @@ from pathlib import Path
 
 from elastic.errors import StorageFailed, StorageRefused
 from elastic.observe.diagnosis.doctor_check import DoctorCheck, HostView, checked
-from elastic.observe.event_messages import size
 from elastic.storage import LocalStorage, Storage, open_storage
+from elastic.text import size
 
 BOUNDS = {"torch": ((2, 11), (2, 14)), "ray": ((2, 55), (3, 0))}  # as in pyproject.toml
 MIN_SHM_BYTES = 1 << 30

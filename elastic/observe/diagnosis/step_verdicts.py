@@ -13,7 +13,7 @@ from statistics import mean, median
 
 from elastic.observe.diagnosis.evidence import Evidence, GenerationFacts
 from elastic.observe.diagnosis.verdicts import WORTH, Bound, RunVerdict, of_time, percent
-from elastic.observe.event_messages import size
+from elastic.text import size
 from elastic.types import Job, Plan, WorkerId
 from elastic.types.grid import stages_and_shares
 

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from elastic.observe.diagnosis.evidence import Evidence
-from elastic.observe.event_messages import size
-from elastic.text import n_of
+from elastic.text import n_of, size
 from elastic.types import Job
 
 Bound = Literal[

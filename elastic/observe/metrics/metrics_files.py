@@ -30,7 +30,7 @@ PLANS_KEPT, STEPS_KEPT = 16, 4096
 
 class MetricsFiles:
     """`on_step` is called with the row of each step, in order, when the next one has come: what is
-    evaluated at a step is told after it."""
+    evaluated at a step is reported after it."""
 
     def __init__(self, run: RunFolder, on_step: OnStep | None = None) -> None:
         self._run, self._on_step = run, on_step

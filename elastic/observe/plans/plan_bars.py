@@ -3,13 +3,14 @@ parts apart, color only helps) and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from elastic.observe.plans.plan_tables import GIB, hours, seconds, size, usd
+from elastic.observe.reporting.pictures import OTHER, Parts, blank, letters, saved, stacked
+from elastic.text import GIB, hours, memory_size, seconds, usd
 
 # part -> letter, color, what it is
 TIME = {
@@ -40,7 +41,6 @@ MEMORY = {
     "again": ("R", "#e59866", "one block's activations, computed again"),
     "logits": ("L", "#cb4335", "logits and what the loss keeps"),
 }
-OTHER = ("?", "#17202a")
 
 
 def explain(data: Mapping[str, Any], n: int, width: int = 80) -> list[Text]:
@@ -58,55 +58,34 @@ def explain(data: Mapping[str, Any], n: int, width: int = 80) -> list[Text]:
     ]
     lines += _parts(offer["seconds"], TIME, seconds, width=width)
     room, used = offer["room_bytes"], sum(offer["memory"].values())
-    total = f"memory of the GPU that needs most: {size(used)}" + (
-        f" of {size(room)}" if room else ""
+    total = f"memory of the GPU that needs most: {memory_size(used)}" + (
+        f" of {memory_size(room)}" if room else ""
     )
     lines += [Text(), Text(total), *_bar(offer["memory"], MEMORY, max(room, used), width=width)]
-    lines += _parts(offer["memory"], MEMORY, size, width=width)
+    lines += _parts(offer["memory"], MEMORY, memory_size, width=width)
     lines += [Text(), *_shares(offer), *_money(offer, data)]
     return lines
 
 
-def _bar(
-    parts: Mapping[str, float],
-    known: Mapping[str, tuple[str, str, str]],
-    whole: float,
-    *,
-    width: int,
-) -> list[Text]:
+def _bar(parts: Mapping[str, float], known: Parts, whole: float, *, width: int) -> list[Text]:
     """`[PPPPAAMMtt....]`, dots = what is left of `whole`."""
-    room, text, drawn, reached = width - 2, Text("["), 0, 0.0
-    for name in _ordered(parts, known):
-        reached += parts[name]
-        end = min(room, round(room * reached / whole)) if whole else 0
-        letter, color = known.get(name, OTHER)[:2]
-        text.append(letter * (end - drawn), style=color)
-        drawn = max(drawn, end)
-    return [text.append("." * (room - drawn) + "]")]
+    text = Text("[")
+    for drawn, color in letters(parts, known, whole, room=width - 2):
+        text.append(drawn, style=color)
+    return [text.append("." * (width - 1 - len(text)) + "]")]
 
 
-def _parts(
-    parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], shown: Any, *, width: int
-) -> list[Text]:
+def _parts(parts: Mapping[str, float], known: Parts, shown: Any, *, width: int) -> list[Text]:
     """A line for each: letter, share, size, meaning."""
     total, lines = sum(parts.values()), []
     for name in sorted(parts, key=lambda name: -parts[name]):
-        letter, color, *meaning = known.get(name, OTHER)
-        about = meaning[0] if meaning else name
+        letter, color, about = known.get(name, OTHER)
         share = parts[name] / total if total else 0.0
         line = Text(f" {letter} ", style=color)
-        line.append(f"{share:6.1%} {shown(parts[name]):>9}  {name:<11} {about}")
+        line.append(f"{share:6.1%} {shown(parts[name]):>9}  {name:<11} {about or name}")
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
-
-
-def _ordered(parts: Iterable[str], known: Mapping[str, Any]) -> list[str]:
-    there = list(parts)
-    return [
-        *(name for name in known if name in there),
-        *(name for name in there if name not in known),
-    ]
 
 
 def _shares(offer: Mapping[str, Any]) -> list[Text]:
@@ -142,15 +121,11 @@ def _money(offer: Mapping[str, Any], data: Mapping[str, Any]) -> list[Text]:
 
 def save(data: Mapping[str, Any], path: str | Path) -> Path:
     """All offers side by side: seconds of a step and memory of a GPU by part. Returns the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     offers = data["offers"]
-    figure = Figure(figsize=(13, 1.8 + 0.75 * len(offers)), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True)
-    _stacked(left, offers, "seconds", known=TIME, unit=1.0)
-    _stacked(right, offers, "memory", known=MEMORY, unit=GIB)
+    figure, (left, right) = blank(13, 1.8 + 0.75 * len(offers), columns=2, sharey=True)
+    for axes, key, known, unit in ((left, "seconds", TIME, 1.0), (right, "memory", MEMORY, GIB)):
+        rows = [{name: n / unit for name, n in offer[key].items()} for offer in offers]
+        stacked(axes.barh, rows, known, start="left", at=range(len(offers)), height=0.6)
     room = max(offer["room_bytes"] for offer in offers) / GIB
     if room:
         right.axvline(room, color="#c0392b", linestyle="--", linewidth=1, label="there is")
@@ -173,10 +148,7 @@ def save(data: Mapping[str, Any], path: str | Path) -> Path:
         )
     pools = " + ".join(f"{pool['n_gpus']} x {pool['gpu']}" for pool in data["pools"])
     figure.suptitle(f"{data['model']['name']} on {pools}", fontsize=11)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120)
-    return target
+    return saved(figure, path)
 
 
 def _lines(layout: str) -> str:
@@ -184,26 +156,3 @@ def _lines(layout: str) -> str:
     return layout.replace(",microbatch", "\nmicrobatch").replace(
         "activation_checkpointing", "checkpointing"
     )
-
-
-def _stacked(
-    axes: Any,
-    offers: Sequence[Mapping[str, Any]],
-    key: str,
-    *,
-    known: Mapping[str, Any],
-    unit: float,
-) -> None:
-    names = _ordered(list(dict.fromkeys(name for offer in offers for name in offer[key])), known)
-    start = [0.0] * len(offers)
-    for name in names:
-        sizes = [offer[key].get(name, 0.0) / unit for offer in offers]
-        axes.barh(
-            range(len(offers)),
-            sizes,
-            left=start,
-            label=name,
-            color=known.get(name, OTHER)[1],
-            height=0.6,
-        )
-        start = [a + b for a, b in zip(start, sizes, strict=True)]

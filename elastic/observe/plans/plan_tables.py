@@ -9,9 +9,9 @@ from textwrap import wrap
 from typing import Any
 
 from elastic.observe.run_tables import columns
+from elastic.text import count, hours, memory_size, seconds, usd, usd_number
 
 TABLE = re.compile(r"\btable of (\d{4}-\d\d-\d\d)")
-GIB, MIB = 2**30, 2**20
 WIDTH = 100
 Data = Mapping[str, Any]
 
@@ -62,14 +62,10 @@ def _pool(pool: Data) -> str:
         else ""
     )
     kind = "process" if pool["gpu"] == "CPU" else pool["gpu"]
-    numbers = (
-        "" if pool["hardware_from"] == "catalog" else f", numbers {_source(pool['hardware_from'])}"
-    )
+    known = pool["hardware_from"]
+    measured = "guessed" if known == "guessed" else f"measured: {known}"
+    numbers = "" if known == "catalog" else f", numbers {measured}"
     return f"{pool['n_gpus']} x {kind}, {pool['market_type']} ({each}{where}{net}{price}{numbers})"
-
-
-def _source(text: str) -> str:
-    return text if text == "guessed" else f"measured: {text}"
 
 
 def _answer(data: Data, best: Data) -> list[str]:
@@ -149,9 +145,9 @@ def _offer(offer: Data, data: Data) -> Sequence[str]:
     row = [
         seconds(offer["step_s"]), f"{offer['tokens_per_s']:,.0f}", f"{offer['mfu']:.0%}",
         memory_bar(offer["memory_bytes"], offer["room_bytes"]), f"{offer['efficiency']:.0%}",
-        number(offer["usd_per_h"]), number(offer["usd_per_mtoken"]),
+        usd_number(offer["usd_per_h"]), usd_number(offer["usd_per_mtoken"]),
     ]  # fmt: skip
-    return [*row, hours(offer["hours"]), number(offer["usd"])] if data["tokens"] else row
+    return [*row, hours(offer["hours"]), usd_number(offer["usd"])] if data["tokens"] else row
 
 
 def _warnings(offers: Sequence[Data]) -> list[tuple[str, str]]:
@@ -247,9 +243,9 @@ def _short(row: Data, data: Data) -> list[str]:
         return ["-"] * len(_short_head(data))
     made = [
         f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.0%}", f"{int(100 * row['efficiency'])}%",
-        number(row["usd_per_h"]), number(row["usd_per_mtoken"]),
+        usd_number(row["usd_per_h"]), usd_number(row["usd_per_mtoken"]),
     ]  # fmt: skip
-    return [*made, hours(row["hours"]), number(row["usd"])] if data["tokens"] else made
+    return [*made, hours(row["hours"]), usd_number(row["usd"])] if data["tokens"] else made
 
 
 def _why_not(row: Data) -> str:
@@ -317,7 +313,7 @@ def capacity(data: Data) -> list[str]:
         if row["layout"] is not None:
             cells = [
                 hours(row["hours"]),
-                *(number(row[key]) for key in ("usd", "usd_per_h", "usd_per_mtoken")),
+                *(usd_number(row[key]) for key in ("usd", "usd_per_h", "usd_per_mtoken")),
             ]
             cells.append(f"{row['efficiency']:.0%}")
         mark = ", ".join(["<- cheapest"] * row["cheapest"] + _over(row, data))
@@ -398,17 +394,13 @@ def scored(data: Data, rows: Sequence[Sequence[str]]) -> list[str]:
 def memory_bar(n_bytes: float, room_bytes: float) -> str:
     """`#######... 61.2 of 80.0 GiB`."""
     if not room_bytes:
-        return size(n_bytes)
-    number, unit = size(n_bytes).split()
-    room, room_unit = size(room_bytes).split()
+        return memory_size(n_bytes)
+    number, unit = memory_size(n_bytes).split()
+    room, room_unit = memory_size(room_bytes).split()
     return (
         f"{bar(n_bytes / room_bytes, 10)} {number}{'' if unit == room_unit else f' {unit}'} of "
         f"{room} {room_unit}"
     )
-
-
-def size(n_bytes: float) -> str:
-    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= 0.95 * GIB else f"{n_bytes / MIB:.0f} MiB"
 
 
 def bar(share: float, width: int) -> str:
@@ -421,50 +413,6 @@ def bought(budget_usd: float, offer: Data, data: Data) -> str:
     tokens = budget_usd / offer["usd_per_mtoken"] * 1e6
     hours_ = budget_usd / offer["usd_per_h"]
     return f"{count(tokens)} {data['model']['unit']} in {hours(hours_)}"
-
-
-def seconds(value: float) -> str:
-    if value >= 600:
-        return hours(value / 3600)
-    return (
-        f"{value * 1000:.0f} ms"
-        if value < 0.1
-        else f"{value:.2f} s"
-        if value < 10
-        else f"{value:.1f} s"
-    )
-
-
-def hours(value: float | None) -> str:
-    if not value:
-        return "-"
-    if value < 1:
-        return f"{value * 60:.0f} min" if value * 60 >= 1 else f"{value * 3600:.0f} s"
-    return (
-        f"{value:.1f} h"
-        if value < 48
-        else f"{value / 24:.1f} days"
-        if value < 24 * 730
-        else f"{value / 24 / 365:.1f} years"
-    )
-
-
-def count(value: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:g}"
-
-
-def number(value: float | None) -> str:
-    """Dollars without their sign."""
-    if not value:
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.095 else f"{value:.2g}"
-
-
-def usd(value: float) -> str:
-    return f"${value / 1e6:.3g} M" if value >= 1e6 else f"${number(value)}"
 
 
 def _indent(lines: Any) -> list[str]:

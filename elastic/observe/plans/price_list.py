@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic.observe.run_tables import columns, dollars
+from elastic.text import GIB
 
 INSTANCES = (
     "TYPE", "CLOUD", "GPUS", "MEMORY", "LINK", "NETWORK", "REGION", "ON DEMAND", "SPOT USD/H",
@@ -44,7 +45,6 @@ CHIPS = (
     "PCIE GB/S",
 )
 PEAKS = ("bf16", "fp16", "fp8", "fp4", "tf32", "fp32")
-GIB = 2**30
 
 
 def prices(rows: Sequence[Mapping[str, Any]]) -> list[str]:

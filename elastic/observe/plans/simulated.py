@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic.observe.reporting.pictures import blank, saved
+from elastic.text import hours, usd
+
 COLUMNS = ("policy", "dollars", "vs on demand", "vs bound", "days", "misses", "goodput")
-DAY_H = 24.0
 BOUND = "bound"  # the least that was possible: no policy, and it takes no time of its own
 
 
@@ -19,7 +21,7 @@ def table(data: Mapping[str, Any]) -> list[str]:
     )
     until = f", deadline {data['deadline_h']:g} h" if data["deadline_h"] else ""
     lines = [
-        f"{data['job']}: {data['steps']:,} steps, {_time(data['ideal_h'])} on all "
+        f"{data['job']}: {data['steps']:,} steps, {hours(data['ideal_h'])} on all "
         f"{data['nodes']} nodes{until}",
         f"{data['starts']} starts over {traces}",
         "",
@@ -42,25 +44,17 @@ def table(data: Mapping[str, Any]) -> list[str]:
 
 
 def _row(name: str, one: Mapping[str, Any]) -> tuple[str, ...]:
-    usd, hours = one["cost_usd"], one["wall_h"]
-    days = "-" if name == BOUND else _between(hours, _time)
+    wall_h = one["wall_h"]
+    days = "-" if name == BOUND else _between(wall_h, hours)
     return (
-        name, _between(usd, _usd), _share(one["cost_vs_on_demand"]), _times(one["cost_vs_bound"]),
-        days, "-" if name == BOUND else str(one["deadline_misses"]),
+        name, _between(one["cost_usd"], usd), _share(one["cost_vs_on_demand"]),
+        _times(one["cost_vs_bound"]), days, "-" if name == BOUND else str(one["deadline_misses"]),
         "-" if name == BOUND else f"{one['goodput']['median']:.2f}",
     )  # fmt: skip
 
 
 def _between(spread: Mapping[str, float], shown: Any) -> str:
     return f"{shown(spread['median'])} ({shown(spread['p5'])} to {shown(spread['p95'])})"
-
-
-def _usd(value: float) -> str:
-    return f"${value:,.0f}" if value >= 100 else f"${value:.2f}"
-
-
-def _time(hours: float) -> str:
-    return f"{hours / DAY_H:.1f} days" if hours >= 2 * DAY_H else f"{hours:.1f} h"
 
 
 def _share(spread: Mapping[str, float] | None) -> str:
@@ -74,32 +68,27 @@ def _times(spread: Mapping[str, float] | None) -> str:
 def one_line(data: Mapping[str, Any]) -> str:
     """For a plan."""
     own, paid = data["policies"]["elastic"], data["policies"]["on-demand"]
-    hours, usd = own["wall_h"], own["cost_usd"]
+    wall_h, cost = own["wall_h"], own["cost_usd"]
     misses = own["deadline_misses"]
     late = f", {misses} of {data['starts']} starts miss the deadline" if misses else ""
     return (
-        f"on these traces: {_time(hours['median'])} (p95 {_time(hours['p95'])}), "
-        f"{_usd(usd['median'])} (p95 {_usd(usd['p95'])}), on demand "
-        f"{_usd(paid['cost_usd']['median'])}{late}"
+        f"on these traces: {hours(wall_h['median'])} (p95 {hours(wall_h['p95'])}), "
+        f"{usd(cost['median'])} (p95 {usd(cost['p95'])}), on demand "
+        f"{usd(paid['cost_usd']['median'])}{late}"
     )
 
 
 def save(history: Sequence[Any], data: Mapping[str, Any], path: str | Path) -> Path:
     """One run: nodes by pool that are paid for, those that train, progress. `history`: Moments of
     sim.markets.market_run. Returns the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    nodes, progress = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    hours = [moment.at_s / 3600 for moment in history]
+    figure, (nodes, progress) = blank(11, 6.5, 2, sharex=True, height_ratios=(2, 1))
+    at_h = [moment.at_s / 3600 for moment in history]
     pools = list(dict.fromkeys(pool for moment in history for pool in moment.nodes))
     rows = [[moment.nodes.get(pool, 0) for moment in history] for pool in pools]
     if rows:
-        nodes.stackplot(hours, rows, labels=pools, step="post", alpha=0.55)
+        nodes.stackplot(at_h, rows, labels=pools, step="post", alpha=0.55)
     nodes.step(
-        hours,
+        at_h,
         [moment.used for moment in history],
         where="post",
         color="#1c2833",
@@ -108,13 +97,11 @@ def save(history: Sequence[Any], data: Mapping[str, Any], path: str | Path) -> P
     )
     nodes.set_ylabel("nodes paid for, GPUs that train")
     nodes.legend(loc="upper right", fontsize=8)
-    progress.plot(hours, [moment.step for moment in history], color="#2471a3")
+    progress.plot(at_h, [moment.step for moment in history], color="#2471a3")
     if data["deadline_h"]:
         progress.axvline(data["deadline_h"], color="#c0392b", linewidth=1, label="deadline")
         progress.legend(loc="upper left", fontsize=8)
     progress.set_ylabel("optimizer steps")
     progress.set_xlabel("hours")
     figure.suptitle(f"{data['job']}, one simulated run", x=0.01, ha="left", fontsize=11)
-    target = Path(path)
-    figure.savefig(target, dpi=110)
-    return target
+    return saved(figure, path)

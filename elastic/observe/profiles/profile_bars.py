@@ -3,10 +3,11 @@ beside what was planned; and tokens/s by the number of workers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic.observe.reporting.pictures import OTHER, blank, letters, ordered, saved, stacked
 from elastic.observe.run_tables import columns
 
 # part -> letter, color, what it is
@@ -30,7 +31,6 @@ PLANNED = {
     "products": "compute", "attention": "compute", "moved": "compute", "recomputed": "compute",
     "accumulate": "compute", "replicas": "dp_replicate",
 }  # fmt: skip
-OTHER = ("?", "#17202a", "")
 
 
 def planned_parts(parts: Mapping[str, float]) -> dict[str, float]:
@@ -59,7 +59,7 @@ def profile_lines(data: Mapping[str, Any], width: int = 100) -> list[str]:
         lines.append(f"{name:<{max(map(len, names))}} {bar(one['parts'], longest, room)}")
     planned = data["planned"]
     rows = [("", "PART", "A STEP", "SHARE", "PLANNED", "")]
-    for part in _ordered([*total["parts"], *(planned["parts"] if planned else ())]):
+    for part in ordered([*total["parts"], *(planned["parts"] if planned else ())], PARTS):
         letter, _, about = PARTS.get(part, OTHER)
         seconds = total["parts"].get(part, 0.0)
         wanted = milliseconds(planned["parts"].get(part, 0.0)) if planned else "-"
@@ -77,22 +77,13 @@ def profile_lines(data: Mapping[str, Any], width: int = 100) -> list[str]:
 
 def bar(parts: Mapping[str, float], whole: float, room: int) -> str:
     """`[CCCCffftt..]`, as long as its share of `whole`."""
-    text, reached = "", 0.0
-    for name in _ordered(parts):
-        reached += parts[name]
-        end = min(room - 2, round((room - 2) * reached / whole)) if whole else 0
-        text += PARTS.get(name, OTHER)[0] * (end - len(text))
+    text = "".join(drawn for drawn, _ in letters(parts, PARTS, whole, room=room - 2))
     return f"[{text}]"
 
 
 def milliseconds(seconds: float) -> str:
     ms = 1000 * seconds
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
-
-
-def _ordered(parts: Sequence[str] | Mapping[str, float]) -> list[str]:
-    there = list(dict.fromkeys(parts))
-    return [*(n for n in PARTS if n in there), *(n for n in there if n not in PARTS)]
 
 
 # --------------------------------------------------------------------------------------- scaling
@@ -115,7 +106,7 @@ def scaling_lines(data: Mapping[str, Any], width: int = 100) -> list[str]:
         if one["parts"]:
             whole = sum(one["parts"].values())
             lines.append(f"{one['workers']:>4} {bar(one['parts'], whole, width - 5)}")
-    used = _ordered([name for one in data["scale"] for name in one["parts"]])
+    used = ordered([name for one in data["scale"] for name in one["parts"]], PARTS)
     lines += [f"  {PARTS.get(p, OTHER)[0]} {p}: {PARTS.get(p, OTHER)[2]}" for p in used]
     if not all(one["hardware_known"] for one in data["scale"]):
         lines.append(
@@ -126,13 +117,8 @@ def scaling_lines(data: Mapping[str, Any], width: int = 100) -> list[str]:
 
 def save_scaling(data: Mapping[str, Any], path: str | Path) -> Path:
     """Tokens/s by workers beside linear and planned, and the shares of a step. Returns the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = data["scale"]
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = blank(12, 4.8, columns=2)
     n = [one["workers"] for one in rows]
     left.plot(n, [one["tokens_per_s"] for one in rows], "o-", color="#1f618d", label="measured")
     left.plot(
@@ -142,17 +128,13 @@ def save_scaling(data: Mapping[str, Any], path: str | Path) -> Path:
         planned = [one["planned_tokens_per_s"] for one in rows]
         left.plot(n, planned, "s:", color="#229954", label="planned")
     left.set(xlabel="workers", ylabel="tokens/s", xticks=n, ylim=(0, None))
-    start = [0.0] * len(rows)
-    for part in _ordered([name for one in rows for name in one["parts"]]):
-        shares = [one["parts"].get(part, 0.0) / (sum(one["parts"].values()) or 1) for one in rows]
-        color = PARTS.get(part, OTHER)[1]
-        right.bar([str(each) for each in n], shares, bottom=start, label=part, color=color)
-        start = [a + b for a, b in zip(start, shares, strict=True)]
+    shares = [
+        {part: s / (sum(one["parts"].values()) or 1) for part, s in one["parts"].items()}
+        for one in rows
+    ]
+    stacked(right.bar, shares, PARTS, start="bottom", at=[str(each) for each in n])
     right.set(xlabel="workers", ylabel="share of a step")
     left.legend(frameon=False)
     right.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(f"{data['job']}: scaling", fontsize=11)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120)
-    return target
+    return saved(figure, path)

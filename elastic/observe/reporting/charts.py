@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from elastic.observe.event_messages import duration
 from elastic.observe.reporting.capacity_history import CapacityHistory
 from elastic.observe.run_view import View
+from elastic.text import duration
 
 WIDTH, HEIGHT = 1000, 300
 BUCKETS = 400  # of a long curve: each shows its least and its most
@@ -112,9 +112,7 @@ def loss_chart(view: View, numbers: dict[int, str]) -> Chart | None:
         if (p.step, p.generation) not in counted and isfinite(p.train_loss)
     ]
     checked = [
-        (float(step), found["validation_loss"])
-        for step, found in sorted(view.evaluations.items())
-        if isfinite(found.get("validation_loss", float("nan")))
+        (float(step), loss) for step, loss in view.validation_losses().items() if isfinite(loss)
     ]
     every = [value for _, value in (*curve, *checked, *undone)]
     low, high = min(every), max(every)
@@ -172,7 +170,9 @@ def capacity_chart(view: View, history: CapacityHistory, word: str) -> Chart | N
         bottom = _stairs([(at, low) for (at, _, _), low in zip(kept, below, strict=True)], x.high)
         market = view.pools[pool].market_type if pool in view.pools else ""
         name = pool if market in ("", pool) else f"{pool} ({market})"
-        series.append(Series(name, f"area{k % 4}", _area([*top, *reversed(bottom)], x, y)))
+        series.append(
+            Series(name, f"area{k % 4}", _polyline([*top, *reversed(bottom)], x, y) + "Z")
+        )
         below = above
     trains = _stairs([(at, float(n)) for at, _, n in kept], x.high)
     series.append(Series(f"{word}s that train", "line", _polyline(trains, x, y)))
@@ -214,10 +214,6 @@ def _stairs(points: Sequence[tuple[float, float]], end: float) -> list[tuple[flo
 
 def _polyline(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
     return "M" + "L".join(f"{x.of(a) * WIDTH:.1f} {(1 - y.of(b)) * HEIGHT:.1f}" for a, b in points)
-
-
-def _area(outline: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
-    return _polyline(outline, x, y) + "Z"
 
 
 def _times(whole_s: float) -> list[tuple[float, str]]:

@@ -28,11 +28,7 @@ def save_loss(view: View, path: str | Path) -> Path:
         linewidth=1.2,
         label="train_loss",
     )
-    measured = {
-        step: metrics["validation_loss"]
-        for step, metrics in sorted(view.evaluations.items())
-        if "validation_loss" in metrics
-    }
+    measured = view.validation_losses()
     if measured:
         axes.plot(
             list(measured),

@@ -20,7 +20,6 @@ from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.evidence import Evidence
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.diagnosis.verdicts import RunVerdict
-from elastic.observe.event_messages import duration, size
 from elastic.observe.metrics.metrics_csv import CSV
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.noise_advice import advice, estimate
@@ -34,7 +33,7 @@ from elastic.observe.run_view import View
 from elastic.observe.step_times import GenerationTimes, shown
 from elastic.policy.state.fold import changes
 from elastic.storage import LocalStorage
-from elastic.text import n_of
+from elastic.text import duration, n_of, size
 
 FILE, PLOT, CAPACITY, PAGE = "report.json", "loss.png", "capacity.png", "report.html"
 Diagnosis = Callable[[Evidence], Sequence[RunVerdict]]

@@ -12,12 +12,12 @@ from elastic.observe.accounting.accounts import Account
 from elastic.observe.accounting.transitions import Transition
 from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.verdicts import RunVerdict
-from elastic.observe.event_messages import duration, size
 from elastic.observe.profiles.profile_bars import milliseconds
 from elastic.observe.reporting import page_words, savings
 from elastic.observe.reporting.charts import capacity_chart, loss_chart
 from elastic.observe.reporting.run_seen import RunSeen
-from elastic.observe.reporting.story import MARKS, gpu_word, span, story
+from elastic.observe.reporting.story import MARKS, gpu_word, story
+from elastic.text import duration, size, span
 from elastic.version import __version__
 
 TEMPLATE = "report_page.html"

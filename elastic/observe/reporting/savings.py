@@ -181,11 +181,7 @@ def to_target(view: View, history: CapacityHistory, target: float) -> TargetLoss
     """By the validation loss where the run has measured it, else by the train loss."""
     curve = view.curve()
     at_s = {point.step: point.at_s for point in curve}
-    measured = {
-        step: found["validation_loss"]
-        for step, found in sorted(view.evaluations.items())
-        if "validation_loss" in found
-    }
+    measured = view.validation_losses()
     by = "validation loss"
     if not measured:
         by, measured = f"mean train loss of {WINDOW} steps", _means(curve_losses(view))

@@ -10,10 +10,10 @@ from itertools import groupby
 
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.accounting.transitions import Transition
-from elastic.observe.event_messages import duration, first_line
+from elastic.observe.event_messages import first_line
 from elastic.observe.run_view import View
 from elastic.policy.state.fold import Change
-from elastic.text import n_of
+from elastic.text import DAY_S, duration, n_of, span
 from elastic.types import (
     CopyDamaged,
     Decided,
@@ -29,8 +29,8 @@ from elastic.types import (
     WrongNumbers,
 )
 
-MOST = 24  # sentences about changes; a run with more is told by periods
-HOUR_S, DAY_S = 3600.0, 86400.0
+MOST = 24  # sentences about changes; a run with more is described by periods
+HOUR_S = 3600.0
 PERIODS = (
     ("Hour", HOUR_S), ("Quarter of a day", 6 * HOUR_S), ("Day", DAY_S),
     ("Week", 168 * HOUR_S), ("Month", 720 * HOUR_S),
@@ -292,13 +292,6 @@ def _end(view: View, books: Account) -> Sentence:
     if view.phase == "succeeded" and not steps:
         text = f"The run finished after {wall}."
     return Sentence(_when(view, view.at_s), "end", text.replace("..", "."))
-
-
-def span(seconds: float) -> str:
-    """`4.6 s`, `1:52:25`, `20.7 days`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{seconds / DAY_S:.1f} days" if seconds >= 2 * DAY_S else duration(seconds)
 
 
 def _when(view: View, at_s: float) -> str:

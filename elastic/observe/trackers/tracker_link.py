@@ -27,7 +27,7 @@ MODULE = "elastic.observe.trackers.tracker_process"
 WAITING_MOST = 20_000  # points
 SILENT_S = 120.0  # that a library may take for the oldest point before somebody is told
 BEGIN_AGAIN_S, BEGIN_AGAIN_MOST_S = 2.0, 300.0
-LATER = "training continues, and what is missing is told when the run is run again"
+LATER = "training continues, and what is missing is sent when the run is run again"
 
 
 class TrackerLink:
@@ -67,7 +67,7 @@ class TrackerLink:
             self._changed.notify_all()
 
     def close(self, until_s: float) -> None:
-        """After `end`: waits so long until all is told (monotonic), then leaves the rest."""
+        """After `end`: waits so long until all is sent (monotonic), then leaves the rest."""
         self._thread.join(max(0.0, until_s - time.monotonic()))
         with self._changed:
             process, n = self._process, len(self._points)

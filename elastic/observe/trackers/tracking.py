@@ -1,4 +1,4 @@
-"""The trackers of a run: who each of them is told about, and until when they are waited for."""
+"""The trackers of a run: what each of them gets, and until when they are waited for."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tracking:
             self._keep()
 
     def close(self) -> None:
-        """Nothing more is read. Waits a bounded time until all is told."""
+        """Nothing more is read. Waits a bounded time until all is sent."""
         self._points.close()
         for link in self._links.values():
             link.end(self._outcome)

@@ -9,13 +9,14 @@ makes the step shorter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import nlargest
 from itertools import combinations, islice
 from math import comb
 from operator import le
+from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.hetero import hetero_shares
@@ -141,7 +142,11 @@ def _search(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> Split | N
             most: dict[tuple[float, ...], int] = {}
             for row, n in zip(speeds, found.samples, strict=True):
                 most[row] = max(n, most.get(row, 0))
-            blocks = _moved(task, blocks, lambda blocks, most=most: _slowest(task, most, blocks))  # type: ignore[misc]
+
+            def slowest(blocks: tuple[int, ...], most: Mapping[Any, int] = most) -> float:
+                return max(n * task.sample_s(row, blocks)[0] for row, n in most.items())
+
+            blocks = _moved(task, blocks, slowest)
     return best
 
 
@@ -202,7 +207,3 @@ def _moved(
 def _together(task: SplitTask, rows: Counter[tuple[float, ...]], blocks: tuple[int, ...]) -> float:
     """Seconds of a sample on all data-parallel ranks, in shares of any size."""
     return 1 / sum(n / task.sample_s(row, blocks)[0] for row, n in rows.items())
-
-
-def _slowest(task: SplitTask, most: dict[tuple[float, ...], int], blocks: tuple[int, ...]) -> float:
-    return max(n * task.sample_s(row, blocks)[0] for row, n in most.items())

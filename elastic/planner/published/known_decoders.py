@@ -4,7 +4,6 @@ them with sources."""
 from __future__ import annotations
 
 import csv
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,7 +11,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-from elastic.errors import SpecError
+from elastic.errors import SpecError, alike, meant
 from elastic.planner.published.decoder import Decoder
 
 # what a decoder of one's own must say
@@ -90,11 +89,8 @@ def named(name: str) -> KnownDecoder:
     ending = [known for known in table if known.endswith(f"-{low}")]
     if ending:
         return table[ending[0]]
-    near = (
-        difflib.get_close_matches(low, table, n=3, cutoff=0.5)
-        or [known for known in table if low and low in known][:3]
-    )
-    right = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(table)}"
+    near = alike(low, table, 3, least=0.5) or [known for known in table if low and low in known][:3]
+    right = meant(near) if near else f"there is {', '.join(table)}"
     raise SpecError(
         f"--model {name}: no such model in the table; {right}; or give its sizes: "
         f"{'=N,'.join(SIZES)}=N"
@@ -106,10 +102,8 @@ def _sizes(text: str) -> dict[str, int]:
     for part in text.replace(" ", "").split(","):
         key, _, value = part.partition("=")
         if key not in (*SIZES, *MORE):
-            near = difflib.get_close_matches(key, (*SIZES, *MORE), n=1, cutoff=0.5)
-            right = (
-                f"did you mean {near[0]}?" if near else f"sizes are {', '.join((*SIZES, *MORE))}"
-            )
+            near = alike(key, (*SIZES, *MORE), least=0.5)
+            right = meant(near) if near else f"sizes are {', '.join((*SIZES, *MORE))}"
             raise SpecError(f"--model {text}: '{key}' is no size of a model; {right}")
         if not value.isdigit() or (key in SIZES and int(value) < 1):
             raise SpecError(

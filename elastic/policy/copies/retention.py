@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from elastic.policy.state.state import State
+from elastic.text import size
 from elastic.types import (
     Copy,
     CopyDamaged,
@@ -50,7 +51,7 @@ def removal(state: State) -> Decision:
     steps = ", ".join(str(copy.step) for copy in gone)
     n_bytes = sum(copy.n_bytes for copy in gone)
     why = (
-        f"checkpoints of step {steps} ({n_bytes / 1e9:.2f} GB) are removed: {_rules(state)}"
+        f"checkpoints of step {steps} ({size(n_bytes)}) are removed: {_rules(state)}"
         f"{_and_more(state, keep)}, {len(keep)} stay"
     )
     return Decision(tuple(RemoveCopy(copy.uri) for copy in gone), why)

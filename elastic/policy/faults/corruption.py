@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elastic.policy.faults.failures import failed
+from elastic.policy.faults.failures import explained, failed
 from elastic.policy.faults.refused_layouts import until
 from elastic.policy.state.state import Failure, State
 from elastic.types import (
@@ -111,14 +111,7 @@ def _wrong_numbers(state: State, event: WrongNumbers, at_s: float) -> State:
         return state
     state = state if blamed else replace(state, rollbacks=state.rollbacks + 1)
     failure = Failure("rollback", told, at_s)
-    if state.aborting:
-        known = state.aborting.failure
-        return (
-            state
-            if known.cause != "infrastructure"
-            else replace(state, aborting=replace(state.aborting, failure=failure))
-        )
-    return failed(state, failure)
+    return explained(state, failure) if state.aborting else failed(state, failure)
 
 
 def _whom(blamed: Sequence[str], names: Sequence[str]) -> str:

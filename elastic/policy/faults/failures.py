@@ -14,6 +14,7 @@ from elastic.policy import restarts
 from elastic.policy.faults import refused_layouts
 from elastic.policy.state.layered import with_entry, with_member, without_entry, without_member
 from elastic.policy.state.state import Failure, State
+from elastic.text import gib
 from elastic.types import (
     DigestChecked,
     GuardTripped,
@@ -93,6 +94,15 @@ def failed(state: State, failure: Failure) -> State:
     return replace(state, failure=merged)
 
 
+def explained(state: State, failure: Failure) -> State:
+    """Of the generation that is being aborted: what the errors come of that its ranks heard of
+    each other."""
+    aborting = state.aborting
+    if aborting is None or aborting.failure.cause != "infrastructure":
+        return state
+    return replace(state, aborting=replace(aborting, failure=failure))
+
+
 def _explains(failure: Failure, old: Failure) -> bool:
     """The processes of a script end with an error when one of them was killed."""
     if old.cause == "program":
@@ -114,7 +124,7 @@ def infeasible(
     measured = max(measured_bytes, state.infeasible.get(layout, 0))
     text = (
         f"layout {layout} does not fit"
-        + (f" ({measured / 2**30:.2f} GiB measured)" if measured else "")
+        + (f" ({gib(measured)} measured)" if measured else "")
         + f": {reason}"
     )
     state = replace(state, infeasible={**state.infeasible, layout: measured})
@@ -235,14 +245,7 @@ def _device_failed(state: State, event: WorkerFailed, text: str, *, at_s: float)
         return without(state, frozenset({worker}), text, at_s=at_s)
     failure = Failure("loss", text, at_s, frozenset({worker}))
     if state.aborting:
-        explained = (
-            worker in state.aborting.owing and state.aborting.failure.cause == "infrastructure"
-        )
-        return (
-            replace(state, aborting=replace(state.aborting, failure=failure))
-            if explained
-            else state
-        )
+        return explained(state, failure) if worker in state.aborting.owing else state
     return failed(state, failure) if state.takes_part(worker) else state
 
 
@@ -454,15 +457,7 @@ def computes_else(
         rollbacks=state.rollbacks + (not names),
     )
     failure = Failure("rollback", f"{why}; {refused_layouts.in_words(names)}", at_s)
-    if state.aborting:
-        # of one that heard its peers leave
-        heard_late = state.aborting.failure.cause == "infrastructure"
-        return (
-            replace(state, aborting=replace(state.aborting, failure=failure))
-            if heard_late
-            else state
-        )
-    return failed(state, failure)
+    return explained(state, failure) if state.aborting else failed(state, failure)
 
 
 def _probed(state: State, event: Probed, at_s: float) -> State:

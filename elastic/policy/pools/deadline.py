@@ -123,8 +123,9 @@ def needed(
         last_s = left_s - (rest_s / steady_workers + 2 * change_s) / (1 - DEADLINE_KEPT)
         last = last_s <= 0
         turns_s.append(last_s)
+    lag = f"{abs(lag_s) / 60:.0f} min {'behind' if lag_s > 0 else 'ahead of'}"
     text = (
-        f"step {step} of {steps}, {_minutes(lag_s)} even progress; the deadline is in "
+        f"step {step} of {steps}, {lag} even progress; the deadline is in "
         f"{left_s / 60:.0f} min and asks for "
         f"{min(workers, 10**6)} workers" + ("; spot is no longer counted on" if last else "")
     )
@@ -146,7 +147,3 @@ def _busy(state: State) -> float:
     """The share of the time that the plan's expected reclaims leave."""
     per_h = hazard.reclaims_by_pool_per_h(state, state.plan_by_pool)
     return max(BUSY_LEAST, 1 - per_h * drain.lead_of(state).pause_s / 3600)
-
-
-def _minutes(lag_s: float) -> str:
-    return f"{abs(lag_s) / 60:.0f} min {'behind' if lag_s > 0 else 'ahead of'}"

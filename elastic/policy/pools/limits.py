@@ -59,15 +59,18 @@ def _by_budget(state: State, at_s: float) -> StopWish | None:
     if budget is None:
         return None
     usd, kept_s = state.usd_at(at_s), save_s(state)
+    over_usd = usd + state.usd_per_h * kept_s / 3600 - budget
     if usd >= budget:
-        return StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", at_s, limit=True)
-    if usd + state.usd_per_h * kept_s / 3600 >= budget:
-        text = (
-            f"the budget of ${budget:.2f} is almost spent (${usd:.2f}; the last {kept_s:.0f} s "
-            "are kept for saving)"
-        )
-        return StopWish(text, at_s, limit=True)
-    return None
+        text = f"is spent (${usd:.2f})"
+    elif over_usd >= 0:
+        text = f"is almost spent (${usd:.2f}; the last {kept_s:.0f} s are kept for saving)"
+    else:
+        return None
+    due_s = at_s
+    if state.dates_budget:  # not the moment of each look: what waits for a copy would wait anew
+        since_s = over_usd / state.usd_per_h * 3600 if state.usd_per_h else at_s
+        due_s = max(min(at_s, state.billed_at_s), at_s - since_s)
+    return StopWish(f"the budget of ${budget:.2f} {text}", due_s, limit=True)
 
 
 def _by_deadline(state: State, at_s: float) -> StopWish | None:

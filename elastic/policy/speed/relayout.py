@@ -41,7 +41,7 @@ GAIN = 0.05  # of it, that a move must gain
 MUCH, REPLACE_AFTER_S = 3.0, 60.0
 MOVES_MOST = 3  # of a quarter of an hour
 AS_FAST = 0.005
-STALE_S = 60.0  # what is measured is told each half minute; without that the run stands
+STALE_S = 60.0  # what is measured is reported each half minute; without that the run stands
 
 
 def rearranged(state: State, now_s: float) -> Decision | None:
@@ -63,7 +63,7 @@ def rearranged(state: State, now_s: float) -> Decision | None:
         return None
     busy_s = load_of(plan, units).busy_s(plan.samples)
     lost = 1 - _even_s(state, plan, units) / busy_s
-    slowest = _slowest(state, plan, now_s)
+    slowest = _slowest(state, plan)
     if lost < UNEVEN and slowest is None:
         return None
     since_s = max(state.entered_at_s, *(units[worker].since_s for worker in plan.ranks))
@@ -220,7 +220,7 @@ def _may_go(state: State, node_id: str) -> bool:
 # ---------------------------------------------------------------------- a node that is not worth it
 
 
-def _slowest(state: State, plan: Plan, now_s: float) -> Node | None:
+def _slowest(state: State, plan: Plan) -> Node | None:
     """The node of the plan that gets least done beside what its GPUs should, where most others are
     well."""
     slower = speeds.times_slower(state)

@@ -114,6 +114,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
         "billed_at_s": at_s, "forms_ahead": event.forms_ahead,
         "expects_measured": event.expects_measured, "spends_slack": event.spends_slack,
+        "dates_budget": event.dates_budget,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:

@@ -242,6 +242,7 @@ class State:
     forms_ahead: bool = False  # see DriverStarted
     expects_measured: bool = False  # see DriverStarted
     spends_slack: bool = False  # see DriverStarted
+    dates_budget: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None

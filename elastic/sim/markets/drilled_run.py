@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.config.drill import Scene, resolve
-from elastic.driver import Decide, drive
+from elastic.driver import drive
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line, MemoryJournal
-from elastic.policy.decide import decide as decide_by_default
 from elastic.sim.markets.calibration import Calibration
 from elastic.sim.scripted_faults import Fault, FaultKind
 from elastic.sim.sim_backend import SimBackend
@@ -96,7 +95,7 @@ class DrilledBackend(SimBackend):
     # --------------------------------------------------------------------------------------- drills
 
     def _say(self, event: Event) -> None:
-        """What is due at a step happens once that is told."""
+        """What is due at a step happens once that is reported."""
         if isinstance(event, StepDone):
             took_s = event.step_time_s * self._measured.work
             data_s = event.step_time_s * self._measured.data
@@ -183,7 +182,6 @@ def drilled_run(
     *,
     measured: Calibration,
     step_s: Callable[[Plan], float],
-    decide: Decide = decide_by_default,
 ) -> list[Line]:
     """The journal of the simulated run. `start`: as a driver is started."""
     job = Job.from_plain(start.job)
@@ -192,5 +190,5 @@ def drilled_run(
     until_s = GIVEN_UP_TIMES * job.steps * slowest_s
     backend._at(until_s, lambda: backend._tell(StopAsked(f"given up after {until_s / 3600:.1f} h")))
     journal = MemoryJournal()
-    drive(backend, journal, start, decide=decide)
+    drive(backend, journal, start)
     return list(journal.lines)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from elastic.errors import SpecError
 from elastic.sim.markets.traces import Trace, merged
+from elastic.text import DAY_S
 
 LEVELS = 9  # of availability that a fit tells apart, 0 and all among them
-DAY_S = 86400.0
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,8 @@ class _Counted(MemoryJournal):
             super().append(at_s, events, decision)
         changed = False
         self.n_events += len(events)
-        for when_s, event in events:
-            changed |= self._see(event, when_s)
+        for _, event in events:
+            changed |= self._see(event)
         for action in decision.actions if decision is not None else ():
             if isinstance(action, EnterPlan):
                 plan = action.plan
@@ -124,7 +124,7 @@ class _Counted(MemoryJournal):
                 nodes[pool] = nodes.get(pool, 0) + 1
             self.history.append(Moment(at_s, nodes, self._used, self._step))
 
-    def _see(self, event: Any, at_s: float) -> bool:
+    def _see(self, event: Any) -> bool:
         if isinstance(event, StepDone):
             world = self._world.get(event.generation, 0)
             self._steps[event.step] = event.step_time_s * world * (event.step - self._step)
@@ -180,7 +180,7 @@ def run_on(
     journal = _Counted(keep, subject.ideal_s / MOMENTS)
     start = DriverStarted(
         subject.name, 1, plain, subject.pools, subject.model, subject.hardware,
-        expects_measured=True, spends_slack=True,
+        expects_measured=True, spends_slack=True, dates_budget=True,
     )  # fmt: skip
     if hours is None:
         backend.give_up_at(until_s)

@@ -141,7 +141,7 @@ class Checkpoint:
 
     def verify(self, paced: Callable[[int], object] = lambda n_bytes: None) -> list[str]:
         """Reads every byte, from storage itself, and compares it with its digest; one text for each
-        file that is wrong. `paced` is told the bytes of each part."""
+        file that is wrong. `paced` gets the bytes of each part."""
         out = []
         shards = {shard_name(manifest.rank): manifest for manifest in self._manifests}
         sizes = self._storage.sizes()

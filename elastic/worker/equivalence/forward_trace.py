@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import sys
 import sysconfig
-import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.program import Program
+from elastic.program import Program, raised_at
 from elastic.types import coarsest
 from elastic.version import PACKAGE
 from elastic.worker.parallel.context_parallel import tensors_in
@@ -246,7 +245,7 @@ class Tracer:
     # ----------------------------------------------------------------------------------- operations
 
     def value(self, tensor: Tensor, real: Any) -> Any:
-        """What Python is told that asks for a value."""
+        """What Python gets that asks for a value."""
         truth = tensor.dtype == torch.bool
         self._note(self.found.branches, "a truth" if truth else "a value", self.labels_of(tensor))
         if truth:
@@ -502,12 +501,7 @@ def shape_of(value: Any) -> Any:
 
 def told(error: BaseException) -> str:
     """An error of the user's code in one line, with its place there."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(INTERNAL)
-    ]
-    # the line of the program rather than of a library that it calls
-    own = [f for f in frames if not f.filename.startswith((*INSTALLED, "<"))]
-    last = (own or frames)[-1:]
-    at = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in last)
+    place = raised_at(error)
+    at = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{at}"

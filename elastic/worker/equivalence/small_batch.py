@@ -40,7 +40,7 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
         return collate([dict(item_of(dataset, 0, None)) for _ in range(n_rows)])
     try:
         return collate(spread_samples(dataset, n_rows))
-    except Exception:  # noqa: BLE001 - the user's dataset: what is wrong with its first samples is told
+    except Exception:  # noqa: BLE001 - the user's dataset: what is wrong with its first samples is reported
         return collate([dict(item_of(dataset, i, None)) for i in range(n_rows)])
 
 

@@ -48,7 +48,7 @@ class CopyChecks:
             self._reading = "" if self._reading == uri else self._reading
 
     def close(self) -> None:
-        """Whatever is being read is left; nothing more is told."""
+        """Whatever is being read is left; nothing more is reported."""
         self._closed.set()
         with self._change:
             self._change.notify()

@@ -354,8 +354,8 @@ class Run:
     def log(self, numbers: Mapping[str, Any]) -> None:
         """Numbers of your own of this step, by name: they stand beside its loss in metrics.csv, in
         TensorBoard and in trackers. May be called before and after `step()`, and by some ranks
-        only: what rank 0 tells counts. Of a step that is not committed nothing is told. A tensor
-        need not be read before."""
+        only: what rank 0 tells counts. Of a step that is not committed nothing is reported. A
+        tensor need not be read before."""
         if not self._in_a_step:
             raise ProgramError(
                 "run.log was called without a step to tell it of; it belongs inside `for batch in "

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from elastic.errors import ElasticError, ProgramError, SpecError
+from elastic.program import own_traceback, raised_at
 from elastic.types import Job
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
@@ -99,24 +100,10 @@ class ScriptSource:
         finally:
             sys.argv, sys.modules["__main__"], sys.path[:] = before
 
-    def print_traceback(self, error: BaseException) -> None:
-        """To standard error, from the script's own first frame on."""
-        trace = error.__traceback__
-        while trace is not None and not self._is_mine(trace.tb_frame.f_code.co_filename):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
-
-    def _is_mine(self, file: str) -> bool:
-        return file == self.file or os.path.realpath(file) == self.file
-
     def told(self, error: BaseException) -> str:
-        """In one line: the innermost line of the script, and what was raised."""
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if self._is_mine(frame.filename)
-        ]
-        where = f"{self.file}, line {frames[-1].lineno}" if frames else self.file
+        """In one line: where in the user's code, and what was raised."""
+        place = raised_at(error)
+        where = f"{place.filename}, line {place.lineno}" if place else self.file
         what = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
         if found := RAY_TRAIN.match(str(error)):
             what = _instead(
@@ -126,7 +113,7 @@ class ScriptSource:
 
 
 def _instead(asked: str, frames: Sequence[str]) -> str:
-    """What a script is told that asks Ray Train, which has not started it. `frames`: names of
+    """The answer to a script that asks Ray Train, which has not started it. `frames`: names of
     functions, outermost first."""
     prepare = next((name for name in frames if name.startswith("prepare_")), "")
     advice = DONE_ALREADY if prepare else INSTEAD.get(asked, DONE_ALREADY)
@@ -252,7 +239,7 @@ class Script:
             )
             return GenerationAborted(str(error))
         if not isinstance(error, ElasticError):  # what ours say in one line is all
-            self.source.print_traceback(error)
+            traceback.print_exception(type(error), error, own_traceback(error))
         return ProgramError(self.source.told(error))
 
     # -------------------------------------------------------------------------- the training thread
@@ -336,7 +323,7 @@ class Script:
 
     def finish(self, tick: Callable[[], None], aborted: Callable[[], bool]) -> None:
         """All steps are done: the loop ends, and what comes after it is waited for. An error there
-        is told in the log."""
+        is written to the log."""
         self.finished = True
         until_s = time.monotonic() + AFTER_MOST_S
         while time.monotonic() < until_s:

@@ -2,7 +2,7 @@
 
 Such a call has collectives, which meet those of the other ranks: all ranks must make the same calls
 in the same order. Where they do not (`if run.rank == 0: run.model(x)`), some wait for ever, or a
-rank is given what belongs to another call. Here it is told which rank differs, and in which line.
+rank is given what belongs to another call. The report says which rank differs, and in which line.
 Pure but for the log itself; the driver's side compares too.
 """
 

@@ -25,7 +25,7 @@ from typing import Any
 KNOCK_S = 0.2
 LOOK_S = 0.001
 LET_GO_MOST_S = 0.25  # gloo's thread needs microseconds, on a busy machine milliseconds
-HOLD_S = 0.5  # for which what a peer sends is taken before it is told of the end
+HOLD_S = 0.5  # for which what a peer sends is taken before it learns of the end
 TAKE_S, PIECE_BYTES = 0.01, 1 << 20
 LINGER_S = 2.0  # for which a peer that lives may take to read the end
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dis
 import logging
 import os
-import sysconfig
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update_default_pg, _world
 
+from elastic.program import INSTALLED, STDLIB
 from elastic.version import PACKAGE
 from elastic.worker.process_groups.control_tree import Pairs
 
@@ -39,7 +39,6 @@ COLLECTIVE_WORDS = (
     "connectfullmesh",
 )  # fmt: skip
 OURS = (f"{PACKAGE}{os.sep}", f"{Path(torch.__file__).resolve().parent}{os.sep}")
-PYTHON, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
 ABORT_MOST_S = 10.0  # for all communicators of a generation, which are aborted at once
 TAKE_DOWN_MOST_S = 10.0
 # NCCL's own time limit of a collective. The driver finds out who hangs, and a watchdog that wakes
@@ -81,7 +80,7 @@ def _raised_by_program(error: BaseException) -> bool:
 
 
 def _of_python(file: str) -> bool:
-    return file.startswith(PYTHON) and not file.startswith(INSTALLED)
+    return file.startswith(STDLIB) and not file.startswith(INSTALLED)
 
 
 class Transport:

@@ -19,6 +19,7 @@ import torch
 
 from elastic.data.collate import collate
 from elastic.errors import InternalError, SpecError
+from elastic.text import gib
 from elastic.types import HardwareProfile, Job, ModelProfile
 from elastic.version import PACKAGE
 from elastic.worker.process.free_memory import free_gpu_bytes, free_host_bytes
@@ -133,8 +134,7 @@ def _sizes(n_gpus: int) -> tuple[int, ...]:
     most = free_host_bytes() // PROCESS_BYTES
     if not most:
         raise SpecError(
-            f"{free_host_bytes() / 2**30:.2f} GiB of memory are free; measuring needs "
-            f"{PROCESS_BYTES / 2**30:.2f}"
+            f"{gib(free_host_bytes())} of memory are free; measuring needs {gib(PROCESS_BYTES)}"
         )
     return tuple(n for n in SIZES if n <= most)
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from elastic import version
 from elastic.config.fingerprint import differences
 from elastic.storage import open_storage
+from elastic.text import gib
 from elastic.types import Admission, Mark, Terms, apart, version_differences
 from elastic.types.admission import Entry
 from elastic.worker.process.free_memory import free_gpu_bytes, free_host_bytes
@@ -210,12 +211,12 @@ def too_little(terms: Terms, host_bytes: int, gpu_bytes: int) -> str:
     """'' = the memory is enough, as far as is known."""
     if terms.host_bytes > host_bytes:
         return (
-            f"{_gib(host_bytes)} of host memory are free, the job needs {_gib(terms.host_bytes)} "
+            f"{gib(host_bytes)} of host memory are free, the job needs {gib(terms.host_bytes)} "
             "there"
         )
     if terms.gpu_bytes > gpu_bytes:
         return (
-            f"{_gib(gpu_bytes)} of a GPU's memory are free, the job needs {_gib(terms.gpu_bytes)} "
+            f"{gib(gpu_bytes)} of a GPU's memory are free, the job needs {gib(terms.gpu_bytes)} "
             "there"
         )
     return ""
@@ -236,12 +237,8 @@ def awaited(
 
 def held_by(device: torch.device) -> str:
     """Who holds the rest of it, where NVML tells."""
-    names = [f"process {pid}" + (f" ({_gib(n)})" if n else "") for pid, n in memory_holders(device)]
+    names = [f"process {pid}" + (f" ({gib(n)})" if n else "") for pid, n in memory_holders(device)]
     return f"; memory is held by {', '.join(names)}" if names else ""
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB"
 
 
 # ------------------------------------------------------------------------------------------ storage

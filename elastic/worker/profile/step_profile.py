@@ -89,7 +89,7 @@ class StepProfile:
         return self._traced(self._order, step)
 
     def close(self) -> None:
-        """The generation is left: what is not traced to its end is dropped, and that is told."""
+        """The generation is left: what is not traced to its end is dropped, which is reported."""
         order, running = self._order, self._running
         if running is not None:
             with suppress(RuntimeError):  # of a device that is lost

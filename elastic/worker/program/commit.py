@@ -88,7 +88,7 @@ def step_done(
 
 @dataclass
 class StepReports:
-    """Every step is told of once: by rank 0, or, where that is gone or has missed the commit, by
+    """Every step is reported once: by rank 0, or, where that is gone or has missed the commit, by
     what another has left with; and what a guard has found in it by the first rank that says so."""
 
     steps: dict[int, int] = field(default_factory=dict)  # generation -> newest step told of

@@ -3,17 +3,15 @@ no weights."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-import traceback
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from elastic.errors import ElasticError, ProgramError
-from elastic.program import Program, pattern_regex
+from elastic.errors import ElasticError, ProgramError, alike
+from elastic.program import Program, pattern_regex, raised_at
 from elastic.types import ModelProfile, TensorSpec
 from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
@@ -103,11 +101,7 @@ def near(pattern: str, model: nn.Module) -> str:
     )
     owner = pattern.rpartition(".")[0]
     found = [owner] if owner in names else []
-    found += [
-        name
-        for name in difflib.get_close_matches(pattern, list(names), 3, 0.5)
-        if name not in found
-    ]
+    found += [name for name in alike(pattern, names, 3, least=0.5) if name not in found]
     return (
         f"; near it: {', '.join(found)}" if found else f"; there are {', '.join(list(names)[:6])}"
     )
@@ -135,13 +129,9 @@ def trace(program: Program) -> ModelProfile:
     except ElasticError:
         raise
     except Exception as error:  # a boundary: the user's function may raise anything
-        frames = traceback.extract_tb(error.__traceback__)
-        own = next((one for one in frames[1:] if one.filename != __file__), frames[-1])
-        place = [one for one in frames if one.filename == own.filename][-1]
-        raise ProgramError(
-            f"{place.filename}:{place.lineno}: Program.model() raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        place = raised_at(error)
+        at = f"{place.filename}:{place.lineno}: " if place else ""
+        raise ProgramError(f"{at}Program.model() raised {type(error).__name__}: {error}") from error
     check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)

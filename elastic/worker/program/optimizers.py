@@ -3,7 +3,6 @@ part of what a rank holds."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.errors import ElasticError, SpecError
+from elastic.errors import ElasticError, SpecError, alike
 from elastic.program import Program, pattern_regex
 from elastic.types import TensorSpec
 
@@ -241,7 +240,7 @@ class OptimizerPart:
         for key, patterns in (("no_decay", self.no_decay), ("parameters", self._names())):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in known):
-                    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+                    near = alike(pattern, known, 3, least=0.3) or known[:3]
                     raise SpecError(
                         f"job.yaml: key '{self.key}.{key}': no parameter is named like "
                         f"'{pattern}'; near it: {', '.join(near)}"
@@ -258,7 +257,7 @@ class OptimizerPart:
         names = [name for name in parameters if name not in ("params", "self")]
         for key in self.keywords:
             if key not in names:
-                near = difflib.get_close_matches(key, names, n=1)
+                near = alike(key, names)
                 more = f"did you mean '{near[0]}'?" if near else f"it takes {', '.join(names)}"
                 raise SpecError(
                     f"job.yaml: unknown key '{self.key}.{key}' of {self.kind.__name__}; {more}"
@@ -326,7 +325,7 @@ def _muon_adamw(given: Mapping[str, Any]) -> dict[str, OptimizerPart]:
     known = set().union(*takes.values())
     for key in given:
         if key not in OWN_KEYS and key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = alike(key, known)
             more = f"; did you mean '{near[0]}'?" if near else ""
             raise SpecError(
                 f"job.yaml: unknown key 'optimizer.{key}': neither Muon nor AdamW takes it{more}"
@@ -367,7 +366,7 @@ def class_of(path: str, key: str = "optimizer") -> type[Optimizer]:
         ) from error
     except AttributeError:
         names = [n for n, v in vars(importlib.import_module(module)).items() if isinstance(v, type)]
-        near = difflib.get_close_matches(name, names, n=1)
+        near = alike(name, names)
         more = f"; did you mean '{module}.{near[0]}'?" if near else ""
         raise SpecError(f"job.yaml: key '{key}.path': {module} has no '{name}'{more}") from None
     if not (isinstance(found, type) and issubclass(found, Optimizer)):

@@ -354,8 +354,8 @@ class Generation:
 
     def _stepped(self, commit: Commit, live: bool = True) -> None:
         """A step is done: the script continues to its next batch, what the program remembers
-        besides the model is noted, and that a guard has left the update out is told, also where the
-        generation aborts meanwhile."""
+        besides the model is noted, and that a guard has left the update out is reported,
+        also where the generation aborts meanwhile."""
         assert self.stepper is not None
         state, trip = self.stepper.state, self.stepper.trip
         faulty_rank = self.stepper.faulty_rank(trip, together=False) if trip is not None else None

@@ -10,7 +10,6 @@ context is gone.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import traceback
@@ -29,8 +28,8 @@ from elastic.errors import (
     StateLost,
     StorageFailed,
 )
+from elastic.program import own_traceback, raised_at
 from elastic.types import FailureKind
-from elastic.version import PACKAGE
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.session.layout_probe import LayoutDiffers
 from elastic.worker.step.faulty_rank import Tripped
@@ -113,14 +112,7 @@ def print_error(error: BaseException) -> None:
     if kind_of(error) == "program" and (
         not isinstance(error, ElasticError) or error.__cause__ is not None
     ):
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(
-            f"{PACKAGE}{os.sep}"
-        ):
-            trace = trace.tb_next
-        text = "".join(
-            traceback.format_exception(type(error), error, trace or error.__traceback__)
-        )  # from its own first frame on
+        text = "".join(traceback.format_exception(type(error), error, own_traceback(error)))
         print(masked_text(text), end="", file=sys.stderr)
 
 
@@ -141,6 +133,5 @@ def text_of(error: BaseException) -> str:
         return str(error)
     if is_collective_error(error):
         return line
-    frames = traceback.extract_tb(error.__traceback__)
-    here = frames[-1] if frames else None
-    return f"{line} (at {here.filename}:{here.lineno})" if here is not None else line
+    place = raised_at(error)
+    return f"{line} (at {place.filename}:{place.lineno})" if place else line

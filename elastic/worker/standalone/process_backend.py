@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from typing import Any
+from typing import Any, ClassVar
 
 from elastic.config.fingerprint import KEY
 from elastic.errors import LostContact
@@ -22,38 +22,24 @@ from elastic.ledger.lease import Lease
 from elastic.policy.state.newest_steps import digested
 from elastic.storage import Storage
 from elastic.types import (
-    Abort,
-    Action,
     DriverStarted,
     EnterPlan,
     Event,
     Job,
     Node,
-    PlanEntered,
     Prepare,
     Quarantine,
-    Quiesce,
-    RemoveCopy,
     RequestFailed,
     RequestNodes,
-    RollForward,
-    SetCadence,
-    SetShares,
-    StartProfile,
     StepDone,
-    Stop,
     StopAsked,
-    StoreCopy,
     WorkerFailed,
+    WorkerId,
 )
 from elastic.types.orders import WorkerOrder
-from elastic.worker.hosting.aggregate import Gather
 from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter, write_late_parts
-from elastic.worker.hosting.inbox import Inbox
-from elastic.worker.hosting.liveness import Liveness, patience_s
-from elastic.worker.hosting.poll_pacing import Pacing
-from elastic.worker.hosting.rendezvous_stores import RendezvousStores
-from elastic.worker.hosting.served_session import POLL_S, Said, forward, put_into
+from elastic.worker.hosting.hosting_backend import HostingBackend
+from elastic.worker.hosting.served_session import Said, forward, put_into
 from elastic.worker.hosting.session_processes import Heard, SessionProcesses
 from elastic.worker.session.session import Session
 from elastic.worker.standalone.rank_link import RankLink
@@ -115,8 +101,8 @@ class LinkedRank:
 
 
 @dataclass
-class ProcessBackend:
-    """`hear`: is told every event before the policy is. `lease`: is whose this driver is; it is not
+class ProcessBackend(HostingBackend):
+    """`hear`: gets every event before the policy does. `lease`: is whose this driver is; it is not
     released here."""
 
     hosted: SessionProcesses
@@ -127,24 +113,16 @@ class ProcessBackend:
     hear: Callable[[Event], None] = lambda event: None
     ordered: Callable[[EnterPlan], None] = lambda action: None
     digests: Mapping[int, str] = field(default_factory=dict)
-    _early: list[Event] = field(init=False, default_factory=list)
     _asked: list[str] = field(init=False, default_factory=list)
-    _generation: int = field(init=False, default=0)  # of the newest plan that was ordered
     _lost: str = field(init=False, default="")
-    _pacing: Pacing = field(init=False, default_factory=Pacing)
-    _closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         job = Job.from_plain(self.start.job)
-        self._anchor_s = time.time() - time.monotonic()
         meta = {"run": self.start.run, KEY: self.start.job.get(KEY)}
         self.copies = CheckpointCommitter(
             self.storage, self.start.epoch, meta, verify=job.verify_copies, digests=self.digests
         )
-        self.gather = Gather(self.copies.commit, self._workers_of)
-        self.liveness = Liveness(POLL_S, job.max_silence_s, patience_s(job))
-        self.stores = RendezvousStores(self.hosted, self.gather, self.liveness)
-        self.inbox = Inbox(self.storage)
+        self._host(self.hosted, job)
         self.copies.clean()
 
     def ask_stop(self, reason: str) -> None:
@@ -153,49 +131,15 @@ class ProcessBackend:
 
     # -------------------------------------------------------------------------------------- Backend
 
-    def now_s(self) -> float:
-        """Epoch seconds that never go back."""
-        return round(self._anchor_s + time.monotonic(), 4)
-
-    def poll(self, until_s: float | None) -> list[Event]:
-        """Events since the last call. What was returned before counts as written down. Raises
-        RankLost, LostContact."""
-        while not self._closed:
-            if self.lease.lost:
-                raise LostContact(
-                    f"run '{self.start.run}': its lease (epoch {self.lease.epoch}) was taken over "
-                    "by another process"
-                )
-            if self._lost:
-                raise RankLost(self._lost)
-            events = self._round(until_s)
-            for event in events:
-                self.hear(event)
-            if events or (until_s is not None and self.now_s() >= until_s):
-                return events
-        return []
-
-    def execute(self, action: Action) -> None:
-        """Returns at once; the outcome arrives as an event."""
-        self._pacing.trains = False
-        order = _ORDERS.get(type(action))
-        if order is not None and not self._closed:
-            order(self, action)
-
-    @property
-    def certain(self) -> bool:
-        """No other driver can have the run."""
-        return self.lease.certain
-
-    @property
-    def trouble(self) -> Exception | None:
-        """Why it is not certain."""
-        return self.lease.trouble
-
-    @property
-    def unheard_s(self) -> float:
-        """For how long storage has taken no sign of life."""
-        return self.lease.unheard_s
+    def _check(self) -> None:
+        """Raises RankLost besides."""
+        if self.lease.lost:
+            raise LostContact(
+                f"run '{self.start.run}': its lease (epoch {self.lease.epoch}) was taken over "
+                "by another process"
+            )
+        if self._lost:
+            raise RankLost(self._lost)
 
     def close(self) -> None:
         """What was ordered to be committed is waited for. The sessions are the caller's."""
@@ -222,25 +166,13 @@ class ProcessBackend:
                 self.hosted.order(worker, WorkerOrder(action))
 
     def _enter(self, action: EnterPlan) -> None:
-        self._generation = action.plan.generation
         self.ordered(action)
-        self.gather.expect(action.plan)
-        self._early += self.stores.enter(action)
+        super()._enter(action)
 
-    def _pass_on(self, action: Action) -> None:
-        self.hosted.order_all(action)
-
-    def _remove_copy(self, action: RemoveCopy) -> None:
-        self.copies.remove(action.uri)
-
-    def _abort(self, action: Abort) -> None:
-        for worker in action.kill:
-            self._lose(f"{worker} does not answer any more")
-        self.stores.abort(action.generation)
-        self.hosted.order_all(action)
-
-    def _stop(self, action: Stop) -> None:
-        self.close()
+    _orders: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {
+        **HostingBackend._orders, RequestNodes: _request, Quarantine: _quarantine,
+        Prepare: _prepare, EnterPlan: _enter,
+    }  # fmt: skip
 
     # -------------------------------------------------------------------------------- what comes in
 
@@ -255,6 +187,8 @@ class ProcessBackend:
         events += self.copies.news()
         if self._pacing.looks(self.now_s()):
             events += self._look()
+        for event in events:
+            self.hear(event)
         return events
 
     def _heard(self, heard: Heard) -> list[Event]:
@@ -275,21 +209,16 @@ class ProcessBackend:
         return events
 
     def _follow(self, event: Event) -> None:
-        """What the backend itself does about a worker's message."""
+        self._noted(event)
         if isinstance(event, StepDone):
             self.copies.digests = digested(self.copies.digests, event)
-            self.liveness.stepped(event.generation, event.step_time_s)
-            self._pacing.trains = event.generation == self._generation
-        if isinstance(event, PlanEntered):
-            self.stores.drop(event.generation - 1)
         if isinstance(event, WorkerFailed) and event.do == "retry":
             self._lose(f"{event.worker}: {event.error}")  # another process would try once more
 
     def _look(self) -> list[Event]:
         now_s = time.monotonic()
         events: list[Event] = [*self.liveness.look(now_s)]
-        if plan := self.gather.plans.get(self._generation):
-            events += self.liveness.stalled(plan)
+        events += self.liveness.stalled(self._plan) if self._plan is not None else []
         orders = self.inbox.take()
         events += orders.profiles
         if orders.stop is not None:
@@ -300,6 +229,10 @@ class ProcessBackend:
             write_late_parts(late, self.hosted.living(), self.hosted.order)
         return events
 
+    def _end(self, workers: Sequence[WorkerId]) -> None:
+        for worker in workers:
+            self._lose(f"{worker} does not answer any more")
+
     def _lose(self, why: str) -> None:
         """What was heard so far is still written down."""
         self._lost = self._lost or (
@@ -309,15 +242,3 @@ class ProcessBackend:
 
     def _workers_of(self, node_id: str) -> int:
         return next(node.gpus for node in self.nodes if node.node_id == node_id)
-
-
-_ORDERS: dict[type, Callable[[ProcessBackend, Any], None]] = {
-    RequestNodes: ProcessBackend._request, Quarantine: ProcessBackend._quarantine,
-    Prepare: ProcessBackend._prepare, EnterPlan: ProcessBackend._enter,
-    RemoveCopy: ProcessBackend._remove_copy, Abort: ProcessBackend._abort,
-    Stop: ProcessBackend._stop,
-    **dict.fromkeys(
-        (Quiesce, StoreCopy, SetCadence, SetShares, StartProfile, RollForward),
-        ProcessBackend._pass_on,
-    ),
-}  # fmt: skip

@@ -87,7 +87,7 @@ OTHERS = "another rank was told to stop"
 @dataclass(frozen=True)
 class StandaloneOptions:
     """How to run; none of it changes what is computed. `on_copy`: called on every rank, in the same
-    order, for each committed copy. `hear`: rank 0 is told events and sentences."""
+    order, for each committed copy. `hear`: gets events and sentences of rank 0."""
 
     layout: str | None = None
     # default: the job's name, so that ranks that are started over continue
@@ -327,6 +327,7 @@ class StandaloneRun:
                 model,
                 durable=found.copies,
                 cut=cut.said if cut is not None else "",
+                dates_budget=True,
             )
             self._may_go_on(start, lines, state, found=found)
             known = {copy.step: copy.samples for copy in found.copies if copy.samples}

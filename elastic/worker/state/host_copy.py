@@ -19,6 +19,7 @@ from math import prod
 import torch
 
 from elastic.errors import InternalError
+from elastic.text import gib
 from elastic.types import Box
 from elastic.worker.process.doing import doing
 from elastic.worker.process.side_stream import SideStream, boundary, on_device, waitable
@@ -103,8 +104,8 @@ class HostMemory:
 
     `pinned`: for copies from and to a GPU. Pinning takes long, so such a buffer is allocated by the
     thread that first needs its bytes, or ahead by `reserve`. Where pinned memory is not to be had
-    (a limit of the host, of locked memory) all further buffers are pageable, and `unpinned` is told
-    why, once: copies then take longer."""
+    (a limit of the host, of locked memory) all further buffers are pageable, and `unpinned` gets
+    the reason, once: copies then take longer."""
 
     def __init__(self, pinned: bool = False, unpinned: Callable[[str], None] = log.warning) -> None:
         self.pinned = pinned
@@ -168,8 +169,7 @@ class HostMemory:
             ) as error:  # of a device that is gone, too: what uses that next says so
                 self._pins = False
                 self._unpinned(
-                    f"{n_bytes / 2**30:.2f} GiB were asked for: "
-                    f"{' '.join(str(error).split())[:SAID_MOST]}"
+                    f"{gib(n_bytes)} were asked for: {' '.join(str(error).split())[:SAID_MOST]}"
                 )
         return torch.empty(n_bytes, dtype=torch.uint8)
 

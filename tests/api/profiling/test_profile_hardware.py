@@ -14,6 +14,7 @@ from support.places import PROGRAMS
 from elastic.api import Options
 from elastic.api.profiling import profile_hardware
 from elastic.api.running import run
+from elastic.api.running.program_file import job_given
 from elastic.cli.command_line import main
 from elastic.config.hardware import PLACE, path_of, read_hardware
 from elastic.errors import SpecError
@@ -72,7 +73,7 @@ def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
     assert asked[0].samples == 8 and asked[0].seconds == 45 and asked[0].model.sample is not None
     assert len(asked[0].some) == 16 and asked[0].job is not None and asked[0].job.global_batch == 8
     assert asked[0].storage == str(Path("elastic_runs").absolute())
-    started = run.JobRun(run.job_given("tiny", None, Options()), Options())._start(1, [])
+    started = run.JobRun(job_given("tiny", None, Options()), Options())._start(1, [])
     assert started.hardware == (read_hardware(path),)
     assert started.hardware[0].crowded == ((1, 3e10), (2, 2e10))
     about = json.loads(path.read_text())
@@ -110,9 +111,7 @@ def test_json_and_another_place(
 
 
 def test_no_profile_no_hardware(asked: list[MeasureRequest]) -> None:
-    assert (
-        run.JobRun(run.job_given("tiny", None, Options()), Options())._start(1, []).hardware == ()
-    )
+    assert run.JobRun(job_given("tiny", None, Options()), Options())._start(1, []).hardware == ()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_a_bad_file_stops_a_run_before_it_begins(asked: list[MeasureRequest]) ->
     path_of("CPU").parent.mkdir()
     path_of("CPU").write_text("{}")
     with pytest.raises(SpecError, match="not a hardware profile"):
-        run.JobRun(run.job_given("tiny", None, Options()), Options())._start(1, [])
+        run.JobRun(job_given("tiny", None, Options()), Options())._start(1, [])
 
 
 @pytest.mark.parametrize(
@@ -168,6 +167,6 @@ def test_a_file_is_named_as_the_pools_name_their_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with open("tiny/job.yaml", "a") as job:
         job.write(pools)
-    spec = run.job_given("tiny", None, Options())
+    spec = job_given("tiny", None, Options())
     assert profile_hardware._kind(spec, "H100") == kind
     assert profile_hardware._kind(spec, "CPU") == "CPU"

@@ -12,7 +12,7 @@ import pytest
 from support.api.tiny_job import PROGRAM
 
 from elastic.api.profiling import scaling
-from elastic.api.running.run import Options
+from elastic.api.running.options import Options
 from elastic.config.job import JobSpec
 from elastic.driver import drive
 from elastic.errors import ElasticError, SpecError

@@ -11,8 +11,8 @@ import pytest
 from support.places import PROGRAMS, ROOT
 
 from elastic.api import ElasticTrainer
-from elastic.api.running import run
-from elastic.api.running.local_pools import here
+from elastic.api.running.local_pools import adapted, here
+from elastic.api.running.options import Options
 from elastic.cli.command_line import main
 from elastic.config.job import JobSpec, PoolSpec, job_of
 from elastic.config.pool_checks import check_fit
@@ -92,8 +92,8 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_says_who_plays_the_nodes(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(CLUSTER)
     out = io.StringIO()
-    options = run.Options(cluster=tmp_path / "mine.yaml", local=True, stream=out)
-    (pool,) = run.adapted(job(), options, None).pools
+    options = Options(cluster=tmp_path / "mine.yaml", local=True, stream=out)
+    (pool,) = adapted(job(), options, None).pools
     assert (pool.accelerator_type, pool.gpus_per_node, pool.max_nodes) == ("CPU", 2, 2)
     assert out.getvalue().startswith("spot has nodes of 8 L40S, but this machine has no GPUs: CPU")
 

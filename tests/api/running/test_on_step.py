@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.api.running import entry
-from elastic.api.running.run import Options
+from elastic.api.running.options import Options
 
 
 @pytest.mark.parametrize("options", [None, Options(run_name="r")])

@@ -14,7 +14,8 @@ import elastic
 from elastic import api
 from elastic.api.planning.model_source import of_job
 from elastic.api.running import entry, run
-from elastic.api.running.run import JobRun, Options, Result
+from elastic.api.running.options import Options
+from elastic.api.running.run import JobRun, Result
 from elastic.config import job as config_job
 from elastic.driver import drive
 from elastic.ledger import journal as journals

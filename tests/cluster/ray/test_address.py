@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from elastic.api.running.run import Options, ray_address
+from elastic.api.running.options import Options, ray_address
 from elastic.cluster.ray.address import check_reachable
 from elastic.errors import SpecError
 

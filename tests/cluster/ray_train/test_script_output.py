@@ -87,5 +87,5 @@ def test_other_ranks_tell_nothing(
     monkeypatch.setenv("RANK", "1")
     script_log.log({"lr": 0.1})
     assert not capsys.readouterr().out
-    with pytest.raises(ProgramError, match="elastic.log: 'tokens' is told of every step"):
+    with pytest.raises(ProgramError, match="elastic.log: 'tokens' is reported at every step"):
         script_log.log({"tokens": 1})

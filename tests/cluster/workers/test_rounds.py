@@ -11,7 +11,7 @@ import pytest
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.workers.worker_group import PollAnswer
 from elastic.types import Action, Event, Layout, Plan, RequestNodes, StepDone, WorkerId
-from elastic.worker.hosting.poll_pacing import LEAST_S, LOOK_S, SLICE_S, Pacing
+from elastic.worker.hosting.hosting_backend import LEAST_S, LOOK_S, SLICE_S, Pacing
 from elastic.worker.process.beat import Beat
 
 PLAN = Plan(3, Layout(), (WorkerId("a", 0),), (1,), (1,))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.places import ROOT
 
-from elastic.api.running.run import Options, adapted
+from elastic.api.running.local_pools import adapted
+from elastic.api.running.options import Options
 from elastic.catalog import PRICES_AT
 from elastic.config.clusters import load_cluster, read_cluster
 from elastic.config.clusters.load_cluster import lines_of

@@ -20,7 +20,7 @@ from elastic.errors import ProgramError
         ({"": 1}, "'' is no name for a number"),
         ({3: 1}, "'3' is no name for a number"),
         ({"x" * 101: 1}, f"'{'x' * 60}' is no name"),
-        ({"train_loss": 1}, "'train_loss' is told of every step already"),
+        ({"train_loss": 1}, "'train_loss' is reported at every step already"),
         ({f"n{i}": 1 for i in range(NAMES_MOST + 1)}, "65 names; there may be 64 in a run"),
     ],
 )

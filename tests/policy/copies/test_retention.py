@@ -113,9 +113,7 @@ def test_a_removal_says_why_and_nothing_resumes_from_it() -> None:
     was = state([50, 40, 30, 20])
     decision = retention(was)
     assert decision.actions == (RemoveCopy("u30"), RemoveCopy("u20"))
-    assert (
-        decision.reason == "checkpoints of step 30, 20 (2.00 GB) are removed: keep_last=2, 2 stay"
-    )
+    assert decision.reason == "checkpoints of step 30, 20 (2.0 GB) are removed: keep_last=2, 2 stay"
     after = fold(was, Decided(decision), 1.0)
     assert [c.step for c in after.durable] == [50, 40]
     assert fold(after, CopyRemoved("u30"), 2.0).durable == after.durable

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from elastic import api
 from elastic.api.running import run as running
+from elastic.api.running.program_file import job_given
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.types import DriverStarted, ModelProfile, StepDone, TensorSpec
 
@@ -20,7 +21,7 @@ START = DriverStarted("tiny-1", 1, {"steps": 4, "global_batch": 8, "seed": 3}, (
 
 def prepared(folder: Path, **options: object) -> running.JobRun:
     """A run of the folder's job that has not begun."""
-    return running.JobRun(running.job_given(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
+    return running.JobRun(job_given(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
 
 
 def steps(
