@@ -37,7 +37,7 @@ class Quiet(RayBackend):
         self.run, self.nodes = quiet(plans=()), {}
         self.hold: Any = quiet(check=lambda head_lost: None)
         self.before: Any = quiet(is_known=lambda message: False)
-        self.worker_group: Any = quiet(open_polls=list, collect=self.collect)
+        self.worker_group: Any = quiet(open_polls=list, collect=self.collect, hold_s=0.5)
 
     def now_s(self) -> float:
         return self.clock_s
