@@ -14,7 +14,7 @@ CHILD = """
 import os, sys, time
 from elastic.cluster.ray import processes
 if sys.argv[1:]: os.environ["RAY_RAYLET_PID"] = sys.argv[1]  # not its parent, as for the fork of a fork server
-processes.end_with(processes.raylet(), 0.05)
+processes.end_with(processes.raylet())
 print("up", flush=True)
 time.sleep(600)
 """
