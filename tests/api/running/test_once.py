@@ -77,7 +77,9 @@ def test_job_yaml_is_read_once(name: str, folder: Path, monkeypatch: pytest.Monk
 def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = JobRun(config_job.load_job(folder), Options(run_name="again", local=True, stream=io.StringIO()))
+    one = JobRun(
+        config_job.load_job(folder), Options(run_name="again", local=True, stream=io.StringIO())
+    )
     spec = one.spec
     start = DriverStarted("again", 1, spec.plain(), one.pools, profile_of(one.program, spec.job()))
     lines = MemoryJournal()
