@@ -14,6 +14,7 @@ from elastic import api
 from elastic.api.running.supervise import command_of, supervised
 from elastic.cli.parser import EXIT, add_overrides, overrides, verb
 from elastic.errors import SpecError
+from elastic.types import is_auto, named_after_auto, parse_layout
 
 
 def add(verbs: Any) -> None:
@@ -146,6 +147,8 @@ def _overrides(given: argparse.Namespace) -> tuple[str, ...]:
     """Those of the command line, --layout among them. Raises SpecError."""
     if given.layout and any(each.startswith("layout=") for each in given.overrides):
         raise SpecError("--layout and --set layout=... are two ways at once; give one of them")
+    if given.layout:
+        _ = named_after_auto(given.layout) if is_auto(given.layout) else parse_layout(given.layout)
     return (*overrides(given), *([f"layout={given.layout}"] if given.layout else []))
 
 

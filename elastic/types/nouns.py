@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from elastic.errors import SpecError
+from elastic.errors import SpecError, nearest
 
 MarketType = Literal["spot", "on-demand", "reserved", "owned"]
 NodeStatus = Literal["pending", "ready", "prepared", "draining", "quarantined", "lost"]
@@ -182,7 +182,9 @@ def _named(text: str) -> dict[str, Any]:
     for part in text.replace(" ", "").split(","):
         name, _, value = part.partition("=")
         if name not in (*AXES, *LAYOUT_OPTIONS):
-            raise SpecError(f"layout '{text}': '{name}' is not an axis; axes are {', '.join(AXES)}")
+            raise SpecError(
+                f"layout '{text}': '{name}' is not an axis{nearest(name, AXES, 'axes')}"
+            )
         if choices := LAYOUT_OPTIONS.get(name):
             words = {_word(choice): choice for choice in choices}
             if value not in words:

@@ -90,7 +90,8 @@ def test_an_option_that_there_is_not_is_told_by_its_verb_with_what_was_meant(
     [
         ("dp_shard=2,tp=2", ""),
         ("dp_shard=9", "tiny: layout 'dp_shard=9' needs 9 workers; the pools give at most 8"),
-        ("dp=2", "'dp' is not an axis"),
+        ("dp=2", "elastic: layout 'dp=2': 'dp' is not an axis; did you mean 'dp_replicate' or"),
+        ("auto,dp=2", "elastic: layout 'dp=2': 'dp' is not an axis"),
     ],
 )
 def test_run_takes_one_layout(

@@ -105,7 +105,7 @@ BOMB = (
         ("steps: ten\nglobal_batch: 8\n", "key 'steps': input should be a valid integer"),
         (
             GOOD + "layout: dp=4\n",
-            "layout 'dp=4': 'dp' is not an axis; axes are pp, dp_replicate, dp_shard, cp, tp",
+            "layout 'dp=4': 'dp' is not an axis; did you mean 'dp_replicate' or 'dp_shard'?",
         ),
         (GOOD + "layout: dp_shard=0\n", "dp_shard must be a whole number of at least 1, not '0'"),
         (
@@ -343,3 +343,11 @@ def test_bad_drill_is_one_line(tmp_path: Path, text: str, said: str) -> None:
         load_drill(file)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "program.py"])
+def test_a_file_of_a_job_is_told_from_a_script(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("steps: 1")
+    with pytest.raises(SpecError, match=f"{name}: a file; its folder is meant, mine; a job is"):
+        load_job(tmp_path / "mine" / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,14 @@ def _row(name: str, one: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _between(spread: Mapping[str, float], shown: Any) -> str:
+    """`-`: not known, as the bound of a run that is shorter than a tick of its trace."""
+    if not math.isfinite(spread["median"]):
+        return "-"
     return f"{shown(spread['median'])} ({shown(spread['p5'])} to {shown(spread['p95'])})"
 
 
 def _share(spread: Mapping[str, float] | None) -> str:
-    return f"{spread['median']:.0%}" if spread else "-"
+    return f"{spread['median']:.0%}" if spread and math.isfinite(spread["median"]) else "-"
 
 
 def _times(spread: Mapping[str, float] | None) -> str:
