@@ -109,16 +109,19 @@ def _look_at_it(shell: Shell, last: int) -> None:
 
 
 def test_a_program_that_fails_ends_the_run_at_once_and_ctrl_c_saves_it(shell: Shell) -> None:
-    name = shell.job(program="program.py")
+    name = shell.job(program="program.py", global_batch=64)
     tiny = shell.root / name / "program.py"
     tiny.write_text(
         "import dataclasses, elastic\nfrom elastic.program import load_program\n"
         f"base = load_program({str(PROGRAMS / 'tiny.py')!r})\n"
-        "def loss(output, batch):\n    raise ValueError('this loss is not written yet')\n"
+        "def loss(output, batch):\n"
+        "    if len(batch['target']) > 16:  # more than what is tried before the start\n"
+        "        raise ValueError('this loss is not written yet')\n"
+        "    return base.loss(output, batch)\n"
         "program = dataclasses.replace(base, loss=loss)\n"
     )
     code, out, err = shell.call("run", name, "--run-name", "four", "--json")
-    assert code == 1
+    assert code == 1, err
     found = last_line(out)
     assert found["outcome"] == "failed"
     assert "this loss is not written yet" in found["reason"]
@@ -127,7 +130,8 @@ def test_a_program_that_fails_ends_the_run_at_once_and_ctrl_c_saves_it(shell: Sh
     assert "program.py" in shown.splitlines()[1] and "in loss" in shown.splitlines()[1], (
         "from the program's own frame on"
     )
-    assert "ValueError: this loss is not written yet" in shown.splitlines()
+    said = "ValueError: this loss is not written yet"
+    assert any(line.endswith(f"[rank {k}] {said}") for line in shown.splitlines() for k in (0, 1))
     code, out, _ = shell.here("logs", "four")
     assert code == 0 and "ValueError: this loss is not written yet" in out
     # no step was done: mended, it starts under the same name

@@ -115,7 +115,7 @@ def test_workers_that_did_not_outlive_the_driver_are_told_at_once(stage: Make) -
 class Sign:
     """A lease whose state is the test's."""
 
-    epoch, trouble, lost, certain = 1, None, False, True
+    epoch, trouble, lost, certain, unheard_s = 1, None, False, True, 0.0
 
     def give_up(self) -> None:
         self.lost = True
@@ -130,7 +130,7 @@ def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(
 ) -> None:
     first = stage(embedded=False, pools=(POOL,), name=f"away-{seen_by[:3]}")
     workers = prepared(first)
-    first.backend.hold.lease = lease = Sign()
+    first.backend.lease = first.backend.hold.lease = lease = Sign()
     running = plan(1, workers)
     first.backend.execute(EnterPlan(running))
     first.wait(StepDone)
