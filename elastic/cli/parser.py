@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What nobody knows is told by the verb that it was given to, with what was meant."""
+        """An unknown option is answered by the verb that it was given to, with what was meant."""
         given, rest = self.parse_known_args(args, namespace)
         if rest:
             made: argparse.ArgumentParser = getattr(given, "verb", self)

@@ -3,12 +3,8 @@
 import torch
 
 
-class Lamb(torch.optim.Optimizer):
-    """Adam whose step of a tensor has the norm of the tensor (You et al. 2020)."""
-
-    def __init__(self, params, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01):
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+class EachTensor(torch.optim.Optimizer):
+    """Steps each tensor by itself (`_step`)."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -16,6 +12,14 @@ class Lamb(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self._step(p, group)
+
+
+class Lamb(EachTensor):
+    """Adam whose step of a tensor has the norm of the tensor (You et al. 2020)."""
+
+    def __init__(self, params, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
 
     def _step(self, p, group):
         state, (a, b) = self.state[p], group["betas"]
@@ -32,20 +36,13 @@ class Lamb(torch.optim.Optimizer):
         p.sub_(update * ratio, alpha=group["lr"])
 
 
-class Shampoo(torch.optim.Optimizer):
+class Shampoo(EachTensor):
     """Preconditioned by roots of Kronecker factors (Gupta et al. 2018), in short: factors and roots
     are lists, dimensions above `most` have none, and the first step only begins them."""
 
     def __init__(self, params, lr=3e-2, beta=0.9, eps=1e-2, every=3, most=48):
         defaults = {"lr": lr, "beta": beta, "eps": eps, "every": every, "most": most}
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step(p, group)
 
     def _step(self, p, group):
         state, grad = self.state[p], p.grad

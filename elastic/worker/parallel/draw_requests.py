@@ -72,7 +72,7 @@ def _made(kind: str, given: dict[str, Any], like: Tensor | None) -> DrawRequest 
     options = {key: given.get(key) for key in ("dtype", "device")}
     options = {key: value for key, value in options.items() if value is not None}
     if kind == "randint" and not isinstance(options.get("dtype", torch.int64), torch.dtype):
-        del options["dtype"]  # its default is told as a number
+        del options["dtype"]  # its default is a number
     if kind == "randint" and like is None:
         options.setdefault("dtype", torch.int64)
     noise = (

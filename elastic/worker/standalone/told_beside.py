@@ -72,7 +72,7 @@ class ToldBeside:
             self._lines.hear(line)
 
     def close(self) -> None:
-        """Waits a bounded time until all is told."""
+        """Waits a bounded time until everything was sent."""
         if self._begun:
             self._lines.close(SEND_MOST_S)
         else:
