@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -14,15 +15,20 @@ tiny = load_program(Path(__file__).parent / "tiny.py")
 PAUSE_S = float(
     os.environ.get("ELASTIC_TEST_PAUSE_S", 8.0)
 )  # at most, while the file is there: the run continues as soon as it is gone
+AFTER = int(os.environ.get("ELASTIC_TEST_SLOW_AFTER", 0))  # losses of this rank before that
 LEARNING_RATE = 1e-3  # small: over hundreds of steps, rounding must not grow into another run
+
+
+losses = count()
 
 
 def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     until = time.monotonic() + PAUSE_S
+    held = trains() and next(losses) >= AFTER
     while (
-        time.monotonic() < until
+        held
+        and time.monotonic() < until
         and os.path.exists(os.environ.get("ELASTIC_TEST_SLOW", ""))
-        and trains()
     ):
         time.sleep(0.05)
     time.sleep(0.05)

@@ -40,7 +40,10 @@ def test_ranks_tell_a_tracker_and_prometheus_without_ray_also_when_they_go_on(
 ) -> None:
     store = tmp_path / "mlflow"
     folder = job(tmp_path / "job", program=str(SLOW), steps=30, metrics_port=0, trackers=["mlflow"])
-    own = environment(**WHERE["mlflow"](store))
+    held = tmp_path / "held"  # the ranks do not end before they were asked for their numbers
+    held.touch()
+    slow = {"SLOW": str(held), "SLOW_AFTER": "8", "PAUSE_S": "10"}
+    own = environment(**WHERE["mlflow"](store), **{f"ELASTIC_TEST_{k}": v for k, v in slow.items()})
     own["PYTHONPATH"] += f":{without_ray}"
     log = tmp_path / "log"
     with log.open("w") as out:
@@ -50,9 +53,11 @@ def test_ranks_tell_a_tracker_and_prometheus_without_ray_also_when_they_go_on(
             (url,) = re.findall(r"run tiny: metrics for Prometheus: (http\S+)", log.read_text())
             until(lambda: scraped(url).get("elastic_step", 0) > 5, log.read_text)
             assert scraped(url)["elastic_workers"] == 2
+            held.unlink()
             assert ranks.wait(300) == 0, log.read_text()
         finally:
             ranks.kill()
+            ranks.wait()
     more = [*command(1, folder), "--set", "steps=34"]
     ended = subprocess.run(more, capture_output=True, text=True, env=own, timeout=300)
     assert ended.returncode == 0, ended.stderr
