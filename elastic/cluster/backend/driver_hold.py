@@ -14,7 +14,7 @@ from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.cluster.ray import _ray_private
 from elastic.cluster.workers.worker_group import WorkerGroup
 from elastic.errors import LostContact
-from elastic.ledger.lease import Lease
+from elastic.worker.hosting.hosting_backend import HostingBackend
 
 
 def connect(run: RayRun, cluster: LocalCluster | None) -> bool:
@@ -33,25 +33,21 @@ def connect(run: RayRun, cluster: LocalCluster | None) -> bool:
 
 @dataclass
 class DriverHold:
-    """`cluster`: the embedded one, ended by `close`. `lease`: released by `close`. `connected`:
-    what `connect` said. `let_go`: another driver has the run, or is to attach to it."""
+    """`cluster`: the embedded one, ended by `close`. `holder`: has the lease, which `close`
+    releases. `connected`: what `connect` said. `let_go`: another driver has the run, or is to
+    attach to it."""
 
     run: RayRun
     cluster: LocalCluster | None
-    lease: Lease | None
+    holder: HostingBackend
     worker_group: WorkerGroup
     connected: bool
     let_go: bool = False
 
-    @property
-    def certain(self) -> bool:
-        """No other driver can have the run."""
-        return self.lease is None or self.lease.certain
-
     def check(self, head_lost: str) -> None:
         """This driver still holds the run, and its cluster stands. Raises LostContact.
         `head_lost`: why the head is taken for lost."""
-        if self.lease is not None and self.lease.lost:
+        if self.holder.lease is not None and self.holder.lease.lost:
             self.replaced(self.successor())
         if self.cluster is not None and self.cluster.ended:
             self._lost("the process that keeps it was killed")
@@ -75,19 +71,19 @@ class DriverHold:
         """Whether another driver has the run, and who says so; '' = nobody does. Where storage
         cannot tell, the workers are asked: a driver that takes over attaches to them first. The
         embedded cluster's are this driver's alone."""
-        if self.lease is not None and self.lease.lost:
-            return f"its lease (epoch {self.lease.epoch}) was taken over"
+        if self.holder.lease is not None and self.holder.lease.lost:
+            return f"its lease (epoch {self.holder.lease.epoch}) was taken over"
         return (
             self.worker_group.replaced()
-            if self.cluster is None and not self.certain and not self.let_go
+            if self.cluster is None and not self.holder.certain and not self.let_go
             else ""
         )
 
     def replaced(self, why: str) -> NoReturn:
         """Another driver has the run. Raises LostContact."""
         self.let_go = True
-        if self.lease is not None:
-            self.lease.give_up()
+        if self.holder.lease is not None:
+            self.holder.lease.give_up()
         raise LostContact(
             f"run '{self.run.name}': this driver ends, another one drives the run: {why}"
         )
@@ -101,5 +97,5 @@ class DriverHold:
             ray.shutdown()
         if self.cluster is not None:
             self.cluster.close()
-        if self.lease is not None and not self.let_go:
-            self.lease.release()
+        if self.holder.lease is not None and not self.let_go:
+            self.holder.lease.release()

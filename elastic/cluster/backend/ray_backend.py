@@ -97,7 +97,7 @@ class RayBackend(HostingBackend):
             job.orphan_lease_s, outlives, run.logs, run.train_function,
         )  # fmt: skip
         self.worker_group = WorkerGroup(setup, run.namespace, local=self.cluster is not None)
-        self.hold = DriverHold(run, self.cluster, self.lease, self.worker_group, connected)
+        self.hold = DriverHold(run, self.cluster, self, self.worker_group, connected)
         # embedded nodes are on this host
         folder = self.storage if outlives and not self.storage.remote else None
         self.entrance = Entrance(self.worker_group, folder=folder, attached=run.attach)

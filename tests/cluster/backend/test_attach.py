@@ -130,7 +130,7 @@ def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(
 ) -> None:
     first = stage(embedded=False, pools=(POOL,), name=f"away-{seen_by[:3]}")
     workers = prepared(first)
-    first.backend.lease = first.backend.hold.lease = lease = Sign()
+    first.backend.lease = lease = Sign()
     running = plan(1, workers)
     first.backend.execute(EnterPlan(running))
     first.wait(StepDone)

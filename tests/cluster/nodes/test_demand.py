@@ -328,8 +328,9 @@ def test_a_driver_that_ends_without_its_run_says_what_stays_paid(
     }
     held.run = SimpleNamespace(pools=(replace(SPOT, usd_per_node_h=6.0), Pool("own")))
     held.worker_group = MagicMock(setup=SimpleNamespace(orphan_lease_s=900.0))
-    lease: Any = SimpleNamespace(lost=replaced, certain=True, epoch=1, release=lambda: None)
-    held.hold = DriverHold(held.run, None, lease, held.worker_group, False)
+    held.lease = SimpleNamespace(lost=replaced, epoch=1, release=lambda: None)
+    held.certain = True
+    held.hold = DriverHold(held.run, None, held, held.worker_group, False)
     for part in ("survey", "cloud_feed", "inbox", "entrance", "copies", "provider", "stores"):
         setattr(held, part, MagicMock())
     RayBackend.close(held)
