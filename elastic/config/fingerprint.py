@@ -18,7 +18,7 @@ from elastic.types import Job, ModelProfile
 
 JOB_KEYS = (
     "global_batch", "seed", "clip_grad_norm", "precision", "reduce_dtype", "float8", "args",
-    "lr_schedule", "lr_scaling", "base_global_batch",
+    "lr_schedule", "lr_scaling", "base_global_batch", "batch_norm",
 )  # fmt: skip
 KEY = "fingerprint"  # in DriverStarted.job and in a checkpoint's meta
 

@@ -30,7 +30,9 @@ from elastic.config.optimization import (
     Guards,
     LrSchedule,
     NoiseScaleSettings,
+    NormKey,
     OptimizerKey,
+    norm_problem,
     problem,
 )
 from elastic.config.strict import (
@@ -60,7 +62,16 @@ from elastic.types import (
     named_after_auto,
     parse_layout,
 )
-from elastic.types.typed_job import Auto, Axis, LrScaling, Precision, Purpose, Recompute, Schedule
+from elastic.types.typed_job import (
+    AUTO_NORM,
+    Auto,
+    Axis,
+    LrScaling,
+    Precision,
+    Purpose,
+    Recompute,
+    Schedule,
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 # what a key may be that takes a word too, and its largest number
@@ -155,6 +166,7 @@ class JobSpec(Strict):
     # that the learning rates were found with
     base_global_batch: int | None = Field(None, gt=0, le=SAMPLES_MOST)
     noise_scale: NoiseScaleSettings | None = None  # None = not measured
+    batch_norm: NormKey = AUTO_NORM  # of which samples its statistics are
     guards: Guards = Guards()
     # of forward and backward pass; parameters stay as they are
     precision: Precision = Job.precision
@@ -297,6 +309,9 @@ class JobSpec(Strict):
             self.steps, self.lr_schedule, self.lr_scaling, base_global_batch=self.base_global_batch
         )
         wrong = wrong or self.data.problem(self.microbatch_tokens)
+        wrong = wrong or norm_problem(
+            self.batch_norm, self.global_batch, bool(self.microbatch_tokens)
+        )
         if wrong:
             raise ValueError(wrong)
         if self.args and self.script is None:

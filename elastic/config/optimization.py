@@ -6,12 +6,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Discriminator, Field, RootModel, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    RootModel,
+    Tag,
+    model_validator,
+)
 
-from elastic.config.strict import NODES_MOST, NORM_MOST, STEPS_MOST, Strict
+from elastic.catalog.validation import shown_of
+from elastic.config.strict import NODES_MOST, NORM_MOST, SAMPLES_MOST, STEPS_MOST, Strict
 from elastic.types.typed_job import (
+    STEP,
     BlockNormRule,
     Do,
     GradNormRule,
@@ -20,6 +30,7 @@ from elastic.types.typed_job import (
     LrCurve,
     LrScaling,
     NoiseMeasure,
+    NormWord,
     NotFiniteRule,
 )
 
@@ -198,6 +209,47 @@ class NoiseScaleSettings(Strict):
     every: int = Field(NoiseMeasure.every, ge=1, le=STEPS_MOST)
 
 
+class NormGroup(Strict):
+    """Each `group` samples of a step, in its order, have statistics of their own."""
+
+    group: int = Field(gt=1, le=SAMPLES_MOST)
+
+
+def _norm_form(value: Any) -> str:
+    return ONE if isinstance(value, Mapping | NormGroup) else SEVERAL
+
+
+def _known(value: Any) -> Any:
+    if not isinstance(value, Mapping | NormGroup) and value not in get_args(NormWord):
+        raise ValueError(
+            f"must be {{group: 16}} (so many samples have statistics of their own), "
+            f"{', '.join(get_args(NormWord))}, not {shown_of(value)}"
+        )
+    return value
+
+
+NormKey = Annotated[
+    Annotated[NormGroup, Tag(ONE)] | Annotated[NormWord, Tag(SEVERAL)],
+    Discriminator(_norm_form), BeforeValidator(_known),
+]  # fmt: skip
+
+
+def norm_problem(given: NormGroup | str, global_batch: int, by_tokens: bool) -> str:
+    """What is wrong with the key `batch_norm`, in one line; '' = nothing. `by_tokens`: tokens say
+    how micro-batches are cut."""
+    if by_tokens and (isinstance(given, NormGroup) or given == STEP):
+        return (
+            "batch_norm and microbatch_tokens do not go together: micro-batches that are cut by "
+            "tokens cut groups of samples"
+        )
+    if not isinstance(given, NormGroup) or global_batch % given.group == 0:
+        return ""
+    near = [n for n in range(2, min(global_batch, 1024) + 1) if global_batch % n == 0]
+    near = sorted(sorted(near, key=lambda n: abs(n - given.group))[:3])
+    take = f"take {', '.join(map(str, near))}" if near else "take batch_norm: step"
+    return f"batch_norm: group {given.group} does not divide global_batch {global_batch}; {take}"
+
+
 def problem(
     steps: int, schedule: LrSchedule | None, scaling: LrScaling, *, base_global_batch: int | None
 ) -> str:
@@ -217,4 +269,5 @@ def problem(
 OWNERS: Mapping[str, type[Strict]] = {  # whose keys may stand under a key of job.yaml
     "guards": Guards, "not_finite": NotFinite, "loss_spike": LossSpike, "grad_norm": GradNorm,
     "block_norm": BlockNorm, "lr_schedule": LrSchedule, "noise_scale": NoiseScaleSettings,
+    "batch_norm": NormGroup,
 }  # fmt: skip

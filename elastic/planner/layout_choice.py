@@ -203,7 +203,8 @@ def _alike(found: Candidate) -> HeteroAssignment:
     ranks = tuple(worker for slot in slots for worker in slot.workers)
     rates = [slot.rate for slot in slots]
     speeds = [min(rates[d :: layout.dp]) for d in range(layout.dp)]
-    samples = hetero_shares.shares(step.global_batch // m, speeds, m)
+    unit = m * max(1, work.model.together)
+    samples = hetero_shares.shares(step.global_batch // unit, speeds, unit)
     layers = hetero_shares.stage_layers(work.model.n_blocks, layout.n_stages)
     return HeteroAssignment(ranks, samples, layers, found.cost)
 

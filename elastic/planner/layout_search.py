@@ -371,7 +371,8 @@ class LayoutSearch:
         if axes not in self._checked:
             check_axes(self.model, self.job, layout)
             self._checked.add(axes)
-        return share_out(self.job, layout, per_node=there.per_node)
+        unit = self.model.together
+        return share_out(self.job, layout, per_node=there.per_node, together=unit)
 
     def _computed_s(self, there: NodeSet, layout: Layout, step: Step) -> float:
         """Of a step the blocks' computation, perfectly shared out, recomputation counted."""
@@ -408,7 +409,8 @@ class LayoutSearch:
                 usable = self._usable(room, layout)
             if room and there.uneven and needs > usable:  # who has least room may have less to do
                 there.assigner.check_rows(layout, step)
-                step = replace(step, largest_share=step.n_microbatches)
+                least = step.n_microbatches * max(1, self.model.together)
+                step = replace(step, largest_share=least)
                 needs = float(self.needs(layout, step))
         deepens = layout.pp > 1 and len(set(there.memory.values())) > 1
         if room and needs > usable and not deepens:

@@ -81,7 +81,7 @@ class Space:
         ]
         for tp, pp, cp in sizes:
             dp_shard, odd = divmod(world, tp * pp * cp * replicas)
-            enough = dp_shard * replicas * pp <= self.global_batch or tp * pp * cp == 1
+            enough = dp_shard * replicas * pp <= self.n_units or tp * pp * cp == 1
             whole = not self.model.no_dp or dp_shard * replicas == 1
             if not odd and dp_shard and enough and whole and self._open("dp_shard", dp_shard):
                 found.append((tp * pp * cp, tp, pp, cp, dp_shard))
@@ -117,22 +117,31 @@ class Space:
         """Of microbatches, the largest first; 0 = as it comes."""
         if "microbatch_size" in self.pins:
             return (self.pins["microbatch_size"],)
-        if not self.tight or self.whole_share or layout.dp > self.global_batch:
+        if not self.tight or self.whole_share or layout.dp > self.n_units:
             return (0,)
         key = layout.dp, layout.pp, layout.n_stages
         if key not in self._sizes:
             self._sizes[key] = self._halved(layout)
         return self._sizes[key]
 
+    @property
+    def _unit(self) -> int:
+        """Samples that are never cut."""
+        return max(1, self.model.together)
+
+    @property
+    def n_units(self) -> int:
+        return self.global_batch // self._unit
+
     def _halved(self, layout: Layout) -> tuple[int, ...]:
         try:
-            n = hetero_shares.microbatches(self.global_batch, layout)
+            n = hetero_shares.microbatches(self.global_batch, layout, self.model.together)
         except InfeasiblePlan:
             return (0,)
-        rows, found = -(-(self.global_batch // n) // layout.dp), [0]
-        while rows > 1:
-            rows = -(-rows // 2)
-            found.append(rows)
+        units, found = -(-(self.n_units // n) // layout.dp), [0]
+        while units > 1 and self.model.together:
+            units = -(-units // 2)
+            found.append(units * self._unit)
         return tuple(
             size
             for size in found
@@ -141,7 +150,8 @@ class Space:
 
     def _divides(self, layout: Layout) -> bool:
         try:
-            return hetero_shares.microbatches(self.global_batch, layout) >= layout.pp
+            n = hetero_shares.microbatches(self.global_batch, layout, self.model.together)
+            return n >= layout.pp
         except InfeasiblePlan:
             return False
 

@@ -12,14 +12,15 @@ def step_of(model: ModelProfile, job: Job, layout: Layout, *, per_node: int) -> 
     """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the
     model, the job or the batch cannot have this layout."""
     check_axes(model, job, layout)
-    return share_out(job, layout, per_node=per_node)
+    return share_out(job, layout, per_node=per_node, together=model.together)
 
 
-def share_out(job: Job, layout: Layout, *, per_node: int) -> Step:
+def share_out(job: Job, layout: Layout, *, per_node: int, together: int) -> Step:
     """Of a layout whose axes model and job can have. Raises InfeasiblePlan."""
     global_batch = job.global_batch
-    m = hetero_shares.microbatches(global_batch, layout)
-    share = -(-(global_batch // m) // layout.dp) * m
+    m = hetero_shares.microbatches(global_batch, layout, together)
+    unit = m * max(1, together)
+    share = -(-(global_batch // unit) // layout.dp) * unit
     return Step(m, share, global_batch, per_node, job.precision)
 
 
@@ -53,10 +54,12 @@ def check_axes(model: ModelProfile, job: Job, layout: Layout) -> None:
         )
     if layout.n_stages > 1:
         hetero_shares.stage_layers(model.n_blocks, layout.n_stages)
-    if layout.dp > job.global_batch:
+    unit = max(1, model.together)
+    if layout.dp > job.global_batch // unit:
+        of = f"groups of {unit} samples (batch_norm)" if unit > 1 else "samples"
         raise InfeasiblePlan(
-            f"{layout.dp} data-parallel ranks are more than the {job.global_batch} samples of a "
-            "step"
+            f"{layout.dp} data-parallel ranks are more than the {job.global_batch // unit} {of} of "
+            "a step"
         )
 
 

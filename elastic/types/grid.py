@@ -109,14 +109,17 @@ def fills_rounds(pp: int, n_stages: int, n_microbatches: int) -> bool:
 
 
 def each_microbatches(
-    layout: Layout, samples: Sequence[int], n_microbatches: int
+    layout: Layout, samples: Sequence[int], n_microbatches: int, together: int = 1
 ) -> tuple[int, ...]:
     """Microbatches per step of every data-parallel rank. Where shares are unequal and the layout
     gives microbatches a size, a replica with more samples has more of them and one with fewer has
     fewer, so that none is larger; else all have `n_microbatches`. Shards of a replica need equally
-    many; pipeline stages need them of one size, and no fewer than that."""
-    most, shard = layout.microbatch_size, layout.dp_shard
-    if not most or layout.dp_replicate == 1 or max(samples) - min(samples) <= n_microbatches:
+    many; pipeline stages need them of one size, and no fewer than that. `together`: see
+    ModelProfile; none is cut within such a group."""
+    unit, shard = max(1, together), layout.dp_shard
+    most, samples = layout.microbatch_size // unit, [n // unit for n in samples]
+    even = max(samples) - min(samples) <= n_microbatches
+    if not most or layout.dp_replicate == 1 or not together or even:
         return (n_microbatches,) * layout.dp
     found: list[int] = []
     for first in range(0, layout.dp, shard):

@@ -153,7 +153,8 @@ class ModelProfile:
     draws random numbers that cannot be keyed, so that a step that is done again may differ.
     `computes_in`: the type of fewest bits that its forward pass makes numbers of, '' = float32.
     `proven`: axes for which loss and gradients of a small copy were found equal to those of one
-    process.
+    process. `together`: so many consecutive samples of a step are computed in one go, 0 = all that
+    a rank has of it (BatchNorm).
     """
 
     n_blocks: int
@@ -177,6 +178,7 @@ class ModelProfile:
     computes_in: str = ""
     notes: tuple[str, ...] = ()
     proven: tuple[str, ...] = ()
+    together: int = 1
 
     @property
     def by_owners(self) -> bool:

@@ -6,11 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from elastic.types.nouns import AUTO, LAYOUT_OPTIONS, Layout, Pool, named_after_auto, parse_layout
 
 T = TypeVar("T")
+# of the key `batch_norm`, besides {group: N}
+NormWord = Literal["auto", "step", "microbatch"]
+AUTO_NORM: Final = "auto"
+STEP: Final = "step"
+MICROBATCH: Final = "microbatch"
 Auto = Literal["auto"]
 Axis = Literal["dp", "tp", "cp", "pp"]
 Do = Literal["skip", "rollback", "stop"]
@@ -21,13 +26,14 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe", "interleaved1f1b"]
 
 # Plain data without these keys is of a run that was begun before there were such, and continues as
-# it did: it has read no copy back, has compared no ranks, was as fast as it could be, and has
-# evaluated on all samples.
+# it did: it has read no copy back, has compared no ranks, was as fast as it could be, has evaluated
+# on all samples, and each micro-batch had its own statistics in BatchNorm.
 OLDER: Mapping[str, Any] = {
     "verify_copies": False,
     "check_numbers_every": 0,
     "purpose": "fastest",
     "eval_samples": 0,
+    "batch_norm": MICROBATCH,
 }
 
 
@@ -156,6 +162,7 @@ class Job:
     lr_scaling: LrScaling = "none"
     base_global_batch: int | None = None
     noise_scale: NoiseMeasure | None = None
+    batch_norm: NormWord | Mapping[str, int] = AUTO_NORM
     guards: GuardRules = GuardRules()
     precision: Precision = "float32"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -231,7 +238,7 @@ class Job:
                 del found[name]
         for name in ("lr_schedule", "noise_scale", "guards"):
             found[name] = asdict(found[name]) if found[name] is not None else None
-        for name in ("layout", "optimizer", "fingerprint"):
+        for name in ("layout", "optimizer", "batch_norm", "fingerprint"):
             if isinstance(found.get(name), Mapping):
                 found[name] = dict(found[name])
         return found | {
@@ -258,6 +265,35 @@ class Job:
     def layout_of(self, text: str) -> Layout:
         """As `parse_layout`; options that the text leaves out are the job's."""
         return parse_layout(text, self.options)
+
+
+# of samples with statistics of their own, by default: so many at most (Goyal et al. 2017, section
+# 2.2: 32, whatever the number of workers), and so many at least
+GROUP_MOST, GROUP_FEWEST = 32, 4
+GROUPS, FEW = 8, 8  # of a step, at least, unless they would have fewer than FEW samples
+
+
+def group_of(job: Job) -> int | None:
+    """Samples whose BatchNorm statistics are taken together, in the order of the step; 0 = all of
+    the step. None: each micro-batch has its own."""
+    given = job.batch_norm
+    if isinstance(given, Mapping):
+        return int(given["group"])
+    if given == STEP:
+        return 0
+    if given == MICROBATCH or job.microbatch_tokens or not job.global_batch:
+        return None
+    return default_group(job.global_batch)
+
+
+def default_group(global_batch: int) -> int:
+    """It follows from the batch alone, so that no change of capacity changes it."""
+    most = min(GROUP_MOST, max(FEW, global_batch // GROUPS))
+    found = max(n for n in range(1, most + 1) if global_batch % n == 0)
+    if found < GROUP_FEWEST:
+        larger = range(GROUP_FEWEST, 2 * GROUP_MOST + 1)
+        found = next((n for n in larger if global_batch % n == 0), global_batch)
+    return found if found < global_batch else 0
 
 
 def _made(cls: type[T], data: Mapping[str, Any], nested: Mapping[str, Callable[[Any], Any]]) -> T:

@@ -99,7 +99,7 @@ def _problems(subject: Subject, machines: Sequence[MachineGroup], layout: Layout
             "fewer ranks, or more samples"
         )
     try:
-        hetero_shares.microbatches(batch, layout)
+        hetero_shares.microbatches(batch, layout, model.together)
     except InfeasiblePlan as error:
         yield str(error)
 

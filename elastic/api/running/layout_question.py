@@ -38,7 +38,13 @@ if TYPE_CHECKING:
 PLACE = "ELASTIC_LAYOUTS"
 MOST_S = 90.0  # for all of it
 MOST_TP = 4  # ranks of a comparison: as many processes on this machine
-KEYS = ("data", "args", "optimizer", "microbatch_tokens")  # of a job, that decide what is compared
+KEYS = (
+    "data",
+    "args",
+    "optimizer",
+    "microbatch_tokens",
+    "batch_norm",
+)  # of a job, that decide what is compared
 TELL_AFTER_S = 2.0
 AXES = ("dp", "tp", "cp", "pp")
 

@@ -105,7 +105,8 @@ class HeteroAssigner:
         rates = [slot.rate * inner for slot in slots]
         speeds = tuple(zip(*(rates[p * dp : (p + 1) * dp] for p in stages), strict=True))
         ends = self.ends(layout, step)
-        task = SplitTask(layout, self.work.n_blocks, step.global_batch, m, ends)
+        unit = max(1, self.work.model.together)
+        task = SplitTask(layout, self.work.n_blocks, step.global_batch, m, ends, unit=unit)
         try:
             bound = self._bound(task, step, slots) if self.room or self.most_rows else task
             made = split(bound, speeds)

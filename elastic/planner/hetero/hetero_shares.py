@@ -95,26 +95,31 @@ def busy_s(
     return slowest
 
 
-def microbatches(global_batch: int, layout: Layout) -> int:
+def microbatches(global_batch: int, layout: Layout, together: int = 1) -> int:
     """Number of microbatches of a step, the same on every rank; it divides the global batch.
+    `together`: see ModelProfile.
 
     With a microbatch size: the fewest whose largest share fits into it. Else 1 without pp; with pp
     the largest divisor that is at most 2 pp (from pp on the pipeline is full) and leaves each
     data-parallel rank a sample per microbatch.
     """
-    dp = layout.dp
-    found = _dividing(global_batch, dp, layout.pp, n_stages=layout.n_stages)
+    dp, unit = layout.dp, max(1, together)
+    n_units, of = global_batch // unit, f" in groups of {unit}" if unit > 1 else ""
+    found = _dividing(n_units, dp, layout.pp, n_stages=layout.n_stages)
+    if not together:
+        found = tuple(n for n in found if n == 1)  # all that a rank has, at once
     if not found:
         raise InfeasiblePlan(
-            f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks"
+            f"a global batch of {global_batch} samples{of} cannot feed {layout.dp} data-parallel "
+            "ranks"
         )
     if layout.microbatch_size:
-        most = layout.microbatch_size * dp
-        fewest = bisect_left(found, -most, key=lambda d: -(global_batch // d))
+        most = layout.microbatch_size // unit * dp
+        fewest = bisect_left(found, -most, key=lambda d: -(n_units // d))
         if fewest == len(found):
             raise InfeasiblePlan(
                 f"microbatch_size={layout.microbatch_size}: no number of microbatches divides "
-                f"{global_batch} samples over "
+                f"{global_batch} samples{of} over "
                 f"{layout.dp} data-parallel ranks into pieces of at most that size"
             )
         return found[fewest]

@@ -47,7 +47,7 @@ class Split:
 class SplitTask:
     """What is dealt out. `ends`: the head behind the last block, in blocks. `most_blocks`: at each
     place on the pp axis, and `most_rows`: totals of blocks -> samples that each data-parallel rank
-    can hold at once; None = any number."""
+    can hold at once; None = any number. `unit`: so many samples stay in one microbatch."""
 
     layout: Layout
     n_blocks: int
@@ -56,6 +56,7 @@ class SplitTask:
     ends: float = 0.0
     most_blocks: tuple[int, ...] | None = None
     most_rows: Callable[[tuple[int, ...]], Sequence[int]] | None = None
+    unit: int = 1
 
     @cached_property
     def per_rank(self) -> int:
@@ -113,11 +114,11 @@ def split(task: SplitTask, speeds: Speeds) -> Split:
 def _assigned(
     task: SplitTask, speeds: Speeds, blocks: tuple[int, ...], *, layers: tuple[int, ...] = ()
 ) -> Split:
-    m = task.n_microbatches
+    m, unit = task.n_microbatches, task.unit
     each = {row: task.sample_s(row, blocks) for row in set(speeds)}
-    most = task.most_rows(blocks) if task.most_rows else ()
+    most = [n // unit for n in task.most_rows(blocks)] if task.most_rows else ()
     samples = hetero_shares.shares(
-        task.global_batch // m, [1 / each[row][0] for row in speeds], m, most=most
+        task.global_batch // (m * unit), [1 / each[row][0] for row in speeds], m * unit, most=most
     )
     worst = max(range(len(samples)), key=lambda d: samples[d] * each[speeds[d]][0])
     whole, stage = each[speeds[worst]]

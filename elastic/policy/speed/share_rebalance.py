@@ -237,14 +237,15 @@ def _units_at(windows: Sequence[Window], times: Sequence[float]) -> list[float]:
 
 
 def assigned_shares(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
-    """The best shares in multiples of the number of microbatches, none larger than the memory of
-    its GPUs allows."""
-    m = plan.n_microbatches
-    n_units, rates = sum(plan.samples) // m, [1 / one for one in load.sample_s]
+    """The best shares in multiples of the number of microbatches (and of what the model keeps
+    together), none larger than the memory of its GPUs allows."""
+    unit = plan.n_microbatches * (max(1, state.model.together) if state.model is not None else 1)
+    n_units, rates = sum(plan.samples) // unit, [1 / one for one in load.sample_s]
     most = [
-        max(n, limit) // m for n, limit in zip(plan.samples, most_samples(state, plan), strict=True)
+        max(n, limit) // unit
+        for n, limit in zip(plan.samples, most_samples(state, plan), strict=True)
     ]
-    return hetero_shares.shares(n_units, rates, m, most=most)
+    return hetero_shares.shares(n_units, rates, unit, most=most)
 
 
 def most_samples(state: State, plan: Plan) -> list[int]:

@@ -21,8 +21,10 @@ from elastic.worker.equivalence.no_randomness import Still, quiet
 from elastic.worker.equivalence.reference_pass import Pass, one_pass
 from elastic.worker.process.free_memory import free_host_bytes
 from elastic.worker.program.model_profile import block_names, build_meta, trace
+from elastic.worker.program.norms.batch_norms import norms_of
 
 ROWS = 4  # samples of the batch
+GROUP = 2  # of samples with statistics of their own (BatchNorm)
 WHOLE_MOST_PARAMETERS = 30_000_000  # of a model that is copied with all of its blocks
 BLOCKS = (3, 2)  # of a copy of a larger one: the first number where so many are not too large
 MOST_PARAMETERS = 400_000_000  # of a copy: beyond it nothing is compared
@@ -50,6 +52,8 @@ class SmallCopy:
             converted(self.model, torch.float32)
         perturb(self.model)
         quiet(self.model)
+        for norm in norms_of([self.model]):
+            norm.group = min(norm.group, GROUP)
         self.flop = 6.0 * n_multiplied(self.model)  # of a position's passes
         self._passes: list[tuple[Batch, Pass]] = []
         # with sequences of full length, where others are compared with short ones

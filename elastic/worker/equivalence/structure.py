@@ -33,6 +33,7 @@ from elastic.worker.equivalence.forward_trace import (
 )  # fmt: skip
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.program.model_profile import block_names, build_meta
+from elastic.worker.program.norms.batch_norms import norms_of
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,15 @@ def _one_or_two(
 
 
 def _norm(model: nn.Module) -> tuple[str, str]:
-    """The first module that computes with the statistics of a batch, and what is said of it; '' =
-    none."""
+    """The first BatchNorm that is left as torch has it, and what is said of it; '' = none."""
+    met = {id(norm.module) for norm in norms_of([model])}
     norm = next(
-        (name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), ""
+        (
+            name
+            for name, m in model.named_modules()
+            if isinstance(m, _BatchNorm) and m.training and id(m) not in met
+        ),
+        "",
     )
     kind = type(model.get_submodule(norm)).__name__
     return (

@@ -155,6 +155,18 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
                 f"layout '{layout}': pp={layout.pp}, but no pipeline stages are possible here; "
                 "take pp=1"
             )
+        unit = max(1, model.together)
+        if unit > 1 and layout.dp > spec.global_batch // unit:
+            raise SpecError(
+                f"layout '{layout}': {layout.dp} data-parallel ranks, but a step has "
+                f"{spec.global_batch // unit} groups of {unit} samples (batch_norm); take fewer "
+                "ranks, or a smaller group"
+            )
+        if 0 < layout.microbatch_size < unit:
+            raise SpecError(
+                f"layout '{layout}': microbatch_size={layout.microbatch_size} cuts the groups of "
+                f"{unit} samples (batch_norm); take {unit} or more"
+            )
         if layout.microbatch_size and spec.script:
             raise SpecError(
                 f"layout '{layout}': a script gets its whole share of a step at once; leave "

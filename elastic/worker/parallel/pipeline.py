@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from elastic.errors import PeerGarbled, ProgramError
 from elastic.program import Program
 from elastic.types import Layout, ModelProfile
 from elastic.types.grid import stage_blocks, stages_at
-from elastic.worker.parallel.keyed_draws import StepDraws
 from elastic.worker.process_groups import wire
 from elastic.worker.process_groups.axis_ranges import STAGE, axis_range
 from elastic.worker.program.calls import cut_rows
 from elastic.worker.program.model_profile import block_names
+
+Forward = Callable[[range, int], AbstractContextManager[None]]  # of rows, through a stage
 
 
 class PassThrough(nn.Module):
@@ -118,13 +120,14 @@ class _Stage(PipelineStage):
     guards in a model that raise for what is not finite must not see that. It tells the stages
     before and behind it those shapes with pickle; here they go by `wire`."""
 
-    draws: StepDraws | None = None  # of this step, with the rows of each microbatch
+    around: Forward | None = None  # of this step, with the rows of each microbatch
     rows: Sequence[range] = ()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        if self.draws is not None:
-            self.draws.begin(0, self.rows[fwd_chunk_id], self.stage_index)
-        with axis_range(f"{STAGE} {self.stage_index} forward"):
+        around: AbstractContextManager[None] = nullcontext()
+        if self.around is not None:
+            around = self.around(self.rows[fwd_chunk_id], self.stage_index)
+        with around, axis_range(f"{STAGE} {self.stage_index} forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,18 +257,19 @@ class Pipeline:
         *,
         loss: Callable[[Any, range], torch.Tensor],
         train: bool,
-        draws: StepDraws | None = None,
+        forward: Forward | None = None,
     ) -> torch.Tensor:
         """Forward (and backward) of `n_rows` samples; `inputs`: the first stage's, `keywords`:
         every stage's arguments; `loss(output, rows)` gets the row numbers of a microbatch. They
         stay on the host: the loss is computed inside of the schedule, where waiting for the device
-        would be a bubble. `draws`: see StepDraws, None = nothing is drawn.
+        would be a bubble. `forward`: around each stage's forward pass of a microbatch.
 
         Returns the loss sum on the last stage, zero elsewhere: a scalar tensor on the device.
         """
         self._loss = loss
         for stage in self.stages:
-            stage.draws, stage.rows = draws, cut_rows(n_rows, self.n) if draws is not None else ()
+            stage.around = forward
+            stage.rows = cut_rows(n_rows, self.n) if forward is not None else ()
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if self.is_first else ()
         call = self.schedule.step if train else self.schedule.eval

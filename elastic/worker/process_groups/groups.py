@@ -159,6 +159,11 @@ class Groups:
         """All groups are made, whether torch knows of them or not."""
         return self._formed
 
+    @property
+    def data_parallel(self) -> list[dist.ProcessGroup]:
+        """Of the ranks that have other samples, or parts of them, the innermost first."""
+        return [group for name, _, group in reversed(self._axes) if name != "tp"]
+
     def axis_names(self) -> dict[str, str]:
         """Name of a group -> the axis that it is of, as a profile needs it; once it is joined."""
         groups = [(group, name) for name, _, group in self._axes]

@@ -37,11 +37,11 @@ def call_model(program: Program, model: nn.Module, batch: Batch) -> Any:
     return model(inputs_of(program, batch), **keywords_of(program, batch))
 
 
-def cut_rows(n_rows: int, n: int) -> list[range]:
+def cut_rows(n_rows: int, n: int, unit: int = 1) -> list[range]:
     """The rows of each of `n` microbatches, as `torch.tensor_split` cuts them: the first ones have
-    one more."""
-    base, more = divmod(n_rows, n)
-    starts = [i * base + min(i, more) for i in range(n + 1)]
+    one more; or, where so many rows stay together, one `unit` more."""
+    base, more = divmod(n_rows // unit, n)
+    starts = [(i * base + min(i, more)) * unit for i in range(n + 1)]
     return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
 

@@ -9,13 +9,14 @@ from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.types import Job
 from elastic.worker.program.guards import with_memory
+from elastic.worker.program.norms.batch_norms import with_norms
 from elastic.worker.program.optimizers import JobOptimizer
 from elastic.worker.program.schedules import scale, schedule
 
 
 def with_job(program: Program, job: Job) -> Program:
     """The program as `job` wants it. Raises SpecError where the two contradict each other."""
-    return with_memory(_with_rates(_with_optimizer(program, job), job), job)
+    return with_norms(with_memory(_with_rates(_with_optimizer(program, job), job), job), job)
 
 
 def _with_optimizer(program: Program, job: Job) -> Program:

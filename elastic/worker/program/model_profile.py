@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from elastic.program import Program, pattern_regex, raised_at
 from elastic.types import ModelProfile, TensorSpec
 from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
+from elastic.worker.program.norms.batch_norms import StepNorm, chosen, training_norms
 from elastic.worker.program.weights import check_weights
 
 # tensor-parallel style -> dimension that is cut, per parameter name
@@ -33,6 +35,8 @@ CUT = {
     "sequence_colwise_loss": {"weight": 0, "bias": 0},
 }
 
+# styles by which a tp rank has a part of the sequence
+OF_A_PART = {style for style in CUT if "scatter" in style or "sequence" in style}
 NO_PIPELINE = {"LoopProgram": "its script calls the whole model"}
 EXPERT_COUNTS = ("num_experts", "n_experts", "num_local_experts")
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
@@ -152,9 +156,28 @@ def trace(program: Program) -> ModelProfile:
     )
     if program.evaluate is not None:
         no_pp = no_pp or "Program.evaluate wants the whole model"
-    return ModelProfile(
+    profile = ModelProfile(
         len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1,
         limit), extra, not no_pp, n_expert_params(model), no_pp=no_pp, no_tp=no_tp,
+    )  # fmt: skip
+    norms = training_norms(model)
+    return _with_norms(profile, program, norms) if norms else profile
+
+
+def _with_norms(profile: ModelProfile, program: Program, norms: Sequence[StepNorm]) -> ModelProfile:
+    """What BatchNorms ask of layouts: whole groups of whole samples."""
+    first = norms[0]
+    name = f"{first.name} is a {type(first.module).__name__}"
+    no_tp, no_pp = profile.no_tp, profile.no_pp
+    no_cp = f"{name}: of parts of samples it has other statistics"
+    if OF_A_PART & set(program.tp.values()):
+        no_tp = no_tp or f"{no_cp}, which Program.tp gives it ('sequence', 'scatter' ...)"
+    if not first.group:
+        no_pp = no_pp or f"{name}, whose statistics are those of a step, not of its micro-batches"
+    return replace(
+        profile, together=first.group, no_cp=no_cp, no_tp=no_tp, no_pp=no_pp,
+        pipeline=profile.pipeline and not no_pp, tp_limit=1 if no_tp else profile.tp_limit,
+        notes=(*profile.notes, chosen(norms)),
     )  # fmt: skip
 
 
@@ -176,15 +199,15 @@ def _specs(
 ) -> tuple[TensorSpec, ...]:
     specs: list[TensorSpec] = []
     first_name: dict[int, str] = {}
-    seen_block = False
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    behind = set(names[names.index(blocks[0]) :]) if blocks else set()
     for fqn, tensor, buffer in _named_tensors(model):
+        module, _, leaf = fqn.rpartition(".")
         block = next((i for i, name in enumerate(blocks) if fqn.startswith(name + ".")), None)
-        seen_block = seen_block or block is not None
         if block is None:
-            block = len(blocks) if seen_block else -1
+            block = len(blocks) if module in behind else -1
         tied_to = first_name.get(id(tensor))
         first_name.setdefault(id(tensor), fqn)
-        module, _, leaf = fqn.rpartition(".")
         tp_dim = CUT[styles[module]].get(leaf) if module in styles and not buffer else None
         trainable = not buffer and tensor.requires_grad
         dtype = str(tensor.dtype).removeprefix("torch.")

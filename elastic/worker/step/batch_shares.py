@@ -19,8 +19,11 @@ class BatchShares:
     """By the plan's numbers of samples, or others that the ranks have agreed on since; with a
     budget, by tokens in the proportion of those numbers. Steps count from 0."""
 
-    def __init__(self, job: Job, plan: Plan, budget: TokenBudget | None = None) -> None:
-        self.job, self.plan, self.budget = job, plan, budget
+    def __init__(
+        self, job: Job, plan: Plan, budget: TokenBudget | None = None, *, together: int = 1
+    ) -> None:
+        """`together`: see ModelProfile."""
+        self.job, self.plan, self.budget, self.together = job, plan, budget, together
         # first step -> numbers of samples
         self._since: list[tuple[int, tuple[int, ...]]] = [(0, plan.samples)]
         self._cut = lru_cache(STEPS_KEPT)(lambda step: self.cut_of(self.ids(step), step))
@@ -60,11 +63,12 @@ class BatchShares:
         """Samples of each micro-batch of all ranks that is computed in one go."""
         if self.budget is not None:
             return [len(part.ids) for rank in self.cut(step) for part in rank]
-        return parts_of(self.samples(step), self.microbatches(step))
+        return parts_of(self.samples(step), self.microbatches(step), self.together)
 
     def microbatches(self, step: int) -> tuple[int, ...]:
         """How many each data-parallel rank has, where the plan's numbers cut its batch."""
-        return each_microbatches(self.plan.layout, self.samples(step), self.plan.n_microbatches)
+        n, together = self.plan.n_microbatches, self.together
+        return each_microbatches(self.plan.layout, self.samples(step), n, together)
 
     def work(self, step: int, dp: int) -> float:
         """Of a rank, in samples; with a budget, in places of its micro-batches as multiples of the

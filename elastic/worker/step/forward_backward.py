@@ -3,8 +3,9 @@ pipeline, on parts of sequences, or in the loop of a user's script."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,7 @@ from elastic.worker.program.calls import (
     rows_in,
 )
 from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.program.norms.step_norms import StepNorms
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import BatchShares
 from elastic.worker.step.block_timing import BlockTiming
@@ -93,7 +95,8 @@ class ForwardBackward:
         self.speaks = last_stage and self.at.tp == 0
         self.counts = self.speaks and self.at.cp == 0  # its samples and their tokens
         self.sequence = Sequence(program, plan.layout, self.at, groups=groups)
-        self.shares = BatchShares(job, plan)
+        self.shares = BatchShares(job, plan, together=state.profile.together)
+        self.norms = StepNorms(state.models, groups.data_parallel)
         self.has_blocks = not plan.layers or any(
             plan.layers[stage] for stage in stages_at(plan.layout, self.at.pp)
         )
@@ -111,7 +114,8 @@ class ForwardBackward:
 
     def read_by(self, dataset: Any) -> None:
         """What the steps are cut by, where the job gives micro-batches a budget of tokens."""
-        self.shares = BatchShares(self.job, self.plan, self.budget_of(dataset))
+        together = self.state.profile.together
+        self.shares = BatchShares(self.job, self.plan, self.budget_of(dataset), together=together)
         self._stream = dataset if isinstance(dataset, Stream) else None
 
     def budget_of(self, dataset: Any) -> TokenBudget | None:
@@ -212,26 +216,37 @@ class ForwardBackward:
             inputs, keywords = inputs_of(self.program, batch), keywords_of(self.program, batch)
             if self.draws is not None:
                 self.draws.pause()  # a stage is first called with made-up values
+            forward = partial(self._forward, drawing, 0) if train else None
             return pipeline.run(
-                inputs, keywords, _n_rows(batch), loss=loss, train=train, draws=drawing
+                inputs, keywords, _n_rows(batch), loss=loss, train=train, forward=forward
             ).double()
-        n = 1 if others else n_microbatches
+        n, unit = 1 if others else n_microbatches, max(1, self.state.profile.together)
         pieces = [
             (which, batch, loss, rows)
             for which, (batch, loss) in enumerate((whole, *others))
-            for rows in cut_rows(_n_rows(batch), n)
+            for rows in cut_rows(_n_rows(batch), n, unit if train else 1)
         ]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (which, batch, loss, rows) in enumerate(pieces, 1):
-            if drawing is not None:
-                drawing.begin(which, rows)
             if train and len(pieces) > 1:
                 begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == len(pieces))
-            value = loss(call_model(self.program, self.state.model, rows_in(batch, rows)), rows)
+            with self._forward(drawing, which, rows) if train else nullcontext():
+                output = call_model(self.program, self.state.model, rows_in(batch, rows))
+            value = loss(output, rows)
             if train:
                 value.backward()
             total.add_(value.detach())
         return total
+
+    @contextmanager
+    def _forward(
+        self, drawing: StepDraws | None, which: int, rows: range, stage: int = 0
+    ) -> Iterator[None]:
+        """A forward pass of these rows of a batch, through a stage, in a step."""
+        if drawing is not None:
+            drawing.begin(which, rows, stage)
+        with self.norms.passing(rows):
+            yield
 
     def _drawing(self, batches: list[Batch]) -> StepDraws | None:
         """None = nothing is drawn, or nobody knows whose samples these are (a rehearsal)."""
@@ -295,11 +310,10 @@ class ForwardBackward:
         """The same where a script computes the loss; in a rehearsal nobody does."""
         if train:
             epoch = self.state.step * self.job.global_batch // self.job.n_samples
-            return (
-                self.script.compute(batch, self.state.step, epoch)
-                if self.script is not None
-                else (0.0, 0)
-            )
+            if self.script is None:
+                return 0.0, 0
+            with self.norms.of_script(self.state.model, _n_rows(batch)):
+                return self.script.compute(batch, self.state.step, epoch)
         evaluation = self.program.evaluation  # type: ignore[attr-defined]
         kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
         # on every rank: its collectives need all of them

@@ -19,18 +19,16 @@ from torch import nn
 
 from elastic.types import ModelProfile, Plan
 from elastic.types.grid import each_microbatches
+from elastic.worker.program.calls import cut_rows
 
 MARK = "_elastic_watched"
 
 
-def parts_of(samples: Sequence[int], n_microbatches: Sequence[int]) -> list[int]:
-    """Sizes of the single microbatches of all data-parallel ranks, as `tensor_split` cuts them; of
-    each rank how many."""
-    found = []
-    for n, pieces in zip(samples, n_microbatches, strict=True):
-        base, more = divmod(n, pieces)
-        found += [base + (i < more) for i in range(pieces)]
-    return found
+def parts_of(samples: Sequence[int], n_microbatches: Sequence[int], together: int = 1) -> list[int]:
+    """Sizes of the single microbatches of all data-parallel ranks; of each rank how many."""
+    unit = max(1, together)
+    each = zip(samples, n_microbatches, strict=True)
+    return [len(rows) for n, pieces in each for rows in cut_rows(n, pieces, unit)]
 
 
 def noise(small: float, big: float, parts: Sequence[int]) -> tuple[float, float]:
@@ -56,7 +54,9 @@ def cannot(plan: Plan, profile: ModelProfile, script: bool) -> str:
             [
                 part
                 for part in parts_of(
-                    plan.samples, each_microbatches(layout, plan.samples, plan.n_microbatches)
+                    plan.samples,
+                    each_microbatches(layout, plan.samples, plan.n_microbatches, profile.together),
+                    profile.together,
                 )
                 if part
             ]

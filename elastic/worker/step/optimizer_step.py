@@ -108,6 +108,7 @@ class Stepper(ForwardBackward):
         if local is not None:
             local.begin()
         self.state.buffers.note()
+        self.norms.begin()
         self.spans.next_step()
         if self.kept is not None:
             self.kept.begin()
@@ -120,6 +121,7 @@ class Stepper(ForwardBackward):
             self.first_step = False
         gradients = self.state.gradients()
         self.add_shared(gradients)
+        self.norms.update(sum(self.shares.samples(step)[: self.dp]), self.job.global_batch)
         self.pending = self._read(gradients, (loss_sum, tokens), small)
         self._told = replace(self.pending, gradients={})
         heard = self._commit(self.pending, words)

@@ -33,16 +33,20 @@ def pass_through(
     layouts: list[Layout],
     every: int,
     n_blocks: int = N_BLOCKS,
+    **more: Any,
 ) -> list[StepDone]:
     """Enter each layout in turn, live from the one before, after about `every` steps each; the last
-    runs to the end."""
+    runs to the end. `more`: of `plan`."""
     workers = pool.open(job, run)
     plans: list[Plan] = []
     for i, layout in enumerate(layouts):
         resume = live(plans[-1]) if plans else Resume()
         plans.append(
-            plan(i + 1, layout, workers, job["global_batch"], resume=resume, n_blocks=n_blocks)
-        )
+            plan(
+                i + 1, layout, workers, job["global_batch"], resume=resume, n_blocks=n_blocks,
+                **more,
+            )
+        )  # fmt: skip
         pool.enter(plans[-1])
         pool.entered(i + 1)
         target = every * (i + 1)

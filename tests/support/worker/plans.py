@@ -20,19 +20,25 @@ def shares(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
 def plan(
     generation: int, layout: Layout, workers: list[WorkerId], global_batch: int, **more: Any
 ) -> Plan:
-    """A plan on the first workers; `more`: other fields of Plan, and `n_blocks` of the model."""
+    """A plan on the first workers; `more`: other fields of Plan, and `n_blocks` and `together` of
+    the model."""
+    unit = more.pop("together", 1)
     layers = shares(more.pop("n_blocks", N_BLOCKS), layout.n_stages)
     full = (
-        1 if layout.pp == 1 else 2 * layout.pp if global_batch % (2 * layout.pp) == 0 else layout.pp
+        1
+        if layout.pp == 1
+        else 2 * layout.pp
+        if global_batch % (2 * layout.pp * unit) == 0
+        else layout.pp
     )
-    m = more.pop(
-        "n_microbatches", microbatches(global_batch, layout) if layout.microbatch_size else full
-    )
+    fewest = microbatches(global_batch, layout, unit) if layout.microbatch_size else full
+    m = more.pop("n_microbatches", fewest)
     ranks = tuple(workers[: layout.world_size])
     if more.get("peer_every") and "copies_to" not in more:
         n, alone = more.pop("n_copies", 1), more.pop("alone", False)
         more["copies_to"] = replica_holders(layout, ranks, {}, n=n, alone=alone)
-    return Plan(generation, layout, ranks, shares(global_batch, layout.dp, m), layers, m, **more)
+    samples = more.pop("samples", None) or shares(global_batch, layout.dp, m * max(1, unit))
+    return Plan(generation, layout, ranks, samples, layers, m, **more)
 
 
 def live(old: Plan) -> Resume:
