@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 END_S = 5.0  # that the server beside a driver may take to end
 BESIDE = "--beside-driver"
+NICE = 10  # workers of the same machine come first
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def dashboard(runs: Sequence[str], options: DashboardOptions, say: Callable[[str
     sources = PageSources(
         holder, profiles.verdicts, profiles.of, step_parts, profiles.communication
     )
+    if options.beside_driver:
+        os.nice(NICE)
     with listening(options.host, options.port) as place:
         if options.beside_driver:
             shelf = RunShelf(tuple(RunFolder.of(open_storage(run)) for run in runs), sources)

@@ -3,8 +3,10 @@ line once, in a folder as in object storage, also while the journal is closed in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from elastic.ledger.journal import CLOSED, SEAL, Line, Sieve, crc_of, damaged
@@ -42,6 +44,19 @@ class ReadOnce:
         return getattr(self._storage, name)
 
 
+Stamp = tuple[int, int, int]  # of a file: inode, bytes, when it was written
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is another where anything was added. None = there is no such file."""
+
+    journal: Stamp | None
+    closed: Stamp | None
+    stored: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
 class JournalGrowth:
     """Reads what was added since the last call. `begun`: how often it began from the first line: a
     journal that was cut, or that another driver's lines replaced, is read again from there."""
@@ -52,7 +67,7 @@ class JournalGrowth:
         self._run = run
         self.begun = 0
         self.trouble = ""  # why nothing more is read
-        self._signs: object = None
+        self._signs: _Seen | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -69,28 +84,40 @@ class JournalGrowth:
         signs = self._seen()
         if signs == self._signs:
             return
-        parts, text = self._run.parts_and_text(self._parts)
-        if not self._continues(parts, text):
-            self._begin()
-        self._parts = parts
-        for name in parts.names[self._n_parts :]:
-            yield from self._taken(parts.read(name)[1], parts.storage.uri_of(name.key("xz")))
-            self._n_parts, self._at, self._mark = self._n_parts + 1, 0, b""
-        yield from self._taken(text, str(self._run.journal))
+        text, begins = self._grown(signs), max(0, self._at - MARK)
+        if text is None:
+            parts, text = self._run.parts_and_text(self._parts)
+            begins = 0
+            if not self._continues(parts, text):
+                self._begin()
+            self._parts = parts
+            for name in parts.names[self._n_parts :]:
+                yield from self._taken(parts.read(name)[1], parts.storage.uri_of(name.key("xz")))
+                self._n_parts, self._at, self._mark = self._n_parts + 1, 0, b""
+        yield from self._taken(text, str(self._run.journal), begins)
         self._signs = signs
 
-    def _seen(self) -> object:
-        """What is another where anything was added."""
+    def _seen(self) -> _Seen:
         run = self._run
-        here = []
-        for path in (run.journal, run.folder / CLOSED):
-            try:
-                found = path.stat()
-            except FileNotFoundError:
-                continue
-            here.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        journal, closed = (_stamp(path) for path in (run.journal, run.folder / CLOSED))
         stored = run.storage.list(PREFIX) if run.storage.remote else []
-        return here, stored, run.storage.list(PARTS)
+        return _Seen(journal, closed, tuple(stored), tuple(run.storage.list(PARTS)))
+
+    def _grown(self, now: _Seen) -> bytes | None:
+        """The newest bytes of a file that has only become longer, from MARK bytes before the place
+        that was read to: a driver adds a line each second for months. None = another one, or
+        parts."""
+        before, there = self._signs, now.journal
+        if before is None or before.journal is None or there is None or self._run.storage.remote:
+            return None
+        if before.closed or now.closed or before.parts != now.parts:
+            return None
+        with self._run.journal.open("rb") as file:
+            if os.fstat(file.fileno()).st_ino != before.journal[0]:
+                return None
+            file.seek(max(0, self._at - MARK))
+            text = file.read()
+        return text if self._mark and text.startswith(self._mark) else None
 
     def _continues(self, parts: JournalParts, text: bytes) -> bool:
         """Does the journal still begin with what was read?"""
@@ -103,14 +130,16 @@ class JournalGrowth:
             text = parts.read(parts.names[self._n_parts])[1]
         return text[max(0, self._at - MARK) : self._at] == self._mark
 
-    def _taken(self, text: bytes, where: str) -> Iterator[Line]:
-        """The whole lines that follow the place that was read to."""
-        end = text.rfind(NEWLINE, self._at) + 1 or self._at
+    def _taken(self, text: bytes, where: str, begins: int = 0) -> Iterator[Line]:
+        """The whole lines that follow the place that was read to. `begins`: of the text, in its
+        file."""
+        at = self._at - begins
+        end = text.rfind(NEWLINE, at) + 1 or at
         rest = text[end:]
         seal = SEAL.search(rest)
         if seal and crc_of(rest[: seal.start()] + b"}") == seal[1].decode():
             end = len(text)  # whole but for its newline
-        added = text[self._at : end]
+        added = text[at:end]
         if not added or self.trouble:
             return
         yield from self._sieve.lines(added)
@@ -119,4 +148,12 @@ class JournalGrowth:
             self.trouble = str(damaged(where, replace(damage, number=number)))
             return
         self._n_lines += added.count(NEWLINE)
-        self._at, self._mark = end, text[max(0, end - MARK) : end]
+        self._at, self._mark = begins + end, text[max(0, end - MARK) : end]
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -354,6 +354,7 @@ def block(ends: Sequence[float], cpu_s: Mapping[str, float], active_s: float) ->
 
 
 WATCHED = ("step_time_ratio", "median_step_time_ratio", "cpu_seconds_ratio")
+TRAINERS = ("workers", "ray")  # kinds of processes that are neither the driver nor beside it
 
 
 def overhead(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
@@ -383,21 +384,51 @@ def overhead(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
     return out
 
 
+def beside(pairs: Sequence[tuple[Block, Block]], n_cores: int) -> dict[str, Any]:
+    """What driver and observers compute in a step more than the driver of the run that nothing
+    watches; and which share of the cores' time that is. It is told from the CPU seconds of a second:
+    most of what they do comes by the clock, and steps of two blocks are not equally long."""
+    if not pairs:
+        return {"watchers_cpu_ms_per_step": None, "watchers_cpu_share": None}
+    more = [_beside_training(ours) - _beside_training(base) for ours, base in pairs]
+    step_s = median(base.mean_s for _, base in pairs)
+    draw = Random(1)
+    drawn = sorted(sum(draw.choices(more, k=len(more))) / len(more) for _ in range(DRAWN))
+    bounds = [drawn[round(share * (DRAWN - 1))] for share in (0.025, 0.975)]
+    mean = sum(more) / len(more)
+    return {
+        "watchers_cpu_ms_per_step": round(1000 * mean * step_s, 3),
+        "watchers_cpu_ms_per_step_95": [round(1000 * one * step_s, 3) for one in bounds],
+        "watchers_cpu_share": round(mean / n_cores, 5),
+    }
+
+
+def _beside_training(block: Block) -> float:
+    """CPU seconds in a second."""
+    spent = sum(seconds for kind, seconds in block.cpu_s.items() if kind not in TRAINERS)
+    return spent / block.mean_s
+
+
 def watched(
-    rounds: Sequence[Mapping[str, Block]], base: str = "nothing"
+    rounds: Sequence[Mapping[str, Block]], n_cores: int, base: str = "nothing"
 ) -> dict[str, dict[str, Any]]:
     """Of each contender the median step, and of all but `base` the ratios to that in the same
-    round."""
+    round, and what is computed beside the training."""
     names = dict.fromkeys(name for one in rounds for name in one)
-    found = {
-        name: overhead([(one[name], one[base]) for one in rounds if {name, base} <= one.keys()])
+    pairs = {
+        name: [(one[name], one[base]) for one in rounds if {name, base} <= one.keys()]
         for name in names
     }
+    found = {name: overhead(of) for name, of in pairs.items()}
     kept = ("pairs", *(f"{name}{more}" for name in WATCHED for more in ("", "_95")))
     return {
         name: {
             "step_s": Spread(tuple(one[name].median_s for one in rounds if name in one)).middle,
-            **({} if name == base else {key: of[key] for key in kept}),
+            **(
+                {}
+                if name == base
+                else {key: of[key] for key in kept} | beside(pairs[name], n_cores)
+            ),
         }
         for name, of in found.items()
     }

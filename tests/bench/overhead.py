@@ -7,7 +7,8 @@ does meanwhile falls on both. Under elastic: two nodes of one worker each (dp_sh
 embedded cluster, peer replicas and journal on. How often it copies is what a run before it comes to
 by itself (one that is frozen now and then measures long steps, and copies more often). Bare:
 bare.py in two processes. The part `watched`: the same run with each tracker that is installed
-(offline), with the metrics endpoint, with `--dashboard`, with all of them, each next to one without.
+(offline), with the metrics endpoint, with `--dashboard`, with all of them, each next to one without;
+and such a pair of which neither is watched (`twin`): what two runs differ by anyway.
 Wall seconds and CPU seconds per step; CPU seconds are of all processes,
 under elastic also of driver and Ray.
 """
@@ -223,6 +224,7 @@ def compare_watched(
     """The same run watched in several ways, each beside one that nothing watches."""
     trackers = [name for name in TRACKERS if find_spec(name) is not None]
     ways: dict[str, dict[str, Any]] = {
+        "twin": {},
         "trackers": {"trackers": trackers},
         "endpoint": {"metrics_port": 0},
         "dashboard": {"words": ("--dashboard",)},
@@ -240,7 +242,7 @@ def compare_watched(
             for name in names
             for one in beside_nothing(program, name, ways[name], size=size, n=n_rounds, clock=clock)
         ]
-    return {**figures.watched(rounds), "installed": trackers}
+    return {**figures.watched(rounds, os.cpu_count() or 1), "installed": trackers}
 
 
 def beside_nothing(
@@ -290,7 +292,7 @@ def measure(clock: Clock, given: argparse.Namespace, size: Size) -> dict[str, An
 if __name__ == "__main__":
     given = options(
         __doc__, MOST_S, repeats=PAIRS, parts=(*MODELS, WATCHED), smoke_parts=("wide",),
-        values={"watchers": "trackers endpoint dashboard all"},
+        values={"watchers": "twin trackers endpoint dashboard all"},
     )  # fmt: skip
     size = SMOKE if given.smoke else WHOLE
     sys.exit(finish("overhead", given, lambda clock: measure(clock, given, size)))

@@ -286,13 +286,32 @@ def test_ways_of_watching_are_compared_with_nothing_in_the_same_round() -> None:
         }
 
     rounds = [round_of(1.0, 1.1), round_of(3.0, 1.1), {"nothing": Block(9.0, 9.0, {})}]
-    found = watched(rounds)
+    found = watched(rounds, 2)
     assert found["nothing"] == {"step_s": 3.0}
     assert (found["endpoint"]["step_s"], found["endpoint"]["pairs"]) == (2.0, 2)
     assert found["endpoint"]["step_time_ratio"] == pytest.approx(1.1)
     assert found["endpoint"]["median_step_time_ratio"] == 1.0
     assert found["endpoint"]["cpu_seconds_ratio_95"] == [2.0, 2.0]
-    assert watched([]) == {}
+    assert watched([], 2) == {}
+
+
+def test_what_is_computed_beside_the_training_is_told_per_step_and_of_all_cores() -> None:
+    def block(step_s: float, beside_s: float) -> Block:
+        """`beside_s`: in each second, by the driver and whoever watches."""
+        mine = {"root": 0.25 * beside_s * step_s, "other": 0.75 * beside_s * step_s}
+        return Block(step_s, step_s, {"workers": step_s, "ray": step_s, **mine})
+
+    # a step that took longer gives what comes by the clock no other weight
+    rounds = [
+        {"dashboard": block(longer * 0.2, 0.022), "nothing": block(0.2, 0.020)}
+        for longer in (1.0, 2.0, 0.5)
+    ]
+    found = watched([*rounds, {"dashboard": block(0.2, 0.9)}], 2)["dashboard"]
+    assert found["watchers_cpu_ms_per_step"] == 0.4
+    assert found["watchers_cpu_ms_per_step_95"] == [0.4, 0.4]
+    assert found["watchers_cpu_share"] == 0.001
+    alone = watched([{"dashboard": block(0.2, 0.9)}], 2)["dashboard"]
+    assert alone["watchers_cpu_ms_per_step"] is None
 
 
 def test_the_interval_is_as_wide_as_the_pairs_differ() -> None:

@@ -3,6 +3,7 @@ another file, in object storage, or gone and followed by another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from elastic.driver import drive
 from elastic.errors import SpecError
 from elastic.ledger import parts as parts_of
 from elastic.ledger import segments
-from elastic.ledger.journal import Journal, Line, MemoryJournal, write_line
+from elastic.ledger.journal import Journal, Line, MemoryJournal, Sieve, write_line
 from elastic.ledger.journal_growth import JournalGrowth
 from elastic.ledger.run_folder import RunFolder
 from elastic.policy.state.fold import State
@@ -161,3 +162,26 @@ def test_segments_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [one.at_s for one in read] == [1, 2, 3, 4, 5]
     segment_keys = [key for key in fetched if key.startswith("journal/")]
     assert len(segment_keys) == len(set(segment_keys)) >= 5
+
+
+def test_of_a_file_that_grows_only_the_new_bytes_are_read(
+    local: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Months of a run are looked at every second."""
+    local.journal.write_text("".join(write_line(line(n)) + "\n" for n in range(1, 200)))
+    growth = JournalGrowth(local)
+    assert len(list(growth.look())) == 199
+    monkeypatch.setattr(RunFolder, "parts_and_text", None)  # reads all of it
+    taken = list[int]()
+    read = Sieve.lines
+
+    def lines(sieve: Sieve, text: bytes) -> Iterator[Line]:
+        taken.append(len(text))
+        return read(sieve, text)
+
+    monkeypatch.setattr(Sieve, "lines", lines)
+    for n in range(200, 205):
+        with local.journal.open("a") as file:
+            file.write(write_line(line(n)) + "\n")
+        assert list(growth.look()) == [line(n)]
+    assert taken == [len(write_line(line(n))) + 1 for n in range(200, 205)]

@@ -6,6 +6,7 @@ torchrun drive themselves, in a process beside rank 0, which tells it the journa
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from elastic.config.job import JobSpec, job_of
 from elastic.errors import SpecError
 from elastic.ledger.journal import parse_line
 from elastic.ledger.run_folder import RunFolder
+from elastic.observe.trackers.tracker_process import NICE
 from elastic.storage import open_storage
 
 # ranks that are started anew may come before the observers of those before have left their port
@@ -28,6 +30,7 @@ PORT = "metrics_port:"
 
 def main() -> None:
     """Ends when its standard input does: with rank 0, however that ends."""
+    os.nice(NICE)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the ranks
     words = (line for line in sys.stdin if line.strip())

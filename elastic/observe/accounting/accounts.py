@@ -116,6 +116,24 @@ class _Step:
 
 
 @dataclass
+class _Summed:
+    """The first `n` of the steps that may still be rolled back, added up: whoever asks again adds
+    only what was done since."""
+
+    n: int = 0
+    tokens: int = 0
+    parts: dict[str, _Amount] = field(default_factory=dict)
+
+    def through(self, steps: list[_Step]) -> None:
+        """Without the newest: the one after it may still take something off it."""
+        for step in steps[self.n : -1]:
+            self.tokens += step.tokens
+            for name, part in step.parts.items():
+                self.parts.setdefault(name, _Amount()).add(part)
+        self.n = max(0, len(steps) - 1)
+
+
+@dataclass
 class Books:
     """Takes the journal in order. `group` and `wait` hold time that has passed but is not yet
     classified. Waiting while storage is away was waiting for it, where the next plan begins from
@@ -145,6 +163,7 @@ class Books:
     first_of: tuple[str, str] = ("", "")
     timing: TransitionTimes = field(default_factory=TransitionTimes)
     checks: LossChecks = field(default_factory=LossChecks)
+    summed: _Summed = field(default_factory=_Summed)
     # what _paid has found, and from what
     _places: tuple[Any, list[tuple[str, int, int, _Amount]]] | None = None
 
@@ -335,6 +354,7 @@ class Books:
             for name, part in step.parts.items():
                 self.sums[name].add(part)
         del self.steps[: len(steps)]
+        self.summed = _Summed()
 
     def _take_off_first(self, second_s: float) -> None:
         """The first step of a generation also builds and compiles: what it took above the second is
@@ -358,7 +378,9 @@ class Books:
         for step in lost:
             for part in step.parts.values():
                 self.sums["wasted_progress"].add(part)
-        del self.steps[len(self.steps) - len(lost) :]
+        if lost:
+            del self.steps[len(self.steps) - len(lost) :]
+            self.summed = _Summed()
         self.aborted, self.carry_s = False, 0.0
         self.first_of = (_entering(target), "")
         self.timing.entered(target, event, at_s)
@@ -424,13 +446,15 @@ class Books:
         self._close_group()
         self.timing.close(None)
         sums = {name: replace(amount) for name, amount in self.sums.items()}
-        for step in self.steps:
-            for name, part in step.parts.items():
+        self.summed.through(self.steps)
+        newest = self.steps[-1:]
+        for parts in (self.summed.parts, *(step.parts for step in newest)):
+            for name, part in parts.items():
                 sums[name].add(part)
         gpu_s = sum(amount.gpu_s for amount in sums.values())
         wall_s = sum(amount.seconds for amount in sums.values())
         running_s = wall_s - sums["not_running"].seconds
-        tokens = self.tokens + sum(step.tokens for step in self.steps)
+        tokens = self.tokens + self.summed.tokens + sum(step.tokens for step in newest)
         totals = Totals(
             wall_s=wall_s,
             gpu_seconds=gpu_s,

@@ -26,7 +26,10 @@ from elastic.observe.dashboard.step_curve import Stretch
 
 STATIC = Path(__file__).with_name("static")
 PORT = 8270
-TICK_S = 0.5
+LEAST_S = 0.05  # between two looks at journals
+# between two looks while nobody asks, and from when on nobody does: a page that is opened finds a
+# journal that is all but read
+UNWATCHED_S, WATCHED_S = 10.0, 15.0
 BEAT_S = 5.0  # a page that hears nothing for longer says so
 MOST_LISTENERS = 64
 MOST_BUCKETS = 4000
@@ -117,6 +120,8 @@ class DashboardServer:
         self._assets = assets()
         self._changed = asyncio.Condition()
         self._listeners = 0
+        self._asked_s = float("-inf")
+        self._asked = asyncio.Event()
         self._hosts = {host, "localhost", "127.0.0.1", "::1"}
 
     @property
@@ -161,7 +166,12 @@ class DashboardServer:
             if await asyncio.to_thread(self.shelf.look):
                 async with self._changed:
                     self._changed.notify_all()
-            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            watched = self._listeners or now_s - self._asked_s < WATCHED_S
+            wait_s = self.shelf.next_s - now_s if watched else UNWATCHED_S
+            self._asked.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), max(LEAST_S, wait_s))
 
     # --------------------------------------------------------------------------------- who may look
 
@@ -171,8 +181,11 @@ class DashboardServer:
         if refused is not None:
             refused.headers.update(HEADERS)
             return refused
+        self._asked_s = time.monotonic()
+        self._asked.set()
         try:
             response = await handler(request)
+            self._asked.set()  # of a run that nobody has asked for before
         except web.HTTPException as error:
             response = web.Response(status=error.status, text=error.reason)
         except KeyError:
@@ -225,7 +238,6 @@ class DashboardServer:
         return _packed(request, body)
 
     async def _series(self, request: web.Request) -> web.StreamResponse:
-        run = self.shelf.followed(request.match_info["id"])
         by = request.query.get("by", "time")
         if by not in ("time", "step"):
             return _wrong(f"by={by}: must be time or step")
@@ -235,7 +247,7 @@ class DashboardServer:
         except ValueError:
             return _wrong("from, to and buckets must be numbers")
         asked = Stretch(by, low, high, min(MOST_BUCKETS, max(10, buckets)))
-        body = await asyncio.to_thread(lambda: gzip.compress(compact(run.series(asked)), 5))
+        body = await asyncio.to_thread(self.shelf.answer, request.match_info["id"], asked)
         return _packed(request, body)
 
     async def _notes(self, request: web.Request) -> web.StreamResponse:

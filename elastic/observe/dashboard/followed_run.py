@@ -200,7 +200,7 @@ class FollowedRun:
         """Numbers of the steps, and what happened in between."""
         with self.lock:
             found = self.curve.charted(asked, self.view.started_at_s)
-            return found | self._marks(asked)
+            return found | self._marks(asked) | {"version": self.version}
 
     def _marks(self, asked: Stretch) -> dict[str, Any]:
         began_s = self.view.started_at_s

@@ -17,10 +17,13 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.dashboard.followed_run import FollowedRun, PageSources
 from elastic.observe.dashboard.run_summary import snapshot
+from elastic.observe.dashboard.step_curve import Stretch
 
 LOOK_S, LOOK_REMOTE_S = 1.0, 10.0  # between two looks at a journal
 LIST_S, LIST_REMOTE_S = 10.0, 60.0  # between two looks for runs that have begun
-DUTY = 20.0  # a snapshot that takes a second is made every 20 s at most
+# an answer that takes 10 ms of a core is made once a second at most: a page costs that core 1 %
+DUTY = 100.0
+MOST_ANSWERS = 256
 
 
 def id_of(run: RunFolder) -> str:
@@ -30,7 +33,7 @@ def id_of(run: RunFolder) -> str:
 
 @dataclass
 class _Answer:
-    """A snapshot as it goes to pages."""
+    """Of a run, as it goes to pages."""
 
     version: int
     body: bytes  # gzip
@@ -47,7 +50,7 @@ class RunShelf:
         self._all = not named
         self._known: dict[str, RunFolder] = {id_of(run): run for run in named}
         self._followed: dict[str, FollowedRun] = {}
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[tuple[str, Stretch | None], _Answer] = {}
         self._next: dict[str, float] = {}
         self._listed_at_s = 0.0
         self._lock = threading.Lock()
@@ -78,15 +81,23 @@ class RunShelf:
         for run in self.runs:
             run.check()
 
+    @property
+    def _list_every_s(self) -> float:
+        return LIST_REMOTE_S if "://" in find_runs.storage_uri(self._storage) else LIST_S
+
     def _list(self) -> None:
         """The newest first."""
-        remote = "://" in find_runs.storage_uri(self._storage)
-        every_s = LIST_REMOTE_S if remote else LIST_S
-        if self._known and time.monotonic() - self._listed_at_s < every_s:
+        if self._known and time.monotonic() - self._listed_at_s < self._list_every_s:
             return
         self._listed_at_s = time.monotonic()
         found = [run for _, run in reversed(find_runs.all_runs(self._storage))]
         self._known = {id_of(run): run for run in found} | self._known
+
+    @property
+    def next_s(self) -> float:
+        """When the next journal's time comes (monotonic)."""
+        listed = [self._listed_at_s + self._list_every_s] if self._all else []
+        return min([*listed, *(self._next.get(key, 0.0) for key in self._followed)], default=0.0)
 
     def look(self) -> bool:
         """At all journals whose time has come: is anything new?"""
@@ -120,18 +131,22 @@ class RunShelf:
             )
         return rows
 
-    def answer(self, key: str) -> bytes:
-        """The newest snapshot that there is time for. Raises KeyError."""
+    def answer(self, key: str, asked: Stretch | None = None) -> bytes:
+        """The newest snapshot, or what is `asked` of its curves, that there is time for. Raises
+        KeyError."""
         run = self.followed(key)
-        known = self._answers.get(key)
+        known = self._answers.get((key, asked))
         if known is not None and (
             known.version == run.version or time.monotonic() < known.again_at_s
         ):
             return known.body
-        began_s, version = time.monotonic(), run.version
-        body = gzip.compress(compact(snapshot(run)), 5)
-        again_at_s = time.monotonic() + DUTY * (time.monotonic() - began_s)
-        self._answers[key] = _Answer(version, body, again_at_s)
+        began_s, version = time.thread_time(), run.version
+        body = gzip.compress(compact(snapshot(run) if asked is None else run.series(asked)), 5)
+        again_at_s = time.monotonic() + DUTY * (time.thread_time() - began_s)
+        while len(self._answers) >= MOST_ANSWERS:
+            with suppress(StopIteration, KeyError):
+                del self._answers[next(iter(self._answers))]
+        self._answers[key, asked] = _Answer(version, body, again_at_s)
         return body
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -131,5 +132,11 @@ def _means(values: Numbers, starts: Any, counts: Any) -> Numbers:
 
 
 def _plain(values: Numbers) -> list[float | None]:
-    """With as many digits as a chart shows."""
-    return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values]
+    """With as many digits as a chart shows. A whole number by a power of ten is the number nearest
+    to the decimal one, and is sent as short as that."""
+    size = np.abs(values)
+    known = np.isfinite(values) & (size > 0)
+    places = DIGITS - 1 - np.floor(np.log10(size, where=known, out=np.zeros_like(values)))
+    more, less = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
+    found = np.where(known, np.rint(values * more / less) * less / more, values).tolist()
+    return [value if isfinite(value) else None for value in found]

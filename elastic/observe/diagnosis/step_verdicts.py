@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from statistics import mean, median
+from statistics import fmean, median
 
 from elastic.observe.diagnosis.evidence import Evidence, GenerationFacts
 from elastic.observe.diagnosis.verdicts import WORTH, Bound, RunVerdict, of_time, percent
@@ -100,7 +100,7 @@ def _imbalance(seen: Evidence, facts: GenerationFacts, hot: set[str]) -> RunVerd
     node = facts.plan.ranks[rank].node_id
     if node in hot:
         return None
-    times = found[rank] / mean(found)
+    times = found[rank] / fmean(found)
     number = f"rank {rank} on {node} computes {times:.2f} times as long as the mean of the ranks"
     advice = _evener(seen.state.job, facts.plan, node)
     share = (1 - 1 / times) * computing(facts)
@@ -119,7 +119,7 @@ def _tokens(seen: Evidence, facts: GenerationFacts) -> RunVerdict | None:
     """Samples of unlike lengths: as the steps themselves have told."""
     if not facts.imbalance:
         return None
-    times = mean(facts.imbalance)
+    times = fmean(facts.imbalance)
     number = f"the fullest rank of a step has {percent(times - 1)} more tokens than the mean"
     share = (1 - 1 / times) * (computing(facts) or 1.0)
     advice = "data.train.pack: true in job.yaml evens them out (docs/data.md)"

@@ -31,8 +31,9 @@ class JournalReader(Protocol):
 
 
 class LiveNumbers:
-    """`tell`: called with all values every few seconds. Raises nothing into the run: what fails is
-    said once in the log and asked no more."""
+    """`tell`: called with all values every few seconds; without `readers` lines are taken in no
+    more often. Raises nothing into the run: what fails is said once in the log and asked no
+    more."""
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class LiveNumbers:
         except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
             log.warning("%s: numbers begin with this driver (%s)", self._run.name, error)
             self._numbers = RunNumbers()
-        while self._take(self._lines.come(LOOK_S), live=True):
+        every_s = LOOK_S if self._readers else SAMPLE_S
+        while self._take(self._lines.come(every_s), live=True):
             self._tick(time.monotonic())
         self._tick(float("inf"))
 
@@ -93,7 +95,7 @@ class LiveNumbers:
     def _tick(self, now_s: float) -> None:
         for reader in self._readers:
             reader.tick()
-        if now_s - self._sampled_s < SAMPLE_S or not self._tell:
+        if now_s - self._sampled_s < SAMPLE_S - LOOK_S / 2 or not self._tell:
             return
         self._sampled_s = now_s
         samples = self._numbers.samples()

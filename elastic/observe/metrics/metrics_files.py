@@ -74,7 +74,7 @@ class MetricsFiles:
         self._keep()
 
     def _take_all(self) -> bool:
-        """All lines that have come; waits for one. False: there are no more to come."""
+        """All lines that have come in a while. False: there are no more to come."""
         for line in self._lines.come(FLUSH_S):
             if line is None:
                 return False

@@ -15,6 +15,7 @@ WIDTH, HEIGHT = 1000, 300
 BUCKETS = 400  # of a long curve: each shows its least and its most
 MARKS_MOST = 40  # lines that are drawn through the curve
 LABELS_MOST = 12  # of them with a number
+APART = 9.0  # percent of the width, below which two numbers would lie on each other on a phone
 AREAS_MOST = 500
 
 
@@ -28,12 +29,14 @@ class Tick:
 
 @dataclass(frozen=True)
 class ChartMark:
-    """A change: `number` as in the table of changes, '' = too many to be numbered."""
+    """A change: `number` as in the table of changes, '' = too many to be numbered; it stands `row`
+    rows above the chart."""
 
     at: float
     cause: str
     number: str
     text: str
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,14 +145,16 @@ def _marks(view: View, x: Scale, numbers: dict[int, str]) -> tuple[ChartMark, ..
     ]
     if len(entered) > MARKS_MOST:
         return ()
-    labelled = len(entered) <= LABELS_MOST
-    return tuple(
-        ChartMark(
-            100 * x.of(step), plan.cause, numbers[plan.generation] if labelled else "",
-            f"{numbers[plan.generation]}: {plan.cause} at step {step}",
-        )
-        for step, plan in entered
-    )  # fmt: skip
+    labelled, ends = len(entered) <= LABELS_MOST, list[float]()
+    found = []
+    for step, plan in sorted(entered, key=lambda one: one[0]):
+        at, number = 100 * x.of(step), numbers[plan.generation]
+        row = next((k for k, end in enumerate(ends) if at - end >= APART), len(ends))
+        if labelled:
+            ends[row : row + 1] = [at]
+        text = f"{number}: {plan.cause} at step {step}"
+        found.append(ChartMark(at, plan.cause, number if labelled else "", text, row))
+    return tuple(found)
 
 
 def capacity_chart(view: View, history: CapacityHistory, word: str) -> Chart | None:

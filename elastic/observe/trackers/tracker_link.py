@@ -114,8 +114,7 @@ class TrackerLink:
         with process:  # closes its pipes, waits
             self._send(process.stdin, self._run.plain())
             while (words := self._next()) is not None:
-                for word in words:
-                    self._send(process.stdin, word)
+                self._send(process.stdin, *words)
             with suppress(BrokenPipeError):
                 self._send(process.stdin, {"end": self._outcome})
                 process.stdin.close()
@@ -137,8 +136,8 @@ class TrackerLink:
                     return None
                 self._changed.wait(1.0)
 
-    def _send(self, stream: IO[str], word: dict[str, Any]) -> None:
-        stream.write(json.dumps(word) + "\n")
+    def _send(self, stream: IO[str], *words: dict[str, Any]) -> None:
+        stream.write("".join(f"{json.dumps(word)}\n" for word in words))
         stream.flush()
 
     def _hear(self, stream: IO[str]) -> None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.observe import small_run
 from support.places import ROOT
 
 from elastic.driver import restored
 from elastic.ledger.journal import Line
-from elastic.observe.accounting.accounts import CATEGORIES, Account, account
+from elastic.observe.accounting.accounts import CATEGORIES, Account, Books, account
+from elastic.policy.state.fold import changes
 from elastic.types import (
     Abort,
     Action,
@@ -422,3 +424,18 @@ def test_a_generation_whose_entering_no_line_tells_of_counts_from_its_first_step
     assert found.totals.steps == 6 and found.totals.tokens == 300
     assert [row.generation for row in found.transitions] == [1, 2]
     assert found.transitions[1].steps_lost == 2 and found.transitions[1].at_step == 4
+
+
+@pytest.mark.parametrize("keeps", [0, 2])
+def test_books_that_are_asked_again_and_again_say_what_the_journal_does(keeps: int) -> None:
+    """Also where steps are undone that were added up before; `keeps`: or may be no more."""
+    lines, books = [*small_run.lines()], Books(keeps=keeps)
+    for n, line in enumerate(lines, start=1):
+        for change in changes((line,), books.state):
+            books.take(change)
+            books.so_far()
+        found, whole = books.so_far(), account(lines[:n])
+        assert found.totals.tokens == whole.totals.tokens or keeps
+        assert found.totals.usd == pytest.approx(whole.totals.usd)
+        if not keeps:
+            assert found.gpu_seconds == pytest.approx(whole.gpu_seconds)

@@ -17,6 +17,7 @@ from support.observe import small_run
 from elastic.errors import SpecError
 from elastic.ledger.journal import write_line
 from elastic.ledger.run_folder import RunFolder
+from elastic.observe.dashboard import dashboard_server, run_shelf
 from elastic.observe.dashboard.dashboard_server import (
     DashboardServer,
     assets,
@@ -257,3 +258,31 @@ def test_a_server_that_can_read_no_more_ends(
 
 async def serve_for_ever(server: DashboardServer) -> None:
     await server.serve(asyncio.Event())
+
+
+def test_while_nobody_asks_journals_are_looked_at_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard_server, "UNWATCHED_S", 3600.0)
+    monkeypatch.setattr(run_shelf, "LOOK_S", 0.0)
+
+    async def main() -> None:
+        given = shelf(tmp_path)
+        n_looks, look = 0, given.look
+
+        def counted() -> bool:
+            nonlocal n_looks
+            n_looks += 1
+            return look()
+
+        monkeypatch.setattr(given, "look", counted)
+        async with serving(given) as (server, session):
+            # sleeps: nothing is what is looked for
+            await asyncio.sleep(4 * dashboard_server.LEAST_S)
+            assert n_looks <= 2  # by `serving`, and the first of the server
+            await get(session, "/api/runs")
+            async with asyncio.timeout(30):
+                while n_looks < 5:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(main())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.observe import small_run
 from support.observe.long_run import LongRun
@@ -16,12 +18,13 @@ from elastic.errors import SpecError
 from elastic.ledger.journal import Line, MemoryJournal, write_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.accounting.accounts import account
+from elastic.observe.dashboard import run_shelf
 from elastic.observe.dashboard.drawn_cluster import cluster
 from elastic.observe.dashboard.finish_forecast import forecast
 from elastic.observe.dashboard.followed_run import FollowedRun, PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf, compact, id_of
 from elastic.observe.dashboard.run_summary import snapshot
-from elastic.observe.dashboard.step_curve import StepCurve, Stretch
+from elastic.observe.dashboard.step_curve import StepCurve, Stretch, _plain
 from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.reporting.report import worth
@@ -301,3 +304,31 @@ def test_a_folder_of_runs_reads_the_newest_and_others_when_asked(tmp_path: Path)
     with pytest.raises(KeyError):
         shelf.followed("no such run")
     assert id_of(shelf.runs[0].run) in shelf.versions
+
+
+def test_numbers_of_a_chart_are_as_short_as_it_shows_them() -> None:
+    made = [sign * 10**power * 1.23456789 for sign in (1, -1) for power in range(-14, 15)]
+    values = np.array([*made, 0.0, 0.1 + 0.2, 1e22, np.nan, np.inf])
+    assert _plain(values)[:-2] == [float(f"{value:.6g}") for value in values[:-2]]
+    assert _plain(values)[-2:] == [None, None]
+
+
+def test_an_answer_is_made_anew_when_there_is_time_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = small_run.lines()
+    place = followed(tmp_path, lines[:6]).run
+    shelf = RunShelf((place,), PageSources())
+    shelf.look()
+    (key,), asked = shelf.versions, Stretch()
+    told = [shelf.answer(key), shelf.answer(key, asked)]
+    assert told[0] != told[1] and shelf.answer(key, Stretch("step")) != told[1]
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write("".join(write_line(one) + "\n" for one in lines[6:]))
+    assert shelf.followed(key).look()
+    monkeypatch.setattr(run_shelf.time, "monotonic", lambda: 0.0)
+    assert [shelf.answer(key), shelf.answer(key, asked)] == told
+    monkeypatch.setattr(run_shelf.time, "monotonic", lambda: 1e9)
+    found = json.loads(gzip.decompress(shelf.answer(key, asked)))
+    assert found["version"] == shelf.versions[key] > json.loads(gzip.decompress(told[1]))["version"]
+    assert json.loads(gzip.decompress(shelf.answer(key)))["step"] == 12

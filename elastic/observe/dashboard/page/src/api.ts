@@ -60,7 +60,7 @@ export type Values = (number | null)[];
 export interface Column { mid: Values; min?: Values; max?: Values }
 export interface Mark { x: number; kind: string; text: string }
 export interface Series {
-  x: number[]; steps: number; marks: Mark[]; marks_left_out: number;
+  version: number; x: number[]; steps: number; marks: Mark[]; marks_left_out: number;
   train_loss: Column; tokens_per_s: Column; step_time_s: Column; usd: Column; grad_norm: Column;
 }
 export interface Note { n: number; at_s: number; step: number; kind: string; text: string }

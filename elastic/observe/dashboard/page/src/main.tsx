@@ -132,7 +132,7 @@ function Top(props: {
 function Sections({ id, run, theme }: { id: string; run: Run; theme: string }) {
   const [by, setBy] = useState<By>("time");
   const [zoom, setZoom] = useState<Zoom>(null);
-  const [data, trouble] = useNewest(`${id} ${by} ${zoom?.join()}`, run.version, () => series(id, by, zoom, BUCKETS));
+  const [data, trouble] = useNewest(`${id} ${by} ${zoom?.join()}`, run.version, () => series(id, by, zoom, BUCKETS), (found) => found.version < run.version);
   const [kept, setKept] = useState(data);
   useEffect(() => {
     if (data) setKept(data);

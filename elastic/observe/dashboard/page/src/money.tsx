@@ -193,7 +193,7 @@ export function Communication({ run }: { run: Run }) {
         </div>
       )}
       {parts.length === 0 && (
-        <p class="muted">
+        <p class="small muted">
           {run.layout ? "No seconds are predicted: the journal has no profile of this hardware or model (elastic profile measures it)." : "no generation runs"}
         </p>
       )}
@@ -208,14 +208,12 @@ function moment(seconds: number | null): string {
 
 /** What a rank sends, and what a step waits for it, as planned and as measured. */
 function Axes({ rows, steps }: { rows: Axis[]; steps: number }) {
-  const most = Math.max(...rows.map((one) => one.measured_s ?? one.planned_s ?? 0), 1e-9);
+  const waits = (one: Axis) => one.measured_s ?? one.planned_s ?? 0;
+  const most = Math.max(...rows.map(waits), 1e-9);
   return (
+    <>
     <div class="scroll" tabIndex={0} role="region" aria-label="communication by axis">
       <table>
-        <caption>
-          communication by axis: what one rank sends in a step, as planned, and has sent in {count(steps)} steps of this generation; what a step waits
-          for that computation does not hide, planned, and measured by its newest profile ({"elastic profile RUN"})
-        </caption>
         <thead>
           <tr>
             <th>Axis</th><th class="num">Sent a step</th><th class="num">In all</th><th class="num">Planned</th>
@@ -230,11 +228,16 @@ function Axes({ rows, steps }: { rows: Axis[]; steps: number }) {
               <td class="num">{one.n_bytes == null ? "–" : bytes(one.n_bytes * steps)}</td>
               <td class="num">{moment(one.planned_s)}</td>
               <td class="num">{moment(one.measured_s)}</td>
-              <td class="barcell"><i class="bar wire" style={{ width: `${(100 * (one.measured_s ?? one.planned_s ?? 0)) / most}%` }} /></td>
+              <td class="barcell">{waits(one) > 0 && <i class="bar wire" style={{ width: `${(100 * waits(one)) / most}%` }} />}</td>
             </tr>
           ))}
         </tbody>
       </table>
     </div>
+    <p class="small muted">
+      Communication by axis: what one rank sends in a step, as planned, and has sent in {count(steps)} steps of this generation; what a step waits
+      for that computation does not hide, planned, and measured by its newest profile ({"elastic profile RUN"}).
+    </p>
+    </>
   );
 }

@@ -33,7 +33,9 @@ export const GLYPHS: Record<string, string> = {
 };
 const SEVERE = new Set(["WrongNumbers", "GuardTripped", "CopyDamaged", "NodeLost", "WorkerFailed", "Silent", "PlanFailed"]);
 
-const MANY = 40; // marks: with more their lines are short
+const WEIGHT = Object.keys(GLYPHS); // the weightiest first
+const MANY = 40; // places with marks: with more their lines are short
+const APART = 9; // pixels, below which two letters would lie on each other
 
 export function color(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -45,11 +47,16 @@ function drawMarks(u: uPlot, marks: Mark[]): void {
   ctx.save();
   ctx.font = `${10 * ratio}px ui-monospace, monospace`;
   ctx.textAlign = "center";
-  let taken = -Infinity;
-  const seen = marks.filter((mark) => mark.x >= (u.scales["x"]!.min ?? 0) && mark.x <= (u.scales["x"]!.max ?? 0));
-  const tall = seen.length <= MANY;
-  for (const mark of seen) {
+  // what lies on each other is one place: it has the letter and the line of the weightiest
+  const places: { x: number; mark: Mark }[] = [];
+  for (const mark of marks) {
+    if (mark.x < (u.scales["x"]!.min ?? 0) || mark.x > (u.scales["x"]!.max ?? 0)) continue;
     const x = Math.round(u.valToPos(mark.x, "x", true));
+    const last = places.at(-1);
+    if (!last || x - last.x >= APART * ratio) places.push({ x, mark });
+    else if (WEIGHT.indexOf(mark.kind) < WEIGHT.indexOf(last.mark.kind)) last.mark = mark;
+  }
+  for (const { x, mark } of places) {
     const tone = color(SEVERE.has(mark.kind) ? "--bad" : mark.kind === "PlanEntered" ? "--accent" : "--muted");
     ctx.strokeStyle = tone;
     ctx.globalAlpha = 0.45;
@@ -57,11 +64,9 @@ function drawMarks(u: uPlot, marks: Mark[]): void {
     ctx.setLineDash(SEVERE.has(mark.kind) ? [] : [3 * ratio, 3 * ratio]);
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + (tall ? bbox.height : 7 * ratio));
+    ctx.lineTo(x, bbox.top + (places.length <= MANY ? bbox.height : 7 * ratio));
     ctx.stroke();
     ctx.globalAlpha = 1;
-    if (x - taken < 9 * ratio) continue;
-    taken = x;
     ctx.fillStyle = tone;
     ctx.fillText(GLYPHS[mark.kind] ?? "·", x, bbox.top - 3 * ratio);
   }

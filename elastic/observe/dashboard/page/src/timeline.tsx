@@ -57,7 +57,7 @@ function skyline(u: uPlot, rows: Generation[], end: number): void {
       ctx.rect(a, floor - high, b - a - 4 * ratio, high);
       ctx.clip();
       ctx.fillText(`G${row.generation}`, a + 5 * ratio, floor - high + 6 * ratio);
-      if (high > 34 * ratio) {
+      if (high > 34 * ratio && ctx.measureText(row.layout).width <= b - a - 9 * ratio) {
         ctx.fillStyle = color("--muted");
         ctx.fillText(row.layout, a + 5 * ratio, floor - high + 21 * ratio);
       }
@@ -151,7 +151,7 @@ function Row({ row }: { row: Generation }) {
       <td class="num">{count(row.n_ranks)}</td>
       <td>{{ fresh: "fresh", live: "live GPUs", peer: "peer memory", durable: "checkpoint" }[row.source] ?? row.source}</td>
       <td class="num">{row.bytes_moved ? bytes(row.bytes_moved) : "–"}</td>
-      <td class="num">{row.steps_lost ? `${row.steps_lost} steps` : "–"}</td>
+      <td class="num">{row.steps_lost ? nOf(row.steps_lost, "step") : "–"}</td>
       <td class="num">{row.entered_at_s === null ? "not entered" : duration(row.pause_s)}</td>
       <td>
         <span class="phases" title={found.map(([name, s]) => `${name.replace("_", " ")} ${duration(s)}`).join(", ")}>
