@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
 from math import isfinite, nan
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 from elastic import api
 from elastic.api.diagnose import communicated, diagnosed
 from elastic.cli.parser import RUN, drawn_on, natural, opened, run_verb, show, verb
-from elastic.errors import SpecError
+from elastic.errors import JournalDamaged, SpecError
 from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.diagnosis import doctor
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.reporting import report
-from elastic.observe.reporting.run_seen import seen_of, seen_of_run
+from elastic.observe.reporting.run_seen import seen_of_run
 from elastic.observe.status_picture import StatusPicture
 
 
@@ -81,10 +82,14 @@ def _loss(text: str) -> float:
 
 def _ls(given: argparse.Namespace) -> int:
     storage = given.uri or given.storage
-    rows = [
-        run_tables.Row(find_runs.view(run), api.holder(run.storage), find_runs.age_s(run))
-        for _, run in find_runs.all_runs(storage)
-    ]
+    rows = []
+    for name, run in find_runs.all_runs(storage):
+        try:
+            view = find_runs.view(run)
+        except (SpecError, JournalDamaged) as error:  # the others are listed all the same
+            print(f"elastic: run '{name}' is left out: {error}", file=sys.stderr)
+            continue
+        rows.append(run_tables.Row(view, api.holder(run.storage), find_runs.age_s(run), name))
     show(
         given,
         [row.plain() for row in rows],
@@ -95,7 +100,7 @@ def _ls(given: argparse.Namespace) -> int:
 
 def _status(given: argparse.Namespace) -> int:
     run = opened(given)
-    seen, holder = seen_of(find_runs.lines_of(run)), api.holder(run.storage)
+    seen, holder = seen_of_run(run), api.holder(run.storage)
     view, goodput = seen.view, seen.account.totals.goodput
     if given.quiet and not given.json:
         print(run_tables.brief(view, holder, goodput))
@@ -120,7 +125,7 @@ def _report(given: argparse.Namespace) -> int:
     if given.csv and (given.json or given.html):
         raise SpecError("--csv and --json or --html are two ways at once; give one of them")
     if given.csv:
-        rows = rows_of(find_runs.view(opened(given)))
+        rows = rows_of(find_runs.view_begun(opened(given)))
         print(text_of(rows, columns_of(rows)), end="")
         return 0
     asked = report.Asked(Path(given.html) if given.html else None, given.target_loss)

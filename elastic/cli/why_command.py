@@ -51,7 +51,7 @@ def _ago(text: str) -> float:
 
 
 def _why(given: argparse.Namespace) -> int:
-    view = find_runs.view(opened(given))
+    view = find_runs.view_begun(opened(given))
     wanted = Wanted(given.node, given.kind, given.since, given.until)
     notes = why_lines.notes_of(view, wanted)
     if given.json:

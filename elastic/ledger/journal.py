@@ -250,7 +250,7 @@ def _parsed(text: bytes) -> _Read:
         if not isinstance(data, dict) or "v" not in data:
             raise ValueError("not a journal line")
         if data["v"] > VERSION_OF_STATE:
-            newest = f"{VERSION_OF_STATE}, the newest that this elastic reads"
+            newest = f"{VERSION_OF_STATE}, the newest that this elastic reads; take a later one"
             raise SpecError(f"journal: schema version {data['v']} is newer than {newest}")
         decision = data.get("decision")
         line = Line(

@@ -11,19 +11,20 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from elastic.errors import ElasticError, SpecError, alike, meant
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
 from elastic.observe.run_view import View, view_of
+from elastic.policy.state.fold import EMPTY
 from elastic.storage import Storage, open_storage
 from elastic.types import DriverStarted
 
 __all__ = [
     "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "age_s", "all_runs", "lines_of", "open_run",
-    "open_storage_of", "order", "remember", "storage_uri", "view",
+    "open_storage_of", "order", "remember", "storage_uri", "view", "view_begun",
 ]  # fmt: skip
 
 
@@ -117,8 +118,25 @@ def open_storage_of(run: str, storage: str | None = None, exact: bool = False) -
 
 
 def lines_of(run: RunFolder) -> Iterable[Line]:
-    """The journal of a run."""
-    return run.lines()
+    """The journal of a run. Raises SpecError where it has no line."""
+    lines = iter(run.lines())
+    first = next(lines, None)
+    if first is None:
+        raise _not_begun(run)
+    return chain((first,), lines)
+
+
+def _not_begun(run: RunFolder) -> SpecError:
+    right = "it has not started, or its journal was emptied; elastic ls lists the runs"
+    return SpecError(f"run '{run.name}': {run.uri} holds no line of a journal: {right}")
+
+
+def view_begun(run: RunFolder) -> View:
+    """As `view`. Raises SpecError where the journal has no line."""
+    found = view(run)
+    if found.state is EMPTY:
+        raise _not_begun(run)
+    return found
 
 
 def view(run: RunFolder) -> View:

@@ -16,16 +16,18 @@ from elastic.types import Pool
 
 @dataclass(frozen=True)
 class Row:
-    """A run in `elastic ls`. `holder`: the driver that runs it now, '' = none."""
+    """A run in `elastic ls`. `holder`: the driver that runs it now, '' = none; `folder`: what it is
+    called where no line of its journal says that."""
 
     view: View
     holder: str = ""
     age_s: float = 0.0  # since the newest journal line
+    folder: str = ""
 
     def plain(self) -> dict[str, Any]:
         view = self.view
         return {
-            "run": view.state.run,
+            "run": view.state.run or self.folder,
             "phase": phase(view, bool(self.holder)),
             "step": view.step,
             "steps": view.steps,

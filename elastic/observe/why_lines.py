@@ -203,7 +203,7 @@ def _entered(view: View, note: Note, event: PlanEntered) -> Told:
     if plan is None:
         return Told(note.at_s, note.step, "plan", note.kind, note.text, last_s=note.at_s)
     why = view.orders.get(event.generation, "").partition("; generation ")[0]
-    pause_s, lost = _cost(view, note, event.step)
+    pause_s, lost = _cost(view, note, event)
     cost = ([f"paused {span(pause_s)}"] if pause_s >= 0.05 else []) + (
         [f"{n_of(lost, 'step')} again"] if lost else []
     )
@@ -218,14 +218,19 @@ def _entered(view: View, note: Note, event: PlanEntered) -> Told:
     )  # fmt: skip
 
 
-def _cost(view: View, note: Note, step: int) -> tuple[float, int]:
-    """From the last step before to the first one after, less that step; and steps undone."""
+def _cost(view: View, note: Note, event: PlanEntered) -> tuple[float, int]:
+    """From the last step before to the first one after, less an ordinary one, as the report has it:
+    the second, where there is one; and steps undone. A generation that another one overtook before
+    its first step has no pause of its own."""
     after = bisect_left(view.points, note.at_s, key=lambda point: point.at_s)
     if not 0 < after < len(view.points):
         return 0.0, 0
     before, first = view.points[after - 1], view.points[after]
-    pause_s = first.at_s - before.at_s - first.step_time_s
-    return max(0.0, pause_s), max(0, before.step - step)
+    second = next(iter(view.points[after + 1 : after + 2]), first)
+    ordinary = second if second.generation == first.generation else first
+    own = first.generation == event.generation
+    pause_s = first.at_s - before.at_s - ordinary.step_time_s if own else 0.0
+    return max(0.0, pause_s), max(0, before.step - event.step)
 
 
 def _folded(told: Sequence[Told], width_s: float) -> list[Told]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -31,36 +30,11 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-def test_an_unknown_run_has_the_nearest_names(
-    storage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "no run 'tinny-1'" in (said := refused(["tinny-1"], capsys))
-    assert "did you mean tiny-1?" in said
-
-
-def test_an_empty_journal_is_told(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (storage / "none-1").mkdir()
-    (storage / "none-1" / "journal.jsonl").touch()
-    assert "its journal is empty" in refused(["none-1"], capsys)
-
-
-def test_a_newer_schema_is_told(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (storage / "tiny-1" / "journal.jsonl").open("a") as file:
-        file.write('{"v": 9, "at_s": 1}\n')
-    assert "schema version 9 is newer" in refused(["tiny-1"], capsys)
-
-
 def test_a_folder_without_runs_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "no runs in" in refused([], capsys)
-
-
-def test_a_port_that_is_taken_is_told(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert "is taken by another process" in refused(["tiny-1", "--port", port], capsys)
 
 
 @contextmanager

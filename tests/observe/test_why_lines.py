@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from support.sim.market import SLOW, play, weather
 from elastic.cli.command_line import main
 from elastic.ledger.journal import write_line
 from elastic.observe import why_lines
+from elastic.observe.accounting.accounts import account
 from elastic.observe.run_view import View, view_of
 from elastic.observe.why_lines import MOST, Wanted
+from elastic.types import PlanEntered
 
 DAY_S = 86400.0
 
@@ -76,6 +79,21 @@ def test_a_pause_and_steps_that_are_done_again_stand_beside_the_plan(week: View)
     losses = [one for one in told if one is not None and one.key == "plan loss"]
     assert any(one.lost for one in losses) and all(one.pause_s >= 0 for one in losses)
     assert any("step again" in one.text and "paused" in one.text for one in losses)
+
+
+def test_a_pause_is_as_long_as_the_report_says() -> None:
+    lines = play(weather(5, 12.0), steps=120).journal.lines
+    found, view = account(lines).transitions, view_of(lines)
+    told = {
+        event.generation: one.pause_s
+        for note in view.notes
+        if isinstance(event := note.about, PlanEntered) and (one := why_lines._told(view, note))
+    }
+    n_steps = Counter(point.generation for point in view.points)
+    settled = [one for one in found if n_steps[one.generation] > 1]
+    pauses = [one.pause_s for one in settled]
+    assert len(pauses) >= 4 and max(pauses) > 1.0
+    assert [told[one.generation] for one in settled] == pytest.approx(pauses, abs=0.01)
 
 
 def test_filters_by_node_kind_and_time(week: View) -> None:

@@ -25,7 +25,7 @@ from elastic.observe.dashboard.run_shelf import RunShelf, compact
 from elastic.observe.dashboard.step_curve import Stretch
 
 STATIC = Path(__file__).with_name("static")
-PORT = 8270
+PORT, MOST_PORT = 8270, 65535
 LEAST_S = 0.05  # between two looks at journals
 # between two looks while nobody asks, and from when on nobody does: a page that is opened finds a
 # journal that is all but read
@@ -88,6 +88,8 @@ def is_loopback(host: str) -> bool:
 
 def listening(host: str, port: int | None) -> socket.socket:
     """`port`: None = PORT, or any where that is taken. Raises SpecError."""
+    if port is not None and port > MOST_PORT:
+        raise SpecError(f"--port {port}: must be 0 (any that is free) to {MOST_PORT}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for wanted in (port,) if port is not None else (PORT, 0):
         made = socket.socket(family, socket.SOCK_STREAM)
@@ -99,10 +101,14 @@ def listening(host: str, port: int | None) -> socket.socket:
             made.close()
             if error.errno == errno.EADDRINUSE and port is None:
                 continue
-            why = "is taken by another process" if error.errno == errno.EADDRINUSE else str(error)
-            raise SpecError(
-                f"--host {host} --port {wanted}: {why}; --port 0 takes a free one"
-            ) from error
+            taken = error.errno == errno.EADDRINUSE
+            why = "is taken by another process" if taken else error.strerror
+            right = (
+                "give an address of this machine, as 127.0.0.1 or 0.0.0.0"
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+                else "--port 0 takes a free one"
+            )
+            raise SpecError(f"--host {host} --port {wanted}: {why}; {right}") from error
         return made
     raise SpecError(f"--host {host}: no port is free")
 

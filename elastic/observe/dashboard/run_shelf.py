@@ -77,8 +77,9 @@ class RunShelf:
             return self._followed[key]
 
     def check(self) -> None:
-        """Raises SpecError where there is nothing to show, JournalDamaged."""
-        for run in self.runs:
+        """Raises SpecError where there is nothing to show of a run that was named,
+        JournalDamaged."""
+        for run in self.runs if not self._all else ():
             run.check()
 
     @property

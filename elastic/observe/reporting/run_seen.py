@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
+from elastic.observe import find_runs
 from elastic.observe.accounting.accounts import Account, Books
 from elastic.observe.diagnosis.evidence import Evidence, EvidenceReader
 from elastic.observe.reporting.capacity_history import CapacityHistory
@@ -27,11 +27,7 @@ class RunSeen:
 
 def seen_of_run(run: RunFolder) -> RunSeen:
     """Raises SpecError where the journal says nothing."""
-    seen = seen_of(run.lines())
-    if not seen.view.state.run:
-        right = "it has not started, or its journal was emptied; elastic ls lists the runs"
-        raise SpecError(f"run '{run.name}': {run.uri} holds no line of a journal: {right}")
-    return seen
+    return seen_of(find_runs.lines_of(run))
 
 
 def seen_of(lines: Iterable[Line]) -> RunSeen:
