@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from elastic.worker.process.doing import innermost_frames
 
 T = TypeVar("T")
 WITHIN_S = 300.0  # for hangs only: far above what anything takes on a busy machine
@@ -38,14 +39,15 @@ def until(
 def is_waiting(thread: threading.Thread, where: str = "") -> bool:
     """Does the thread stand in a wait of Python's (an event, a condition, a future)? `where`: in a
     call of that function."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    found = frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (
-        threading.__file__,
-        "wait",
-    )
-    while found and where and frame is not None and frame.f_code.co_name != where:
-        frame = frame.f_back
-    return found and frame is not None
+    with innermost_frames() as frames:
+        frame = frames.get(thread.ident or 0)
+        found = frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (
+            threading.__file__,
+            "wait",
+        )
+        while found and where and frame is not None and frame.f_code.co_name != where:
+            frame = frame.f_back
+        return found and frame is not None
 
 
 def once_waiting(where: str, do: Callable[[], object]) -> threading.Thread:

@@ -6,9 +6,11 @@ of that worker. Without torch: the driver's side reads the words too.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
 from types import FrameType
 from typing import Literal
 
@@ -50,3 +52,19 @@ def said(thread: int) -> dict[FrameType, Said]:
     """By the thread of this identity: the frames in which it has said what it is doing. From any
     thread."""
     return dict(_said.get(thread, ()))
+
+
+@contextmanager
+def innermost_frames() -> Iterator[dict[int, FrameType]]:
+    """Of each thread, by its identity; what called them is looked at in the block.
+
+    No garbage is looked for meanwhile: Python 3.11 makes the frame object of a caller when it is
+    asked for, and garbage that it finds while it does may let that thread run on, whose frame is
+    gone then: a segmentation fault."""
+    looked = gc.isenabled()
+    gc.disable()
+    try:
+        yield sys._current_frames()
+    finally:
+        if looked:
+            gc.enable()

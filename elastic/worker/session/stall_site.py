@@ -4,7 +4,6 @@ line."""
 from __future__ import annotations
 
 import os
-import sys
 import sysconfig
 import threading
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from typing import Literal
 import torch
 
 from elastic.version import PACKAGE
-from elastic.worker.process.doing import Doing, Said, said
+from elastic.worker.process.doing import Doing, Said, innermost_frames, said
 
 HERE = f"{PACKAGE}{os.sep}"
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -26,11 +25,11 @@ AROUND = "/torch/distributed/c10d_logger.py"
 def stall_site(threads: Iterable[threading.Thread]) -> tuple[Doing, str]:
     """What the first of the threads that is at work does, and in which line: of the program, where
     it is in one. A thread that has handed over to another (a script's) is not at work."""
-    frames = sys._current_frames()
-    for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        if frame is not None and (found := _site(frame, said(thread.ident or 0))) is not None:
-            return found
+    with innermost_frames() as frames:
+        for thread in threads:
+            frame = frames.get(thread.ident or 0)
+            if frame is not None and (found := _site(frame, said(thread.ident or 0))) is not None:
+                return found
     return "", ""
 
 

@@ -37,7 +37,7 @@ def pass_through(
 ) -> list[StepDone]:
     """Enter each layout in turn, live from the one before, after about `every` steps each; the last
     runs to the end. `more`: of `plan`."""
-    workers = pool.open(job, run)
+    workers = pool.open(job, run, n=max(layout.world_size for layout in layouts))
     plans: list[Plan] = []
     for i, layout in enumerate(layouts):
         resume = live(plans[-1]) if plans else Resume()

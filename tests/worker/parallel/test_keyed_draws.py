@@ -57,12 +57,13 @@ def test_a_resized_run_follows_the_undisturbed_one(pool: Pool, tmp_path: Path) -
     assert {e.generation for e in resized} == set(range(1, len(CHAIN) + 1))
     want, got = ([e.train_loss for e in steps] for steps in (alone, resized))
     assert got == pytest.approx(want, rel=1e-5)
+    job |= {"steps": 4}
     again = pass_through(pool, job, tmp_path / "again", [Layout()], every=1)
-    assert [e.train_loss for e in again] == want  # to the last bit
+    assert [e.train_loss for e in again] == want[:4]  # to the last bit
     still = pass_through(
         pool, job | {"program": str(PROGRAMS / "tiny.py")}, tmp_path / "still", [Layout()], every=1
     )
-    assert [e.train_loss for e in still] != pytest.approx(want, rel=1e-2)
+    assert [e.train_loss for e in still] != pytest.approx(want[:4], rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------- in one pass

@@ -30,12 +30,12 @@ from elastic.types.orders import InjectFault
 from elastic.worker.session.layout_probe import LayoutDiffers, Probe
 
 pytestmark = pytest.mark.slow
-SHARDS = Layout(dp_shard=4)
+SHARDS, PAIR = Layout(dp_shard=4), Layout(dp_shard=2)
 OTHERS = [Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2), Layout(tp=2), Layout(dp_shard=3)]
 
 
 def begun(pool: Pool, job: dict, run: Path, layout: Layout = SHARDS) -> Plan:
-    workers = pool.open(job, run)
+    workers = pool.open(job, run, n=layout.world_size)
     first = plan(1, layout, workers, job["global_batch"])
     pool.enter(first)
     pool.wait(lambda: any(e.step >= 2 for e in pool.events(StepDone)), "step 2")
@@ -47,9 +47,9 @@ def probed(pool: Pool, generation: int) -> list[Probed]:
 
 
 def test_the_first_probe_is_the_loss_of_one_process(pool: Pool, tmp_path: Path) -> None:
-    job = job_of("tiny.py", steps=4)
-    begun(pool, job, tmp_path)
-    pool.quiesced(1, 4)
+    job = job_of("tiny.py", steps=3)
+    begun(pool, job, tmp_path, PAIR)
+    pool.quiesced(1, 2)
     program = load_program(job["program"])
     model, batch = build(program, job["seed"]).eval(), collate(program.dataset(), [0])
     with torch.no_grad():
@@ -130,10 +130,10 @@ def test_a_layout_that_computes_something_else_makes_no_step(
 
 def test_what_the_driver_knows_counts_where_no_worker_does(pool: Pool, tmp_path: Path) -> None:
     """As after a start from storage: here with a number that is wrong."""
-    job = job_of("tiny.py", steps=4)
-    first = begun(pool, job, tmp_path)
-    pool.quiesced(1, 4)
-    workers = pool.open(job, tmp_path)
+    job = job_of("tiny.py", steps=3)
+    first = begun(pool, job, tmp_path, PAIR)
+    pool.quiesced(1, 2)
+    workers = pool.open(job, tmp_path, n=2)
     second = plan(2, Layout(tp=2), workers, 12, resume=Resume("fresh"), probe=1.0)
     pool.enter(second)
     pool.entered(2)  # a fresh state has no past
@@ -159,14 +159,14 @@ def _forget_no_more() -> None:
 
 def test_a_loss_of_another_step_is_found(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=10)
-    workers = pool.open(job, tmp_path)
+    workers = pool.open(job, tmp_path, n=3)
     for worker in workers:
         pool.patch(worker, _forget_steps)
-    first = plan(1, SHARDS, workers, 12)
+    first = plan(1, PAIR, workers, 12)
     pool.enter(first)
     pool.wait(lambda: any(e.step >= 2 for e in pool.events(StepDone)), "step 2")
     pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=live(first)))
-    pool.wait(lambda: len({e.worker for e in pool.events(Quiesced, 2)}) == 4, "all have left")
+    pool.wait(lambda: len({e.worker for e in pool.events(Quiesced, 2)}) == 3, "all have left")
     for worker in workers:
         pool.patch(worker, _forget_no_more)
     assert {e.kind for e in pool.events(WorkerFailed)} == {"layout"} and not pool.events(

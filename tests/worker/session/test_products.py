@@ -86,7 +86,7 @@ def test_out_of_memory_is_told_with_its_bytes(pool: Pool, tmp_path: Path) -> Non
 
 def test_error_of_the_program_names_its_place(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_broken_loss.py", STEPS)
-    workers = pool.open(job, tmp_path)
+    workers = pool.open(job, tmp_path, n=2)
     pool.enter(plan(1, Layout(dp_shard=2), workers, 12))
     pool.wait(lambda: pool.events(WorkerFailed, 1), "failure")
     pool.wait(lambda: len({e.worker for e in pool.events(Quiesced, 1)}) == 2, "failure")

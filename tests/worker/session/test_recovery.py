@@ -259,7 +259,7 @@ def test_a_damaged_checkpoint_is_told_by_its_uri(pool: Pool, tmp_path: Path) -> 
     )
     uri = checkpoint_writer.commit(storage, 4, 1, world_size=1, epoch=1, meta={})
     (Path(uri) / "__0_0.distcp").unlink()
-    workers = pool.open(job_of("tiny.py", steps=12), tmp_path)
+    workers = pool.open(job_of("tiny.py", steps=12), tmp_path, n=2)
     pool.enter(plan(1, Layout(dp_shard=2), workers, 12, resume=Resume("durable", 4, uri=uri)))
     pool.wait(lambda: pool.events(WorkerFailed), "failure")
     assert {e.kind for e in pool.events(WorkerFailed)} == {"infrastructure"}
@@ -273,7 +273,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(pool: Pool, tmp_path: Pa
     box = Box("model.other.weight", (0,), (3,), "float32")
     checkpoint_writer.write_shard(storage, 4, 1, rank=0, items=[(box, torch.zeros(3))])
     uri = checkpoint_writer.commit(storage, 4, 1, world_size=1, epoch=1, meta={})
-    workers = pool.open(job_of("tiny.py", steps=12), tmp_path)
+    workers = pool.open(job_of("tiny.py", steps=12), tmp_path, n=2)
     pool.enter(plan(1, Layout(dp_shard=2), workers, 12, resume=Resume("durable", 4, uri=uri)))
     pool.wait(lambda: pool.events(WorkerFailed), "failure")
     assert {e.kind for e in pool.events(WorkerFailed)} == {"program"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -153,3 +155,26 @@ def test_a_script_is_at_work_while_the_training_thread_waits_for_it() -> None:
 
 def test_a_thread_that_is_gone_stands_nowhere() -> None:
     assert stall_site([threading.Thread()]) == ("", "")
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_no_garbage_is_looked_for_among_the_frames_of_another_thread(looked: bool) -> None:
+    """It would let that thread run on while the frame of a caller is made, which is gone then."""
+    places = list[str]()
+
+    def told(phase: str, info: dict[str, int]) -> None:
+        places.append(sys._getframe(1).f_code.co_name)
+
+    work, before = in_file(f"{TORCH}/nn/modules/module.py", "within"), gc.get_threshold()
+    blocks = [one for _ in range(20) for one in (nullcontext(), work)]
+    with thread_in(work, *blocks, nullcontext(), in_file(STORAGE)) as thread:
+        gc.callbacks.append(told)
+        gc.set_threshold(1)
+        (gc.enable if looked else gc.disable)()
+        try:
+            assert stall_site([thread]) == ("own", "local.py:4 in wait")
+            assert gc.isenabled() == looked and "_site" not in places
+        finally:
+            gc.enable()
+            gc.set_threshold(*before)
+            gc.callbacks.remove(told)

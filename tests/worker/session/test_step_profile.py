@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 import torch
 from support.places import PROGRAMS
 from support.worker.plans import live, plan
-from support.worker.worker_pool import Pool
+from support.worker.worker_pool import WAIT_S, Pool
 
 from elastic.storage import LocalStorage
 from elastic.types import Layout, RankProfiled, StartProfile, StepDone
 from elastic.worker.process_groups.axis_ranges import axis_range, record_ranges
 from elastic.worker.profile import step_profile
+from elastic.worker.session.generation import Generation
 
 TINY = str(PROGRAMS / "tiny.py")
 BATCH, STEPS = 8, 3
@@ -45,15 +47,37 @@ def losses(pool: Pool) -> dict[int, float]:
 
 
 def trained(pool: Pool, folder: Path, layout: Layout, n: int, *profiles: StartProfile) -> None:
-    """`n` steps, of which some are traced."""
-    pool.open(job(n), folder)
-    first = plan(1, layout, pool.workers, BATCH)
+    """`n` steps, of which some are traced: they are ordered before any rank ends its first."""
+    pool.open(job(n), folder, n=layout.world_size)
+    first = plan(1, layout, pool.workers, BATCH, n_microbatches=layout.pp)
+    for worker in first.ranks:
+        pool.patch(worker, no_step_yet)
     pool.enter(first)
     pool.entered(1)
-    for order in profiles:
-        for worker in first.ranks:
+    for worker in first.ranks:
+        for order in profiles:
             pool.order(worker, order)
+        pool.patch(worker, steps_now)
     pool.wait(lambda: len(losses(pool)) == n, f"{n} steps")
+
+
+may_step = threading.Event()
+
+
+def no_step_yet() -> None:
+    step = Generation.kept = Generation._step  # type: ignore[attr-defined]
+
+    def later(self: Generation, *of: Any) -> Any:
+        assert may_step.wait(WAIT_S)
+        return step(self, *of)
+
+    may_step.clear()
+    Generation._step = later  # type: ignore[method-assign]
+
+
+def steps_now() -> None:
+    Generation._step = Generation.kept  # type: ignore[attr-defined, method-assign]
+    may_step.set()
 
 
 @pytest.mark.slow
@@ -71,7 +95,7 @@ def test_every_rank_says_where_its_steps_went(
     pool: Pool, tmp_path: Path, layout: Layout, axes: set[str]
 ) -> None:
     order = StartProfile(1, "one", STEPS, (0, 1, 2, 3), 1)
-    trained(pool, tmp_path / "run", layout, 20, order)
+    trained(pool, tmp_path / "run", layout, STEPS + 2, order)
     pool.wait(lambda: len(pool.events(RankProfiled)) == 4, "four traces")
     for event in pool.events(RankProfiled):
         assert (event.error, event.n_steps) == ("", STEPS), event
@@ -92,10 +116,10 @@ def test_every_rank_says_where_its_steps_went(
 @pytest.mark.slow
 def test_steps_are_traced_without_a_difference_to_the_last_bit(pool: Pool, tmp_path: Path) -> None:
     """Two profiles, one after the other; an id that comes again is known."""
-    layout, n = Layout(pp=2), 18
+    layout, n = Layout(pp=2), 8
     trained(pool, tmp_path / "without", layout, n)
     undisturbed = losses(pool)
-    orders = [StartProfile(1, "one", STEPS, (0, 1), at) for at in (1, 10)]
+    orders = [StartProfile(1, "one", STEPS, (0, 1), at) for at in (1, 4)]
     trained(pool, tmp_path / "with", layout, n, *orders)
     pool.wait(lambda: len(pool.events(RankProfiled)) == 2, "two traces")
     assert losses(pool) == undisturbed
@@ -116,7 +140,7 @@ def test_a_generation_that_is_left_ends_its_profile_with_a_word(pool: Pool, tmp_
         pool.order(worker, StartProfile(1, "long", 90_000, (0,), 1))
         pool.order(worker, StartProfile(7, "of another generation", 3, (0,), 1))
     pool.order(first.ranks[1], StartProfile(1, "far away", 3, (1,), 90_000))
-    pool.wait(lambda: len(losses(pool)) > 6, "steps that are traced")
+    pool.wait(lambda: len(losses(pool)) > 3, "steps that are traced")
     second = plan(2, Layout(dp_shard=2), pool.workers, BATCH, resume=live(first))
     pool.enter(second)
     pool.entered(2)
@@ -132,7 +156,7 @@ def test_a_generation_that_is_left_ends_its_profile_with_a_word(pool: Pool, tmp_
 
 @pytest.mark.slow
 def test_a_program_that_traces_itself_is_told_of(pool: Pool, tmp_path: Path) -> None:
-    pool.open(job(100_000), tmp_path / "run")
+    pool.open(job(100_000), tmp_path / "run", n=2)
     first = plan(1, Layout(dp_shard=2), pool.workers, BATCH)
     pool.patch(first.ranks[0], a_profiler_that_does_not_start)
     pool.enter(first)
