@@ -109,7 +109,7 @@ def fills_rounds(pp: int, n_stages: int, n_microbatches: int) -> bool:
 
 
 def each_microbatches(
-    layout: Layout, samples: Sequence[int], n_microbatches: int, together: int = 1
+    layout: Layout, samples: Sequence[int], n_microbatches: int, *, together: int = 1
 ) -> tuple[int, ...]:
     """Microbatches per step of every data-parallel rank. Where shares are unequal and the layout
     gives microbatches a size, a replica with more samples has more of them and one with fewer has

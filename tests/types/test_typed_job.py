@@ -116,6 +116,7 @@ def test_plain_data_of_an_older_version() -> None:
     )
     assert {key: getattr(Job(), key) for key in OLDER} == {
         "verify_copies": True, "check_numbers_every": "auto", "purpose": "auto", "eval_samples": 64,
+        "batch_norm": "auto",
     }  # fmt: skip
     assert Job.from_plain(found.plain()) == found, (
         "and it stays so where its state is written and read again"

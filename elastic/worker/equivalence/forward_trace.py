@@ -26,6 +26,7 @@ from elastic.types import coarsest
 from elastic.version import PACKAGE
 from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.program.calls import inputs_of, keywords_of
+from elastic.worker.program.norms.batch_norms import by_hand
 
 Batch = dict[str, Tensor]
 Labels = frozenset[str]
@@ -102,6 +103,7 @@ class Followed:
     # attributes of modules with what was made from the samples
     keeps: list[str] = field(default_factory=list)
     computes_in: str = ""  # the type of fewest bits that was made from the samples, '' = float32
+    norm: str = ""  # where statistics are taken by a function, outside of any nn.BatchNorm
     python_random: str = ""  # PYTHON or NUMPY, where it was drawn from
     truth: bool | None = None
     blocks: tuple[str, ...] = ()
@@ -197,7 +199,7 @@ class Tracer:
             drawn = stack.enter_context(python_random(0.999 if self.truth is False else 0.0))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eager_flex_attention())
-            stack.enter_context(_Autocast(self))
+            stack.enter_context(_Functions(self))
             stack.enter_context(_Mode(self))
             self.found.output = self.model(first, **keywords)
         self.found.tail = self.ops
@@ -349,9 +351,9 @@ class _Mode(TorchDispatchMode):
         return out
 
 
-class _Autocast(TorchFunctionMode):
-    """Which types autocast would compute in. It does nothing on the meta device, and operations
-    below it do not see it."""
+class _Functions(TorchFunctionMode):
+    """Which types autocast would compute in (it does nothing on the meta device, and operations
+    below it do not see it), and who takes statistics of a batch."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -362,6 +364,10 @@ class _Autocast(TorchFunctionMode):
         self.tracer.autocast = [
             str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds
         ]
+        if by_hand(func, args, kwargs):
+            inside = self.tracer.blocks[self.tracer.stack[0].block] if self.tracer.stack else ""
+            where, found = Tracer.where()[0], self.tracer.found
+            found.norm = found.norm or f"{inside or 'forward'} ({where}) calls {func.__name__}"
         return func(*args, **(kwargs or {}))
 
 

@@ -144,8 +144,11 @@ def _norm(model: nn.Module) -> tuple[str, str]:
     )
 
 
-def _mend(norm: str) -> str:
-    take = "take GroupNorm or LayerNorm" if norm else "leave that out"
+def _mend(norm: str, *, by_hand: bool = False) -> str:
+    groups = "take batch_norm: {group: 16} or step in job.yaml, without microbatch_tokens"
+    take = f"{groups}, or GroupNorm, LayerNorm" if norm else "leave that out"
+    if by_hand:
+        take = "take a module (nn.BatchNorm2d), which is normalized by groups of samples"
     return f"{take}, or say Program.batch_dependent=True to train on all the same"
 
 
@@ -232,7 +235,9 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     no_dp = no_tp = no_cp = no_pp = ""
     norm, sees = _norm(build_meta(program))
     written = next((name for name, labels in one.written.items() if labels), None)
-    if not norm and written is not None:
+    if not norm and one.norm:
+        sees = f"{one.norm}, whose statistics are those of the samples of one rank"
+    elif not norm and written is not None:
         sees = f"forward writes the buffer {written} from the samples of one rank"
     if sees and program.batch_dependent:
         notes.append(
@@ -243,7 +248,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
             f"{sees.replace(':', ',', 1)}; take pp=1"
         )
     elif sees:
-        no_dp = no_cp = no_pp = f"{sees}; {_mend(norm)}"
+        no_dp = no_cp = no_pp = f"{sees}; {_mend(norm, by_hand=bool(one.norm))}"
     chosen = [
         op for op in one.branches if any(not label.startswith("the weight ") for label in op.labels)
     ]

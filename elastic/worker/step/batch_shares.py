@@ -68,7 +68,7 @@ class BatchShares:
     def microbatches(self, step: int) -> tuple[int, ...]:
         """How many each data-parallel rank has, where the plan's numbers cut its batch."""
         n, together = self.plan.n_microbatches, self.together
-        return each_microbatches(self.plan.layout, self.samples(step), n, together)
+        return each_microbatches(self.plan.layout, self.samples(step), n, together=together)
 
     def work(self, step: int, dp: int) -> float:
         """Of a rank, in samples; with a budget, in places of its micro-batches as multiples of the

@@ -216,7 +216,7 @@ class ForwardBackward:
             inputs, keywords = inputs_of(self.program, batch), keywords_of(self.program, batch)
             if self.draws is not None:
                 self.draws.pause()  # a stage is first called with made-up values
-            forward = partial(self._forward, drawing, 0) if train else None
+            forward = partial(self._forward, drawing) if train else None
             return pipeline.run(
                 inputs, keywords, _n_rows(batch), loss=loss, train=train, forward=forward
             ).double()
@@ -230,7 +230,7 @@ class ForwardBackward:
         for i, (which, batch, loss, rows) in enumerate(pieces, 1):
             if train and len(pieces) > 1:
                 begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == len(pieces))
-            with self._forward(drawing, which, rows) if train else nullcontext():
+            with self._forward(drawing, rows, which=which) if train else nullcontext():
                 output = call_model(self.program, self.state.model, rows_in(batch, rows))
             value = loss(output, rows)
             if train:
@@ -240,7 +240,7 @@ class ForwardBackward:
 
     @contextmanager
     def _forward(
-        self, drawing: StepDraws | None, which: int, rows: range, stage: int = 0
+        self, drawing: StepDraws | None, rows: range, stage: int = 0, *, which: int = 0
     ) -> Iterator[None]:
         """A forward pass of these rows of a batch, through a stage, in a step."""
         if drawing is not None:

@@ -55,7 +55,9 @@ def cannot(plan: Plan, profile: ModelProfile, script: bool) -> str:
                 part
                 for part in parts_of(
                     plan.samples,
-                    each_microbatches(layout, plan.samples, plan.n_microbatches, profile.together),
+                    each_microbatches(
+                        layout, plan.samples, plan.n_microbatches, together=profile.together
+                    ),
                     profile.together,
                 )
                 if part

@@ -31,6 +31,7 @@ from elastic.config.optimization import (
     LossSpike,
     LrSchedule,
     NoiseScaleSettings,
+    NormGroup,
     OptimizerKeys,
 )
 
@@ -95,6 +96,9 @@ OPTIMIZATION = {
     ),
     "clip_grad_norm": Words("most of the whole gradient; none = not clipped", "", "program.md"),
     "noise_scale": Words("measures the gradient noise scale; see below", "", "optimization.md"),
+    "batch_norm": Words(
+        "whose statistics BatchNorm takes: auto, step, microbatch, or see below", "", "models.md"
+    ),
     "guards": Words("what happens at wrong numbers; see below", "", "optimization.md"),
 }
 MEMORY = {

@@ -65,3 +65,11 @@ def test_a_whole_step_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     settings = job(2 * len(OF_A_STEP), batch_norm="step")
     steps = pass_through(pool, settings, tmp_path, OF_A_STEP, every=2, together=0)
     compare(tmp_path, steps, train(in_groups(RESNET, BATCH), settings, settings["steps"]))
+
+
+def test_a_loop_that_passes_parts_of_its_batch(pool: Pool, tmp_path: Path) -> None:
+    script = str(PROGRAMS / "loop_resnet.py")
+    settings = job(6, batch_norm={"group": GROUP}) | {"program": script, "script": script}
+    layouts = [Layout(dp_shard=2), Layout(dp_replicate=3), Layout()]
+    steps = pass_through(pool, settings, tmp_path, layouts, every=2, together=GROUP)
+    compare(tmp_path, steps, train(in_groups(RESNET, GROUP), settings, settings["steps"]))

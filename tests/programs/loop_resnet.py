@@ -1,0 +1,26 @@
+"""The network of tiny_resnet.py in a loop of its own, a part of the batch after another."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import elastic
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_resnet import Images, program
+
+model = program.model()
+with elastic.loop(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    dataset=Images(),
+    steps=6,
+    global_batch=24,
+    batch_norm={"group": 4},
+) as run:
+    for batch in run:
+        for rows in torch.arange(len(batch["input"])).split(4):
+            part = {key: x[rows] for key, x in batch.items()}
+            run.backward(program.loss(run.model(part["input"]), part))
+        run.step()
