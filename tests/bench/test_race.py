@@ -25,6 +25,7 @@ from race_figures import (
     pace,
     table,
 )
+from support.child import child
 from trial import Clock, Failed
 
 from elastic.cluster.ray import processes
@@ -183,10 +184,10 @@ def test_a_short_race() -> None:
         "torchrun",
         "--json",
     ]
-    process = subprocess.Popen(words, text=True, stdout=subprocess.PIPE)
-    out, _ = process.communicate(timeout=480)
-    assert process.returncode == 0
-    assert not processes.descendants(process.pid)
+    with child(words, text=True, stdout=subprocess.PIPE) as process:
+        out, _ = process.communicate(timeout=480)
+        assert process.returncode == 0
+        assert not processes.descendants(process.pid)
     found = json.loads(out.strip().splitlines()[-1])["figures"]
     assert found["events_elastic_steps"] == found["events_torchrun_steps"] == 120
     assert found["events_elastic_idle_s"] < found["events_torchrun_idle_s"]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.child import child
 from support.places import ROOT
 from support.waiting import until
 
@@ -215,22 +216,16 @@ def test_ctrl_c_ends_all_processes_and_prints_what_was_found(tmp_path: Path) -> 
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(tmp_path),
     }
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    )
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    while not first.startswith(("pass", "fail")):
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with child(words, env=environment, cwd=tmp_path, **piped) as process:
+        assert process.stdout is not None
         first = process.stdout.readline()
-        assert first, process.communicate()
-    until(lambda: len(below(mark)) >= 3 or process.poll() is not None, "workers")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
+        while not first.startswith(("pass", "fail")):
+            first = process.stdout.readline()
+            assert first, process.communicate()
+        until(lambda: len(below(mark)) >= 3 or process.poll() is not None, "workers")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
     # a busy machine's disk: told, and no fault here
     slow = first.startswith("fail") and "failed: checkpoint\n" in out
     assert process.returncode == (1 if slow else 3), out + err

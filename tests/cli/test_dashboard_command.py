@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.child import child
 from support.places import ROOT
 from support.waiting import until
 
@@ -39,16 +40,13 @@ def test_a_folder_without_runs_is_told(
 
 @contextmanager
 def started(words: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    with subprocess.Popen(
+    with child(
         [sys.executable, "-m", "elastic", "dashboard", "--port", "0", "--json", *words],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        try:
-            yield process, json.loads(process.stdout.readline())["url"]
-        finally:
-            process.kill()
+        yield process, json.loads(process.stdout.readline())["url"]
 
 
 def runs_at(url: str) -> list[dict[str, Any]]:
@@ -62,7 +60,7 @@ def test_it_shows_a_run_until_it_is_interrupted(storage: Path, how: signal.Signa
     with started(["tiny-1"]) as (process, url):
         assert [one["name"] for one in runs_at(url)] == ["tiny-1"]
         process.send_signal(how)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.e2e
@@ -76,7 +74,7 @@ def test_beside_a_driver_it_waits_for_the_run_and_ends_with_the_driver(storage: 
         until(lambda: runs_at(url)[0]["read"], "the run is read")
         assert process.stdin is not None
         process.stdin.close()  # also where the driver was killed
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.e2e
@@ -84,10 +82,12 @@ def test_what_a_run_starts_says_its_url_and_ends_with_it(storage: Path) -> None:
     said: list[str] = []
     folder = storage / "tiny-1"
     beside = DashboardBeside(RunFolder(LocalStorage(folder), folder), said.append)
-    until(lambda: bool(said), "it says where it is")
-    assert said[0].startswith("dashboard: http://127.0.0.1:")
-    assert runs_at(said[0].removeprefix("dashboard: "))[0]["name"] == "tiny-1"
-    beside.close()
+    try:
+        until(lambda: bool(said), "it says where it is")
+        assert said[0].startswith("dashboard: http://127.0.0.1:")
+        assert runs_at(said[0].removeprefix("dashboard: "))[0]["name"] == "tiny-1"
+    finally:
+        beside.close()
     assert beside._process.returncode == 0
     with pytest.raises(OSError):
         runs_at(said[0].removeprefix("dashboard: "))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.child import child
 from support.places import PROGRAMS, ROOT
 from support.waiting import is_waiting, once_waiting, until
 
@@ -149,7 +150,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
         "flush=True); reader.load([Microbatch([1])])"
     )
     environment = {**os.environ, "ELASTIC_TEST_READ": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
+    with child(
         [sys.executable, "-c", code, str(READ)], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
         assert parent.stdout is not None

@@ -16,7 +16,9 @@ from support.waiting import until
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     mark = f"mark-{tmp_path.name}-{id(tmp_path)}"
-    yield Shell(tmp_path, {"ELASTIC_TEST_MARK": mark})
+    made = Shell(tmp_path, {"ELASTIC_TEST_MARK": mark})
+    yield made
+    made.end()
     try:
         until(lambda: not children(mark), "the end of all processes that the test started")
     finally:

@@ -90,12 +90,8 @@ def start_and_wait(
     """A run on the cluster that has got to `step`, and the process ids of its workers."""
     process = shell.start("run", name, "--run-name", run)
     done = lambda: any(e.step >= step for e in events(shell, run, StepDone))  # noqa: E731
-    try:
-        until(lambda: done() or process.poll() is not None, f"step {step}")
-        assert process.poll() is None, process.communicate()[1]
-    except BaseException:
-        process.kill()
-        raise
+    until(lambda: done() or process.poll() is not None, f"step {step}")
+    assert process.poll() is None, process.communicate()[1]
     return process, [pid for e in events(shell, run, NodePrepared) for pid in e.pids]
 
 
@@ -153,9 +149,9 @@ def test_without_a_driver_the_workers_save_and_leave(on_cluster: Shell) -> None:
         steps=100_000, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, orphan_lease_s=6.0
     )
     first, pids = start_and_wait(shell, name, "orphan", 10)
-    kill_driver(first)
     storage = open_storage(str(shell.root / "elastic_runs" / "orphan"))
     assert checkpoint_index.find(storage) == []
+    kill_driver(first)
     until(
         lambda: not any(processes.started(pid) for pid in pids), "the end of the orphaned workers"
     )

@@ -101,7 +101,7 @@ def test_the_embedded_run_ends_with_its_head(shell: Shell, which: str) -> None:
 
 def test_also_while_actors_are_being_made(shell: Shell) -> None:
     """Calls to the head stand in threads then, and nobody waits for them."""
-    process = start(shell, NodeReady)
+    process = start(shell, NodeReady, steps=100_000)
     os.kill(part_of_head(process.pid, "gcs"), signal.SIGKILL)
     ended(process, "gcs")
 

@@ -72,6 +72,7 @@ def test_losses_are_survived_by_restart_and_the_ledger_is_right(
         str(shell.root / "state"),
         str(steps),
         "--listen",
+        *(("--stay-at", "20") if drill == NOTICE else ()),
     )
     assert code == 0, err
     first = err.splitlines()[0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from random import SystemRandom
 
 import pytest
 import ray
+from support.child import child
 from support.e2e.runs import MARK, SLOW, job, went_on_as_if_nothing_happened
 from support.e2e.soak import NODES_FIRST, START_MOST_S, Before, Chance, happenings, steps_of
 from support.places import ROOT
@@ -124,14 +124,12 @@ def test_each_kind_of_leak_is_seen(before: Before) -> None:
     segment, folder = Path(f"/dev/shm/leaked-{os.getpid()}"), before.temp / "leaked"
     segment.touch()
     folder.mkdir()
-    with subprocess.Popen(["sleep", "600"]) as sleeper:
+    with child(["sleep", "600"]) as sleeper:
         try:
-            left = before.left_on_machine()
-            assert left == [
+            assert set(before.left_on_machine()) >= {  # others may use shared memory just now
                 f"process {sleeper.pid}: sleep 600 ",
                 f"temporary {folder}",
                 f"shared memory {segment.name}",
-            ]
+            }
         finally:
-            sleeper.kill()
             segment.unlink()

@@ -256,8 +256,8 @@ def test_one_that_takes_all_memory_is_ended(project: Path, monkeypatch: pytest.M
             )
         )
         began_s = time.monotonic()
-        found = copy.pytest(["tests"], TIERS["unit"], limit_s=60.0).verdict
-        assert time.monotonic() - began_s < 30 and (found.test, found.how) == (
+        found = copy.pytest(["tests"], TIERS["unit"], limit_s=200.0).verdict
+        assert time.monotonic() - began_s < 150 and (found.test, found.how) == (
             "tests/test_code.py::test_the_limit",
             "timeout",
         )

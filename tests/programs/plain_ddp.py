@@ -1,7 +1,7 @@
 """A plain DDP script as people have them: started by torchrun, saves to a folder, knows nothing of
 elastic.
 
-`python plain_ddp.py FOLDER STEPS [--listen] [--fail-at STEP] [--alone]`
+`python plain_ddp.py FOLDER STEPS [--listen] [--stay-at STEP] [--fail-at STEP] [--alone]`
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("steps", type=int)
 parser.add_argument("--listen", action="store_true", help="save and leave on SIGTERM")
+parser.add_argument("--stay-at", type=int, default=-1, help="of its first start, for SIGTERM")
 parser.add_argument("--fail-at", type=int, default=-1)
 parser.add_argument("--alone", action="store_true", help="forgets the process group")
 parser.add_argument("--step-s", type=float, default=0.1)
@@ -59,6 +60,9 @@ for step in range(begun + 1, given.steps + 1):
     error.backward()
     optimizer.step()
     time.sleep(given.step_s)
+    until = time.monotonic() + 30.0
+    while step == given.stay_at and not begun and not told and time.monotonic() < until:
+        time.sleep(0.05)
     shown = torch.stack([error.detach() / world, torch.tensor(float(bool(told)))])
     dist.all_reduce(shown)
     if step == given.fail_at:

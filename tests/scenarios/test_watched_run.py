@@ -4,12 +4,12 @@ afterwards."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.child import child
 
 from elastic.cluster.ray import processes
 from elastic.scenarios import watched_run
@@ -34,8 +34,7 @@ def test_a_process_that_is_left_is_found_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watched_run, "GONE_S", 0.3)
-    root, orphan = subprocess.Popen(SLEEP, text=True), subprocess.Popen(SLEEP)
-    try:
+    with child(SLEEP, text=True) as root, child(SLEEP) as orphan:
         started = processes.started(orphan.pid)
         assert started is not None
         temporary = tmp_path / "temporary"
@@ -46,18 +45,15 @@ def test_a_process_that_is_left_is_found_and_ended(
         assert file == f"temporary {temporary / 'forgotten'}" and not temporary.exists()
         assert orphan.wait(60) == -9
         assert root.returncode == -9
-    finally:
-        orphan.kill()
-        root.kill()
 
 
 def test_a_run_that_ends_early_is_told_with_its_last_words(tmp_path: Path) -> None:
     (tmp_path / "err.log").write_text("elastic: no such thing")
-    ended = subprocess.Popen([sys.executable, "-c", ""], text=True)
-    run = watched(tmp_path, process=ended)
-    with pytest.raises(Failed, match="the run ended: elastic: no such thing"):
-        run.calm(3)
-    assert run.end() == []
+    with child([sys.executable, "-c", ""], text=True) as ended:
+        run = watched(tmp_path, process=ended)
+        with pytest.raises(Failed, match="the run ended: elastic: no such thing"):
+            run.calm(3)
+        assert run.end() == []
 
 
 def test_only_whole_lines_of_the_journal_are_read(tmp_path: Path) -> None:
@@ -85,13 +81,13 @@ def test_steps_that_the_killed_driver_had_written_are_none_of_the_next_one(
     held: list[bool] = []
     monkeypatch.setattr(WatchedRun, "start", lambda self: None)
     monkeypatch.setattr(WatchedRun, "until", lambda self, holds, what: held.append(holds()))
-    driver = subprocess.Popen(SLEEP, text=True)
-    run = watched(tmp_path, process=driver)
-    run.seen.take([{"events": [[0.0, step(1, 0.0)]]}])
-    run.journal.parent.mkdir(parents=True)
-    run.journal.write_text(json.dumps({"events": [[0.0, step(1, 2.0, number=5)]]}) + "\n")
-    run.driver_killed()
-    assert driver.returncode == -9
+    with child(SLEEP, text=True) as driver:
+        run = watched(tmp_path, process=driver)
+        run.seen.take([{"events": [[0.0, step(1, 0.0)]]}])
+        run.journal.parent.mkdir(parents=True)
+        run.journal.write_text(json.dumps({"events": [[0.0, step(1, 2.0, number=5)]]}) + "\n")
+        run.driver_killed()
+        assert driver.returncode == -9
     assert held == [False]
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.child import child
 from support.places import ROOT
 from support.waiting import until
 
@@ -79,8 +80,8 @@ def test_a_driver_that_has_lived_for_long_begins_the_count_anew(
 
 
 SUPERVISOR = (
-    "import sys; from elastic.api.running.supervise import supervised; "
-    "sys.exit(supervised(sys.argv[1:], print))"
+    "import sys; from elastic.api.running import supervise; supervise.FIRST_S = 600.0; "
+    "sys.exit(supervise.supervised(sys.argv[1:], print))"
 )
 
 
@@ -91,7 +92,7 @@ def test_a_signal_goes_on_to_the_driver_and_nothing_is_started_after_it(
 ) -> None:
     begun = tmp_path / "begun"
     words = [sys.executable, "-c", SUPERVISOR, sys.executable, "-c", WAITS, str(begun)]
-    with subprocess.Popen(words, cwd=ROOT) as process:
+    with child(words, cwd=ROOT) as process:
         until(begun.exists, "the driver")
         os.kill(process.pid, number)
         assert process.wait(60) == 3
@@ -101,16 +102,11 @@ def test_a_signal_goes_on_to_the_driver_and_nothing_is_started_after_it(
 def test_asked_between_two_starts_it_ends_at_once(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     words = [sys.executable, "-c", SUPERVISOR, sys.executable, "-c", DRIVER, str(starts), "4"]
-    with subprocess.Popen(
-        words,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    ) as process:
-        assert process.stdout is not None and "started again in 5 s" in process.stdout.readline()
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with child(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=unbuffered) as process:
+        assert process.stdout is not None and "started again in 600 s" in process.stdout.readline()
         process.terminate()
-        assert process.wait(4) == 4
+        assert process.wait(60) == 4
     assert starts.read_text() == "x"
 
 

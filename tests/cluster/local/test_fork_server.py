@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.child import child
 from support.waiting import until
 
 from elastic.cluster.local import fork_server
@@ -123,12 +124,11 @@ def test_a_fork_that_is_stopped_ends_with_the_parent_of_its_client(
     """As a worker whose raylet is killed while it is stopped: it can see to nothing itself."""
     with client(server, tmp_path, "0", "sleep") as first:  # writes the script
         first.kill()
-    starts = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    text = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
     at, script = str(server.folder / fork_server.SOCKET), str(tmp_path / "says.py")
     words = [sys.executable, "-I", "-S", str(CLIENT), at, sys.executable, script, "0", "sleep"]
-    with subprocess.Popen(
-        [sys.executable, "-c", starts, *words], stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    ) as parent:
+    starts = [sys.executable, "-c", text, *words]
+    with child(starts, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
         assert parent.stdout is not None
         fork = json.loads(parent.stdout.readline())["pid"]
         os.kill(fork, signal.SIGSTOP)
@@ -175,9 +175,8 @@ server = subprocess.Popen([sys.executable, "-m", "elastic.cluster.local.fork_ser
 print(server.pid, flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as starter:
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with child([sys.executable, "-c", text], **piped) as starter:
         assert starter.stdout is not None
         server = int(starter.stdout.readline())
         until((tmp_path / fork_server.SOCKET).exists, "its socket")

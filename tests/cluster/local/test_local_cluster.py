@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.child import child
 from support.cluster.stage import wait_gone
 from support.waiting import until
 
@@ -26,7 +27,7 @@ from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 cluster = LocalCluster()
 cluster.add(NodeOrder("a", 1)).result(180)
 print(json.dumps({"pids": cluster.pids(), "folder": cluster.folder}), flush=True)
-time.sleep(100)
+time.sleep(600)
 """
 
 
@@ -36,13 +37,13 @@ def wait_removed(folder: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_that_dies_leaves_nothing(number: int) -> None:
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    told = json.loads(driver.stdout.readline())
-    assert len(told["pids"]) > 5
-    driver.send_signal(number)
-    driver.wait()
-    driver.stdout.close()
+    words = [sys.executable, "-c", DRIVER]
+    with child(words, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        told = json.loads(driver.stdout.readline())
+        assert len(told["pids"]) > 5
+        driver.send_signal(number)
+        driver.wait()
     wait_gone(told["pids"])
     wait_removed(told["folder"])
 

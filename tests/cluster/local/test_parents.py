@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+from support.child import child
 from support.cluster.stage import wait_gone
 
 CHILD = """
@@ -28,20 +29,19 @@ child.wait()
 
 
 def test_a_process_ends_when_its_raylet_is_killed() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True
-    ) as parent:
+    words = [sys.executable, "-c", PARENT, CHILD]
+    with child(words, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
+        pid = int(parent.stdout.readline())
         os.kill(parent.pid, signal.SIGKILL)
-        wait_gone([child], within_s=60.0)
+        wait_gone([pid], within_s=60.0)
 
 
 def test_a_process_ends_when_its_raylet_is_killed_that_is_not_its_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as raylet:
+    with child([sys.executable, "-c", "import time; time.sleep(600)"]) as raylet:
         command = [sys.executable, "-c", CHILD, str(raylet.pid)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "up\n"
+        with child(command, stdout=subprocess.PIPE, text=True) as worker:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "up\n"
             raylet.kill()
-            assert child.wait(60) == 1
+            assert worker.wait(60) == 1

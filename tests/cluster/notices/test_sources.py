@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.child import child
 from support.cluster.metadata_server import MetadataServer, iso
 from support.places import ROOT
 from support.waiting import until
@@ -292,9 +293,7 @@ def test_a_trap_on_sigterm_writes_the_file(tmp_path: Path) -> None:
     (line,) = [line for line in page.splitlines() if line.startswith("trap ")]
     script = f"ray() {{ exec sleep 60; }}\n{line}\nray start --block & echo ready; wait $!"
     environment = {"ELASTIC_NOTICE_FILE": str(file), "PATH": "/usr/bin:/bin", "GRACE_S": "1"}
-    with subprocess.Popen(
-        ["bash", "-c", script], env=environment, stdout=subprocess.PIPE
-    ) as process:
+    with child(["bash", "-c", script], env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.terminate()
         until(

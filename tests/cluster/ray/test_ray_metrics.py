@@ -15,7 +15,7 @@ from elastic.cluster.ray import ray_metrics
 from elastic.observe.metrics.run_numbers import Sample
 
 SCRIPT = """
-import sys, time, urllib.request, ray
+import re, sys, time, urllib.request, ray
 from elastic.api.running.observers import _through_ray
 from elastic.observe.metrics.run_numbers import Sample
 ray.init(num_cpus=1, include_dashboard=False, _system_config={"metrics_report_interval_ms": 500})
@@ -24,12 +24,14 @@ for step in (5, 7):
     tell("r", [Sample("elastic_step", step), Sample("elastic_steps_total", step),
                Sample("elastic_nodes", 2, ("spot", "prepared"))])
 url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-for _ in range(60):
+last = [re.compile(rf"^ray_elastic_{name}\\{{.* {value}\\.0$", re.M)
+        for name, value in (("step", 7), ("steps_total", 7), ("nodes", 2))]
+for _ in range(600):
     try:
-        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        text = urllib.request.urlopen(url, timeout=60).read().decode()
     except OSError:
         text = ""
-    if "ray_elastic_nodes" in text and "ray_elastic_steps_total" in text:
+    if all(one.search(text) for one in last):
         break
     time.sleep(0.5)
 print(text)
@@ -68,7 +70,7 @@ def test_what_grows_is_told_by_how_much_and_the_rest_as_it_is(
 @pytest.mark.e2e
 def test_rays_exporter_has_them() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=180, cwd=ROOT
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     text = done.stdout[done.stdout.index("# HELP") :]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.child import child
 from support.cluster.stage import wait_gone
 from support.waiting import until
 
@@ -331,10 +332,9 @@ def test_guests_at_a_port_are_counted() -> None:
 def test_who_listens_to_sigterm_is_seen(handler: bool) -> None:
     line = "signal.signal(signal.SIGTERM, lambda *a: None);" if handler else ""
     text = f"import signal,time;{line}print('up', flush=True);time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None and child.stdout.readline() == "up\n"
-        assert listens(child.pid, signal.SIGTERM) is handler
-        child.kill()
+    with child([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None and script.stdout.readline() == "up\n"
+        assert listens(script.pid, signal.SIGTERM) is handler
 
 
 def test_the_script_is_itself_and_ends_with_its_supervisor(tmp_path: Path) -> None:
@@ -347,9 +347,7 @@ def test_the_script_is_itself_and_ends_with_its_supervisor(tmp_path: Path) -> No
         f"os,subprocess,sys,time\nos.environ['{PARENT}']=str(os.getpid())\nc=subprocess.Popen([sys.executable,'-m','elastic.cluster.ray_train.script_child',{str(script)!r},'--a','b'])\nprint(c.pid, "
         "flush=True)\ntime.sleep(600)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True
-    ) as supervisor:
+    with child([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         pid = int(supervisor.stdout.readline())
         assert supervisor.stdout.readline() == "__main__ ['--a', 'b']\n"

@@ -319,7 +319,7 @@ def _to_the_end(
                 scene.begin(left.pop(0))
     finally:
         scene.end(all_of_it=True)
-        scene.process.kill()
+        shell.end()
         played.lines = read(journal) if journal.is_file() else []
     played.said = err
     asked = {

@@ -53,7 +53,7 @@ class Stage:
     backend: Any
     events: list[Event] = field(default_factory=list)
 
-    def wait(self, done: Callable[[Event], bool] | type, timeout_s: float = 120.0) -> Any:
+    def wait(self, done: Callable[[Event], bool] | type, timeout_s: float = WITHIN_S) -> Any:
         """The first event, from those not waited for yet, that is of the kind or satisfies the
         condition."""
         deadline = time.monotonic() + timeout_s

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.child import end
 from support.places import ROOT
 
 from elastic.cli.command_line import main
@@ -36,6 +37,7 @@ class Shell:
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def job(self, name: str = "tiny", **changes: Any) -> str:
         """Writes a job folder; returns its path relative to `root`. A key that is None is left
@@ -47,12 +49,19 @@ class Shell:
         return name
 
     def start(self, *words: str) -> subprocess.Popen[str]:
+        """The fixture ends it where the test does not."""
         inherited = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "elastic", *words], cwd=self.root, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**inherited,
             **OWN, **self.environment},
         )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self.processes:
+            end(process)
 
     def call(self, *words: str, timeout_s: float = 600.0) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""

@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import yaml
+from support.child import child
 from support.places import PROGRAMS, ROOT
 
 from elastic.cli.command_line import main
@@ -49,6 +51,15 @@ def command(n: int, folder: Path, *more: str, torchrun: tuple[str, ...] = ()) ->
     start = [*start, "--nproc-per-node", str(n)] if n > 1 or torchrun else []
     own = ["-m", "elastic.worker", str(folder), "--storage", str(folder / "runs")]
     return [sys.executable, *start, *own, "--every", "1", "--json", *more]
+
+
+@contextmanager
+def started(words: list[str], log: Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, which writes all that it says to `log`; see support/child.py."""
+    with log.open("w") as out:
+        options = {"stdout": out, "stderr": out, "text": True, "env": environment(**environ)}
+        with child(words, **options) as process:
+            yield process
 
 
 def run(n: int, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:

@@ -31,7 +31,7 @@ FOR_S = 1.5
 def test_its_generation_breaks_and_the_next_one_is_entered_when_it_is_back(
     pool: Pool, tmp_path: Path
 ) -> None:
-    job = job_of("tiny.py", steps=14)
+    job = job_of("tiny.py", steps=40)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=2))
     pids = pool.pids
     cut_s = time.monotonic()
@@ -78,7 +78,7 @@ def test_an_abort_frees_who_waits_for_its_peers(pool: Pool, tmp_path: Path) -> N
 
 
 def test_what_it_writes_fails_and_it_trains_on(pool: Pool, tmp_path: Path) -> None:
-    job = job_of("tiny.py", steps=14)
+    job = job_of("tiny.py", steps=100_000)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=2))
     pool.order(workers[1], Isolate(3600.0, storage=True))
     try:

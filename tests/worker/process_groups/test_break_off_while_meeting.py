@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.child import child
 from support.waiting import until
 from support.worker.ranks import meeting
 
@@ -167,12 +168,11 @@ for line in sys.stdin:
 @pytest.fixture
 def dies() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", DIES]
-    with subprocess.Popen(
+    with child(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
-        process.kill()
 
 
 @pytest.mark.e2e

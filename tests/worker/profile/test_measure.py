@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.child import child
 from support.places import PROGRAMS
 from support.waiting import until
 from torch.utils.flop_counter import FlopCounterMode
@@ -279,23 +280,20 @@ measure(MeasureRequest(ModelProfile(1, 1, ()), seconds=60.0, sizes=(1, 2)))
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_they_end_with_who_started_them(how: signal.Signals, tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER], stderr=subprocess.DEVNULL, env=environment
-    )
-    try:
+    words = [sys.executable, "-c", STARTER]
+    with child(words, stderr=subprocess.DEVNULL, env=environment) as starter:
         until(
-            lambda: list(tmp_path.glob("elastic-profile-*/store")),
+            lambda: (
+                list(tmp_path.glob("elastic-profile-*/store"))
+                and len(processes_of(starter.pid)) == 2
+            ),
             "the meeting of those that measure",
         )
         children = processes_of(starter.pid)
-        assert len(children) == 2
         starter.send_signal(how)
         starter.wait(120)
         until(lambda: not any(map(is_alive, children)), "the end of those that it started")
         assert not list(tmp_path.iterdir())
-    finally:
-        starter.kill()
-        starter.wait()
 
 
 def is_alive(pid: int) -> bool:

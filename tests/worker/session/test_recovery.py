@@ -50,7 +50,7 @@ pytestmark = pytest.mark.slow
     ids=str,
 )
 def test_kill_without_notice(pool: Pool, tmp_path: Path, before: Layout, after: Layout) -> None:
-    job = job_of("tiny.py", steps=14)
+    job = job_of("tiny.py", steps=40)
     workers, first = start(pool, job, tmp_path, before)
     pids = pool.pids[1:]
     try:

@@ -8,10 +8,12 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from support.child import child
 
 from elastic.errors import PeerGarbled, ProgramError
 from elastic.types import Abort, WorkerId
@@ -95,27 +97,20 @@ time.sleep(60)
 """
 
 
-def honest(port: int, me: int, question: str, secret: str) -> subprocess.Popen[str]:
+def honest(
+    port: int, me: int, question: str, secret: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
     words = [sys.executable, "-c", HONEST, str(port), str(me), question]
-    return subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, env={**os.environ, "SECRET": secret}
-    )
+    return child(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "SECRET": secret})
 
 
 def met(question: str, secret: str, mark: Path) -> str:
     """What the honest rank says. Of a broadcast it is the one that hears."""
     store = host_store("127.0.0.1", 60.0)
     me = 0 if question == "metrics" else 1
-    rank = honest(store.port, me, question, secret)
-    stranger = subprocess.Popen(
-        [sys.executable, "-c", STRANGER, str(store.port), str(1 - me), question, str(mark)]
-    )
-    try:
-        return rank.communicate(timeout=180)[0]
-    finally:
-        for process in (rank, stranger):
-            process.kill()
-            process.wait()
+    words = [sys.executable, "-c", STRANGER, str(store.port), str(1 - me), question, str(mark)]
+    with honest(store.port, me, question, secret) as rank, child(words):
+        return str(rank.communicate(timeout=180)[0])
 
 
 @pytest.mark.e2e
@@ -142,8 +137,9 @@ def test_a_stranger_runs_no_code(question: str, secret: str, tmp_path: Path) -> 
 )
 def test_two_ranks_that_were_told_meet(question: str, right: str) -> None:
     store, secret = host_store("127.0.0.1", 60.0), new_secret()
-    ranks = [honest(store.port, me, question, secret) for me in range(2)]
-    assert [rank.communicate(timeout=180)[0] for rank in ranks] == [f"heard {right}\n"] * 2
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(honest(store.port, me, question, secret)) for me in range(2)]
+        assert [rank.communicate(timeout=180)[0] for rank in ranks] == [f"heard {right}\n"] * 2
 
 
 def test_the_store_listens_at_one_address() -> None:

@@ -9,15 +9,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.child import reserved_port
 from support.waiting import until
-from support.worker.torchrun import SLOW, command, elastic, environment, job, losses, ranks_of
+from support.worker.torchrun import (
+    SLOW,
+    command,
+    elastic,
+    environment,
+    job,
+    losses,
+    ranks_of,
+    started,
+)
 
-from elastic.certify.harness.place import free_port
 from elastic.config.job import load_job
 from elastic.errors import JournalDamaged
 from elastic.ledger.journal import Line
@@ -49,13 +59,14 @@ def actions(lines: Sequence[Line], kind: type) -> list[Any]:
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.whole), 1])
 def test_a_killed_rank_ends_all_and_torchrun_starts_them_anew(rank: int, tmp_path: Path) -> None:
     folder, log = job(tmp_path, program=str(SLOW), steps=24, durable_every=5), tmp_path / "log"
-    again = ("--standalone", "--max-restarts", "1")
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command(2, folder, torchrun=again), stdout=out, stderr=out, env=environment()
-        )
+    again = command(2, folder, torchrun=("--standalone", "--max-restarts", "1"))
+    held = tmp_path / "held"  # no rank gets further than step 14 before one is killed
+    held.touch()
+    slow = {"ELASTIC_TEST_SLOW": str(held), "ELASTIC_TEST_SLOW_AFTER": "13"}
+    with started(again, log, **slow) as process:
         until(lambda: 12 in losses(log.read_text()) or process.poll() is not None, log.read_text)
         os.kill(ranks_of(process.pid)[rank], signal.SIGKILL)
+        held.unlink()
         assert process.wait(300) == 0, log.read_text()
     said = log.read_text()
     assert "resumes from step 10" in said or "resumes from step 5" in said
@@ -75,19 +86,6 @@ def test_ranks_on_two_nodes_keep_each_others_copies_and_stop_as_a_run_does(tmp_p
     """Nodes are those of torchrun. `elastic stop` reaches rank 0 through the run's inbox."""
     folder = job(tmp_path, program=str(SLOW), steps=4000, durable_every=0, peer_every=3)
     place = str(folder / "runs" / "tiny")
-    port, agents = free_port(), []
-    for node in range(2):
-        words = (
-            "--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1",
-            "--master-port", str(port),
-        )  # fmt: skip
-        out = (tmp_path / f"log-{node}").open("w")
-        agents.append(
-            subprocess.Popen(
-                command(1, folder, torchrun=words), stdout=out, stderr=out, env=environment()
-            )
-        )
-        out.close()
 
     def said() -> str:
         return "".join((tmp_path / f"log-{node}").read_text() for node in range(2))
@@ -97,13 +95,18 @@ def test_ranks_on_two_nodes_keep_each_others_copies_and_stop_as_a_run_does(tmp_p
         found = events(lines_of(folder)) if journal.exists() else []
         return [e for e in found if isinstance(e, CopyStored)]
 
-    try:
+    with ExitStack() as stack:
+        port, agents = stack.enter_context(reserved_port()), []
+        for node in range(2):
+            words = (
+                "--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1",
+                "--master-port", str(port),
+            )  # fmt: skip
+            agent = started(command(1, folder, torchrun=words), tmp_path / f"log-{node}")
+            agents.append(stack.enter_context(agent))
         until(lambda: stored() or any(a.poll() is not None for a in agents), said)
         elastic("stop", place)
         assert [agent.wait(300) for agent in agents] == [1, 1], said()
-    finally:
-        for agent in agents:
-            agent.kill()
     assert said().count("exitcode  : 3") == 2, said()
     lines = lines_of(folder)
     (entered,) = actions(lines, EnterPlan)

@@ -110,7 +110,8 @@ def test_the_slow_rank_is_told_apart_from_those_that_wait_for_it(
         pool.order(worker, InjectFault("slow", 5.0 if i == 2 else 1.0, 0.006))
     pool.enter(plan(1, layout, workers, 12))
     pool.wait(lambda: any(e.step >= 8 for e in pool.events(StepDone)), "8 steps")
-    timed = pool.events(RanksTimed)[-1]
-    others = sorted(timed.unit_s[:2] + timed.unit_s[3:])
-    assert timed.unit_s[2] > 2.5 * others[-1]
-    assert timed.unit_s[2] >= 0.99 * 0.030 / 3 and others[0] >= 0.99 * 0.006 / 3
+    # the least of each: a machine that others use only adds to it
+    unit_s = [min(of_rank) for of_rank in zip(*(e.unit_s for e in pool.events(RanksTimed)))]
+    slow_s = unit_s.pop(2)
+    assert slow_s > 2.5 * max(unit_s)
+    assert slow_s >= 0.99 * 0.030 / 3 and min(unit_s) >= 0.99 * 0.006 / 3
