@@ -142,7 +142,7 @@ class TrainState:
         model = cut_stage(
             build_meta(self.program), self.program, self.profile, layers=self.layers, stage=stage
         )
-        model = parallelize(model, self.program, self.profile, mesh=groups.mesh, options=options)
+        model = parallelize(model, self.program, self.profile, groups=groups, options=options)
         to_empty(model, groups.device, self.layout.offload)
         # FSDP keeps the tie
         if groups.mesh is None or "fsdp" not in (groups.mesh.mesh_dim_names or ()):
