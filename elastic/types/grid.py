@@ -102,6 +102,17 @@ def expert_groups(layout: Layout, rank: int) -> tuple[list[int], list[list[int]]
     return line[first : first + layout.ep], [[r + far for r in alike] for far in replicas]
 
 
+def fullest_experts(layout: Layout, tokens: Sequence[float]) -> float:
+    """Of what came to the experts of each rank, the most over the mean of its pipeline stage; 0
+    where nothing is known of it."""
+    found = [0.0]
+    for pp in range(layout.pp if tokens else 0):
+        here = [tokens[rank] for rank in stage_ranks(layout, pp)]
+        if sum(here):
+            found.append(max(here) * len(here) / sum(here))
+    return max(found)
+
+
 def stage_ranks(layout: Layout, pp: int) -> list[int]:
     """Ranks at one place of the pp axis, in order: a grid [dp_replicate, dp_shard x cp, tp] when
     reshaped."""

@@ -150,7 +150,8 @@ class ModelProfile:
 
     `no_dp`, `no_tp`, `no_cp`, `no_pp`, `no_ep`: why no layout with more than one rank on that axis
     computes what the whole model does, in one line that names the place and the mend; '' = nothing
-    is known against it. `pipeline` is False where `no_pp` says why, and `tp_limit` is 1 where `no_tp` does.
+    is known against it. `pipeline` is False where `no_pp` says why, and `tp_limit` is 1 where
+    `no_tp` does.
     `notes`: what a person should know of the model before it trains, a line each. `draws`: it
     draws random numbers that cannot be keyed, so that a step that is done again may differ.
     `computes_in`: the type of fewest bits that its forward pass makes numbers of, '' = float32.
@@ -219,6 +220,8 @@ class ModelProfile:
             return f"ep={ep}, but ep must divide the {self.n_experts} experts of the model"
         if ranks % ep:
             return f"ep={ep}, but ep must divide dp_shard x cp, which is {ranks}"
+        if layout.activation_checkpointing == "selective":
+            return f"ep={ep} goes with activation_checkpointing none or full, not with selective"
         return ""
 
     def kept_of(self, spec: TensorSpec) -> OptimizerSpec:

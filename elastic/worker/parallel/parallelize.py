@@ -44,11 +44,11 @@ def parallelize(
     if mesh is not None and "tp" in names:
         _apply_tp(model, program, mesh["tp"])
         tie_again(model, profile)
-    experts = []
+    experts: list[nn.Module] = []
     if groups.ep is not None:
         experts = [model.get_submodule(name) for name in expert_modules(model, program.experts)]
-    for module in experts:
-        share_out(module, groups.ep)
+        for module in experts:
+            share_out(module, groups.ep)
     options.wrap(blocks)
     if mesh is not None and "fsdp" in names:
         dp_mesh = mesh["dp_replicate", "fsdp"] if "dp_replicate" in names else mesh["fsdp"]
