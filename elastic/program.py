@@ -110,6 +110,8 @@ class Program:
                 "rowwise_scatter" (gives a part), "sequence_colwise_gather", "sequence_colwise_loss"
                 (a cut head of a part; with the second the logits stay cut and `loss` must be
                 torch's cross_entropy of them). elastic.models.llama.tp_plan has them all.
+    experts:    module-name patterns of stacked experts, which ep shares out over ranks; () = found
+                by what they look like (elastic.models.experts says how).
     tp_limit:   tp must divide it (the number of key-value heads, say); 0 = only the shapes decide.
     lr_factor:  optimizer step (from 0) -> factor on the optimizer's own learning rates; or the job
                 has an `lr_schedule`.
@@ -164,6 +166,7 @@ class Program:
     evaluate: Callable[[Any, Any], Mapping[str, Any]] | None = None
     blocks: str = "layers.*"
     tp: Mapping[str, str] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
     tp_limit: int = 0
     lr_factor: Callable[[int], float] | None = None
     sample: Callable[[Any], str] | None = None

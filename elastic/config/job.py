@@ -278,11 +278,12 @@ class JobSpec(Strict):
             )
         for text in self.layouts() or [str(self.layout)]:
             layout = Layout(**named_after_auto(text)) if is_auto(text) else parse_layout(text)
-            if layout.cp > 1 and self.compile:
-                raise ValueError(
-                    f"layout '{text}' has cp={layout.cp}, compile: true does not go with that; "
-                    "take one of them"
-                )
+            for axis in ("cp", "ep"):
+                if self.compile and (n := getattr(layout, axis)) > 1:
+                    raise ValueError(
+                        f"layout '{text}' has {axis}={n}, compile: true does not go with that; "
+                        "take one of them"
+                    )
             if layout.tp > 1 and self.compile and self.microbatch_tokens:
                 raise ValueError(
                     f"layout '{text}' has tp={layout.tp}; compile: true goes with it or with "

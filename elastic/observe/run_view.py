@@ -53,6 +53,7 @@ class Point(NamedTuple):
     pad_share: float = 0.0
     grad_norm: float = 0.0
     logged: Mapping[str, float] = {}  # by the user's code
+    expert_load: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +318,7 @@ class View:
             done.pad_share,
             done.grad_norm,
             done.logged,
+            done.expert_load,
         )
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 

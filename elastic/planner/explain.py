@@ -122,9 +122,6 @@ def warnings(
 ) -> tuple[str, ...]:
     """`n_gpus`: that there are."""
     said = []
-    if layout.ep > 1:
-        planned = "planned only: elastic itself does not spread experts over ranks"
-        said.append(f"ep={layout.ep} is {planned}")
     usable = USABLE * memory.room
     if memory.room and memory.used > usable:
         needs = f"{memory.used / GIB:.1f} GiB, and {usable / GIB:.1f} can be used"

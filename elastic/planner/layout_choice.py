@@ -25,7 +25,16 @@ from elastic.planner.layout_search import (
 )
 from elastic.planner.layout_space import cut, n_options
 from elastic.planner.node_sets import LayoutLimits, NodeSet, SearchedNodes
-from elastic.types import AXES, Job, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
+from elastic.types import (
+    NAMED_AXES,
+    Job,
+    Layout,
+    ModelProfile,
+    Node,
+    WorkerId,
+    is_auto,
+    parse_layout,
+)
 from elastic.types.nouns import AUTO
 
 SHOWN = 6  # rejections that an error message names
@@ -156,7 +165,7 @@ def named_for(job: Job, n_workers: int) -> str:
 def pinned(text: str) -> str:
     """A layout that is named whole, as `auto` with all of its axes and what else it says pinned."""
     said = [part.partition("=")[0] for part in text.replace(" ", "").split(",")]
-    return ",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)])
+    return ",".join([AUTO, text, *(f"{axis}=1" for axis in NAMED_AXES if axis not in said)])
 
 
 def most_workers(job: Job) -> int | None:

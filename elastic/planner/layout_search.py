@@ -222,7 +222,7 @@ class LayoutSearch:
         if shape.tp * shape.cp > there.sizes[-1]:
             self._reject(shape, explain.leaves_node(shape, there.sizes[-1]))
             return False
-        eps = self._eps(shape)
+        eps = self._eps(space, shape)
         if self.known and self._bound_s(there, replace(shape, ep=eps[-1])) > self.limit_s(there):
             self._reject(shape, "its computation alone takes longer than the offers shown")
             return True
@@ -237,20 +237,17 @@ class LayoutSearch:
                 if kind == shape and "schedule" not in space.pins:
                     break  # the other kinds ask for more
                 continue
-            for ep in eps if kind.dp_replicate == 1 else (1,):
+            for ep in self._eps(space, kind):
                 found = self._variants(there, space, replace(kind, ep=ep)) or found
         return found
 
-    def _eps(self, shape: Layout) -> tuple[int, ...]:
-        """Over how many ranks experts may be spread, the most last: data-parallel ones, with
-        equally many experts each. Only where the job is none that elastic is to run, which has no
-        ep."""
-        sample = self.work.sample
-        experts = max((product.experts for product in sample.matmuls), default=0) if sample else 0
-        if not experts or not self.job.ep:
-            return (1,)
-        ranks = shape.dp_shard * shape.cp
-        return tuple(n for n in hetero_shares.divisors(ranks) if experts % n == 0)
+    def _eps(self, space: Space, shape: Layout) -> tuple[int, ...]:
+        """Over how many ranks experts may be shared out, the most last: data-parallel ones, with
+        equally many experts each; of replicas none, where the job does not say so."""
+        wanted, ranks = int(space.pins.get("ep", 0)), shape.dp_shard * shape.cp
+        if not self.model.n_experts or self.model.no_ep or wanted or shape.dp_replicate > 1:
+            return (wanted or 1,)
+        return tuple(n for n in hetero_shares.divisors(ranks) if self.model.n_experts % n == 0)
 
     def _bound_s(self, there: NodeSet, shape: Layout) -> float:
         """Of a step the computation at best, without recomputation and waiting."""

@@ -40,8 +40,9 @@ def check_axes(model: ModelProfile, job: Job, layout: Layout) -> None:
         raise InfeasiblePlan(
             f"tp={layout.tp} goes with compile: true or with microbatch_tokens, not with both"
         )
-    if layout.cp > 1 and job.compile:
-        raise InfeasiblePlan(f"cp={layout.cp} does not go with compile: true")
+    for axis in ("cp", "ep"):
+        if (n := getattr(layout, axis)) > 1 and job.compile:
+            raise InfeasiblePlan(f"{axis}={n} does not go with compile: true")
     if layout.pp > 1 and job.microbatch_tokens:
         raise InfeasiblePlan(
             f"pp={layout.pp} needs micro-batches of one shape, which microbatch_tokens does not "

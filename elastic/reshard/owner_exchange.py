@@ -66,7 +66,7 @@ def _pieces(placed: Placed, layout: Layout, ranks: range) -> Iterator[tuple[int,
 
 def _piece(placed: Placed, layout: Layout, at: Coordinates) -> Region | None:
     fsdp = at.fsdp(layout), layout.dp_shard * layout.cp
-    found = region(placed, (at.tp, layout.tp), fsdp)
+    found = region(placed, (at.tp, layout.tp), fsdp, ep=layout.ep)
     return None if 0 in found[1] else found
 
 

@@ -19,6 +19,7 @@ from elastic.reshard.rank_boxes import (
     Placed,
     Region,
     check_layers,
+    fsdp_chunk,
     meet,
     owners,
     placements,
@@ -35,7 +36,7 @@ Stages = tuple[int, ...]
 Held = tuple[Stages, bool, bool, tuple[int, ...]]
 
 # tensors of equal value are cut into equal pieces
-Cutting = tuple[tuple[int, ...], int | None, bool, bool]
+Cutting = tuple[tuple[int, ...], int | None, bool, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,17 @@ class Side:
     def _cut(self, placed: Placed) -> list[PieceColumn]:
         found: dict[Region, PieceColumn] = {}
         for t in range(self.layout.tp if placed.tp_cut else 1):
-            offsets, sizes = region(placed, (t, self.layout.tp), (0, 1))
+            offsets, sizes = region(placed, (t, self.layout.tp), (0, 1), ep=1)
             if 0 in sizes:
                 continue
             start, size = (offsets[0], sizes[0]) if sizes else (0, 1)
-            step = -(-size // self.fsdp) if placed.fsdp_cut else size  # as `chunk`
-            starts = np.arange(start, start + size, step)
-            numbers, across = t * self.fsdp + np.arange(len(starts)), (offsets[1:], sizes[1:])
+            if placed.ep_cut and self.layout.ep > 1:
+                index, starts = self._by_expert(start, size)
+            else:
+                step = -(-size // self.fsdp) if placed.fsdp_cut else size  # as `chunk`
+                starts = np.arange(start, start + size, step)
+                index = np.arange(len(starts))
+            numbers, across = t * self.fsdp + index, (offsets[1:], sizes[1:])
             if across in found:  # tp cuts along dimension 0 too
                 before = found[across]
                 numbers, starts = (
@@ -153,9 +158,22 @@ class Side:
             found[across] = PieceColumn(across, numbers, starts, start + size)
         return list(found.values())
 
+    def _by_expert(self, start: int, size: int) -> tuple[Ints, Ints]:
+        """Of parts that are not empty, in their order: whose it is on the axis fsdp, where it
+        begins."""
+        each = (
+            (at, i)
+            for i in range(self.fsdp)
+            for at, n in (fsdp_chunk(size, self.fsdp, i, ep=self.layout.ep),)
+            if n
+        )
+        starts, index = zip(*sorted(each), strict=True)
+        return np.array(index, dtype=np.int64), start + np.array(starts, dtype=np.int64)
+
 
 def cutting_of(placed: Placed) -> Cutting:
-    return placed.spec.shape, placed.spec.tp_dim, placed.tp_cut, placed.fsdp_cut
+    spec = placed.spec
+    return spec.shape, spec.tp_dim, placed.tp_cut, placed.fsdp_cut, placed.ep_cut
 
 
 def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[TensorBundle]:
@@ -163,7 +181,8 @@ def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[TensorB
     found: dict[tuple[object, ...], list[int]] = {}
     for i, placed in enumerate(state):
         spec = placed.spec
-        key = (source.held(placed), target.held(placed), spec.shape, spec.tp_dim, spec.dtype)
+        held = source.held(placed), target.held(placed)
+        key = (*held, spec.shape, spec.tp_dim, spec.dtype, placed.ep_cut)
         found.setdefault(key, []).append(i)
     firsts = [(state[tensors[0]], tuple(tensors)) for tensors in found.values()]
     return [

@@ -2,8 +2,9 @@
 Integers only.
 
 A tensor is cut like `torch.chunk` over tp along `tp_dim`, and that part like `torch.chunk` over
-fsdp (= dp_shard x cp, one merged axis) along dimension 0. Pieces may be empty. Buffers and 0-dim
-tensors are whole on every rank that holds them. What an optimizer keeps that steps whole tensors
+fsdp (= dp_shard x cp, one merged axis) along dimension 0; weights of experts first over ep, then
+over the ranks of fsdp that have the same experts. Pieces may be empty. Buffers and 0-dim tensors
+are whole on every rank that holds them. What an optimizer keeps that steps whole tensors
 is whole, and of each pipeline stage only at the parameter's owner, on any axis.
 """
 
@@ -27,7 +28,7 @@ EXTRA = "extra."  # what the names of extra_state's boxes begin with
 
 Span = tuple[int, int]  # offset and size along one dimension
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-Kind = tuple[tuple[int | None, ...], bool, bool, str]
+Kind = tuple[tuple[int | None, ...], bool, bool, bool, str]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Placed:
     @property
     def kind(self) -> Kind:
         """Tensors of equal kind are held by the same ranks, piece by piece."""
-        return self.blocks, self.tp_cut, self.fsdp_cut, self.of
+        return self.blocks, self.tp_cut, self.fsdp_cut, self.ep_cut, self.of
 
     @property
     def tp_cut(self) -> bool:
@@ -51,6 +52,10 @@ class Placed:
     @property
     def fsdp_cut(self) -> bool:
         return not self.spec.buffer and bool(self.spec.shape) and not self.of
+
+    @property
+    def ep_cut(self) -> bool:
+        return self.spec.by_expert and self.fsdp_cut
 
 
 def state_specs(model: ModelProfile) -> tuple[TensorSpec, ...]:
@@ -197,7 +202,15 @@ def chunk(size: int, n: int, index: int) -> Span:
     return start, min(step, size - start)
 
 
-def region(placed: Placed, tp: tuple[int, int], fsdp: tuple[int, int]) -> Region:
+def fsdp_chunk(size: int, n: int, index: int, *, ep: int) -> Span:
+    """Offset and size of part `index` of the n that fsdp cuts `size` elements into. With ep > 1
+    neighbors have other experts: it is a part of those that the rank has with others."""
+    start, mine = chunk(size, ep, index % ep)
+    at, length = chunk(mine, n // ep, index // ep)
+    return start + at, length
+
+
+def region(placed: Placed, tp: tuple[int, int], fsdp: tuple[int, int], *, ep: int) -> Region:
     """Offsets and sizes of the piece at index tp[0] of tp[1] and fsdp[0] of fsdp[1]."""
     shape = placed.spec.shape
     offsets, sizes = [0] * len(shape), list(shape)
@@ -205,7 +218,7 @@ def region(placed: Placed, tp: tuple[int, int], fsdp: tuple[int, int]) -> Region
         dim = placed.spec.tp_dim
         offsets[dim], sizes[dim] = chunk(shape[dim], tp[1], tp[0])
     if placed.fsdp_cut:
-        start, size = chunk(sizes[0], fsdp[1], fsdp[0])
+        start, size = fsdp_chunk(sizes[0], fsdp[1], fsdp[0], ep=ep if placed.ep_cut else 1)
         offsets[0], sizes[0] = offsets[0] + start, size
     return tuple(offsets), tuple(sizes)
 
@@ -250,7 +263,7 @@ def _boxes(
             or (fsdp[0] and not placed.fsdp_cut)
         ):
             continue
-        offsets, sizes = region(placed, tp, fsdp)
+        offsets, sizes = region(placed, tp, fsdp, ep=layout.ep)
         if 0 not in sizes:
             out.append(Box(placed.spec.fqn, offsets, sizes, placed.spec.dtype))
     return tuple(out)

@@ -204,6 +204,8 @@ class StepDone(Event):
     pad_share: float = 0.0
     # what the user's own code has told of it, by name
     logged: dict[str, float] = field(default_factory=dict)
+    # with ep: tokens that came to the experts of the rank with most, over the mean; 0 = not known
+    expert_load: float = 0.0
 
 
 @dataclass(frozen=True)

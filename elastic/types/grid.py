@@ -75,8 +75,8 @@ def rank_of(layout: Layout, at: Coordinates) -> int:
 
 
 def axes_of(layout: Layout) -> frozenset[str]:
-    """The axes with more than one rank, of pp, dp (replicas and shards), cp, tp."""
-    return frozenset(axis for axis in ("pp", "dp", "cp", "tp") if getattr(layout, axis) > 1)
+    """The axes with more than one rank, of pp, dp (replicas and shards), cp, tp, ep."""
+    return frozenset(axis for axis in ("pp", "dp", "cp", "tp", "ep") if getattr(layout, axis) > 1)
 
 
 def axis_groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
@@ -88,6 +88,29 @@ def axis_groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
         key = tuple(getattr(at, axis) for axis in AXES if axis not in axes)
         groups.setdefault(key, []).append(rank)
     return list(groups.values())
+
+
+def expert_groups(layout: Layout, rank: int) -> tuple[list[int], list[list[int]]]:
+    """The ranks among which the rank's tokens go to their experts (ep neighbors along dp_shard x
+    cp), and a grid [dp_replicate, rest of dp_shard x cp] of those that have parts of the same
+    experts as the rank."""
+    line = next(g for g in axis_groups(layout, ("dp_shard", "cp")) if rank in g)
+    at = line.index(rank)
+    first, alike = at - at % layout.ep, line[at % layout.ep :: layout.ep]
+    apart, mine = len(line) * layout.tp, coordinates(layout, rank).dp_replicate
+    replicas = [(i - mine) * apart for i in range(layout.dp_replicate)]
+    return line[first : first + layout.ep], [[r + far for r in alike] for far in replicas]
+
+
+def fullest_experts(layout: Layout, tokens: Sequence[float]) -> float:
+    """Of what came to the experts of each rank, the most over the mean of its pipeline stage; 0
+    where nothing is known of it."""
+    found = [0.0]
+    for pp in range(layout.pp if tokens else 0):
+        here = [tokens[rank] for rank in stage_ranks(layout, pp)]
+        if sum(here):
+            found.append(max(here) * len(here) / sum(here))
+    return max(found)
 
 
 def stage_ranks(layout: Layout, pp: int) -> list[int]:

@@ -96,6 +96,7 @@ class WorkerId:
 
 AUTO = "auto"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+NAMED_AXES = (*AXES, "ep")  # that a layout may say
 # what a layout may say besides its axes, and what it may be; a job says the same for all of its
 # layouts by keys of these names
 SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b")
@@ -112,7 +113,8 @@ LAYOUT_OPTIONS: dict[str, tuple[Any, ...]] = {
 @dataclass(frozen=True)
 class Layout:
     """How the ranks are arranged; axis names as torchtitan uses them. Rank order: pp outermost, tp
-    innermost."""
+    innermost. ep has no ranks of its own: of the dp_shard x cp ranks that parameters are cut over,
+    ep neighbors share out the experts."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -147,7 +149,7 @@ class Layout:
 
     def __str__(self) -> str:
         parts = [
-            f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1
+            f"{axis}={getattr(self, axis)}" for axis in NAMED_AXES if getattr(self, axis) > 1
         ] or ["dp_shard=1"]
         plain = Layout()
         parts += [
@@ -181,9 +183,9 @@ def _named(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for part in text.replace(" ", "").split(","):
         name, _, value = part.partition("=")
-        if name not in (*AXES, *LAYOUT_OPTIONS):
+        if name not in (*NAMED_AXES, *LAYOUT_OPTIONS):
             raise SpecError(
-                f"layout '{text}': '{name}' is not an axis{nearest(name, AXES, 'axes')}"
+                f"layout '{text}': '{name}' is not an axis{nearest(name, NAMED_AXES, 'axes')}"
             )
         if choices := LAYOUT_OPTIONS.get(name):
             words = {_word(choice): choice for choice in choices}

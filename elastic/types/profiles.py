@@ -16,7 +16,8 @@ class TensorSpec:
     them (last stage), None = on every rank (step, RNG). `tied_to`: fqn of the tensor (named
     earlier) that it shares its memory with. Only trainable tensors have optimizer state; buffers
     are never cut. `reread`: no part of the training state; who needs it reads it from the program's
-    weights. `optimizer`: index in ModelProfile.optimizers of the one that trains it.
+    weights. `optimizer`: index in ModelProfile.optimizers of the one that trains it. `by_expert`:
+    dimension 0 counts experts, which ep divides.
     """
 
     fqn: str
@@ -29,6 +30,7 @@ class TensorSpec:
     buffer: bool = False
     reread: bool = False
     optimizer: int = 0
+    by_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,10 @@ class ModelProfile:
     """What the planner knows of a model. `specs` are parameters and buffers, without optimizer
     state.
 
-    `no_dp`, `no_tp`, `no_cp`, `no_pp`: why no layout with more than one rank on that axis computes
-    what the whole model does, in one line that names the place and the mend; '' = nothing is known
-    against it. `pipeline` is False where `no_pp` says why, and `tp_limit` is 1 where `no_tp` does.
+    `no_dp`, `no_tp`, `no_cp`, `no_pp`, `no_ep`: why no layout with more than one rank on that axis
+    computes what the whole model does, in one line that names the place and the mend; '' = nothing
+    is known against it. `pipeline` is False where `no_pp` says why, and `tp_limit` is 1 where
+    `no_tp` does.
     `notes`: what a person should know of the model before it trains, a line each. `draws`: it
     draws random numbers that cannot be keyed, so that a step that is done again may differ.
     `computes_in`: the type of fewest bits that its forward pass makes numbers of, '' = float32.
@@ -166,13 +169,15 @@ class ModelProfile:
     # boxes of the program's extra_state, under their names in the training state
     extra: tuple[TensorSpec, ...] = ()
     pipeline: bool = True  # may the blocks be spread over pipeline stages?
-    n_expert_params: int = 0  # of n_params, those of experts, which ep divides
+    n_expert_params: int = 0  # of n_params, those of experts
+    n_experts: int = 0  # ep must divide it; 0 = there are none that ranks can have a share of
     # None = not known (yet): the first node that is prepared tells it
     sample: SampleProfile | None = None
     no_dp: str = ""
     no_tp: str = ""
     no_cp: str = ""
     no_pp: str = ""
+    no_ep: str = ""
     # it draws random numbers that cannot be keyed, so a step that is done again may differ
     draws: bool = False
     computes_in: str = ""
@@ -188,16 +193,36 @@ class ModelProfile:
     @property
     def closed(self) -> dict[str, str]:
         """Axes that may not have more than one rank, and why."""
-        axes = {"dp": self.no_dp, "tp": self.no_tp, "cp": self.no_cp, "pp": self.no_pp}
+        axes = {
+            "dp": self.no_dp, "tp": self.no_tp, "cp": self.no_cp, "pp": self.no_pp,
+            "ep": self.no_ep,
+        }  # fmt: skip
         return {axis: why for axis, why in axes.items() if why}
 
     def refusal(self, layout: Layout) -> str:
-        """Why the layout does not compute what the whole model does: `no pp: ...`; '' = nothing is
-        known against it."""
+        """Why the layout does not compute what the whole model does: `no pp: ...`, or why its ranks
+        cannot have equal shares of the experts; '' = nothing is known against it."""
         found = (
             f"no {axis}: {why}" for axis, why in self.closed.items() if getattr(layout, axis) > 1
         )
-        return next(found, "")
+        return next(found, "") or self._uneven_experts(layout)
+
+    def _uneven_experts(self, layout: Layout) -> str:
+        ep, ranks = layout.ep, layout.dp_shard * layout.cp
+        if ep == 1:
+            return ""
+        if not self.n_experts:
+            return (
+                f"ep={ep}, but the model has no experts that ranks can have a share of (modules "
+                "whose weights have the expert as their dimension 0); take ep=1"
+            )
+        if self.n_experts % ep:
+            return f"ep={ep}, but ep must divide the {self.n_experts} experts of the model"
+        if ranks % ep:
+            return f"ep={ep}, but ep must divide dp_shard x cp, which is {ranks}"
+        if layout.activation_checkpointing == "selective":
+            return f"ep={ep} goes with activation_checkpointing none or full, not with selective"
+        return ""
 
     def kept_of(self, spec: TensorSpec) -> OptimizerSpec:
         """What is kept for a tensor of the model besides itself."""

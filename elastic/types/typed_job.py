@@ -17,7 +17,7 @@ AUTO_NORM: Final = "auto"
 STEP: Final = "step"
 MICROBATCH: Final = "microbatch"
 Auto = Literal["auto"]
-Axis = Literal["dp", "tp", "cp", "pp"]
+Axis = Literal["dp", "tp", "cp", "pp", "ep"]
 Do = Literal["skip", "rollback", "stop"]
 LrScaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -218,7 +218,6 @@ class Job:
     # type of fewest bits that the model was seen to compute in; None = nobody looked
     computes_in: str | None = None
     n_samples: int = 0  # length of the dataset, once a worker has opened it
-    ep: bool = False  # may its layouts have ep?
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Job:
@@ -321,4 +320,4 @@ NESTED: Mapping[str, Callable[[Any], Any]] = {
     "pools": lambda value: tuple(map(_reader(Pool), value)), "trusted_axes": tuple, "drill": tuple,
     "args": tuple,
 }  # fmt: skip
-TOLD = ("restarted", "cwd", "fingerprint", "computes_in", "n_samples", "ep")  # no keys of job.yaml
+TOLD = ("restarted", "cwd", "fingerprint", "computes_in", "n_samples")  # no keys of job.yaml

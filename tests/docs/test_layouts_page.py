@@ -19,8 +19,8 @@ from elastic.config.job import load_job
 from elastic.planner.layout_choice import plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.types import (
-    AXES,
     LAYOUT_OPTIONS,
+    NAMED_AXES,
     Job,
     ModelProfile,
     Node,
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_tables_name_every_axis_and_schedule(folder: Path) -> None:
     rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
-    assert set(rows) - {"schedule"} == {*AXES, *LAYOUT_OPTIONS["schedule"]}
+    assert set(rows) - {"schedule"} == {*NAMED_AXES, *LAYOUT_OPTIONS["schedule"]}
     assert parse_layout("pp=2,dp_shard=2,schedule=gpipe").schedule == "gpipe"
     assert load_job(folder).layouts() == ["dp_shard=2,cp=2", "dp_shard=3", "cp=2"]
 

@@ -178,7 +178,9 @@ def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(
             pieces,
             name,
-            lambda *given, name=name, inner=inner: asked.update([name]) or inner(*given),
+            lambda *given, name=name, inner=inner, **more: (
+                asked.update([name]) or inner(*given, **more)
+            ),
         )
     for n in (8, 64):
         asked.clear()

@@ -9,12 +9,20 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from support.reshard.reshard_cases import Cut, elements, lost_tensor, random_cut, random_model
+from support.reshard.reshard_cases import (
+    Cut,
+    all_elements,
+    elements,
+    lost_tensor,
+    random_cut,
+    random_model,
+)
 
 from elastic.errors import StateLost
-from elastic.reshard.rank_boxes import boxes
+from elastic.reshard.rank_boxes import boxes, owned_boxes, state_specs
 from elastic.reshard.transfers import holders_of, plan_transfers
 from elastic.types import (
+    Box,
     Holding,
     Layout,
     ModelProfile,
@@ -24,6 +32,7 @@ from elastic.types import (
     Transfer,
     WorkerId,
 )
+from elastic.types.grid import expert_groups
 
 
 def flat(rows: int = 64, n: int = 1, block: int = 0) -> ModelProfile:
@@ -190,3 +199,55 @@ def test_32_ranks_and_1000_tensors_are_planned_quickly() -> None:
     )
     assert time.process_time() - start < 5.0  # 0.6 s on an idle core
     assert len(transfers) > 30_000
+
+
+EXPERTS = ModelProfile(
+    2,
+    0,
+    (
+        TensorSpec("up", (12, 3), "float32", block=0, by_expert=True),
+        TensorSpec("bias", (12,), "float32", block=1, by_expert=True),
+        TensorSpec("dense", (7, 2), "float32", block=1),
+    ),
+    (OptimizerSpec(("m",), ("step",)),),
+    n_experts=12,
+)
+SHARED_OUT: list[Cut] = [
+    (Layout(dp_shard=2, ep=2), ()),
+    (Layout(dp_shard=4, ep=4), ()),
+    (Layout(dp_shard=4, ep=2), ()),
+    (Layout(dp_shard=3), ()),
+    (Layout(dp_shard=3, cp=2, ep=6), ()),
+    (Layout(pp=2, dp_replicate=2, dp_shard=2, ep=2), (1, 1)),
+    (Layout(dp_shard=5), ()),
+    (Layout(dp_shard=8, ep=4), ()),
+]
+
+
+@pytest.mark.parametrize("i", range(len(SHARED_OUT)))
+def test_experts_move_between_their_shares(i: int) -> None:
+    """To and from every other way to share them out, with each rank's own kept where it is."""
+    old = SHARED_OUT[i]
+    for new in SHARED_OUT:
+        n = max(old[0].world_size, new[0].world_size)
+        holders = {rank: (rank,) for rank in range(old[0].world_size)}
+        check(EXPERTS, old, new, holders, [f"n{k // 2}" for k in range(n)])
+        own = elements(box for rank in range(old[0].world_size) for box in owned(old, rank))
+        assert own == all_elements(state_specs(EXPERTS))
+
+
+def owned(cut: Cut, rank: int) -> tuple[Box, ...]:
+    return owned_boxes(EXPERTS, *cut, rank)
+
+
+def test_neighbors_have_other_experts() -> None:
+    """Of 12 on 4 ranks by ep=2: halves of the first six at ranks 0 and 2, of the others at 1 and
+    3; as torch.chunk has it."""
+    found = {
+        rank: box.offsets[0]
+        for rank in range(4)
+        for box in boxes(EXPERTS, Layout(dp_shard=4, ep=2), (), rank)
+        if box.fqn == "model.up"
+    }
+    assert found == {0: 0, 2: 3, 1: 6, 3: 9}
+    assert expert_groups(Layout(dp_replicate=2, dp_shard=4, ep=2), 6) == ([6, 7], [[0, 2], [4, 6]])

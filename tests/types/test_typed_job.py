@@ -130,7 +130,6 @@ def test_what_a_running_job_is_told_is_kept_and_stands_nowhere_else() -> None:
         "n_samples": 7,
         "restarted": True,
         "cwd": "/home/me",
-        "ep": True,
     }
     assert {*told} == {*TOLD}
     plain = spec_of().plain()

@@ -84,7 +84,7 @@ def of_model(text: str, batch: int = 0, precision: Precision = "bfloat16") -> Su
     found = known_decoders.find(text)
     decoder = replace(found.decoder, compute=precision)
     size = batch or max(1, round(found.batch_tokens / decoder.seq))
-    job = Job(name=found.name, global_batch=size, precision=precision, ep=True)
+    job = Job(name=found.name, global_batch=size, precision=precision)
     return Subject(
         found.name,
         decoder.profile(),

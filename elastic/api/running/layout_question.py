@@ -46,7 +46,7 @@ KEYS = (
     "batch_norm",
 )  # of a job, that decide what is compared
 TELL_AFTER_S = 2.0
-AXES = ("dp", "tp", "cp", "pp")
+AXES = ("dp", "tp", "cp", "pp", "ep")
 
 
 def asked_of(spec: JobSpec, pools: Sequence[Pool]) -> dict[str, Any] | None:
@@ -86,6 +86,7 @@ def _open_axes(job: Job, texts: Sequence[str], most_per_node: int) -> tuple[list
         "tp": job.float8 or most_per_node < 2 or (job.compile and unequal),
         "cp": job.compile or unequal or most_per_node < 2,
         "pp": unequal,
+        "ep": job.compile,
     }
     found = [axis for axis in AXES if not closed.get(axis) and int(pins.get(axis, 2)) > 1]
     return found, list(range(2, min(most_per_node, MOST_TP) + 1))

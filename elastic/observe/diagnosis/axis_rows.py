@@ -13,7 +13,7 @@ from elastic.observe.run_tables import columns
 from elastic.text import size
 
 # part of a step, as the cost model has it -> its axis
-AXES = {name: axis for name, (axis, _) in SENDS.items() if name not in ("jitter", "ep")}
+AXES = {name: axis for name, (axis, _) in SENDS.items() if name != "jitter"}
 HEADS = ("AXIS", "SENDS A STEP", "PLANNED", "MEASURED", "IN COLLECTIVES")
 
 

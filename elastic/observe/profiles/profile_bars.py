@@ -18,6 +18,7 @@ PARTS = {
     "dp_replicate": ("r", "#52be80", "waiting for sums over replicas"),
     "tp": ("t", "#af7ac5", "waiting for tensor-parallel sums"),
     "cp": ("c", "#7d3c98", "waiting for keys and values of other ranks"),
+    "ep": ("e", "#5499c7", "waiting for tokens on their way to experts"),
     "pp": ("p", "#e59866", "sending between pipeline stages"),
     "bubble": ("b", "#cb4335", "waiting for another pipeline stage"),
     "commit": ("k", "#34495e", "the step's last all-reduce, and whom it waits for"),

@@ -27,6 +27,7 @@ AXES = {
     "dp_replicate": "copies of the model add up what they have learned",
     "tp": "GPUs that compute one layer together exchange what each has of it",
     "cp": "GPUs that share one long text exchange what the others must know of it",
+    "ep": "words are sent to the experts for them, which lie on other GPUs, and back",
     "pp": "layers on one GPU hand their results to the next",
     "all axes": "the end of each step, which all agree on",
 }

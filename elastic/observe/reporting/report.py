@@ -163,6 +163,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "data_wait": _data_wait(books),
         "token_imbalance": _mean(view, "imbalance"),
         "pad_share": _mean(view, "pad_share"),
+        "expert_load": _mean(view, "expert_load"),
         "transitions": [_transition(t) for t in books.transitions],
     }
 
@@ -339,6 +340,9 @@ def _head(data: Mapping[str, Any], view: View) -> list[str]:
             "tokens per sample than the mean"
         )
         rows.append(("tokens", f"{most}: the others wait for it; pack evens it out (docs/data.md)"))
+    if data["expert_load"] is not None:
+        times = f"{data['expert_load']:.2f} times as many tokens as the mean"
+        rows.append(("experts", f"those of the fullest rank get {times} (docs/layouts.md)"))
     if data["pad_share"] is not None:
         rows.append(
             (

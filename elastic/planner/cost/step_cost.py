@@ -98,13 +98,17 @@ def cp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float
 def ep_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
     """Seconds of a microbatch's experts in one block: tokens go to their experts and back, forward
     and backward (Lepikhin et al. 2020, section 3.2)."""
+    n_bytes = routed_bytes(sample, layout, step)
+    return 4 * exchange_s(site.links, n_bytes, RankGroup(layout.ep, layout.tp)) if n_bytes else 0.0
+
+
+def routed_bytes(sample: SampleProfile, layout: Layout, step: Step) -> float:
+    """Of the tokens of a microbatch that go to experts in one block, each as often as it does; 0
+    where all experts are on each rank."""
     routed = [product for product in sample.matmuls if product.experts]
     if layout.ep == 1 or not routed:
         return 0.0
-    n_bytes = (
-        routed[0].rows * routed[0].k * step.compute_bytes * step.n_rows / layout.cp / layout.tp
-    )
-    return 4 * exchange_s(site.links, n_bytes, RankGroup(layout.ep, layout.tp))
+    return routed[0].rows * routed[0].k * step.compute_bytes * step.n_rows / layout.cp / layout.tp
 
 
 def pp_s(site: Site, sample: SampleProfile, layout: Layout, *, step: Step) -> float:

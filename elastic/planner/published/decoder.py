@@ -83,7 +83,7 @@ class Decoder:
         return ModelProfile(
             self.layers, self.n_params, self._specs(), (ADAM,), 6.0 * self.active_params,
             self.kv_heads, n_expert_params=self.layers * self.mlp_params if self.experts else 0,
-            sample=self.sample(),
+            n_experts=self.experts, sample=self.sample(),
         )  # fmt: skip
 
     def sample(self) -> SampleProfile:

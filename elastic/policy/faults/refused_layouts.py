@@ -30,7 +30,7 @@ from elastic.types import (
 )
 from elastic.types.replacing import replace
 
-AXES = ("pp", "cp", "tp", "dp")
+AXES = ("pp", "cp", "tp", "ep", "dp")
 VERY = "layout "  # before the name of a single layout in State.unusable
 KEPT_PROBES = 200
 REDONE = "done again"  # in a reason that comes of a step, not of the probe sample

@@ -55,9 +55,9 @@ COMPARE_S = 40.0
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """`axes`: that the run may use, of dp, tp, cp, pp; `tps`: sizes of tp besides the smallest that
-    are tried too; `trusted`: axes that are not to be checked. `most_s`: for comparing values on all
-    axes; what it does not suffice for is not compared."""
+    """`axes`: that the run may use, of dp, tp, cp, pp, ep; `tps`: sizes of tp besides the smallest
+    that are tried too; `trusted`: axes that are not to be checked. `most_s`: for comparing values
+    on all axes; what it does not suffice for is not compared."""
 
     job: Job
     axes: Sequence[str] = tuple(FAMILIES)
@@ -159,6 +159,7 @@ def _compared(
         "tp": closed.tp_limit > 1,
         "cp": True,
         "pp": closed.pipeline and closed.n_blocks > 1,
+        "ep": bool(closed.n_experts) and closed.n_experts % 2 == 0 and not closed.no_dp,
     }
     axes = [
         a for a in FAMILIES if a in asked.axes and possible[a] and not getattr(closed, f"no_{a}")
@@ -220,6 +221,7 @@ MENDS = {
     "tp": "; look at Program.tp and at what the cut modules do with sizes",
     "cp": "; all but elastic.attention must act on each position alone",
     "pp": "; look at what `forward` does outside of the blocks",
+    "ep": "; an expert must act on each token alone, and give its sum by the weights that it gets",
 }
 
 

@@ -37,7 +37,10 @@ from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.optimizer_step import Stepper
 
 # cp's takes longest
-FAMILIES = {"dp": Layout(dp_shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2), "cp": Layout(cp=2)}
+FAMILIES = {
+    "dp": Layout(dp_shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2),
+    "ep": Layout(dp_shard=2, ep=2), "cp": Layout(cp=2),
+}  # fmt: skip
 # relative; a gradient's to the largest element of the tensor
 LOSS_AGREES, GRADIENT_AGREES = 1e-4, 3e-4
 # times what a lower precision inside of the model explains; differences that it may

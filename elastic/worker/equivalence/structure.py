@@ -45,6 +45,7 @@ class Structure:
     no_tp: str = ""
     no_cp: str = ""
     no_pp: str = ""
+    no_ep: str = ""
     draws: bool = False
     computes_in: str = ""
     notes: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Structure:
             no_tp=no_tp,
             no_cp=profile.no_cp or self.no_cp,
             no_pp=no_pp,
+            no_ep=profile.no_ep or self.no_ep,
             tp_limit=1 if no_tp else profile.tp_limit,
             pipeline=profile.pipeline and not no_pp,
             draws=profile.draws or self.draws,

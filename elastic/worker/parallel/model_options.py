@@ -10,7 +10,7 @@ the casts, also where nothing is sharded: the axis fsdp then has one rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,13 @@ class ModelOptions:
     def of_block(self) -> dict[str, Any]:
         """Arguments of fully_shard for a block."""
         return {"reshard_after_forward": self.zero_stage == 3} | self._policies(None)
+
+    def of_experts(self) -> dict[str, Any]:
+        """Of a module of experts inside of one: the router's weights stay what they are."""
+        found = self.of_block()
+        if policy := found.get("mp_policy"):
+            found["mp_policy"] = replace(policy, cast_forward_inputs=False)
+        return found
 
     def of_root(self) -> dict[str, Any]:
         """Arguments of fully_shard for the whole model: what is in no block."""

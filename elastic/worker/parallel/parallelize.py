@@ -18,9 +18,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from elastic.models.experts import expert_modules, share_out
 from elastic.program import Program
 from elastic.types import ModelProfile
 from elastic.worker.parallel.model_options import ModelOptions
+from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import block_names, tp_styles
 
 
@@ -29,11 +31,12 @@ def parallelize(
     program: Program,
     profile: ModelProfile,
     *,
-    mesh: DeviceMesh | None,
+    groups: Groups,
     options: ModelOptions,
 ) -> nn.Module:
-    """Cuts the module's parameters for this rank's stage mesh (axes among dp_replicate, fsdp, tp);
-    None = a single rank."""
+    """Cuts the module's parameters for this rank's stage mesh (axes among dp_replicate, fsdp, tp;
+    None = a single rank), weights of experts for theirs."""
+    mesh = groups.mesh
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
     found = [model.get_submodule(name) for name in block_names(model, program.blocks)]
     # without those of other stages
@@ -41,9 +44,16 @@ def parallelize(
     if mesh is not None and "tp" in names:
         _apply_tp(model, program, mesh["tp"])
         tie_again(model, profile)
+    experts: list[nn.Module] = []
+    if groups.ep is not None:
+        experts = [model.get_submodule(name) for name in expert_modules(model, program.experts)]
+        for module in experts:
+            share_out(module, groups.ep)
     options.wrap(blocks)
     if mesh is not None and "fsdp" in names:
         dp_mesh = mesh["dp_replicate", "fsdp"] if "dp_replicate" in names else mesh["fsdp"]
+        for module in experts:
+            fully_shard(module, mesh=groups.experts, **options.of_experts())
         for block in blocks:
             fully_shard(block, mesh=dp_mesh, **options.of_block())
         fully_shard(model, mesh=dp_mesh, **options.of_root())

@@ -34,7 +34,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from elastic.types import Layout
-from elastic.types.grid import MESH_MOST, ROW, axis_groups, control_tree, coordinates, stage_ranks
+from elastic.types.grid import (
+    MESH_MOST,
+    ROW,
+    axis_groups,
+    control_tree,
+    coordinates,
+    expert_groups,
+    stage_ranks,
+)
 from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import rendezvous, wire
 from elastic.worker.process_groups.control_tree import Control, Pairs, connect
@@ -57,6 +65,7 @@ LOOK_MOST_S = 10.0  # after an abort, for pairs that connect just then
 
 # a mesh by its ranks and axes, and one of these axes
 Key = tuple[tuple[int, ...], tuple[str, ...], str]
+Axis = tuple[str, int, dist.ProcessGroup]  # its name, its size, this rank's group
 # the names by which cached meshes look for their group: those of every generation
 _known_names: dict[Key, set[Any]] = {}
 
@@ -98,7 +107,8 @@ class Groups:
     these four have no full mesh of connections (elastic.worker.process_groups.control_tree). `mesh`
     is this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are
     larger than 1; with `fsdp` that axis is there in any case. `stage`, where it is asked for, spans
-    these ranks.
+    these ranks. Where ep is larger than 1 `experts` is the mesh of the ranks that have parts of the
+    same experts (dp_replicate, fsdp, the latter in any case), and tokens go over `ep`.
     """
 
     def __init__(
@@ -120,6 +130,8 @@ class Groups:
         self.mesh: DeviceMesh | None = None
         self.pp: dist.ProcessGroup | None = None
         self.cp: dist.ProcessGroup | None = None  # ranks that have the parts of one sequence
+        self.ep: dist.ProcessGroup | None = None
+        self.experts: DeviceMesh | None = None
         self.control = self.commit = Control(0, 1, ())
         self.copies: dist.ProcessGroup | None = None
         self.tie: dist.ProcessGroup | None = None  # first and last stage of this rank's pipeline
@@ -133,7 +145,9 @@ class Groups:
         self._listeners: list[tuple[int, Any]] = []  # family and address
         self._secret = ""
         # of the mesh: name, size, this rank's group
-        self._axes: list[tuple[str, int, dist.ProcessGroup]] = []
+        self._axes: list[Axis] = []
+        self._alike: list[list[int]] = []  # ranks of the mesh `experts`
+        self._same_experts: dist.ProcessGroup | None = None  # this one's row of them
         self._formed = self._enlisted = False
         # those that tensors on the device go through, the world first
         self._device_groups: list[dist.ProcessGroup] = []
@@ -168,7 +182,7 @@ class Groups:
         """Name of a group -> the axis that it is of, as a profile needs it; once it is joined."""
         groups = [(group, name) for name, _, group in self._axes]
         groups += [(g, "pp") for g in (self.tie, self.pp) if g is not None]
-        groups += [(self.cp, "cp")] if self.cp is not None else []
+        groups += [(g, name) for g, name in ((self.cp, "cp"), (self.ep, "ep")) if g is not None]
         return {str(group.group_name): name for group, name in groups}
 
     @property
@@ -352,9 +366,13 @@ class Groups:
             self._axes.append(("tp", layout.tp, on_device(mine(("tp",)))))
         if layout.cp > 1:
             self.cp = on_device(mine(("cp",)))
-        alike = stage_ranks(layout, coordinates(layout, rank).pp)
-        if self._wants_stage and len(alike) > 1:
-            self.stage = on_device(alike)
+        if layout.ep > 1:
+            neighbors, self._alike = expert_groups(layout, rank)
+            self.ep = on_device(neighbors)
+            self._same_experts = on_device(next(row for row in self._alike if rank in row))
+        here = stage_ranks(layout, coordinates(layout, rank).pp)
+        if self._wants_stage and len(here) > 1:
+            self.stage = on_device(here)
         if layout.pp > 1:
             line = mine(("pp",))
             if rank in (line[0], line[-1]):  # made last: group names count the groups made before
@@ -367,18 +385,24 @@ class Groups:
         enlist(self._made, self.transport.backend, self._store)
         if self._axes:
             rank = self.world.rank()
-            sizes = [size for _, size, _ in self._axes]
-            ranks = torch.tensor(stage_ranks(self.layout, coordinates(self.layout, rank).pp)).view(
-                sizes
-            )
-            groups = [group for _, _, group in self._axes]
-            names = tuple(name for name, _, _ in self._axes)
-            source = groups[0] if len(groups) == 1 else groups
-            self.mesh = DeviceMesh.from_group(
-                source, self.device.type, mesh=ranks, mesh_dim_names=names
-            )
-            keep_names(self.mesh)
+            ranks = stage_ranks(self.layout, coordinates(self.layout, rank).pp)
+            self.mesh = self._mesh_of(self._axes, ranks)
+        if self._same_experts is not None:
+            axes = [axis for axis in self._axes if axis[0] == "dp_replicate"]
+            axes += [("fsdp", len(self._alike[0]), self._same_experts)]
+            self.experts = self._mesh_of(axes, self._alike)
         self._count()
+
+    def _mesh_of(self, axes: Sequence[Axis], ranks: Sequence[Any]) -> DeviceMesh:
+        groups = [group for _, _, group in axes]
+        mesh = DeviceMesh.from_group(
+            groups[0] if len(groups) == 1 else groups,
+            self.device.type,
+            mesh=torch.tensor(ranks).view([size for _, size, _ in axes]),
+            mesh_dim_names=tuple(name for name, _, _ in axes),
+        )
+        keep_names(mesh)
+        return mesh
 
     def _of_device(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         if not any(group is known for known in self._device_groups):
@@ -388,7 +412,8 @@ class Groups:
     def _count(self) -> None:
         """Which groups' numbers say who has not come. Not those of a pipeline of more than two: the
         messages of a stage in the middle are more than those of the others."""
-        names = {id(group): name for name, group in (("tie", self.tie), ("cp", self.cp))}
+        named = (("tie", self.tie), ("cp", self.cp), ("ep", self.ep))
+        names = {id(group): name for name, group in named}
         merged = "dp_shard" if self.layout.cp == 1 else "dp_shard x cp"
         names.update(
             {id(group): merged if axis == "fsdp" else axis for axis, _, group in self._axes}
@@ -501,10 +526,11 @@ class Groups:
         made, self._made, self._rows = [*(group for group, _ in self._made), *self._rows], [], []
         if made:
             self.transport.take_down(made)
-        if self.mesh is not None:
-            # cached meshes must not keep the sockets of groups that are gone
-            self.mesh._pg_registry.clear()
+        for mesh in (self.mesh, self.experts):
+            if mesh is not None:  # cached meshes must not keep the sockets of groups that are gone
+                mesh._pg_registry.clear()
         self.mesh = self.pp = self.cp = self.copies = self.tie = self.stage = self._world = None
+        self.ep = self.experts = self._same_experts = None
         self.control = self.commit = Control(0, 1, ())
         self._counted, self._device_groups, self._axes, self._pairs = (), [], [], []
         self._store = None

@@ -23,7 +23,7 @@ from elastic.worker.process_groups.axis_ranges import PREFIX, STAGE, STEP
 Event = Mapping[str, Any]
 Interval = tuple[float, float]
 
-AXES = ("fsdp", "dp_replicate", "tp", "cp", "pp", "commit")
+AXES = ("fsdp", "dp_replicate", "tp", "cp", "ep", "pp", "commit")
 COMPUTE, OPTIMIZER, DATA, COPIES, BUBBLE, IDLE = (
     "compute", "optimizer", "data", "copies", "bubble", "idle",
 )  # fmt: skip

@@ -68,21 +68,21 @@ def step_done(
     *,
     times: tuple[float, float, float] = (0.0, 0.0, 0.0),
     skipped: bool = False,
-    shape: tuple[float, float] = (0.0, 0.0),
+    shape: tuple[float, float, float] = (0.0, 0.0, 0.0),
     logged: Mapping[str, float] | None = None,
 ) -> StepDone:
     """The report of a step. `times`: seconds of the step, of waiting for data, of waiting for
     copies; 0 = nobody measured. `shape`: imbalance of the ranks' tokens, share of the places that
-    were filled up. `logged`: what the user's code tells. Of what is measured only digits that mean
-    something: there is a line of it for every step of a run."""
+    were filled up, load of the fullest experts. `logged`: what the user's code tells. Of what is
+    measured only digits that mean something: there is a line of it for every step of a run."""
     sums, grad_norm = (commit.train_loss, int(commit.tokens)), float(f"{commit.grad_norm:.7g}")
     step_s, data_s, copy_s = (round(t, 6) for t in times)
-    imbalance, pad_share = (round(x, 4) for x in shape)
+    imbalance, pad_share, expert_load = (round(x, 4) for x in shape)
     # the update of such a step is never made
     skipped = skipped or commit.overflowed or not commit.finite
     return StepDone(
         generation, step, *sums, step_s, data_s, copy_s, grad_norm, digest_text(commit.samples),
-        skipped, imbalance, pad_share, dict(logged or {}),
+        skipped, imbalance, pad_share, dict(logged or {}), expert_load,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elastic.errors import ElasticError, ProgramError, alike
+from elastic.models.experts import COUNTS, expert_modules
 from elastic.program import Program, pattern_regex, raised_at
 from elastic.types import ModelProfile, TensorSpec
 from elastic.worker.program.element_wise import what_they_keep, with_kept
@@ -38,7 +39,6 @@ CUT = {
 # styles by which a tp rank has a part of the sequence
 OF_A_PART = {style for style in CUT if "scatter" in style or "sequence" in style}
 NO_PIPELINE = {"LoopProgram": "its script calls the whole model"}
-EXPERT_COUNTS = ("num_experts", "n_experts", "num_local_experts")
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
@@ -139,7 +139,11 @@ def trace(program: Program) -> ModelProfile:
     check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)
-    specs = _specs(model, blocks, styles, reread=program.weights is not None)
+    experts = expert_modules(model, program.experts)
+    specs = tuple(
+        replace(spec, by_expert=spec.fqn.rpartition(".")[0] in experts and not spec.buffer)
+        for spec in _specs(model, blocks, styles, reread=program.weights is not None)
+    )
     check_weights(program, specs)
     kept = what_they_keep(program, specs)
     n_params = sum(math.prod(s.shape) for s in specs if not s.buffer and s.tied_to is None)
@@ -158,7 +162,8 @@ def trace(program: Program) -> ModelProfile:
         no_pp = no_pp or "Program.evaluate wants the whole model"
     profile = ModelProfile(
         len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1,
-        limit), extra, not no_pp, n_expert_params(model), no_pp=no_pp, no_tp=no_tp,
+        limit), extra, not no_pp, n_expert_params(model), math.gcd(*experts.values()),
+        no_pp=no_pp, no_tp=no_tp,
     )  # fmt: skip
     norms = training_norms(model)
     return _with_norms(profile, program, norms) if norms else profile
@@ -187,7 +192,7 @@ def n_expert_params(model: nn.Module) -> int:
     registered under `experts.0`, `experts.1` ... 0 where it does not tell them."""
     n = 0
     for name, module in model.named_modules():
-        counts = {getattr(module, attribute, None) for attribute in EXPERT_COUNTS}
+        counts = {getattr(module, attribute, None) for attribute in COUNTS}
         for leaf, parameter in module.named_parameters(recurse=False):
             stacked = parameter.ndim == 3 and parameter.shape[0] in counts
             n += parameter.numel() if stacked or ONE_EXPERT.search(f".{name}.{leaf}") else 0

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from elastic.errors import InternalError, ProgramError
+from elastic.models.experts import TokenCounts, exchanges
 from elastic.program import Program
 from elastic.reshard.rank_boxes import RNG, boxes, first_values, owned_boxes, reread_boxes
 from elastic.types import Box, Holding, Job, Layout, ModelProfile, Transfer, WorkerId
@@ -97,6 +98,7 @@ class TrainState:
             for stage in stages_at(self.layout, coordinates(self.layout, self.rank).pp)
         ]
         self.model = self.models[0]  # all of it, where there is no pipeline
+        self.routed = TokenCounts(self.models)
         self.parameters = self._present_parameters()
         styles: dict[str, str] = {}
         for model in self.models if WHOLE & set(program.tp.values()) else ():
@@ -142,13 +144,17 @@ class TrainState:
         model = cut_stage(
             build_meta(self.program), self.program, self.profile, layers=self.layers, stage=stage
         )
-        model = parallelize(model, self.program, self.profile, mesh=groups.mesh, options=options)
+        model = parallelize(model, self.program, self.profile, groups=groups, options=options)
         to_empty(model, groups.device, self.layout.offload)
         # FSDP keeps the tie
         if groups.mesh is None or "fsdp" not in (groups.mesh.mesh_dim_names or ()):
             tie_again(model, self.profile)
         _fill_plain_buffers(model, self.program)
         return model
+
+    def taken_routed(self) -> int:
+        """Tokens that came to this rank's experts since the last call."""
+        return sum(one.taken() for model in self.models for one in exchanges(model))
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of all modules."""

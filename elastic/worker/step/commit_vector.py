@@ -49,10 +49,12 @@ class Slots:
     n_blocks: int = 0  # in steps in which a guard looks at each block's gradient
     n_small: int = 0  # 1 in steps that measure the gradient noise
     n_calls: int = 0  # 2 where a script's loop computes the gradients
+    n_routed: int = 0  # the ranks, where tokens go to experts at other ranks
 
     @classmethod
     def of(cls, layout: Layout, n_blocks: int = 0, *, n_small: int = 0, n_calls: int = 0) -> Slots:
-        return cls(layout.world_size, layout.dp, n_blocks, n_small, n_calls)
+        n = layout.world_size
+        return cls(n, layout.dp, n_blocks, n_small, n_calls, n if layout.ep > 1 else 0)
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -62,6 +64,7 @@ class Slots:
             "save": 1, "copies_stored": 1, "copies_failed": 1, "copies_free": 1, "cadence": 3,
             "block_square_norms": self.n_blocks, "unit_s": self.n_ranks, "data_s": self.n_ranks,
             "of_dp": self.dp, "small_square_norm": self.n_small, "calls": self.n_calls,
+            "routed": self.n_routed,
         }  # fmt: skip
 
 
@@ -77,6 +80,7 @@ class RankPart:
     unit_s: float = 0.0
     small_square_norm: float = 0.0  # sum of those of its single micro-batches' gradients
     calls: int = 0  # the mark of what its script has called since the commit before
+    routed: int = 0  # tokens that came to its experts since the commit before
 
     def pack(self, slots: Slots) -> torch.Tensor:
         """float64 [sum of the slots' widths]. Raises ProgramError where a number does not fit into
@@ -93,6 +97,7 @@ class RankPart:
             "of_dp": self._of_dp(slots.dp),
             "small_square_norm": [self.small_square_norm] * slots.n_small,
             "calls": (self.calls, self.calls**2)[: slots.n_calls],
+            "routed": _alone(self.routed, self.rank, slots.n_ranks)[: slots.n_routed],
         }  # fmt: skip
         numbers = chain.from_iterable(found[name] for name in slots.widths)
         return torch.tensor(list(numbers), dtype=torch.float64)
@@ -129,6 +134,7 @@ class CommitReport:
     shares: tuple[int, ...] | None = None
     small_square_norm: float = 0.0
     calls_differ: bool = False  # the scripts of the ranks have not all called the same
+    routed: tuple[float, ...] = ()  # tokens that came to the experts of each rank
 
     @classmethod
     def unpack(cls, vector: torch.Tensor, slots: Slots) -> CommitReport:
@@ -158,7 +164,7 @@ class CommitReport:
             one("save") > 0, int(one("copies_stored")), int(one("copies_failed")),
             int(one("copies_free")), (peer_every, durable_every) if said else None,
             shares if any(shares) else None, sum(parts["small_square_norm"]),
-            calls_differ=_unequal(parts["calls"], slots.n_ranks),
+            calls_differ=_unequal(parts["calls"], slots.n_ranks), routed=tuple(parts["routed"]),
         )  # fmt: skip
 
 

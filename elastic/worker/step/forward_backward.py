@@ -245,7 +245,7 @@ class ForwardBackward:
         """A forward pass of these rows of a batch, through a stage, in a step."""
         if drawing is not None:
             drawing.begin(which, rows, stage)
-        with self.norms.passing(rows):
+        with self.norms.passing(rows), self.state.routed.counting():
             yield
 
     def _drawing(self, batches: list[Batch]) -> StepDraws | None:
@@ -312,7 +312,8 @@ class ForwardBackward:
             epoch = self.state.step * self.job.global_batch // self.job.n_samples
             if self.script is None:
                 return 0.0, 0
-            with self.norms.of_script(self.state.model, _n_rows(batch)):
+            norms = self.norms.of_script(self.state.model, _n_rows(batch))
+            with norms, self.state.routed.counting():
                 return self.script.compute(batch, self.state.step, epoch)
         evaluation = self.program.evaluation  # type: ignore[attr-defined]
         kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}

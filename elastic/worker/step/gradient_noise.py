@@ -47,6 +47,8 @@ def cannot(plan: Plan, profile: ModelProfile, script: bool) -> str:
         return "a script computes the gradients"
     if layout.tp > 1 or layout.cp > 1:
         return "with tp or cp no rank has a gradient of its own"
+    if layout.ep > 1:
+        return "with ep a rank has gradients of other ranks' samples"
     if layout.pp > 1 and any(spec.tied_to for spec in profile.specs):
         return "a tied tensor stands on two stages"
     if (

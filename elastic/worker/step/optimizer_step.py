@@ -15,6 +15,7 @@ from elastic.data.streams import N_POSITIONS
 from elastic.errors import InternalError, ProgramError
 from elastic.program import Program
 from elastic.types import Job, Plan
+from elastic.types.grid import fullest_experts
 from elastic.worker.parallel.parallelize import local
 from elastic.worker.process.call_log import RULE, PartCalls, difference
 from elastic.worker.process.fault_injection import DeviceFaults
@@ -49,6 +50,8 @@ class Pending:
     block_square_norms: tuple[float, ...] = ()
     # square norms of the gradients of its single microbatches, where they are measured
     small: tuple[float, ...] = ()
+    # of mixtures that are balanced by a bias: the step's tokens of each expert, of all ranks
+    routed: tuple[torch.Tensor, ...] = ()
 
 
 def seed(number: int, device: torch.device) -> None:
@@ -75,6 +78,8 @@ class Stepper(ForwardBackward):
         self.clip_grad_norm: float | None = job.clip_grad_norm
         # of the newest step: tokens per sample of the rank that had the most, over the mean of all
         self.imbalance = 0.0
+        # of the newest step: tokens at the experts of the fullest rank, over the mean of its stage
+        self.expert_load = 0.0
         # what the commit of the newest step that was done gave
         self.committed: tuple[float, ...] = ()
         self.rules = job.guards
@@ -112,7 +117,9 @@ class Stepper(ForwardBackward):
         self.spans.next_step()
         if self.kept is not None:
             self.kept.begin()
+        self.state.routed.begin(self.loss_scale.value)
         loss_sum, tokens = self.computed(batches, train=True)
+        routed = self._of_all_ranks(self.state.routed.of_step())
         small = (local.end(),) if local is not None else ()
         if self.script is not None:
             self._check_loop()
@@ -122,8 +129,8 @@ class Stepper(ForwardBackward):
         gradients = self.state.gradients()
         self.add_shared(gradients)
         self.norms.update(sum(self.shares.samples(step)[: self.dp]), self.job.global_batch)
-        self.pending = self._read(gradients, (loss_sum, tokens), small)
-        self._told = replace(self.pending, gradients={})
+        read = self._read(gradients, (loss_sum, tokens), small)
+        self.pending, self._told = replace(read, routed=routed), replace(read, gradients={})
         heard = self._commit(self.pending, words)
         commit = heard.commit
         self.trip = self._judged(commit)
@@ -255,6 +262,8 @@ class Stepper(ForwardBackward):
             scale = factor / max(1.0, commit.tokens) / self.loss_scale.value
             with axis_range("optimizer"):
                 self.state.apply(pending.gradients, scale)
+            for mixture, counts in zip(self.state.routed.mixtures, pending.routed, strict=True):
+                mixture.rebalance(counts)
         self.loss_scale.after(commit.overflowed)
         self.committed = commit.numbers
 
@@ -299,6 +308,15 @@ class Stepper(ForwardBackward):
         ):
             gradient.copy_(part.view_as(gradient))
 
+    def _of_all_ranks(self, counts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Added up over the ranks that have other samples, or other parts of them."""
+        if not counts:
+            return ()
+        flat = torch.cat(counts)
+        for group in self.groups.data_parallel:
+            dist.all_reduce(flat, group=group)
+        return tuple(torch.split(flat, [len(one) for one in counts]))
+
     def _commit(self, pending: Pending, words: CommitFields) -> CommitReport:
         """The one float64 all-reduce of the generation. Raises InternalError when the samples were
         not those of the step."""
@@ -314,6 +332,7 @@ class Stepper(ForwardBackward):
         fullest = max(tokens / n_samples for tokens, n_samples in each if n_samples)
         mean = heard.commit.tokens / self.job.global_batch
         self.imbalance = fullest / mean if mean else 0.0
+        self.expert_load = fullest_experts(self.plan.layout, heard.routed)
         return heard
 
     def _refuse_calls(self) -> None:
@@ -345,7 +364,10 @@ class Stepper(ForwardBackward):
         group = self.plan.layout.tp * self.plan.layout.cp
         unit_s = self.spans.taken_s() * group / units if units else 0.0
         calls = self.script.calls.take_mark() if self.script is not None else 0
-        return RankPart(self.rank, self.dp, sums, words, unit_s, sum(pending.small), calls)
+        return RankPart(
+            self.rank, self.dp, sums, words, unit_s, sum(pending.small), calls,
+            self.state.taken_routed(),
+        )  # fmt: skip
 
     def _check_samples(self, commit: Commit) -> None:
         expected = digest(self.shares.ids(self.state.step))

@@ -51,12 +51,13 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("more", "axes", "tps"),
     [
-        ({}, ["dp", "tp", "cp", "pp"], [2]),
+        ({}, ["dp", "tp", "cp", "pp", "ep"], [2]),
         ({"layout": "dp_shard=4"}, ["dp"], []),
         ({"layout": {4: "pp=2,dp_shard=2", 2: "tp=2"}}, ["dp", "tp", "pp"], [2]),
-        ({"layout": "auto,pp=1"}, ["dp", "tp", "cp"], [2]),
+        ({"layout": "auto,pp=1"}, ["dp", "tp", "cp", "ep"], [2]),
+        ({"layout": "dp_shard=4,ep=2"}, ["dp", "ep"], []),
         ({"compile": True}, ["dp", "tp", "pp"], [2]),
-        ({"microbatch_tokens": 64}, ["dp", "tp"], [2]),
+        ({"microbatch_tokens": 64}, ["dp", "tp", "ep"], [2]),
     ],
 )
 def test_only_what_the_run_may_enter_is_asked_for(

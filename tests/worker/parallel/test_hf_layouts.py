@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.places import ROOT
-from support.reference import train
-from support.worker.chain import job_of, pass_through
+from support.worker.layout_case import follow
 from support.worker.worker_pool import Pool
 
-from elastic.program import load_program
 from elastic.types import Evaluated, Layout
 
-TOLERANCE = 1e-4
 COVER = {
     "hf_tiny.py": [Layout(pp=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_replicate=2, tp=2),
     Layout(cp=2)], "hf_qwen3.py": [Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3),
@@ -34,25 +31,6 @@ PRODUCT = [
     for tp in (1, 2)
     if pp * replicate * shard * cp * tp <= 4
 ]
-
-
-def follow(pool: Pool, folder: Path, name: str, layouts: list[Layout], **more: int) -> None:
-    """Losses, and the gradients that they come from, are those of one process."""
-    job = (
-        job_of(name, steps=4 * len(layouts))
-        | {"layout": {str(i): str(x) for i, x in enumerate(layouts)}}
-        | more
-    )
-    steps = pass_through(pool, job, folder, layouts, every=3)
-    alone = train(load_program(job["program"]), job, job["steps"])
-    assert [event.step for event in steps] == list(range(1, job["steps"] + 1))
-    worst = max(
-        abs(event.train_loss - loss) for event, loss in zip(steps, alone.losses, strict=True)
-    )
-    assert worst < TOLERANCE, f"train loss is off by {worst}"
-    assert [event.grad_norm for event in steps] == pytest.approx(alone.grad_norms, rel=1e-3)
-    assert [event.tokens for event in steps] == alone.tokens
-    assert alone.losses[-1] < alone.losses[0] - 0.2
 
 
 @pytest.mark.sampled(1)
