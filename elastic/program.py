@@ -137,10 +137,10 @@ class Program:
     before_cut: with cp > 1, (batch of whole sequences) -> what is cut and given to the model,
                 `keywords` and `loss`: a dict of tensors. For what a part alone does not tell: the
                 targets at its edges, positions behind padding.
-    batch_dependent: a sample's result may depend on which others stand beside it (BatchNorm, a loss
-                over pairs). Then it computes something else in each layout and is refused with more
-                than one data-parallel rank; True = it is known and wanted so: what is compared is
-                then its evaluation mode.
+    batch_dependent: a sample's result may depend on which others stand beside it (a loss over
+                pairs; not BatchNorm: see the job's `batch_norm`). Then it computes something else
+                in each layout and is refused with more than one data-parallel rank; True = it is
+                known and wanted so: what is compared is then its evaluation mode.
     no_cp:      why the model cannot have parts of sequences; a layout with cp > 1 is then refused
                 with it.
 

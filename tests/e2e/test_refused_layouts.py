@@ -20,7 +20,7 @@ from support.places import FOREIGN
             "pp=2",
             "no pp: between layers.0 and layers.1 `forward` adds to the hidden state",
         ),
-        ("batchnorm", "dp_shard=2", "no dp: layers.0.norm is a BatchNorm"),
+        ("batchnorm_by_hand", "dp_shard=2", "no dp: layers.0 (batchnorm_by_hand.py:"),
         ("tp_forgets_out", "tp=2", "no tp: tp=2: it "),
         ("stochastic_depth", "dp_shard=2", "they would wait for each other's weights"),
     ],

@@ -18,7 +18,7 @@ import pytest
 from support.foreign import subjects
 from support.places import ROOT
 
-JOB = {"steps": 10, "global_batch": 4, "seed": 1, "n_samples": 64}
+JOB = {"steps": 10, "global_batch": 16, "seed": 1, "n_samples": 64, "batch_norm": "auto"}
 MOST_S = 900.0
 
 

@@ -56,8 +56,8 @@ program = elastic.Program(
 )
 
 EXPECT = {
-    "dp": "refused: norm|BatchNorm|layers",
+    "dp": "equal",
     "tp": "no plan",
     "cp": "refused: elastic.attention|norm|sequence|dim 1|output",
-    "pp": "refused: norm|BatchNorm|layers",
+    "pp": "equal",
 }

@@ -351,6 +351,13 @@ SECTIONS = (
         "`noise_scale:`", "", NoiseScaleSettings, {"every": Words("between measurements", "steps")}
     ),
     Section(
+        "`batch_norm:`",
+        "Or a word: step = of all samples of a step; microbatch = as torch has it, no layout with several "
+        "data-parallel ranks then; auto = groups of up to 32, by global_batch alone.",
+        NormGroup,
+        {"group": Words("of a step, in its order, with statistics of their own", "samples")},
+    ),
+    Section(
         "`guards.not_finite:`, and these keys of each other guard",
         "loss_spike, grad_norm and block_norm are off unless they are given.",
         Guard,

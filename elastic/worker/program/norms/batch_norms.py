@@ -119,8 +119,8 @@ def by_hand(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
 
 
 class StepNorm:
-    """Of one module. `noted`: first row of a micro-batch -> mean and variance of each call there
-    (float [groups, channels]), while `step` says that a pass of it is under way."""
+    """Of one module. `noted`: of each call in a step the first sample of its micro-batch, means and
+    variances (float [groups, channels]); `step` says whether a pass of a step is under way."""
 
     def __init__(self, name: str, module: _BatchNorm, rule: NormRule) -> None:
         self.name, self.module, self.rule = name, module, rule
@@ -128,7 +128,7 @@ class StepNorm:
         # of a class with a forward pass of its own (an activation behind, say)
         own = type(module).forward not in PLAIN or "forward" in vars(module)
         self.own: Callable[..., Any] | None = module.forward if own else None
-        self.noted: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.noted: list[tuple[int, Tensor, Tensor]] = []
         self.step = StepPasses()
         self._rows: dict[int, int] = {}  # rows of a pass -> of a group in it
 
@@ -224,7 +224,7 @@ class StepNorm:
 
     def _note(self, mean: Tensor, var: Tensor) -> None:
         if self.step.now is not None and self.module.track_running_stats:
-            self.noted.setdefault(self.step.now.first, []).append((mean, var))
+            self.noted.append((self.step.now.first, mean, var))
 
 
 @cache

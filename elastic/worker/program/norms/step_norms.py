@@ -9,6 +9,7 @@ has the same. A step that is not committed takes it back with all other buffers 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,19 +124,23 @@ def _share(norm: StepNorm, first: int, n_samples: int) -> _Share:
     added = torch.zeros(
         2 * len(module.running_mean), dtype=torch.float64, device=module.running_mean.device
     )
-    n_calls = max(map(len, norm.noted.values()), default=0)
+    seen: Counter[int] = Counter()
+    places = []  # of each update among those of a pass, and which pass it is
+    for start, mean, _ in norm.noted:
+        at = (first + start) // group if group else 0
+        places.append([(place, seen[place]) for place in range(at, at + len(mean))])
+        seen.update(place for place, _ in places[-1])
+    n_calls = max(seen.values(), default=0)
     n = n_calls * (n_samples // group if group else 1)
     if not n:
         return _Share(added, 1.0, 0)
     momentum, before = module.momentum, module.num_batches_tracked
-    for start, calls in norm.noted.items():
-        at = (first + start) // group if group else 0
-        for number, (mean, var) in enumerate(calls):
-            places = (at + torch.arange(len(mean), device=added.device)) * n_calls + number
-            both = torch.cat([mean, var], 1).double()
-            if momentum is not None:
-                both = both * (momentum * (1 - momentum) ** (n - 1 - places))[:, None]
-            added += both.sum(0)
+    for here, (_, mean, var) in zip(places, norm.noted, strict=True):
+        both = torch.cat([mean, var], 1).double()
+        if momentum is not None:
+            left = [(1 - momentum) ** (n - 1 - place * n_calls - number) for place, number in here]
+            both = both * momentum * both.new_tensor(left)[:, None]
+        added += both.sum(0)
     if momentum is not None:
         return _Share(added, (1 - momentum) ** n, n)
     # each update counts as much as any before it
