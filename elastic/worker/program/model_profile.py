@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from elastic.errors import ElasticError, ProgramError, alike
-from elastic.program import Program, pattern_regex, raised_at
+from elastic.program import Program, pattern_regex
 from elastic.types import ModelProfile, TensorSpec
+from elastic.user_frames import raised_at
 from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
 from elastic.worker.program.weights import check_weights
