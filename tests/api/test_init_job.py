@@ -110,7 +110,7 @@ def test_what_is_none_is_refused_by_name(wrong: NewJob, said: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(2)  # that each is planned, for which its program is built: above
+@pytest.mark.sampled(1)  # that each is planned, for which its program is built: above
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_each_kind_trains_on_this_machine(
     kind: str, capsys: pytest.CaptureFixture[str], empty: Path

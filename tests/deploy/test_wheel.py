@@ -130,24 +130,26 @@ def test_a_job_of_ones_own_runs_and_is_planned(there: Path, own: Path) -> None:
 
 @pytest.mark.e2e
 def test_what_init_writes_is_checked_and_planned(there: Path, tmp_path: Path) -> None:
-    """All kinds in all places, in one process of the environment that has the wheel alone."""
+    """Each kind and each place, in one process of the environment that has the wheel alone; all
+    pairs: tests/api/test_init_job.py."""
     play = """
 import json, os, shlex, sys
 from contextlib import redirect_stdout
 from io import StringIO
 from elastic.api.init_job import KINDS, PLACES
 from elastic.cli.command_line import main
-for kind in KINDS:
-    for place in PLACES:
-        os.makedirs(f"{kind}-{place}"); os.chdir(f"{kind}-{place}")
-        with redirect_stdout(StringIO()) as said:
-            assert main(["init", "job", "--kind", kind, "--on", place, "--json"]) == 0
-            for command in json.loads(said.getvalue())["next"][:2]:
-                assert main(shlex.split(command)[1:]) == 0, (kind, place, command)
-        os.chdir("..")
-print(len(KINDS) * len(PLACES), "pairs")
+kinds, places = list(KINDS), list(PLACES)
+pairs = [(kinds[i % len(kinds)], places[i % len(places)]) for i in range(max(len(kinds), len(places)))]
+for kind, place in pairs:
+    os.makedirs(f"{kind}-{place}"); os.chdir(f"{kind}-{place}")
+    with redirect_stdout(StringIO()) as said:
+        assert main(["init", "job", "--kind", kind, "--on", place, "--json"]) == 0
+        for command in json.loads(said.getvalue())["next"][:2]:
+            assert main(shlex.split(command)[1:]) == 0, (kind, place, command)
+    os.chdir("..")
+print(len(pairs), "pairs")
 """
-    assert "30 pairs" in run([str(there / "bin" / "python"), "-c", play], tmp_path)
+    assert "6 pairs" in run([str(there / "bin" / "python"), "-c", play], tmp_path)
 
 
 @pytest.mark.e2e

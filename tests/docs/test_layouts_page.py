@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from support.docs.pages import block, text_of
 from support.places import ROOT
+from support.reference import train_alone
 
 from elastic.config.job import load_job
 from elastic.planner.layout_choice import plan_layout
 from elastic.planner.node_sets import LayoutLimits
+from elastic.program import load_program
 from elastic.types import (
     LAYOUT_OPTIONS,
     NAMED_AXES,
@@ -95,32 +97,15 @@ def test_unequal_gpus_get_what_the_table_says() -> None:
 def test_the_command_has_the_losses_of_one_rank(folder: Path) -> None:
     command = block("layouts.md", "shell").split()
     assert command[0] == "torchrun"
-    cut = trained(folder, command[1:])
-    assert cut["layout"] == "cp=2"
-    alone = trained(
-        folder,
-        [
-            "--nproc-per-node",
-            "1",
-            *command[3:5],
-            ".",
-            "--layout",
-            "dp_shard=1",
-            "--json",
-            "--run-name",
-            "alone",
-        ],
-    )
-    assert cut["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-4)
-    assert cut["final_loss"] < 3.5
-
-
-def trained(folder: Path, words: list[str]) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
+        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
         cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    cut = json.loads(done.stdout.strip().splitlines()[-1])
+    job = load_job(folder)
+    alone = train_alone(load_program(folder / "program.py"), job.plain(), job.steps)
+    assert (cut["layout"], cut["steps"]) == ("cp=2", len(alone))
+    assert cut["final_loss"] == pytest.approx(alone[-1], rel=1e-4)
+    assert cut["final_loss"] < 3.5

@@ -15,7 +15,8 @@ from elastic.scenarios.kept_steps import kept
 from elastic.types import Job
 from elastic.worker.program.job_program import with_job
 
-pytestmark = pytest.mark.e2e
+# the same loss and live change in a pool of workers: tests/worker/state/test_owner_update.py
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 STEPS = 30
 SLOW_AND_BARE = f"""
 from dataclasses import replace

@@ -35,7 +35,6 @@ def test_a_run_of_two_drivers_is_one_run_in_each_tracker(shell: Shell) -> None:
     name = shell.job(
         steps=100_000, program=str(PROGRAMS / "tiny_slow.py"),
         trackers={one: {"experiment" if one == "mlflow" else "project": "tiny"} for one in THERE},
-        layout="auto", pools=[{"name": "spot", "market_type": "spot", "max_nodes": 2}],
     )  # fmt: skip
     first = shell.start("run", name, "--run-name", "one", "--metrics-port", "0")
     try:

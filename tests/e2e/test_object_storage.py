@@ -16,10 +16,6 @@ from elastic.observe.metrics.step_rows import read_rows
 from elastic.storage import Storage
 from elastic.storage.s3 import S3Storage
 
-NODES = {
-    "layout": {"4": "dp_shard=2,tp=2", "2": "dp_shard=2"},
-    "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 2}],
-}
 pytestmark = pytest.mark.e2e
 
 
@@ -39,7 +35,7 @@ def test_a_run_in_object_storage(
     ]
     elsewhere = replace(shell, root=tmp_path / "elsewhere")
     elsewhere.root.mkdir()
-    run, again = f"{there.uri}/one", {**NODES, "program": str(PROGRAMS / "tiny_slow.py")}
+    run, again = f"{there.uri}/one", {"program": str(PROGRAMS / "tiny_slow.py")}
     name = shell.job(
         steps=100_000,
         storage=there.uri,

@@ -1,10 +1,11 @@
 """`elastic profile RUN` while it trains: its traces are there, and its losses are what they are
-without."""
+without; Ctrl-C saves it. (Of ranks under torchrun: tests/worker/standalone/test_standalone_run.py.)"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 from support.e2e.shell import PROGRAMS, Shell
 from support.reference import train_alone
 from support.waiting import until
-from support.worker import torchrun
 
 from elastic.ledger.journal import read
 from elastic.program import load_program
@@ -33,24 +33,21 @@ def losses(journal: Path) -> dict[int, float]:
     }
 
 
-def test_a_run_is_profiled_while_it_trains_and_its_losses_stay_what_they_are(shell: Shell) -> None:
+def test_a_run_is_profiled_while_it_trains_its_losses_stay_and_ctrl_c_saves_it(
+    shell: Shell,
+) -> None:
     name = shell.job(
         steps=100_000, program=SLOW, pools=[NODE], layout={"4": "pp=2,dp_shard=2"}, min_workers=4,
         peer_every=0, durable_every=0,
     )  # fmt: skip
     live = shell.start("run", name, "--run-name", "live", "-q")
     journal = shell.root / "elastic_runs/live/journal.jsonl"
-    try:
-        until(lambda: journal.exists() and shell.status("live")["step"] > 3, "the third step")
-        code, out, err = shell.here("profile", "live", "--steps", "2", "--ranks", "all", "--json")
-        assert (code, err) == (0, "")
-        profiled = shell.status("live")["step"]
-        until(lambda: shell.status("live")["step"] > profiled, "a step behind those")
-        assert shell.here("stop", "live")[0] == 0
-        said, ended = live.communicate(timeout=300)
-    finally:
-        live.kill()
-    assert (live.returncode, said, ended.count("\n")) == (3, "", 2), ended
+    until(lambda: journal.exists() and len(losses(journal)) > 3, "the third step")
+    code, out, err = shell.here("profile", "live", "--steps", "2", "--ranks", "all", "--json")
+    assert (code, err) == (0, "")
+    profiled = shell.status("live")["step"]
+    until(lambda: shell.status("live")["step"] > profiled, "a step behind those")
+    _is_saved_by_ctrl_c(shell, live)
     found = json.loads(out)
     assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
     assert {"compute", "fsdp", "pp", "bubble", "commit", "optimizer"} <= set(
@@ -72,24 +69,13 @@ def test_a_run_is_profiled_while_it_trains_and_its_losses_stay_what_they_are(she
     assert (code, err) == (2, f"elastic: run 'live' is not running (stopped at step {len(came)})\n")
 
 
-def test_ranks_that_torchrun_started_are_profiled_as_well(shell: Shell) -> None:
-    folder = torchrun.job(shell.root / "job", program=SLOW, steps=100_000, layout="tp=2")
-    live = subprocess.Popen(
-        torchrun.command(2, folder), env=torchrun.environment(**shell.environment),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    place = folder / "runs" / "tiny"
-    try:
-        until(lambda: (place / "journal.jsonl").exists(), "the first line of the journal")
-        until(lambda: len(losses(place / "journal.jsonl")) > 3, "the third step")
-        code, out, err = shell.here("profile", str(place), "--steps", "2", "--ranks", "1", "--json")
-        assert (code, err) == (0, "")
-        (one,) = json.loads(out)["ranks"]
-        assert (one["rank"], one["at"]) == (1, "tp 1/2") and {"tp", "compute"} <= set(one["parts"])
-        assert shell.here("stop", str(place))[0] == 0
-        live.communicate(timeout=120)
-    finally:
-        live.kill()
+def _is_saved_by_ctrl_c(shell: Shell, live: subprocess.Popen[str]) -> None:
+    live.send_signal(signal.SIGINT)
+    said, ended = live.communicate(timeout=300)
+    assert (live.returncode, said) == (3, "") and "Traceback" not in ended, ended
+    assert "elastic: to resume it: elastic run " in ended and "--run-name live" in ended
+    status = shell.status("live")
+    assert status["phase"] == "stopped" and status["durable_step"] == status["step"] > 3
 
 
 @pytest.mark.whole

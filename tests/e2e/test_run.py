@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -108,7 +107,7 @@ def _look_at_it(shell: Shell, last: int) -> None:
     assert shell.files() == before
 
 
-def test_a_program_that_fails_ends_the_run_at_once_and_ctrl_c_saves_it(shell: Shell) -> None:
+def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
     name = shell.job(program="program.py", global_batch=64)
     tiny = shell.root / name / "program.py"
     tiny.write_text(
@@ -120,7 +119,7 @@ def test_a_program_that_fails_ends_the_run_at_once_and_ctrl_c_saves_it(shell: Sh
         "    return base.loss(output, batch)\n"
         "program = dataclasses.replace(base, loss=loss)\n"
     )
-    code, out, err = shell.call("run", name, "--run-name", "four", "--json")
+    code, out, err = shell.here("run", name, "--run-name", "four", "--json")
     assert code == 1, err
     found = last_line(out)
     assert found["outcome"] == "failed"
@@ -134,28 +133,6 @@ def test_a_program_that_fails_ends_the_run_at_once_and_ctrl_c_saves_it(shell: Sh
     assert any(line.endswith(f"[rank {k}] {said}") for line in shown.splitlines() for k in (0, 1))
     code, out, _ = shell.here("logs", "four")
     assert code == 0 and "ValueError: this loss is not written yet" in out
-    # no step was done: mended, it starts under the same name
-    tiny.write_text(tiny.read_text().replace(", loss=loss", ""))
-    _is_saved_by_ctrl_c(shell, name)
-    tiny.write_text(tiny.read_text() + "other = 1\n")
-    code, _, err = shell.here("run", name, "--run-name", "four", "--set", "steps=100")
-    assert code == 2 and "started with other values: the code of its program.py" in err
-
-
-def _is_saved_by_ctrl_c(shell: Shell, name: str) -> None:
-    run = shell.start("run", name, "--run-name", "four", "--set", "steps=100000")
-    try:
-        until(lambda: shell.status("four")["step"] > 3, "the third step")
-        run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=300)
-    finally:
-        run.kill()
-    assert run.returncode == 3, err
-    assert "Traceback" not in err
-    assert "elastic: to resume it: elastic run " in err and "--run-name four" in err
-    status = shell.status("four")
-    assert status["phase"] == "stopped"
-    assert status["durable_step"] == status["step"] > 3
 
 
 # what is masked where: tests/config/test_masking.py; that such a run is resumed:

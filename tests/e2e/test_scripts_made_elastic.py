@@ -24,6 +24,8 @@ from support.places import ROOT
 from elastic.sim.replay import replay
 from elastic.types import DigestChecked, DrillAsked, StepDone
 
+# that each is trained: below; a loop script in a run: the scenario "loop script"; its kill and its
+# growth: tests/worker/loop
 pytestmark = pytest.mark.e2e
 JOBS = ROOT / "jobs"
 STEPS, SEED = 60, 5
@@ -88,6 +90,12 @@ def check(summary: dict[str, Any], lines: list[Any], alone: list[float]) -> None
     assert replay(lines).identical
 
 
+def test_the_script_learns_in_one_process() -> None:
+    alone = train_script_alone(JOBS / "nanogpt" / "train.py", [], SEED, 20)
+    assert alone[-1] < 0.9 * alone[0]
+
+
+@pytest.mark.whole
 def test_a_loop_like_nanogpts(tmp_path: Path) -> None:
     script = slowed("nanogpt", tmp_path / "nanogpt", 0.1)
     alone = train_script_alone(JOBS / "nanogpt" / "train.py", [], SEED, STEPS)

@@ -12,7 +12,7 @@ from elastic.ledger.journal import read
 from elastic.types import StepDone, WorkerFailed
 
 pytestmark = pytest.mark.e2e
-NAMED_WITHIN_S = 10.0
+NAMED_WITHIN_S = 30.0  # far above what it takes on a busy machine, below what silence is given
 OWN = "dist.all_reduce(torch.ones(1))"
 SCRIPT = """
 import elastic
@@ -61,6 +61,8 @@ def test_a_call_of_one_rank_ends_the_run_with_its_line(shell: Shell, before: boo
     assert failed[0] - max(at_s for at_s, _ in steps) < NAMED_WITHIN_S
 
 
+# how it is seen: tests/worker/session/test_stall_site.py; that nothing is tried again: above
+@pytest.mark.whole
 def test_a_collective_of_one_ranks_script_ends_the_run_with_its_line(shell: Shell) -> None:
     file = shell.root / "train.py"
     text = SCRIPT.replace("BEFORE", "True").replace("print(run.model(x).sum())", OWN, 1)

@@ -49,26 +49,34 @@ NOT_SUMMED = (
 LARGE = "from elastic.worker.equivalence import small_copy; small_copy.WHOLE_MOST_PARAMETERS = 1000"
 
 
-def found_with(
-    broken: str, name: str, axes: list[str], tmp_path: Path, most_s: float = 300.0
-) -> dict[str, Any]:
-    """What the check says of a program after `broken` was run in its process."""
-    asked = {
-        "job": JOB | {"program": str(subjects.path_of(name))},
-        "tps": [2],
-        "axes": axes,
-        "most_s": most_s,
-    }
+def asked(name: str, axes: list[str], most_s: float = 300.0) -> dict[str, Any]:
+    job = JOB | {"program": str(subjects.path_of(name))}
+    return {"job": job, "tps": [2], "axes": axes, "most_s": most_s}
+
+
+def found_with(broken: str, folder: Path, *questions: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the check says of programs after `broken` was run in its process."""
     code = (
         f"{broken}\nimport sys\nfrom elastic.worker.equivalence.layout_check import "
         "main\nsys.exit(main([sys.argv[1]]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "found")], input=json.dumps(asked), text=True,
-        timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        [sys.executable, "-c", code, str(folder / "found")], input=json.dumps(questions), text=True,
+        timeout=600, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads((tmp_path / "found").read_text()))
+    return [json.loads(line) for line in (folder / "found").read_text().splitlines()]
+
+
+NO_TIME = asked("prenorm_rope", ["dp", "tp", "pp"], most_s=-1.0)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What it says of the programs of this file where nothing is broken, and without the time."""
+    folder = tmp_path_factory.mktemp("right")
+    programs = (asked("tied_head", ["tp", "pp"]), asked("prenorm_rope", ["tp", "pp"]))
+    return found_with(WHOLE, folder, *programs, NO_TIME)
 
 
 @pytest.mark.sampled(2)
@@ -89,11 +97,10 @@ def found_with(
     ],
 )
 def test_what_is_broken_is_found(
-    tmp_path: Path, broken: str, name: str, axis: str, says: str
+    right: list[dict[str, Any]], tmp_path: Path, broken: str, name: str, axis: str, says: str
 ) -> None:
-    right = found_with(WHOLE, name, [axis], tmp_path)
-    assert axis in right["equal"]
-    wrong = found_with(broken, name, [axis], tmp_path)
+    assert axis in right[name == "prenorm_rope"]["equal"]
+    (wrong,) = found_with(broken, tmp_path, asked(name, [axis]))
     why = str(wrong.get("error") or wrong["structure"][f"no_{axis}"])
     assert axis not in (wrong.get("equal") or {}) and re.search(says, why), why
 
@@ -101,16 +108,16 @@ def test_what_is_broken_is_found(
 @pytest.mark.e2e
 def test_a_large_model_is_compared_on_a_copy_with_fewer_blocks(tmp_path: Path) -> None:
     """On every axis; and a plan for tp that is wrong is found there."""
-    right = found_with(LARGE, "prenorm_rope", ["dp", "tp", "cp", "pp"], tmp_path)
-    assert set(right["equal"]) == {"dp", "tp", "cp", "pp"} and not right["skipped"]
-    wrong = found_with(f"{LARGE}\n{NOT_SUMMED}", "prenorm_rope", ["dp", "tp"], tmp_path)
+    (whole,) = found_with(LARGE, tmp_path, asked("prenorm_rope", ["dp", "tp", "cp", "pp"]))
+    assert set(whole["equal"]) == {"dp", "tp", "cp", "pp"} and not whole["skipped"]
+    (wrong,) = found_with(f"{LARGE}\n{NOT_SUMMED}", tmp_path, asked("prenorm_rope", ["dp", "tp"]))
     assert set(wrong["equal"]) == {"dp"} and re.search("layers", wrong["structure"]["no_tp"]), wrong
 
 
 @pytest.mark.e2e
-def test_what_the_time_does_not_suffice_for_is_not_compared(tmp_path: Path) -> None:
+def test_what_the_time_does_not_suffice_for_is_not_compared(right: list[dict[str, Any]]) -> None:
     """One line for each such axis; the answer is not kept."""
-    found = found_with(WHOLE, "prenorm_rope", ["dp", "tp", "pp"], tmp_path, most_s=-1.0)
+    found = right[-1]
     said = "was not compared: comparing takes at most -1 s, which are spent"
     assert found["structure"]["notes"] == [f"{axis} {said}" for axis in ("dp", "tp", "pp")]
     assert (found["equal"], found["steady"]) == ({}, False)

@@ -94,7 +94,7 @@ def run(task: Any) -> dict[str, Any]:
     return {check.name: check for check in done.checks}
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # ranks of torchrun: tests/worker/standalone
 def test_torchrun_for_real() -> None:
     with Lab(Place("cpu-gloo", 2)) as lab:
         (task,) = ways_in.tasks(lab)

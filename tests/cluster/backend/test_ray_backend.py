@@ -12,7 +12,7 @@ import pytest
 from support.cluster.stage import Stage, plan, wait_gone
 
 from elastic.cluster.nodes import providers
-from elastic.cluster.workers import worker_group
+from elastic.cluster.workers import admission_links, worker_group
 from elastic.types import (
     Abort,
     EnterPlan,
@@ -119,7 +119,10 @@ def test_a_newcomer_is_not_refused_for_a_neighbor_that_dies(stage: Make) -> None
     assert (neighbor, newcomer) == ("spot-1", "spot-2")
 
 
-def test_a_newcomer_that_does_not_reach_a_living_neighbor_is_refused(stage: Make) -> None:
+def test_a_newcomer_that_does_not_reach_a_living_neighbor_is_refused(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_links, "DOUBT_S", 0.5)
     on = stage(job={"unreached": {"spot-2": "spot-1"}})
     on.nodes(1)
     on.backend.execute(RequestNodes("spot", 1, "another"))

@@ -15,7 +15,7 @@ from elastic.worker.process_groups import groups
 from elastic.worker.process_groups.transport import Host, Transport
 from elastic.worker.session.session import Session
 
-SETUP_S = 1.0  # of each group with more than one rank
+SETUP_S = 0.4  # of each group with more than one rank
 
 
 class SlowGroups(Transport):

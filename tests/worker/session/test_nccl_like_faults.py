@@ -17,6 +17,7 @@ from support.worker.peer_recovery import begin
 from support.worker.phase_faults import Kind, Phase, PhaseFault
 from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import digests_agree, loss_curve_agrees, newest_whole
+from support.worker.worker_pool import TIMEOUT_S
 
 from elastic.types import (
     Abort,
@@ -31,10 +32,10 @@ from elastic.types import (
 from elastic.types.orders import InjectFault
 
 pytestmark = pytest.mark.e2e
-# from the fault, and the order to leave right behind it; the driver ends those that take longer
-QUIESCED_S = 5.0
+# from the fault, and the order to leave right behind it: 0.1 s on a machine at rest; half of the
+# groups' own timeout
+QUIESCED_S = TIMEOUT_S / 2
 LATE_S = 0.003
-WITHIN_S = 40.0  # until a fault happens
 STEPS = 14
 AFTER = {4: Layout(dp_shard=4), 3: Layout(dp_shard=3), 2: Layout(tp=2)}  # by how many are left
 
@@ -107,7 +108,7 @@ SMALL = [  # each kind, phase and transition
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_nothing_is_lost(
     pool: NcclLikePool, tmp_path: Path, case: Case, record_property: Callable[..., None]
@@ -141,7 +142,7 @@ def happens(pool: NcclLikePool, run: Path, case: Case) -> float:
     ]
     pool.call(victim, "arm_phase", fault)
     there = enter(pool, case, first, workers) if case.transition else list(first.ranks)
-    until(lambda: pool.drain() or path.exists(), lambda: f"the fault; {pool.log[-12:]}", WITHIN_S)
+    until(lambda: pool.drain() or path.exists(), lambda: f"the fault; {pool.log[-12:]}")
     if case.kind == "kill":
         pool.wait(lambda: victim in pool.gone(), "the death")
     others = [worker for worker in there if worker != victim]

@@ -17,11 +17,13 @@ from support.worker.peer_recovery import begin, goes_on
 from support.worker.peer_recovery import recover as recover_from
 from support.worker.plans import plan
 from support.worker.recovery import digests_agree, loss_curve_agrees, recover, start
+from support.worker.worker_pool import TIMEOUT_S
 
 from elastic.types import CopyStored, Layout, Quiesced, StepDone, WorkerFailed
 
 pytestmark = pytest.mark.e2e
-QUIESCED_S = 5.0  # from the order to leave; the driver ends those that take longer
+# from the order to leave: 0.1 s on a machine at rest; half of the groups' own timeout
+QUIESCED_S = TIMEOUT_S / 2
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_replicas_stand_in_for_one_another(pool: NcclLikePool, tmp_path: Path) -
     goes_on(pool, job, recover_from(pool, first, Layout(dp_shard=3), [first.ranks[1]]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", range(0, 12, 3))
 def test_a_rank_that_dies_within_a_step(pool: NcclLikePool, tmp_path: Path, at: int) -> None:
     """Before one of the collectives of a step; the others' kernels spin, and end with corrupted
@@ -116,7 +118,7 @@ def test_a_rank_that_dies_within_a_step(pool: NcclLikePool, tmp_path: Path, at: 
     first = plan(1, Layout(dp_shard=4), workers, job["global_batch"], peer_every=2)
     pool.call(workers[2], "dies_on_device", 5, at)
     pool.enter(first)
-    pool.wait(lambda: pool.gone() == [workers[2]], "the death", 60.0)
+    pool.wait(lambda: pool.gone() == [workers[2]], "the death")
     survivors = [worker for worker in workers if worker != workers[2]]
     asked_s = time.monotonic()
     recover(pool, first, Layout(dp_shard=3), survivors, survivors)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.child import child
 from support.places import ROOT
 from support.reference import train
 from support.waiting import until
@@ -32,6 +33,7 @@ from support.worker.torchrun import (
     losses,
     ranks_of,
     run,
+    started,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -96,21 +98,21 @@ def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(
 
 
 @pytest.mark.e2e
-def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(
+def test_two_ranks_are_profiled_stop_at_sigterm_and_go_on_as_another_layout(
     tmp_path: Path, alone: list[float]
 ) -> None:
-    folder = job(tmp_path, program=str(SLOW), steps=200, durable_every=0)
+    folder = job(tmp_path, program=str(SLOW), steps=100_000, durable_every=0)
     slow = train(
         load_program(SLOW), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12
     ).losses
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command(2, folder, "--layout", "tp=2"), stdout=out, stderr=out, env=environment()
-        )
+    log, place = tmp_path / "log", str(folder / "runs" / "tiny")
+    with started(command(2, folder, "--layout", "tp=2"), log) as process:
         until(lambda: 5 in losses(log.read_text()) or process.poll() is not None, log.read_text)
         ranks = ranks_of(process.pid)
         assert len(ranks) == 2, log.read_text()
+        asked = ("--steps", "2", "--ranks", "1", "--json")
+        (one,) = json.loads(elastic("profile", place, *asked))["ranks"]
+        assert (one["rank"], one["at"]) == (1, "tp 1/2") and {"tp", "compute"} <= set(one["parts"])
         os.kill(ranks[1], signal.SIGTERM)  # one rank hears it, both save and leave
         assert process.wait(300) == 1  # torchrun's own code; it lists that of each rank
     said = log.read_text()
@@ -128,7 +130,6 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(
         if step <= len(slow):
             assert abs(loss - slow[step - 1]) < 1e-4
     assert sorted(losses(said)) == list(range(at + 1, at + 5))
-    place = str(folder / "runs" / "tiny")
     replayed = json.loads(elastic("replay", place, "--json"))
     assert replayed["identical"] and not replayed["reworded"]
     why = elastic("why", place, "--all")
@@ -313,11 +314,8 @@ def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
 def test_of_three_ways_in_at_once_one_has_the_run(tmp_path: Path) -> None:
     folder = job(tmp_path, program=str(SLOW), steps=400, durable_every=10)
     run_folder = open_storage(folder / "runs" / "tiny")
-    first = subprocess.Popen(
-        command(1, folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment()
-    )  # fmt: skip
-    try:
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with child(command(1, folder), env=environment(), **piped) as first:
         until(
             lambda: checkpoint_index.find(run_folder) or first.poll() is not None, "the first copy"
         )
@@ -343,8 +341,6 @@ def test_of_three_ways_in_at_once_one_has_the_run(tmp_path: Path) -> None:
         assert first.poll() is None
         first.send_signal(signal.SIGTERM)
         out, err = first.communicate(timeout=300)
-    finally:
-        first.kill()
     last = json.loads(out.strip().splitlines()[-1])
     assert (first.returncode, last["outcome"]) == (3, "stopped"), err
     assert checkpoint_index.find(run_folder)[0].step == last["steps"]

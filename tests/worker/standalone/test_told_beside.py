@@ -4,6 +4,7 @@ rank 0, without Ray; none where the job asks for none."""
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from support.observe.read_trackers import WHERE, needed, read_back
 from support.observe.scraped import scraped
+from support.places import ROOT
 from support.waiting import until
-from support.worker.torchrun import SLOW, TINY, command, environment, job, run
+from support.worker.torchrun import SLOW, TINY, command, environment, job, started
 
 from elastic.config.job import load_job
 from elastic.errors import SpecError
@@ -20,6 +22,7 @@ from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.metrics.step_rows import read_rows
 from elastic.storage import open_storage
+from elastic.worker import __main__ as worker_command
 from elastic.worker.standalone import told_beside
 from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 from elastic.worker.standalone.told_beside import ToldBeside, is_asked
@@ -43,23 +46,20 @@ def test_ranks_tell_a_tracker_and_prometheus_without_ray_also_when_they_go_on(
     held = tmp_path / "held"  # the ranks do not end before they were asked for their numbers
     held.touch()
     slow = {"SLOW": str(held), "SLOW_AFTER": "8", "PAUSE_S": "10"}
-    own = environment(**WHERE["mlflow"](store), **{f"ELASTIC_TEST_{k}": v for k, v in slow.items()})
-    own["PYTHONPATH"] += f":{without_ray}"
+    own = WHERE["mlflow"](store) | {f"ELASTIC_TEST_{k}": v for k, v in slow.items()}
+    own["PYTHONPATH"] = f"{ROOT}:{without_ray}"
     log = tmp_path / "log"
-    with log.open("w") as out:
-        ranks = subprocess.Popen(command(2, folder), env=own, stdout=out, stderr=out)
-        try:
-            until(lambda: "step 6/" in log.read_text() or ranks.poll() is not None, log.read_text)
-            (url,) = re.findall(r"run tiny: metrics for Prometheus: (http\S+)", log.read_text())
-            until(lambda: scraped(url).get("elastic_step", 0) > 5, log.read_text)
-            assert scraped(url)["elastic_workers"] == 2
-            held.unlink()
-            assert ranks.wait(300) == 0, log.read_text()
-        finally:
-            ranks.kill()
-            ranks.wait()
+    with started(command(2, folder), log, **own) as ranks:
+        until(lambda: "step 6/" in log.read_text() or ranks.poll() is not None, log.read_text)
+        (url,) = re.findall(r"run tiny: metrics for Prometheus: (http\S+)", log.read_text())
+        until(lambda: scraped(url).get("elastic_step", 0) > 5, log.read_text)
+        assert scraped(url)["elastic_workers"] == 2
+        held.unlink()
+        assert ranks.wait(300) == 0, log.read_text()
     more = [*command(1, folder), "--set", "steps=34"]
-    ended = subprocess.run(more, capture_output=True, text=True, env=own, timeout=300)
+    ended = subprocess.run(
+        more, capture_output=True, text=True, env=environment(**own), timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
     (told,) = read_back("mlflow", store, "tiny").values()
     assert [step for step, _ in told["train/train_loss"]] == list(range(1, 35))
@@ -69,10 +69,16 @@ def test_ranks_tell_a_tracker_and_prometheus_without_ray_also_when_they_go_on(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("port", ["taken", "ray"])
-def test_what_is_not_to_be_had_is_one_line_before_a_step(tmp_path: Path, port: str) -> None:
+def test_what_is_not_to_be_had_is_one_line_before_a_step(
+    tmp_path: Path, port: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own stay
+    folder = job(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as held:
         wanted = str(held.getsockname()[1]) if port == "taken" else port
-        code, _, said = run(1, job(tmp_path), "--set", f"metrics_port={wanted}")
+        more = ("--storage", str(tmp_path / "runs"), "--set", f"metrics_port={wanted}")
+        code = worker_command.main((str(folder), *more))
+    said = capfd.readouterr().err
     assert (code, said.count("\n")) == (2, 1), said
     assert f"elastic.worker: metrics_port: {wanted if port == 'ray' else '127.0.0.1'}" in (
         said.replace("'", "")
