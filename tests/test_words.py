@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,21 +69,22 @@ def parts_of(name: str) -> str:
     )
 
 
-def in_name(name: str) -> Iterator[Word]:
+@cache
+def in_name(name: str) -> tuple[Word, ...]:
     parts = parts_of(name)
-    return (word for word in banned(3) if f" {word.wrong.lower()} " in parts)
+    return tuple(word for word in banned(3) if f" {word.wrong.lower()} " in parts)
 
 
-def literals(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def literals(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Sentences of the code, an f-string with `{}` for what is filled in; docstrings are left
     out."""
     skipped = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             skipped.add(id(node.value))
         if isinstance(node, ast.JoinedStr):
             skipped |= {id(part) for part in node.values}
-    for node in ast.walk(tree):
+    for node in nodes:
         text = ""
         if isinstance(node, ast.JoinedStr):
             text = "".join(
@@ -99,8 +100,8 @@ def literals(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, text  # type: ignore[attr-defined]
 
 
-def definitions(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def definitions(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
 
@@ -131,13 +132,13 @@ def complaint(place: str, word: Word) -> str:
 
 def complaints(label: str, source: str) -> list[str]:
     """What is wrong in one file of code."""
-    tree = ast.parse(source)
+    nodes = tuple(ast.walk(ast.parse(source)))
     found = [
-        complaint(f"{label}:{at}", word) for at, text in literals(tree) for word in in_text(text)
+        complaint(f"{label}:{at}", word) for at, text in literals(nodes) for word in in_text(text)
     ]
     return found + [
         complaint(f"{label}:{at} {name}", word)
-        for at, name in definitions(tree)
+        for at, name in definitions(nodes)
         for word in in_name(name)
     ]
 
