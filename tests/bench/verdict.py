@@ -19,7 +19,7 @@ Baselines = Mapping[str, Mapping[str, Any]]
 SIGNED = (
     "*excess_*", "*pause_over_bare_*", "bare_shrink_s", "bare_grow_s", "spread.bare_*",
     "phases_s.*.rest", "phases_s.*.ordinary_step", "sizes.*.intercept_s", "sizes.*.slope_s_per_gb",
-    "*between_steps",
+    "*between_steps", "*.watchers_cpu_*",
 )  # fmt: skip
 
 

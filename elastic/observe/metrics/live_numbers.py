@@ -4,7 +4,6 @@ whoever asked for it: the step's path and the driver's loop know nothing of it."
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -16,8 +15,7 @@ from elastic.policy.state.fold import Change, changes
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-SAMPLE_S = 5.0  # between two accounts
+TAKEN_EVERY_S = 5.0  # lines, in a batch
 CLOSE_MOST_S = 10.0
 
 
@@ -27,13 +25,12 @@ class JournalReader(Protocol):
     def take(self, change: Change, numbers: RunNumbers, live: bool) -> None: ...
 
     def tick(self) -> None:
-        """About once a second, and at the end."""
+        """Every few seconds, and at the end."""
 
 
 class LiveNumbers:
-    """`tell`: called with all values every few seconds; without `readers` lines are taken in no
-    more often. Raises nothing into the run: what fails is said once in the log and asked no
-    more."""
+    """`tell`: called with all values every few seconds. Raises nothing into the run: what fails is
+    said once in the log and asked no more."""
 
     def __init__(
         self,
@@ -44,7 +41,6 @@ class LiveNumbers:
         self._run, self._tell, self._readers = run, [*tell], [*readers]
         self._lines = HeardLines(self._follow, "live numbers")
         self._numbers = RunNumbers()
-        self._sampled_s = float("-inf")
         self._before: Sequence[Line] = ()
         self._epoch = 0
 
@@ -68,10 +64,9 @@ class LiveNumbers:
         except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
             log.warning("%s: numbers begin with this driver (%s)", self._run.name, error)
             self._numbers = RunNumbers()
-        every_s = LOOK_S if self._readers else SAMPLE_S
-        while self._take(self._lines.come(every_s), live=True):
-            self._tick(time.monotonic())
-        self._tick(float("inf"))
+        while self._take(self._lines.come(TAKEN_EVERY_S), live=True):
+            self._tick()
+        self._tick()
 
     def _earlier(self) -> Iterable[Line]:
         """All that earlier drivers of the run have written, so that what is counted goes on."""
@@ -92,13 +87,10 @@ class LiveNumbers:
                     reader.take(change, self._numbers, live)
         return True
 
-    def _tick(self, now_s: float) -> None:
+    def _tick(self) -> None:
         for reader in self._readers:
             reader.tick()
-        if now_s - self._sampled_s < SAMPLE_S - LOOK_S / 2 or not self._tell:
-            return
-        self._sampled_s = now_s
-        samples = self._numbers.samples()
+        samples = self._numbers.samples() if self._tell else ()
         for tell in [*self._tell]:
             try:
                 tell(self._run.name, samples)

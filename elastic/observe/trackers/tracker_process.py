@@ -29,6 +29,7 @@ LIBRARIES: dict[str, Callable[[], TrackerRun]] = {
     "wandb": WandbRun, "mlflow": MlflowRun, "trackio": TrackioRun,
 }  # fmt: skip
 AT_ONCE = 500  # points
+GATHER_S = 0.1  # from the first of them on: they are sent in bursts, and a library is faster so
 NICE = 10  # workers of the same machine come first
 AGAIN_S, AGAIN_MOST_S = 2.0, 120.0
 LOCK_MOST_S = 60.0  # for which the process of a driver that is gone may still be writing
@@ -103,6 +104,8 @@ def batches(words: IO[str]) -> Iterator[tuple[list[TrackerPoint], str]]:
     threading.Thread(target=read, name="words", daemon=True).start()
     while True:
         lines = [come.get()]
+        if lines[-1]:
+            time.sleep(GATHER_S)
         try:
             while lines[-1] and len(lines) < AT_ONCE:
                 lines.append(come.get_nowait())

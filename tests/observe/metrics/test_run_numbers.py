@@ -208,10 +208,7 @@ def test_a_client_that_reads_nothing_holds_no_other_up(endpoint: PrometheusEndpo
 # ------------------------------------------------------------------------------------- while it runs
 
 
-def test_a_driver_that_takes_over_counts_on_from_the_whole_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_numbers, "LOOK_S", 0.01)
+def test_a_driver_that_takes_over_counts_on_from_the_whole_journal(tmp_path: Path) -> None:
     place, told = RunFolder.of(open_storage(tmp_path / "r")), list[Sequence[Sample]]()
     given = lines()
     later = [replace(line, epoch=2) for line in given[9:]]
@@ -230,8 +227,7 @@ def test_a_driver_that_takes_over_counts_on_from_the_whole_journal(
 def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(live_numbers, "LOOK_S", 0.01)
-    monkeypatch.setattr(live_numbers, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(live_numbers, "TAKEN_EVERY_S", 0.01)
     monkeypatch.setattr(live_numbers, "CLOSE_MOST_S", 0.2)
     release, returned, n_raised = threading.Event(), list[bool](), list[int]()
 
