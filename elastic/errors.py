@@ -25,10 +25,12 @@ numbers, and the next step. All of them take one string and are picklable.
 
 import difflib
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
+
+from elastic.user_frames import plainly
 
 Made = TypeVar("Made")
 ALIKE = 0.66  # of two names: less, and one was hardly meant by the other
@@ -113,6 +115,12 @@ class ProgramError(ElasticError):
     """The user's program raised or asked for what cannot be done; the run stops at once."""
 
 
+# what is wrong is not this package's: the line says all
+OF_ITS_USER = (
+    SpecError, ProgramError, InfeasiblePlan, NoCapacity, StateLost, StorageFailed, LostContact,
+)  # fmt: skip
+
+
 class InternalError(ElasticError):
     """A promise of this package is broken; the journal of the run is the bug report."""
 
@@ -149,9 +157,12 @@ def unknown_keyword(where: str, name: str, names: Iterable[str]) -> str:
     return f"{where}({name}=...): unknown keyword '{name}'{nearest(name, names, 'keywords')}"
 
 
-def known_keywords(where: str) -> Callable[[type[Made]], type[Made]]:
+def known_keywords(
+    where: str, same: Mapping[str, str] = {}, *, instead: Mapping[str, str] = {}
+) -> Callable[[type[Made]], type[Made]]:
     """Decorates what users make by keywords: one that is unknown is a SpecError with the nearest
-    name, not a TypeError without."""
+    name, not a TypeError without. `same`: another's names -> ours; `instead`: names that mean
+    nothing here -> what to write."""
 
     def decorated(kind: type[Made]) -> type[Made]:
         make = kind.__init__
@@ -159,10 +170,14 @@ def known_keywords(where: str) -> Callable[[type[Made]], type[Made]]:
 
         @wraps(make)
         def checked(self: Any, *args: Any, **given: Any) -> None:
-            for name in given:
-                if name not in names:
-                    raise SpecError(unknown_keyword(where, name, names))
-            make(self, *args, **given)
+            given = {same.get(name, name): value for name, value in given.items()}
+            with plainly(SpecError):
+                for name in given:
+                    if name in instead:
+                        raise SpecError(f"{where}({name}=...): {instead[name]}")
+                    if name not in names:
+                        raise SpecError(unknown_keyword(where, name, names))
+                make(self, *args, **given)
 
         kind.__init__ = checked  # type: ignore[method-assign]
         return kind

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from elastic.errors import SpecError, known_keywords
-from elastic.version import PACKAGE
 
 TP_STYLES = (
     "colwise", "rowwise", "colwise_gather", "vocab", "summed", "sequence", "gather", "scatter",
@@ -84,8 +80,9 @@ class Program:
                 Called with the whole model's parameters, in their whole shapes and without values,
                 on every rank. None: the job's `optimizer` names one, or several.
     dataset:    map-style: `len()` and `[sample id]` -> dict of tensors (or arrays) of equal shape
-                per key. None: the job's `data.train` says what is read. An iterable one has
-                state_dict() and load_state_dict() (docs/data.md).
+                per key; a pair (x, y) counts as {"input": x, "target": y}. None: the job's
+                `data.train` says what is read. An iterable one has state_dict() and
+                load_state_dict() (docs/data.md).
     loss:       (output, batch) -> sum over the batch's tokens (or samples), a scalar tensor.
     count:      batch -> number of tokens (or samples) that `loss` summed over; default: elements of
                 batch["target"] that are not -100, else the number of samples.
@@ -243,30 +240,3 @@ def load_program(path: str | Path) -> Program:
             f"{type(program).__name__}"
         )
     return program
-
-
-# ----------------------------------------------------------------- where the user's code has raised
-
-OURS = f"{PACKAGE}{os.sep}"
-STDLIB, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
-LIBRARIES = ("<", OURS, STDLIB, INSTALLED)
-# of what is installed, a model may be the user's, torch is not
-MACHINERY = ("<", f"{OURS}worker{os.sep}", f"{INSTALLED}torch{os.sep}")
-
-
-def raised_at(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line of the user's own files; where none is on the way, of a library's that
-    runs models, and else of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for others in (LIBRARIES, MACHINERY):
-        if own := [frame for frame in frames if not frame.filename.startswith(others)]:
-            return own[-1]
-    return frames[-1] if frames else None
-
-
-def own_traceback(error: BaseException) -> TracebackType | None:
-    """From the first frame on that is not this package's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
-        trace = trace.tb_next
-    return trace or error.__traceback__

@@ -17,7 +17,7 @@ from elastic.api.running.run import Result, run_job
 from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop
-from elastic.errors import SpecError, known_keywords
+from elastic.errors import OF_ITS_USER, SpecError, known_keywords
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.metrics.metrics_files import OnStep
@@ -25,6 +25,7 @@ from elastic.observe.metrics.step_rows import rows_of
 from elastic.observe.run_view import view_of
 from elastic.program import Program
 from elastic.storage import Storage, open_storage
+from elastic.user_frames import plainly
 
 if TYPE_CHECKING:
     import ray.train
@@ -33,14 +34,35 @@ IMPORTED = "elastic_program_"  # how modules begin that workers make of a progra
 WHERE = "ElasticTrainer(job=...)"
 
 
-@known_keywords("elastic.ElasticTrainer")
+# arguments of a TorchTrainer
+SAME = {"train_loop_per_worker": "program"}
+INSTEAD = {
+    "torch_config": "processes meet by gloo, on GPUs by NCCL, and their timeouts follow the "
+    "measured steps (job['max_silence_s'] bounds them); leave it out",
+    "dataset_config": "each worker reads its share of each step out of the whole dataset; leave "
+    "it out",
+    "validation_config": "give elastic.loop(validation=, evaluate=), or Program.validation, and "
+    "job['eval_every']",
+    "metadata": "a checkpoint holds the training state; what else a train function must remember "
+    "is elastic.loop(extra_state=...)",
+}
+OF_A_FUNCTION = {  # what is for a Program
+    "datasets": "give elastic.loop(dataset=...) a map-style one (len() and [sample id], as of "
+    "torch or of the library datasets); a ray.data.Dataset is taken here with a Program",
+    "resume_from_checkpoint": "load it into the model before elastic.loop(model=...); a run of "
+    "the same RunConfig(name=...) resumes by itself",
+}
+
+
+@known_keywords("elastic.ElasticTrainer", SAME, instead=INSTEAD)
 @dataclass(eq=False)
 class ElasticTrainer:
     """Stands where a `TorchTrainer` stood: the same configurations, the same Result, but survivors
     of a loss never restart.
 
     program:                a Program that stands in a file as `program`; a job folder; or a train
-                            function that enters `elastic.loop`, called with `train_loop_config`.
+                            function that enters `elastic.loop`, called with `train_loop_config`
+                            (`train_loop_per_worker=` is another name for it).
     job:                    keys of job.yaml, over those of the folder: steps, global_batch ...
     scaling_config:         num_workers=(least, most); without it `job` says what the nodes are.
     run_config:             name (a known one is resumed), storage_path, which checkpoints stay.
@@ -78,12 +100,9 @@ class ElasticTrainer:
             raise SpecError(
                 "datasets and job['data'] both say what the run reads: two ways at once; give one"
             )
-        for name, key in (("datasets", "dataset"), ("resume_from_checkpoint", "model")):
+        for name, right in OF_A_FUNCTION.items():
             if self._train is not None and getattr(self, name) is not None:
-                raise SpecError(
-                    f"ElasticTrainer({name}=...): a train function gives elastic.loop its own "
-                    f"{key}; leave it out"
-                )
+                raise SpecError(f"ElasticTrainer({name}=...): {right}")
 
     def fit(self) -> ray.train.Result:
         """Trains to the end. Raises ray.train.TrainingFailedError when the run failed, as
@@ -92,6 +111,12 @@ class ElasticTrainer:
         Uses the Ray cluster that this process is connected to, else $RAY_ADDRESS, else an embedded
         one on this machine.
         """
+        from elastic.cluster.ray_train.train_types import FAILED
+
+        with plainly(*OF_ITS_USER, FAILED):
+            return self._fitted()
+
+    def _fitted(self) -> ray.train.Result:
         from elastic.cluster.ray_train import train_types
         from elastic.cluster.workers import train_function
 
@@ -113,6 +138,8 @@ class ElasticTrainer:
                 on_step=self.on_step,
                 show=self._wanted.show,
             )
+            if self._wanted.show:
+                print("".join(f"note: {note}\n" for note in self._wanted.notes), end="", flush=True)
             if self._train is not None:
                 function = train_function.pickled(self._train, self.train_loop_config)
                 result = run_train_function(
@@ -163,6 +190,8 @@ class ElasticTrainer:
         from elastic.worker.checkpoint import checkpoint_index
 
         error = result.reason if result.outcome == "failed" else ""
+        if result.log is not None:
+            error = f"{error}; whole traceback: {result.log}"
         copies = [(item.uri, item.step) for item in checkpoint_index.find(run)]
         rows = rows_of(view_of(RunFolder.of(run).lines()))
         told = train_types.result_of(

@@ -11,6 +11,7 @@ from elastic.data.budget import Microbatch
 from elastic.errors import ElasticError, ProgramError
 
 NO_TARGET = -100
+PAIR = ("input", "target")  # what torch's datasets give without names
 SAYS_WHAT_COUNTS = ("target", "labels", "attention_mask", "weight", "weights", "document")
 Stack = Callable[[str, list[Any]], Any]
 
@@ -20,11 +21,8 @@ def collated(items: Sequence[Mapping[str, Any]], stack: Stack) -> dict[str, Any]
     of equal keys."""
     if not items:
         raise ProgramError("a batch needs at least one item")
+    items = [as_dict(item) for item in items]
     for item in items:
-        if not isinstance(item, Mapping):
-            raise ProgramError(
-                f"an item of the dataset must be a dict of tensors, not {type(item).__name__}"
-            )
         if item.keys() != items[0].keys():
             raise ProgramError(
                 f"items of one batch differ in their keys: {sorted(items[0])} and {sorted(item)}"
@@ -74,18 +72,28 @@ def batch_of(
 
 def item_of(dataset: Any, sample: int, length: int | None) -> Any:
     """A sample, filled up to `length` tokens; None = as it is."""
-    item = dataset[sample]
+    item = as_dict(dataset[sample])
     return item if length is None else filled(item, dataset.length(sample), length)
 
 
-def filled(item: Any, n: int, length: int) -> dict[str, Any]:
+def as_dict(item: Any) -> Mapping[str, Any]:
+    """An item as a dict: torch's own pairs of input and target become one. Raises ProgramError
+    where it is neither."""
+    if isinstance(item, Mapping):
+        return item
+    if isinstance(item, tuple | list) and len(item) == len(PAIR):
+        return dict(zip(PAIR, item, strict=True))
+    of = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+    raise ProgramError(
+        f"an item of the dataset must be a dict of tensors, not a {type(item).__name__}{of}: "
+        'return {"input": x, "target": y}, or a pair (x, y), from its [sample id]'
+    )
+
+
+def filled(item: Mapping[str, Any], n: int, length: int) -> dict[str, Any]:
     """A sample of `n` tokens with `length` places: every array whose first dimension is `n` is
     filled up at its end, `target` and `labels` with -100, `document` with one more document, others
     with 0. Raises ProgramError where nothing says what is filling, or no array has `n` tokens."""
-    if not isinstance(item, Mapping):
-        raise ProgramError(
-            f"an item of the dataset must be a dict of tensors, not {type(item).__name__}"
-        )
     along = [
         key for key, value in item.items() if (getattr(value, "shape", None) or (None,))[0] == n
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +55,26 @@ def shown(found: Sequence[Log]) -> list[str]:
     return lines[1:]
 
 
-def traceback_of(run: RunFolder, worker: str) -> list[str]:
-    """The last traceback that a worker has printed; none where its log is not here."""
+def traceback_of(run: RunFolder, worker: str) -> Log | None:
+    """The last traceback that a worker has printed, and the file that has it; None where its log is
+    not here, or has none."""
     files = sorted(
         run.logs.glob(f"{worker.replace('/', '-')}-*.log"), key=lambda file: file.stat().st_mtime
     )
-    lines = list(_read(files[-1], 1 << 20).lines) if files else []
+    if not files:
+        return None
+    log = _read(files[-1], 1 << 20)
+    lines = list(log.lines)
     begins = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
     if not begins:
-        return []
+        return None
     after = range(begins[-1] + 1, len(lines))
     # the line of the error itself
     end = next((i for i in after if not lines[i].startswith(" ")), len(lines) - 1)
     found = lines[begins[-1] : end + 1]
-    return found if len(found) <= TRACEBACK_MOST else [found[0], "  ...", *found[-TRACEBACK_MOST:]]
+    if len(found) > TRACEBACK_MOST:
+        found = [found[0], "  ...", *found[-TRACEBACK_MOST:]]
+    return replace(log, lines=tuple(found))
 
 
 def _read(file: Path, last: int) -> Log:

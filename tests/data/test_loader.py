@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.waiting import is_waiting, once_waiting, until
 
+from elastic.data.batches import item_of
 from elastic.data.budget import Microbatch
 from elastic.data.collate import collate
 from elastic.data.loader import Loader
@@ -200,13 +201,17 @@ def test_collate_takes_tensors_arrays_and_numbers() -> None:
         "f": ((2,), torch.float64), "b": ((2,), torch.bool), "m": ((2,), torch.int64),
     }  # fmt: skip
     assert collate([{"x": torch.tensor(1)}, {"x": 2}])["x"].tolist() == [1, 2]
+    pairs = torch.utils.data.TensorDataset(torch.arange(4), torch.arange(4) + 1)
+    assert item_of(pairs, 3, None) == {"input": 3, "target": 4}, "as torch's datasets give them"
+    assert collate([pairs[0], pairs[2]])["target"].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(
     ("items", "says"),
     [
         ([], "at least one item"),
-        ([(1, 2)], "not tuple"),
+        ([(1, 2, 3)], r"not a tuple of 3: return .*, or a pair \(x, y\), from its \[sample id\]"),
+        ([torch.zeros(2)], "a dict of tensors, not a Tensor: return"),
         ([{"x": 1}, {"y": 1}], r"keys: \['x'\] and \['y'\]"),
         ([{"x": np.zeros(2)}, {"x": np.zeros((2, 1))}], r"'x': \[2\] and \[2, 1\]"),
         ([{"x": "text"}], "'x' of an item cannot become a tensor"),

@@ -88,7 +88,7 @@ def test_the_drawing_names_the_rooms() -> None:
     assert words >= {
         name
         for name in " | ".join(layers()).split(" | ")
-        if name not in ("program", "errors", "text", "version")
+        if name not in ("program", "errors", "user_frames", "text", "version")
     }
 
 

@@ -95,9 +95,11 @@ def test_where_there_is_none(run: RunFolder, tmp_path: Path) -> None:
 
 
 def test_the_last_traceback_of_a_worker(run: RunFolder) -> None:
-    assert logs.traceback_of(run, "spot-1/0") == [
+    found = logs.traceback_of(run, "spot-1/0")
+    assert found is not None and found.file.parent == run.logs
+    assert list(found.lines) == [
         "Traceback (most recent call last):", '  File "train.py", line 5, in <module>',
         "ValueError: my own",
     ]  # fmt: skip
-    assert logs.traceback_of(run, "spot-2/0") == []
-    assert logs.traceback_of(run, "spot-9/0") == []
+    assert logs.traceback_of(run, "spot-2/0") is None
+    assert logs.traceback_of(run, "spot-9/0") is None

@@ -123,12 +123,14 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
             "sizes: --model 8b"
         )
     from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
+    from elastic.worker.hosting.resume_checks import check_loss
 
     spec, program = loaded_from(folder, data, where)
     pools = tuple(pool.pool() for pool in spec.pools)
     # beside the trace
     comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None
     with closing(comparison or ExitStack()), made_up_data(spec.job()) as job:
+        check_loss(job, program)  # in the words of a run
         model = model_profile_of(program, job)
         even = replace(job, microbatch_tokens=None)
         n_bytes: int = sum(

@@ -17,9 +17,10 @@ from elastic.api.running.program_file import job_given
 from elastic.api.running.run import Result, run_job
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import check_starts_nothing, enters_loop, script_file
-from elastic.errors import SpecError
+from elastic.errors import OF_ITS_USER, SpecError
 from elastic.observe.metrics.metrics_files import OnStep
 from elastic.program import Program, load_program
+from elastic.user_frames import plainly
 
 if TYPE_CHECKING:
     from elastic.worker.program.loop_program import LoopProgram
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 NEEDED = ("steps", "global_batch")  # keys that a job cannot do without
 
 
+@plainly(*OF_ITS_USER)
 def run(
     program: str | Path | Program,
     job: str | Path | Mapping[str, Any] | None = None,

@@ -79,6 +79,7 @@ class Result:
     outcome: Outcome
     summary: dict[str, Any]
     folder: Path
+    log: Path | None = None  # which has the whole traceback of the program's error
 
     @property
     def reason(self) -> str:
@@ -231,7 +232,7 @@ class JobRun:
         job = self.spec.job()
         model = profile_of(self.program, job)
         if n_samples is not None:
-            check_loss(self.spec, self.program, n_samples)
+            check_loss(job, self.program)
             model = with_few(model, self.spec, n_samples)
         if few := fed(job, sum(pool.max_nodes * pool.gpus_per_node for pool in self.pools)):
             model = replace(model, notes=(*model.notes, few))
@@ -357,8 +358,7 @@ class JobRun:
     def _result(self, state: State) -> Result:
         """Writes the report and prints it. Raises StorageFailed or LostContact."""
         lines = self.place.lines()
-        if state.phase == "failed" and self.terminal is not None:
-            self._show_traceback(lines)
+        log = self._traceback(lines) if state.phase == "failed" else None
         try:
             data, shown = report.write(
                 self.place,
@@ -374,7 +374,7 @@ class JobRun:
             raise unwritten(error, text) from error
         if self.options.show:
             print("\n".join(["", *shown]), file=self._out())
-        return Result(self.name, _outcome(state), data, self.place.folder)
+        return Result(self.name, _outcome(state), data, self.place.folder, log)
 
     def _extras(self, state: State, lines: Iterable[Line]) -> dict[str, Any]:
         """What the report says besides what the journal does."""
@@ -386,17 +386,22 @@ class JobRun:
             }
         return extras
 
-    def _show_traceback(self, lines: Iterable[Line]) -> None:
-        """Of the program's error, unless rank 0 has told it."""
+    def _traceback(self, lines: Iterable[Line]) -> Path | None:
+        """Shows that of the program's error, unless rank 0 has told it; the log that has all of
+        it."""
         failed = [
             e
             for line in lines
             for _, e in line.events
             if isinstance(e, WorkerFailed) and e.kind == "program"
         ]
-        found = traceback_of(self.place, str(failed[0].worker)) if failed else []
-        if found and self.terminal is not None and not self.terminal.has_said(found[-1]):
-            print("\n".join(["", *found]), file=self._out())
+        found = traceback_of(self.place, str(failed[0].worker)) if failed else None
+        if found is None:
+            return None
+        if self.terminal is not None:
+            told = [] if self.terminal.has_said(found.lines[-1]) else ["", *found.lines]
+            print("\n".join([*told, f"whole traceback: {found.file}"]), file=self._out())
+        return found.file
 
     def _first_step_s(self, lines: Iterable[Line]) -> float | None:
         """Seconds from the launch of this driver to the end of its first step."""

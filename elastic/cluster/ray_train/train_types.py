@@ -24,18 +24,21 @@ from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABE
 POOL = "workers"  # where the job names none
 DEPRECATED = "DEPRECATED"
 SHOWN_AT = ("DEBUG", "INFO", "NOTSET")
+FAILED = ray.train.TrainingFailedError  # what `fit` raises, as that of Ray Train does
 
 
 @dataclass(frozen=True)
 class TrainRequest:
     """What the configurations ask for. `job`: keys of a job; `pool`: what they say of nodes;
-    `show`: progress."""
+    `show`: progress; `notes`: what a field means here that is taken, and means something else
+    there."""
 
     job: dict[str, Any]
     pool: dict[str, Any]
     gpu: bool
     run_name: str
     show: bool = True
+    notes: tuple[str, ...] = ()
 
 
 def wanted(
@@ -48,13 +51,13 @@ def wanted(
     _check_kind(run, ray.train.RunConfig, "run_config")
     pool, gpu = _nodes(scaling)
     kept = _kept(run.checkpoint_config or ray.train.CheckpointConfig())
-    _check_failures(run.failure_config or ray.train.FailureConfig())
+    notes = _failures(run.failure_config or ray.train.FailureConfig())
     known = ("name", "storage_path", "failure_config", "checkpoint_config", "logging_config")
     _refuse_others(run, dict.fromkeys(known), _RUN_WHY)
     level = str(getattr(getattr(run, "logging_config", None), "log_level", "INFO"))
     low, high = _workers(scaling)
     job = {"min_workers": low, "max_workers": high, "storage": str(run.storage_path), **kept}
-    return TrainRequest(job, pool, gpu, str(run.name), level.upper() in SHOWN_AT)
+    return TrainRequest(job, pool, gpu, str(run.name), level.upper() in SHOWN_AT, notes)
 
 
 def _check_kind(given: Any, kind: type, name: str) -> None:
@@ -251,21 +254,23 @@ _FAILURE_WHY = {
 }
 
 
-def _check_failures(failures: Any) -> None:
+def _failures(failures: Any) -> tuple[str, ...]:
+    """Whatever `max_failures` is, the run does the same: what that is, where it was asked for."""
     _refuse_others(failures, {"max_failures": None}, _FAILURE_WHY)
-    if failures.max_failures not in (0, -1):
-        raise SpecError(
-            f"FailureConfig(max_failures={failures.max_failures}): losses are not counted and "
-            "never end a run, errors of the "
-            "program are never retried; give 0 or -1, both mean that"
-        )
+    if not failures.max_failures:
+        return ()
+    return (
+        f"FailureConfig(max_failures={failures.max_failures}): a node that is lost is no failure "
+        "here and is not counted; an error of your code ends the run at once, since it would be "
+        "raised again",
+    )
 
 
 def _kept(checkpoints: Any) -> dict[str, Any]:
     """Which checkpoints stay."""
     known = ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order")
     why = {
-        "checkpoint_frequency": "give job['durable_every']",
+        "checkpoint_frequency": "give job['checkpoint_every']",
         "checkpoint_at_end": "the last step is always stored",
     }
     _refuse_others(checkpoints, dict.fromkeys(known), why)
@@ -279,8 +284,8 @@ def _kept(checkpoints: Any) -> dict[str, Any]:
     if score != "validation_loss" or order != "min":
         raise SpecError(
             f"CheckpointConfig(checkpoint_score_attribute='{score}', "
-            f"checkpoint_score_order='{order}'): copies are kept by "
-            "validation_loss, lowest first; give 'validation_loss' and 'min'"
+            f"checkpoint_score_order='{order}'): checkpoints are kept by validation_loss, lowest "
+            "first; give 'validation_loss' and 'min'"
         )
     return {"keep_every": 1} if n is None else {"keep_best": n, "keep_last": 1}
 
@@ -369,16 +374,11 @@ def result_of(told: FinishedRun) -> ray.train.Result:
     return ray.train.Result(
         metrics={**last, **plain},
         checkpoint=best[0][0] if best else None,
-        error=failure(told.error) if told.error else None,
+        error=FAILED(told.error) if told.error else None,
         path=told.folder,
         metrics_dataframe=pandas.DataFrame(list(by_step.values())),
         best_checkpoints=best,
     )
-
-
-def failure(reason: str) -> Exception:
-    """What `fit` raises, as that of Ray Train does."""
-    return ray.train.TrainingFailedError(reason)
 
 
 SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}  # of pyarrow's file systems

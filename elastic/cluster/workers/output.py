@@ -20,6 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from elastic.ledger.run_folder import OF_NODE
+from elastic.text import LOG_MARK
 
 FILE_BYTES = 16 << 20  # then the file becomes FILE.1, in place of an older one
 # in a run's folder, and those that are written: nodes join and leave for months
@@ -27,7 +28,6 @@ FILES_KEPT, LOGS_BYTES = 256, 2 << 30
 PRUNED, PRUNE_EVERY_S = ".pruned", 3600.0
 TELL_BYTES = 64 << 10  # told at once; of more only the newest part
 WORDS_BYTES = 4000  # of which the last words are taken
-MARK = "--- elastic: "  # what the file itself says; not told
 
 
 class Output:
@@ -110,7 +110,7 @@ class Output:
         lines = (
             text.rstrip("\r").rpartition("\r")[2] for text in (texts if texts[-1] else texts[:-1])
         )
-        return (*missed, *(line for line in lines if not line.startswith(MARK)))
+        return (*missed, *(line for line in lines if not line.startswith(LOG_MARK)))
 
 
 def last_words(folder: str, pid: int) -> str:
@@ -119,13 +119,13 @@ def last_words(folder: str, pid: int) -> str:
         with file.open("rb") as log:
             log.seek(max(0, file.stat().st_size - WORDS_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
-        return " ".join(" ".join(line for line in lines if not line.startswith(MARK)).split())
+        return " ".join(" ".join(line for line in lines if not line.startswith(LOG_MARK)).split())
     return ""
 
 
 def _say(text: str) -> None:
     with suppress(OSError):  # a full disk
-        os.write(1, f"{MARK}{text}\n".encode())
+        os.write(1, f"{LOG_MARK}{text}\n".encode())
 
 
 def make_folder(folder: Path) -> None:

@@ -21,8 +21,9 @@ from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.program import Program, raised_at
+from elastic.program import Program
 from elastic.types import coarsest
+from elastic.user_frames import raised_at
 from elastic.version import PACKAGE
 from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.program.calls import inputs_of, keywords_of

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from elastic.data.batches import item_of
 from elastic.data.budget import budget_of
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import with_stream
@@ -43,7 +44,7 @@ def _data(program: Program, job: Job) -> tuple[Any, Mapping[str, Any]]:
     """The dataset, and its first sample."""
     try:
         dataset = dataset_of(program, job)
-        return dataset, dataset[0]
+        return dataset, item_of(dataset, 0, None)
     except ElasticError:
         raise
     except Exception as error:  # a boundary: so may the dataset
@@ -70,7 +71,7 @@ def samples_of(program: Program, job: Job, n: int) -> list[Mapping[str, Any]]:
     dataset, first = _data(program, job)
     if job.microbatch_tokens:
         return []
-    return [first, *(dataset[i] for i in range(1, min(n, len(dataset))))]
+    return [first, *(item_of(dataset, i, None) for i in range(1, min(n, len(dataset))))]
 
 
 def _where(job: Job) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from elastic.data.batches import item_of
 from elastic.data.budget import Microbatch, budget_of
 from elastic.data.collate import collate
+from elastic.data.open_datasets import Sets, validation_of
 from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program
 from elastic.types import Job
@@ -21,6 +23,7 @@ from elastic.worker.equivalence.forward_trace import told
 from elastic.worker.program.calls import call_model, loss_of
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
+from elastic.worker.step.sums import Sums
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +40,10 @@ MOST_ELEMENTS = 1 << 26  # of an output that the driver makes up: logits of long
 
 
 def check_before_start(program: Program, job: Job, dataset: Any) -> None:
-    """Raises ProgramError for a loss that is a mean, for a first sample that the program takes no
-    input from, and for what the program raises over it on shapes and with values too. What cannot
-    run without values and is too large to be run with them is not judged: the workers run it."""
+    """Raises ProgramError for a loss that is a mean, or numbers beside it, for a first sample that
+    the program takes no input from, and for what the program raises over it on shapes and with
+    values too. What cannot run without values and is too large to be run with them is not judged:
+    the workers run it."""
     program = with_job(program, job)
     with torch.random.fork_rng(devices=[]):
         try:
@@ -47,6 +51,14 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
             stopped = check_on_shapes(
                 program, model, lambda n: first_sample(job, dataset, n), most=MOST_ELEMENTS
             )
+            if stopped is None:
+                check_beside(
+                    program,
+                    model,
+                    job,
+                    train=lambda: dataset,
+                    validation=lambda: validation_of(program, job),
+                )
         except ElasticError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's model and dataset
@@ -75,6 +87,70 @@ def _check_with_values(program: Program, batch: Callable[[], Batch], stopped: Ex
         if type(error) is type(stopped) and is_own(error):
             shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in one.items())
             raise ProgramError(f"{told(error)}, over the first sample: {shapes}") from error
+
+
+def check_beside(
+    program: Program,
+    model: nn.Module,
+    job: Job,
+    *,
+    train: Callable[[], Any],
+    validation: Callable[[], Any],
+) -> None:
+    """What is summed beside the loss, as `check_on_shapes` does with it. Raises ProgramError."""
+    for where, numbers, opened in (
+        ("Program.log", program.log, train),
+        ("Program.metrics", program.metrics, validation),
+    ):
+        samples = opened() if numbers is not None else None
+        if isinstance(samples, Sets):
+            samples = next(iter(samples.values()))
+        if numbers is None or samples is None:
+            continue
+        batches = [first_sample(job, samples, n) for n in (1, 2)]
+        try:
+            with torch.no_grad():
+                outputs = [call_model(program, model, _on_meta(batch)) for batch in batches]
+        except (NotImplementedError, RuntimeError) as error:
+            log.info("%s was not looked at: %s", where, " ".join(str(error).split())[:200])
+            continue
+        if _n_elements(outputs[1]) > MOST_ELEMENTS:
+            continue
+        for key in (None, *batches[0]):
+            once, twice = (
+                _sums(where, partial(numbers, _right(output, batch[key] if key else None), batch))
+                for output, batch in zip(outputs, batches, strict=True)
+            )
+            for name in once.keys() & twice.keys():
+                if once[name] and abs(twice[name] - once[name]) < 1e-3 * abs(once[name]):
+                    raise ProgramError(
+                        f"{where}['{name}'] is {once[name]:.4g} for one sample and for the same "
+                        "sample twice: a mean, it seems; it must be the sum over the batch (.sum()"
+                        " in place of .mean()), which elastic divides by the global count"
+                    )
+
+
+def _sums(where: str, numbers: Callable[[], Any]) -> Sums:
+    """Raises ProgramError where they are none, and for names that do not exist."""
+    found = Sums()
+    try:
+        found.add(numbers(), where)
+    except (KeyError, NameError) as error:
+        raise ProgramError(f"{where} raised {told(error)}") from error
+    return found
+
+
+def _right(output: Any, places: Tensor | None) -> Any:
+    """A made-up output; scores of classes are highest at `places`, what the batch has for them:
+    counts of what is right are then not zero."""
+    found = made_up(output)
+    if places is None or not isinstance(found, Tensor) or not found.is_floating_point():
+        return found
+    fits = places.shape == found.shape[:-1] and not places.is_floating_point()
+    if not fits or not places.numel() or int(places.max()) >= found.shape[-1]:
+        return found
+    index = places.long().clamp(min=0).unsqueeze(-1)
+    return found.scatter(-1, index, float(found.max()) + 1.0)
 
 
 def is_own(error: Exception) -> bool:

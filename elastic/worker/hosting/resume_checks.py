@@ -188,20 +188,21 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
             )
 
 
-def check_loss(spec: JobSpec, program: Program, n_samples: int) -> None:
+def check_loss(job: Job, program: Program) -> None:
     """Raises SpecError where the loss is a mean, the first sample cannot be read or is no input, or
     the program raises over it: found here, before a worker starts."""
-    if spec.script or n_samples == N_POSITIONS:  # a script's own loss; a stream, which moves on
+    if job.script:  # whose own the loss is
         return
     from elastic.worker.equivalence.loss_is_sum import check_before_start
 
-    job = spec.job()
     try:
         dataset = dataset_of(program, job)
+        if len(dataset) == N_POSITIONS:  # a stream, which moves on
+            return
         _check_readable(job, dataset)
         check_before_start(program, job, dataset)
     except ProgramError as error:
-        raise SpecError(f"{spec.program}: {error}") from error
+        raise SpecError(f"{job.program}: {error}") from error
 
 
 def _check_readable(job: Job, dataset: Any) -> None:

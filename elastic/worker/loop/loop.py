@@ -30,7 +30,7 @@ from elastic.models.blocks import blocks_of
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.logged_numbers import LoggedNumbers
 from elastic.worker.loop.loop_model import LoopModel
-from elastic.worker.loop.loss_reduction import is_mean
+from elastic.worker.loop.loss_reduction import A_MEAN, is_mean
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number, join_default_stream
 from elastic.worker.program.calls import count_of, count_there
@@ -88,7 +88,9 @@ class loop:
     blocks:      module-name pattern of the repeated blocks, as in "layers.*"; default: the longest
                  list of equal modules.
     tp, tp_limit, count, validation, extra_state: as in `elastic.Program`; `evaluate`: (model,
-                 batch) -> summed loss of a batch of the validation set. Both or none of the two.
+                 batch) -> summed loss of a batch of the validation set, or a dict of sums with
+                 "loss" among them: each is told per token (or sample), "loss" as
+                 validation_loss. `validation` and `evaluate`: both or none.
     job:         every other keyword is a key of job.yaml, with the value that it has there (steps,
                  global_batch, seed, eval_every, pools ...): what the job says where neither its
                  job.yaml nor --set does.
@@ -368,11 +370,7 @@ class Run:
         """Looks once, at the first step whose batch can tell. Of a batch given in parts, each may
         be a sample with its mean."""
         if self._mean and self._n_backward == 1:
-            raise ProgramError(
-                "run.backward was given a mean over the batch; it must be the sum "
-                "(reduction='sum', or the mean times the samples or tokens it was taken of), which "
-                "elastic divides by the step's global count"
-            )
+            raise ProgramError(f"run.backward was given {A_MEAN}")
         self._looked = count > 1 and not self.model.broken
 
 

@@ -6,11 +6,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+A_MEAN = (
+    "a mean over the batch; it must be the sum (reduction='sum', or the mean times the samples or "
+    "tokens it was taken of), which elastic divides by the step's global count"
+)
 MEAN = 1  # torch's number of reduction="mean"
 # the scale stays
 SAME = ("ToCopy", "View", "Reshape", "UnsafeView", "Squeeze", "Unsqueeze", "Clone", "Alias", "Neg")
 MOST_NODES = 32
+SAME_VALUE = [  # the same, as operations
+    getattr(torch.ops.aten, name)
+    for name in ("_to_copy", "view", "squeeze", "unsqueeze", "clone", "alias", "detach", "neg")
+]
 
 
 def is_mean(loss: torch.Tensor, count: int) -> bool:
@@ -34,3 +43,35 @@ def _averages(node: Any, count: int, left: int) -> bool:
     if left and (kind in SAME and len(below) == 1 or kind in ("Add", "Sub") and below):
         return all(_averages(further, count, left - 1) for further in below)
     return False
+
+
+class Means(TorchDispatchMode):
+    """Notes what is averaged meanwhile, with or without gradients, and of which values at all."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._count, self._found = count, list[torch.Tensor]()
+
+    def __contains__(self, value: Any) -> bool:
+        return any(value is one for one in self._found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._averages(func, args, kwargs or {}):
+            self._found.append(out[0] if isinstance(out, tuple) else out)
+        return out
+
+    def _averages(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if self._count < 2:
+            return False
+        asked = func._schema.arguments
+        given = {one.name: kwargs.get(one.name, one.default_value) for one in asked}
+        given |= dict(zip(given, args, strict=False))
+        packet = func.overloadpacket
+        if packet is torch.ops.aten.mean or given.get("reduction") == MEAN:
+            return True
+        if packet is torch.ops.aten.div:
+            by = given["other"]
+            known = not isinstance(by, torch.Tensor) or not by.is_meta and by.numel() == 1
+            return known and float(by) == self._count
+        return packet in SAME_VALUE and bool(args) and args[0] in self

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from elastic.config.masking import masked_text
 from elastic.errors import ElasticError, ProgramError, SpecError
-from elastic.program import own_traceback, raised_at
 from elastic.types import Job
+from elastic.user_frames import log_text, raised_at
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.loop.loop_model import GenerationAborted
@@ -135,9 +136,11 @@ def capture(
             source.run()
         except Entered as entered:
             return entered.program
-        except Exception as error:  # a boundary: the user's script may raise anything
+        except Exception as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
             if trial.program is None or is_found(error):
-                raise _refused(source, error, entered=trial.program is not None) from error
+                told = _refused(source, error, entered=trial.program is not None)
+                # what ours say in one line is all
+                raise told from (None if isinstance(error, ElasticError) else error)
         except SystemExit as error:
             if trial.program is None:
                 raise _refused(source, error) from error
@@ -239,7 +242,7 @@ class Script:
             )
             return GenerationAborted(str(error))
         if not isinstance(error, ElasticError):  # what ours say in one line is all
-            traceback.print_exception(type(error), error, own_traceback(error))
+            print(masked_text(log_text(error)), end="", file=sys.stderr)
         return ProgramError(self.source.told(error))
 
     # -------------------------------------------------------------------------- the training thread

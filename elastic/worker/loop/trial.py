@@ -22,7 +22,9 @@ from elastic.data.collate import collate
 from elastic.errors import ProgramError
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import Run
-from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.loop.loss_reduction import A_MEAN, Means
+from elastic.worker.program.calls import count_of
+from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +93,37 @@ class TriedRun(Run):
         if self._batch is not None:
             raise Entered(self._whole)
         assert self._whole.dataset is not None
-        dataset = self._whole.dataset()
-        n = min(ROWS, len(dataset))
-        self._batch = collate([item_of(dataset, i, None) for i in range(n)])
+        self._evaluate()
+        self._batch = _first(self._whole.dataset())
         return self.program.given(self._batch)
+
+    def _evaluate(self) -> None:
+        """What the script gives for its validation set, on shapes. Raises ProgramError for a
+        mean."""
+        if self._whole.evaluation is None or self._whole.validation is None:
+            return
+        batch = _first(self._whole.validation())
+        without = {key: value.to("meta") for key, value in batch.items()}
+        means = Means(count_of(self._whole, batch))
+        self.model.eval()
+        try:
+            with means:
+                value, beside = evaluated(self._whole.evaluation(self.model, without))
+        except Exception as error:  # the user's own code
+            if is_found(error):
+                raise
+            return
+        finally:
+            self.model.train()
+        for name, one in {"": value, **beside}.items():
+            if one in means:
+                what = f"{EVALUATE}['{name}']" if name else EVALUATE
+                raise ProgramError(f"{what} is {A_MEAN}")
+
+
+def _first(dataset: Any) -> dict[str, torch.Tensor]:
+    """The first rows of a batch."""
+    return collate([item_of(dataset, i, None) for i in range(min(ROWS, len(dataset)))])
 
 
 class _NoWorker(Handoff):

@@ -28,6 +28,8 @@ REQUIRED = {
     # seconds that set-up holds the lock which abort needs; 30 minutes by default
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
 }
+# what torchrun gives to all that it starts: no wish of the user's, and overridden without a word
+OF_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 # The user's own value stays.
 DEFAULTS = {
     "OMP_NUM_THREADS": "1",
@@ -44,7 +46,7 @@ def settle(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]
     overridden = {
         name: environment[name]
         for name, value in REQUIRED.items()
-        if environment.get(name, value) != value
+        if environment.get(name, value) not in (value, OF_TORCHRUN.get(name))
     }
     for name, value in overridden.items():
         log.warning("%s=%s is not what recovery needs, and is overridden", name, value)

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update_default_pg, _world
 
-from elastic.program import INSTALLED, STDLIB
+from elastic.user_frames import INSTALLED, STDLIB
 from elastic.version import PACKAGE
 from elastic.worker.process_groups.control_tree import Pairs
 

@@ -21,18 +21,20 @@ from torch.utils.data import (
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
+from elastic.worker.process.readback import Number
 from elastic.worker.program.optimizers import Optimizer, by_name
 
 GROUPS = "param_groups"  # the name of the optimizers' settings among the extra state
 WHERE = "elastic.loop(optimizer=...)"
+EVALUATE = "elastic.loop(evaluate=...)"
 Own = Optimizer | dict[str, Optimizer]  # what a script gives: one, or several by name
 
 
 @dataclass(frozen=True)
 class LoopProgram(Program):
     """`settings`: keys of a job.yaml that the script gave itself. `evaluation`: (model, batch) ->
-    summed loss. `given`: turns a batch, which is a dict inside, into what the script's dataset
-    gives."""
+    summed loss, or a dict of sums with it. `given`: turns a batch, which is a dict inside, into
+    what the script's dataset gives."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Callable[[Any, Any], Any] | None = None
@@ -44,6 +46,27 @@ def no_loss(output: Any, batch: Any) -> Any:
     raise ProgramError(
         "a job whose script enters elastic.loop computes its loss in the script; Program.loss is "
         "not called"
+    )
+
+
+def evaluated(found: Any) -> tuple[Number, Mapping[str, Any]]:
+    """The summed loss that a script's `evaluate` has returned, and the sums beside it. Raises
+    ProgramError where it is neither."""
+    beside = {}
+    if isinstance(found, Mapping):
+        if "loss" not in found:
+            raise ProgramError(
+                f"{EVALUATE} returned a dict without 'loss': name the loss so, summed over the "
+                f"batch, beside {', '.join(map(repr, found)) or 'what else is summed'}"
+            )
+        beside = {key: value for key, value in found.items() if key != "loss"}
+        found = found["loss"]
+    if isinstance(found, torch.Tensor) and found.numel() == 1 or isinstance(found, int | float):
+        return found, beside
+    kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else None
+    raise ProgramError(
+        f"{EVALUATE} returned {kind or type(found).__name__}; it must return the loss summed over "
+        "the batch, or a dict of sums with 'loss' among them"
     )
 
 

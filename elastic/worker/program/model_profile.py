@@ -13,8 +13,9 @@ from torch import nn
 
 from elastic.errors import ElasticError, ProgramError, alike
 from elastic.models.experts import COUNTS, expert_modules
-from elastic.program import Program, pattern_regex, raised_at
+from elastic.program import Program, pattern_regex
 from elastic.types import ModelProfile, TensorSpec
+from elastic.user_frames import raised_at
 from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
 from elastic.worker.program.norms.batch_norms import StepNorm, chosen, training_norms

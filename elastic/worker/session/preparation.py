@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elastic.config.fingerprint import fingerprint
+from elastic.data.batches import item_of
 from elastic.data.loader_processes import readers_of
 from elastic.data.open_datasets import dataset_of, validation_of
 from elastic.data.progress import heard_by
@@ -133,7 +134,7 @@ class Preparation:
         rehearse(place)
         place.program = keyed(place)
         if self.me.local_rank == 0:
-            place.sample = sample_profile(place.program, self.job, place.dataset[0])
+            place.sample = sample_profile(place.program, self.job, item_of(place.dataset, 0, None))
         if checks is not None:
             self._admission = checks.end()
         gc.collect()

@@ -17,7 +17,12 @@ from elastic.program import Program
 from elastic.types import Plan, Rehearsal, agree
 from elastic.types.grid import stage_blocks, stages_at
 from elastic.worker.equivalence.draw_trial import try_draws
-from elastic.worker.equivalence.loss_is_sum import check_on_shapes, first_sample, refuse_a_mean
+from elastic.worker.equivalence.loss_is_sum import (
+    check_beside,
+    check_on_shapes,
+    first_sample,
+    refuse_a_mean,
+)
 from elastic.worker.parallel.context_parallel import (
     check_calls,
     check_loss,
@@ -51,6 +56,14 @@ def rehearse(place: Workplace) -> None:
         return
     cp = largest_cp(place.job)
     check_possible(place.program, cp)
+    if place.program.log is not None or place.program.metrics is not None:
+        check_beside(
+            place.program,
+            build_meta(place.program),
+            place.job,
+            train=lambda: place.dataset,
+            validation=lambda: place.validation,
+        )
     if place.profile.n_params > WHOLE_MOST_PARAMETERS or place.program.weights is not None:
         _rehearse_on_meta(place)
         if cp > 1:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import sys
-import traceback
 from collections.abc import Iterator
 
 import torch
@@ -28,8 +27,8 @@ from elastic.errors import (
     StateLost,
     StorageFailed,
 )
-from elastic.program import own_traceback, raised_at
 from elastic.types import FailureKind
+from elastic.user_frames import log_text, raised_at
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.session.layout_probe import LayoutDiffers
 from elastic.worker.step.faulty_rank import Tripped
@@ -107,13 +106,12 @@ def kind_of(error: BaseException) -> FailureKind:
 
 
 def print_error(error: BaseException) -> None:
-    """The traceback of an error of the program, to standard error, without secrets. What ours say
-    in one line is all."""
+    """The traceback of an error of the program, to standard error, without secrets: the user's
+    frames, and the whole of it for the log alone. What ours say in one line is all."""
     if kind_of(error) == "program" and (
         not isinstance(error, ElasticError) or error.__cause__ is not None
     ):
-        text = "".join(traceback.format_exception(type(error), error, own_traceback(error)))
-        print(masked_text(text), end="", file=sys.stderr)
+        print(masked_text(log_text(error)), end="", file=sys.stderr)
 
 
 def text_of(error: BaseException) -> str:

@@ -40,7 +40,7 @@ from elastic.worker.program.calls import (
     loss_of,
     rows_in,
 )
-from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
 from elastic.worker.program.norms.step_norms import StepNorms
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import BatchShares
@@ -318,12 +318,10 @@ class ForwardBackward:
         evaluation = self.program.evaluation  # type: ignore[attr-defined]
         kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
         # on every rank: its collectives need all of them
-        value = evaluation(self.state.model, kept)
+        value, beside = evaluated(evaluation(self.state.model, kept))
         if valid == 0:
             return 0.0, 0
-        own = (
-            value.detach()
-            if isinstance(value, torch.Tensor) and value.numel() == 1
-            else float(value)
-        )
+        if self.metrics is not None:
+            self.metrics.add(beside, EVALUATE, self.speaks)
+        own = value.detach() if isinstance(value, torch.Tensor) else value
         return own, count_there(self.program, kept)

@@ -69,6 +69,20 @@ def test_a_folder_without_a_program(tmp_path: Path) -> None:
         of_job(str(tmp_path))
 
 
+def test_what_a_run_would_refuse_is_refused_in_its_words(tmp_path: Path) -> None:
+    wrong = (PROGRAMS / "tiny.py").read_text() + (
+        "\nfrom dataclasses import replace\n"
+        "program = replace(program, model=lambda: torch.nn.Sequential(Llama(CONFIG), "
+        "torch.nn.Linear(65, 2)), tp={}, init=None)\n"
+    )
+    folder = job(tmp_path, "tiny.py", "steps: 3\nglobal_batch: 6\n")
+    (folder / "program.py").write_text(wrong)
+    with pytest.raises(SpecError) as found:
+        of_job(str(folder))
+    assert str(found.value).startswith(f"{folder / 'program.py'}: RuntimeError: mat1 and mat2")
+    assert str(found.value).endswith("over the first sample: input [1, 16], target [1, 16]")
+
+
 def test_samples_of_unequal_length_count_as_the_first(tmp_path: Path) -> None:
     found = of_job(
         str(job(tmp_path, "tiny_unequal.py", "steps: 10\nglobal_batch: 8\nmicrobatch_tokens: 64\n"))

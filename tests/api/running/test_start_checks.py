@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 from support.api.tiny_job import MODEL, START
 from support.places import PROGRAMS
+from torch.utils.data import IterableDataset
 
 from elastic.api.running import start_checks
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import drill_entry
-from elastic.data.streams import N_POSITIONS
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line, read
 from elastic.program import load_program
@@ -189,17 +190,55 @@ class Unread:
         return {"input": (Path("/nowhere") / str(index)).read_bytes()}
 
 
+class Moves(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("it was read")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"metrics": lambda out, batch: {"right": (out.argmax(-1) == batch["target"]).float().mean()}},
+         r"Program.metrics\['right'\] is 1 for one sample and for the same sample twice: a mean"),
+        ({"log": lambda out, batch: {"top": out.max()}}, r"Program.log\['top'\] is [0-9.]+ for one"),
+        ({"metrics": lambda out, batch: {"x": batch["lables"].sum()}},
+         r"Program.metrics raised KeyError: 'lables' \(test_start_checks.py:\d+\)"),
+        ({"metrics": lambda out, batch: out.sum()}, "Program.metrics returned Tensor; it must return"),
+    ],
+)  # fmt: skip
+def test_numbers_beside_the_loss_are_sums_too(given: dict[str, Any], says: str) -> None:
+    tiny = load_program(PROGRAMS / "tiny.py")
+    job = Job(global_batch=4, program="p.py")
+    with pytest.raises(SpecError, match=f"p.py: {says}"):
+        resume_checks.check_loss(job, replace(tiny, **given))
+
+
+def test_numbers_beside_the_loss_that_are_sums_are_taken() -> None:
+    tiny = load_program(PROGRAMS / "tiny.py")
+    sums = {
+        "metrics": lambda out, batch: {"right": (out.argmax(-1) == batch["target"]).sum().item()},
+        "log": lambda out, batch: {"none": 0.0, "all": out.abs().sum()},
+    }
+    resume_checks.check_loss(Job(global_batch=4, program="p.py"), replace(tiny, **sums))
+
+
 def test_a_loss_that_is_a_mean_is_wrong_input_before_anything_starts() -> None:
     tiny = load_program(PROGRAMS / "tiny.py")
-    spec: Any = SimpleNamespace(script="", program="p.py", job=lambda: Job(global_batch=4))
-    resume_checks.check_loss(spec, tiny, 100)
+    job = Job(global_batch=4, program="p.py")
+    resume_checks.check_loss(job, tiny)
     mean = replace(tiny, loss=lambda output, batch: output.float().mean())
     with pytest.raises(SpecError, match=r"p.py: Program.loss returned .* a mean, it seems"):
-        resume_checks.check_loss(spec, mean, 100)
-    resume_checks.check_loss(spec, mean, N_POSITIONS)  # a stream is not touched
+        resume_checks.check_loss(job, mean)
+    resume_checks.check_loss(job, replace(mean, dataset=Moves))  # a stream is not touched
     unread = replace(tiny, dataset=Unread)
     with pytest.raises(SpecError, match=r"sample 0 cannot be read: FileNotFound.*_checks.py:\d+"):
-        resume_checks.check_loss(spec, unread, 100)
+        resume_checks.check_loss(job, unread)
 
 
 @pytest.mark.parametrize(("n_samples", "said"), [(5, 1), (12, 0), (0, 0)])

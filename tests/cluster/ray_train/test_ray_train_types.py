@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import pickle
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ def test_what_is_mapped() -> None:
     assert not asked.show
 
 
+@pytest.mark.parametrize("n", [3, -1, 0])
+def test_failures_that_may_be_many_are_taken_and_said_to_be_what_they_are_here(n: int) -> None:
+    notes = wanted(None, Run(failure_config=Failure(max_failures=n))).notes
+    assert [note.partition(": a node")[0] for note in notes] == (
+        [f"FailureConfig(max_failures={n})"] if n else []
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -120,10 +129,6 @@ class Hears(train.UserCallback):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            {"failure_config": Failure(max_failures=3)},
-            r"FailureConfig\(max_failures=3\): losses are not counted",
-        ),
         (
             {"failure_config": Failure(max_preemption_failures=2)},
             r"FailureConfig\(max_preemption_failures=2\)",
@@ -214,6 +219,36 @@ def test_two_ways_at_once_and_what_is_no_program(tiny: Program, tmp_path: Path) 
         elastic.ElasticTrainer(tiny, train_loop_config={})
     with pytest.raises(SpecError, match="no such folder"):
         elastic.ElasticTrainer(tmp_path / "no")
+
+
+@pytest.fixture
+def in_a_loop(tmp_path: Path) -> Any:
+    file = tmp_path / "train.py"
+    file.write_text("def train(config):\n    import elastic\n    elastic.loop(**config)\n")
+    return runpy.run_path(str(file))["train"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"torch_config": None}, r"torch_config=...\): processes meet by gloo, on GPUs by NCCL"),
+        ({"dataset_config": 1}, "each worker reads its share of each step"),
+        ({"validation_config": 1}, r"give elastic.loop\(validation=, evaluate=\)"),
+        ({"metadata": {}}, r"is elastic.loop\(extra_state=...\)"),
+        ({"datasets": {"train": 1}}, r"datasets=...\): give elastic.loop\(dataset=...\)"),
+        ({"resume_from_checkpoint": 1}, r"load it into the model before elastic.loop\(model="),
+    ],
+)
+def test_what_else_a_torch_trainer_takes_is_one_line(
+    in_a_loop: Any, given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SpecError, match=says) as raised:
+        elastic.ElasticTrainer(train_loop_per_worker=in_a_loop, train_loop_config={}, **given)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_train_function_by_the_name_that_a_torch_trainer_has_for_it(in_a_loop: Any) -> None:
+    assert elastic.ElasticTrainer(train_loop_per_worker=in_a_loop).program is in_a_loop
 
 
 def test_a_trainer_at_the_top_level_of_the_programs_file_is_found(tmp_path: Path) -> None:

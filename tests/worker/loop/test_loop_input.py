@@ -22,6 +22,7 @@ from elastic.config.job import job_of, load_job
 from elastic.errors import ElasticError, InfeasiblePlan, ProgramError, SpecError
 from elastic.planner.layout_choice import plan_layout
 from elastic.program import load_program
+from elastic.text import LOG_MARK
 from elastic.types import Box, Job, Node
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.hosting.resume_checks import check_layouts
@@ -31,6 +32,7 @@ from elastic.worker.loop.loss_reduction import is_mean
 from elastic.worker.loop.script_host import capture
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.program.extra_state import decode
+from elastic.worker.program.loop_program import evaluated
 from elastic.worker.program.model_profile import build_meta, trace
 
 HEAD = """
@@ -68,6 +70,41 @@ def refused(folder: Path, text: str) -> str:
 def test_a_good_script_runs(tmp_path: Path) -> None:
     losses = train_script_alone(script(tmp_path, GOOD), [], 0, 3)
     assert len(losses) == 3 and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("out.square().mean()", "elastic.loop(evaluate=...) is a mean over the batch; it must be"),
+        (
+            "{'loss': out.sum(), 'near': (out < 1).float().mean()}",
+            "elastic.loop(evaluate=...)['near'] is a mean over the batch",
+        ),
+        ("nn.functional.mse_loss(out, batch)", "elastic.loop(evaluate=...) is a mean"),
+        ("{'count': len(batch)}", "elastic.loop(evaluate=...) returned a dict without 'loss'"),
+        ("out", "elastic.loop(evaluate=...) returned a tensor of shape [2, 4]; it must return"),
+        ("missing", "NameError: name 'missing' is not defined"),
+        ("out.square().sum()", ""),
+        ("{'loss': out.sum(), 'near': (out < 1).sum()}", ""),
+        ("out.sum().item()", ""),  # has no value on shapes: not judged
+    ],
+)
+@pytest.mark.parametrize("graph", ["", "    @torch.no_grad()\n"])
+def test_what_a_loop_gives_for_its_validation_set(
+    tmp_path: Path, graph: str, returned: str, said: str
+) -> None:
+    own = f"{graph}def evaluate(model, batch):\n    out = model(batch)\n    return {returned}\n"
+    text = HEAD + own.lstrip(" ") + GOOD.removeprefix(HEAD)
+    text = text.replace("steps=3", "steps=3, validation=data, evaluate=evaluate")
+    if said:
+        assert said in refused(tmp_path, text)
+    else:
+        assert capture(script(tmp_path, text), [], 0).evaluation is not None
+
+
+def test_a_dict_of_sums_is_a_loss_and_what_is_told_beside_it() -> None:
+    assert evaluated({"loss": 2.0, "right": 3}) == (2.0, {"right": 3})
+    assert evaluated(torch.tensor(2.0)) == (2.0, {})
 
 
 def test_a_script_that_never_comes_to_its_loop(tmp_path: Path) -> None:
@@ -275,10 +312,11 @@ def test_the_traceback_of_the_scripts_own_error_is_printed(
     with pytest.raises(ProgramError, match="line 9: KeyError: 'mine'"):
         train_script_alone(script(tmp_path, body("raise KeyError('mine')")), [], 0, 3)
     printed = capsys.readouterr().err.splitlines()
-    assert printed[0] == "Traceback (most recent call last):" and printed[-1] == "KeyError: 'mine'"
-    assert f'File "{tmp_path}/train.py", line 9, in <module>' in printed[1], (
-        "from the script's own first frame on"
-    )
+    told = [line for line in printed if not line.startswith(LOG_MARK)]
+    assert told[0] == "Traceback (most recent call last):" and told[-1] == "KeyError: 'mine'"
+    assert f'File "{tmp_path}/train.py", line 9, in <module>' in told[1], "its own frames alone"
+    assert not any("/elastic/" in line for line in told)
+    assert any("script_host.py" in line for line in printed), "the whole one stays in the log"
 
 
 def test_what_comes_after_the_loop_runs_and_does_not_fail_the_run(

@@ -19,6 +19,9 @@ def test_what_recovery_needs_is_overridden_and_a_users_choice_stays() -> None:
     assert settle(environment) == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
     assert environment == ENVIRONMENT | {"OMP_NUM_THREADS": "8", "PATH": "/bin"}
     assert settle(environment) == {}
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    assert settle(environment) == {}, "torchrun's own, of which the user knows nothing"
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
 def test_it_can_be_applied_before_torch_is_imported() -> None:

@@ -32,6 +32,13 @@ class PictureBlock(nn.Module):
         return x + change
 
 
+class Patches(nn.Conv2d):
+    """What makes a row of patches of a picture stands in here, before the first block."""
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return super().forward(pictures).flatten(2).transpose(1, 2)
+
+
 class Classes(nn.Linear):
     """The mean over patches stands in here, behind the last block."""
 
@@ -42,13 +49,13 @@ class Classes(nn.Linear):
 class PictureModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, HIDDEN, PATCH, stride=PATCH)
+        self.patches = Patches(3, HIDDEN, PATCH, stride=PATCH)
         self.layers = nn.ModuleList(PictureBlock() for _ in range(4))
         self.classes = Classes(HIDDEN, CLASSES)
 
     def forward(self, pictures: Tensor) -> Tensor:
         """[batch, 3, side, side] -> [batch, classes]."""
-        x: Tensor = self.patches(pictures).flatten(2).transpose(1, 2)
+        x: Tensor = self.patches(pictures)
         for layer in self.layers:
             x = layer(x)
         scores: Tensor = self.classes(x)

@@ -1,0 +1,100 @@
+"""An error as its user sees it: the frames of the user's own files, and the line of the error."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from elastic.text import LOG_MARK
+from elastic.version import PACKAGE
+
+OURS = f"{PACKAGE}{os.sep}"
+STDLIB, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
+LIBRARIES = ("<", OURS, STDLIB, INSTALLED)
+# of what is installed, a model may be the user's, torch is not
+MACHINERY = ("<", f"{OURS}worker{os.sep}", f"{INSTALLED}torch{os.sep}")
+
+
+def raised_at(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line of the user's own files; where none is on the way, of a library's that
+    runs models, and else of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for others in (LIBRARIES, MACHINERY):
+        if own := [frame for frame in frames if not frame.filename.startswith(others)]:
+            return own[-1]
+    return frames[-1] if frames else None
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without what is not the user's; the whole one where none of it is."""
+    told = traceback.TracebackException.from_exception(error)
+    if not _cut(told):
+        return _whole(error)
+    left = [told]
+    while left:
+        one = left.pop()
+        for further in (one.__cause__, one.__context__):
+            if further is not None:
+                if not _cut(further):
+                    further.stack = None  # type: ignore[assignment]  # its line alone is shown
+                left.append(further)
+    return "".join(told.format())
+
+
+def log_text(error: BaseException) -> str:
+    """For the log of a process: what its user is told, and the whole traceback behind it, which
+    stays in the log."""
+    told, whole = user_traceback(error), _whole(error)
+    if told == whole:
+        return told
+    return told + "".join(f"{LOG_MARK}{line}\n" for line in whole.splitlines())
+
+
+def _whole(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _cut(told: traceback.TracebackException) -> bool:
+    """Leaves the user's frames. False: there are none, and nothing was changed."""
+    own = [frame for frame in told.stack if not frame.filename.startswith(LIBRARIES)]
+    if own:
+        told.stack = traceback.StackSummary.from_list(own)
+    return bool(own)
+
+
+# --------------------------------------------------------------------- in the user's own process
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+_told: set[type[BaseException]] = set()
+
+
+@contextmanager
+def plainly(*kinds: type[BaseException]) -> Iterator[None]:
+    """Around what users call: where nobody catches an error of these kinds that this package has
+    raised, the process ends with the user's frames. A hook that is neither Python's nor Ray's
+    stays."""
+    try:
+        yield
+    except kinds:
+        _told.update(kinds)
+        hook = sys.excepthook
+        if hook is sys.__excepthook__ or str(hook.__module__).startswith("ray."):
+            sys.excepthook = _uncaught(hook)
+        raise
+
+
+def _uncaught(before: Hook) -> Hook:
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        frames = traceback.extract_tb(trace)
+        if issubclass(kind, tuple(_told)) and frames and frames[-1].filename.startswith(OURS):
+            print(user_traceback(error), end="", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    return told
