@@ -77,22 +77,30 @@ class Experts(nn.Module):
         """[tokens, hidden], [tokens, k], [tokens, k] -> [tokens, hidden]."""
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
-        ends = torch.bincount(chosen, minlength=self.n_experts).cumsum(0).int()
+        ends = tokens_each(chosen, self.n_experts).cumsum(0).int()
         rows = hidden[order // index.shape[-1]]
         gate, up = products(rows, self.w1, ends), products(rows, self.w3, ends)
         found = products(F.silu(gate) * up, self.w2, ends)
         return combined(found, order, weights).to(hidden.dtype)
 
 
+def tokens_each(chosen: Tensor, n: int) -> Tensor:
+    """int64 [n]: how often each expert is chosen. torch.bincount does not run on the meta
+    device."""
+    return chosen.new_zeros(n).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
 def products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """[rows, k] x [n, k, m] -> [rows, m]: the rows up to ends[i] with the i-th matrix. Grouped
     where torch has that (numbers of at most 32 bits, in rows of a multiple of 16 bytes)."""
+    if rows.is_meta:  # where torch knows of these in bfloat16 only
+        if any(size % 8 for size in weights.shape[1:]):
+            return rows @ weights[0]
+        return F.grouped_mm(rows.bfloat16(), weights.bfloat16(), offs=ends).to(rows.dtype)
     whole = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
     old = rows.is_cuda and torch.cuda.get_device_capability(rows.device) < (8, 0)
     if whole and not old and rows.element_size() <= 4:
         return F.grouped_mm(rows, weights, offs=ends)
-    if rows.is_meta:
-        return rows @ weights[0]
     parts = rows.tensor_split(ends[:-1].tolist())
     return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
 
@@ -199,7 +207,7 @@ class TokenCounts:
     def _count(self, at: int, module: nn.Module, given: tuple[Tensor, ...]) -> None:
         if self._on:
             n = len(self.mixtures[at].expert_bias)
-            found = torch.bincount(given[1].flatten(), minlength=n)
+            found = tokens_each(given[1].flatten(), n)
             self._sums[at] = self._sums[at] + found if at in self._sums else found
 
     def begin(self, loss_scale: float) -> None:
@@ -274,7 +282,7 @@ class TokenExchange:
     def _each(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """What its expert makes of each row; rows are in the order of their experts."""
         n_ranks = self.group.size()
-        sent = torch.bincount(chosen, minlength=self.n)
+        sent = tokens_each(chosen, self.n)
         came = sent.clone()  # in a rehearsal nothing comes: as many as were sent, then
         dist.all_to_all_single(came, sent, group=self.group)
         sends, comes = torch.stack((sent, came)).view(2, n_ranks, -1).sum(-1).tolist()

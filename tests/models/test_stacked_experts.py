@@ -97,3 +97,11 @@ def test_the_bias_of_what_is_chosen_too_often_falls() -> None:
     assert int(found.sum()) == 14
     mixture.rebalance(torch.tensor([9, 1, 3, 3]))
     assert mixture.expert_bias.tolist() == [-0.25, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("ffn", [4, 8])
+def test_a_mixture_runs_without_values(ffn: int) -> None:
+    """As the planner and the checks before the start run it."""
+    with torch.device("meta"):
+        mixture = MixtureOfExperts(8, ffn, 6, top_k=2, balance=0.1, bias_rate=0.1)
+        assert mixture(torch.ones(2, 3, 8)).shape == (2, 3, 8)

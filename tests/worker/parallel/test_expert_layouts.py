@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support.places import PROGRAMS
 from support.worker.chain import check as check_chain
 from support.worker.chain import job_of, pass_through
 from support.worker.layout_case import Case, check, follow, run
@@ -95,3 +98,38 @@ def test_mixtures_of_transformers(pool: Pool, tmp_path: Path, name: str) -> None
     pytest.importorskip("transformers", reason="it is in the extra 'test'")
     layouts = [Layout(dp_shard=2, ep=2), Layout(pp=2, dp_shard=2, ep=2), Layout(dp_shard=4, ep=4)]
     follow(pool, tmp_path, name, layouts)
+
+
+LOOKS_AT_OTHERS = """
+import sys
+sys.path.insert(0, {programs!r})
+import tiny_experts
+from elastic.models.experts import Experts
+
+def forward(self, hidden, index, weights):
+    return own(self, hidden, index, weights) * (1.0 + hidden.mean())
+
+own, Experts.forward = Experts.forward, forward
+program = tiny_experts.program
+"""
+
+
+@pytest.mark.whole
+def test_experts_that_look_at_other_tokens_are_not_shared_out(tmp_path: Path) -> None:
+    """Found by the values of a small copy before the start, in a process of its own."""
+    (tmp_path / "program.py").write_text(LOOKS_AT_OTHERS.format(programs=str(PROGRAMS)))
+    asked = (
+        "import sys; from elastic.types import Job; "
+        "from elastic.worker.equivalence.layout_check import CheckRequest, check; "
+        "found = check(CheckRequest(Job(program=sys.argv[1], global_batch=12), axes=('ep',))); "
+        "print(sorted(found.equal or ()), found.structure.no_ep)"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", asked, str(program)],
+            capture_output=True, text=True, timeout=300, check=True,
+        ).stdout
+        for program in (PROGRAMS / "tiny_experts.py", tmp_path / "program.py")
+    ]  # fmt: skip
+    assert said[0].split() == ["['ep']"]
+    assert said[1].startswith("[] dp_shard=2,ep=2: it computes other gradients")
