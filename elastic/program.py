@@ -37,11 +37,14 @@ class Weights:
     name:  name of a parameter in the program -> name in the files.
     fresh: (name, shape) -> values of a parameter that is not in the files, on the CPU; without it
            all must be there.
+    rest:  in its place, () -> values by name of all parameters that are not in the files, made at
+           once under the job's seed.
     """
 
     path: str | Path
     name: Callable[[str], str] = same_name
     fresh: Callable[[str, tuple[int, ...]], Any] | None = None
+    rest: Callable[[], Mapping[str, Any]] | None = None
 
 
 def missing_loss(output: Any, batch: Any) -> Any:
@@ -132,6 +135,8 @@ class Program:
                 default: they are taken from a whole model that is built for them.
     files:      () -> file name -> bytes: what an export puts beside the weights (config.json, a
                 tokenizer).
+    exports:    name of the module whose weights an export writes, under its own names; '' = the
+                whole model (`elastic.models.distillation` sets it).
     adapter:    set by `elastic.models.lora.lora`.
     before_cut: with cp > 1, (batch of whole sequences) -> what is cut and given to the model,
                 `keywords` and `loss`: a dict of tensors. For what a part alone does not tell: the
@@ -175,6 +180,7 @@ class Program:
     weights: Weights | None = None
     buffers: Callable[[Any], bool] | None = None
     files: Callable[[], Mapping[str, bytes]] | None = None
+    exports: str = ""
     adapter: Adapter | None = None
     before_cut: Callable[[Any], Mapping[str, Any]] | None = None
     batch_dependent: bool = False

@@ -217,7 +217,7 @@ def _alike(found: Candidate) -> HeteroAssignment:
     unit = m * max(1, work.model.together)
     samples = hetero_shares.shares(step.global_batch // unit, speeds, unit)
     loads, ends = _loads(found) if layout.pp > 1 else ((), 0.0)
-    layers = hetero_shares.stage_layers(work.model.n_blocks, layout.n_stages, loads, ends)
+    layers = hetero_shares.stage_layers(work.model.n_blocks, layout.n_stages, loads, ends=ends)
     return HeteroAssignment(ranks, samples, layers, found.cost)
 
 

@@ -28,8 +28,8 @@ class Attention(nn.Module):
 
     def __init__(self, width, of, causal):
         super().__init__()
-        self.q, self.k, self.v = nn.Linear(width, width), nn.Linear(of, width), nn.Linear(of, width)
-        self.out = nn.Linear(width, width)
+        self.q, self.k = nn.Linear(width, width), nn.Linear(of, width, bias=False)
+        self.v, self.out = nn.Linear(of, width), nn.Linear(width, width)
         self.head, self.causal = width // HEADS, causal
 
     def forward(self, x, to):

@@ -186,7 +186,7 @@ def owners_s(site: Site, work: ModelCost, layout: Layout) -> float:
 
 
 def slowest_stage(
-    n_blocks: int, layout: Layout, ends: float, loads: tuple[float, ...] = ()
+    n_blocks: int, layout: Layout, ends: float, *, loads: tuple[float, ...] = ()
 ) -> float:
     """Blocks of the slowest rank of a pipeline, the head counted as `ends` blocks, where the last
     rank has fewer blocks for it; they are dealt out whole, or in parts of a rank's v stages.
@@ -317,7 +317,7 @@ def step_cost(
     mean = blocks * one + ends / layout.pp
     slowest = mean
     if layout.pp > 1:
-        slowest = one * slowest_stage(work.n_blocks, layout, ends / one, passes.loads(work))
+        slowest = one * slowest_stage(work.n_blocks, layout, ends / one, loads=passes.loads(work))
     pp = pp_s(site, sample, layout, step=step) + (
         site.kernels.microbatch_s if layout.pp > 1 else 0.0
     )

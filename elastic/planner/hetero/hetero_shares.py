@@ -56,7 +56,7 @@ def shares(
 
 
 def stage_layers(
-    n_blocks: int, n_stages: int, loads: tuple[float, ...] = (), ends: float = 0.0
+    n_blocks: int, n_stages: int, loads: tuple[float, ...] = (), *, ends: float = 0.0
 ) -> tuple[int, ...]:
     """Blocks per stage, as equal as possible; the earlier stages take one more (the last one also
     has the head). `loads`: what each block takes, where they are not alike, and `ends` what the

@@ -91,7 +91,9 @@ class SplitTask:
 def split(task: SplitTask, speeds: Speeds) -> Split:
     """The best that is found; even stages where other ones gain less than WORTH. Raises
     InfeasiblePlan."""
-    even = hetero_shares.stage_layers(task.n_blocks, task.layout.n_stages, task.loads, task.ends)
+    even = hetero_shares.stage_layers(
+        task.n_blocks, task.layout.n_stages, task.loads, ends=task.ends
+    )
     pp = task.layout.pp
     blocks = tuple(sum(even[p::pp]) for p in range(pp))
     plain: Split | None = None

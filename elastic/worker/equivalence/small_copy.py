@@ -157,10 +157,10 @@ def shorten(model: nn.Module, blocks: list[str], n: int) -> int:
     groups: dict[str, list[str]] = {}
     for name in blocks:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
-    return sum(_shortened(model, parent, len(names), n) for parent, names in groups.items())
+    return sum(_shortened(model, parent, len(names), n=n) for parent, names in groups.items())
 
 
-def _shortened(model: nn.Module, parent: str, n_blocks: int, n: int) -> int:
+def _shortened(model: nn.Module, parent: str, n_blocks: int, *, n: int) -> int:
     """The same of the blocks in one list."""
     held = model.get_submodule(parent)
     if n_blocks <= n or not isinstance(held, nn.ModuleList | nn.Sequential):

@@ -93,7 +93,7 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
     if not no_pp and profile.n_blocks > 1:
         here = {key: x.to(device) for key, x in batch.items()}
         no_pp = (
-            groups_in_stages(program, profile, batch, here)
+            groups_in_stages(program, profile, batch, here=here)
             if carries(program)
             else BlocksInStages(program, profile, here, whole=one).problem()
         )

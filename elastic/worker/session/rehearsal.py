@@ -207,7 +207,7 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
         for stage, model in zip(
             stages_at(plan.layout, stepper.at.pp), stepper.state.models, strict=True
         ):
-            given = (inputs,) if stage == 0 else _stage_input(place, stepper, stage, n_rows)
+            given = (inputs,) if stage == 0 else _stage_input(place, stepper, stage, n_rows=n_rows)
             if given is None:
                 return False
             output = model(*given, **keywords)
@@ -219,7 +219,7 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
 
 
 def _stage_input(
-    place: Workplace, stepper: Stepper, stage: int, n_rows: int
+    place: Workplace, stepper: Stepper, stage: int, *, n_rows: int
 ) -> tuple[torch.Tensor, ...] | None:
     """What a later stage is called with, of made-up values; None = that is not known."""
     first_block = stage_blocks(stepper.plan.layers, stage).start

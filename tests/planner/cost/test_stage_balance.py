@@ -46,7 +46,7 @@ def test_two_towers_are_cut_by_what_their_blocks_take_and_not_by_their_number() 
     assert stage_layers(24, 4, towers, ends=4.0)[-1] == 2
     times = loads_at(Layout(pp=4), found, towers)
     assert max(times) < 1.34 * min(times)
-    assert step_cost.slowest_stage(24, Layout(pp=4), 0.0, towers) == pytest.approx(max(times))
+    assert step_cost.slowest_stage(24, Layout(pp=4), 0.0, loads=towers) == pytest.approx(max(times))
 
 
 def test_on_gpus_of_two_kinds_stages_follow_both_the_blocks_and_the_speeds() -> None:

@@ -21,7 +21,7 @@ from elastic.worker.program.calls import inputs_of, keywords_of
 STAGES = 4  # tried, so that a group is cut too and not only parted from the next
 
 
-def groups_in_stages(program: Program, profile: ModelProfile, batch: Batch, here: Batch) -> str:
+def groups_in_stages(program: Program, profile: ModelProfile, batch: Batch, *, here: Batch) -> str:
     """'' = they may. `batch`: of one sample, on the CPU; `here`: where the model is followed."""
     if names := one_weight(profile):
         return (

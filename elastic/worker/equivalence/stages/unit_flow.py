@@ -61,14 +61,16 @@ def flow_of(program: Program, profile: ModelProfile, batch: Batch) -> tuple[Unit
         if device == "cpu" and (profile.n_params > 1 << 26 or program.weights is not None):
             break
         try:
-            return _Flow(program, profile, batch, device).found()
+            return _Flow(program, profile, batch, device=device).found()
         except Exception as error:  # noqa: BLE001 - the user's model
             problem = problem or told(error)
     return f"its forward pass cannot be followed without values: {problem}"
 
 
 class _Flow:
-    def __init__(self, program: Program, profile: ModelProfile, batch: Batch, device: str) -> None:
+    def __init__(
+        self, program: Program, profile: ModelProfile, batch: Batch, *, device: str
+    ) -> None:
         self.program, self.n_blocks = program, profile.n_blocks
         meta = build_meta(program)
         self.place_of = BlockGroups(meta, program.blocks)

@@ -60,6 +60,7 @@ class CarriedValues:
         self,
         model: nn.Module,
         own: list[str],
+        *,
         takes: tuple[str, ...],
         gives: tuple[str, ...] | None,
     ) -> None:
