@@ -10,7 +10,7 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -37,11 +37,14 @@ class Weights:
     name:  name of a parameter in the program -> name in the files.
     fresh: (name, shape) -> values of a parameter that is not in the files, on the CPU; without it
            all must be there.
+    rest:  in its place, () -> values by name of all parameters that are not in the files, made at
+           once under the job's seed.
     """
 
     path: str | Path
     name: Callable[[str], str] = same_name
     fresh: Callable[[str, tuple[int, ...]], Any] | None = None
+    rest: Callable[[], Mapping[str, Any]] | None = None
 
 
 def missing_loss(output: Any, batch: Any) -> Any:
@@ -97,7 +100,9 @@ class Program:
                 the whole model: no pp.
     validation: like dataset; its loss is reported every `eval_every` steps and at the end.
     blocks:     module-name pattern of the repeated blocks: FSDP units and pipeline cut points, as
-                in "layers.*".
+                in "layers.*". A list of patterns, in the order in which the model runs them, where
+                there are several groups (["vision.layers.*", "text.layers.*"]); pipeline stages
+                then hand on all that a later one needs, whatever stands between the blocks.
     tp:         module-name pattern -> "colwise", "rowwise", "colwise_gather" (output gathered),
                 "vocab" (embedding rows), "summed" (whole on each rank and used for its part of the
                 heads: gradients are added up). Sequence parallelism (dim 1 is the sequence, a part
@@ -130,6 +135,8 @@ class Program:
                 default: they are taken from a whole model that is built for them.
     files:      () -> file name -> bytes: what an export puts beside the weights (config.json, a
                 tokenizer).
+    exports:    name of the module whose weights an export writes, under its own names; '' = the
+                whole model (`elastic.models.distillation` sets it).
     adapter:    set by `elastic.models.lora.lora`.
     before_cut: with cp > 1, (batch of whole sequences) -> what is cut and given to the model,
                 `keywords` and `loss`: a dict of tensors. For what a part alone does not tell: the
@@ -161,7 +168,7 @@ class Program:
     metrics: Callable[[Any, Any], Mapping[str, Any]] | None = None
     log: Callable[[Any, Any], Mapping[str, Any]] | None = None
     evaluate: Callable[[Any, Any], Mapping[str, Any]] | None = None
-    blocks: str = "layers.*"
+    blocks: str | Sequence[str] = "layers.*"
     tp: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
     tp_limit: int = 0
@@ -173,6 +180,7 @@ class Program:
     weights: Weights | None = None
     buffers: Callable[[Any], bool] | None = None
     files: Callable[[], Mapping[str, bytes]] | None = None
+    exports: str = ""
     adapter: Adapter | None = None
     before_cut: Callable[[Any], Mapping[str, Any]] | None = None
     batch_dependent: bool = False
@@ -181,12 +189,30 @@ class Program:
     def __post_init__(self) -> None:
         if self.loss is missing_loss:
             raise SpecError(missing_loss.__doc__)
+        if not isinstance(self.blocks, str):
+            object.__setattr__(self, "blocks", _patterns(self.blocks))
         for pattern, style in self.tp.items():
             if style not in TP_STYLES:
                 raise SpecError(
                     f"Program.tp['{pattern}'] is '{style}'; it must be one of "
                     f"{', '.join(TP_STYLES)}"
                 )
+
+
+def _patterns(blocks: Any) -> tuple[str, ...]:
+    found = tuple(blocks) if isinstance(blocks, list | tuple) else ()
+    if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
+        raise SpecError(
+            f"Program.blocks is {blocks!r}; it must be a pattern of module names, or a list of them"
+        )
+    if twice := [pattern for i, pattern in enumerate(found) if pattern in found[:i]]:
+        raise SpecError(f"Program.blocks names '{twice[0]}' twice")
+    return found
+
+
+def patterns_of(blocks: str | Sequence[str]) -> tuple[str, ...]:
+    """`Program.blocks` as a tuple of patterns."""
+    return (blocks,) if isinstance(blocks, str) else tuple(blocks)
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:

@@ -129,6 +129,7 @@ from elastic.types.profiles import (
     OwnedEntry,
     SampleProfile,
     TensorSpec,
+    UnitFlow,
 )  # fmt: skip
 from elastic.types.typed_job import (
     BlockNormRule,
@@ -160,9 +161,9 @@ __all__ = [
     "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile",
     "ScriptEnded", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source",
     "StartProfile", "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec",
-    "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "coarsest",
-    "is_auto", "named_after_auto", "names_of", "parse_layout", "redone_as_before", "repeats",
-    "tolerance", "version_differences", "worst",
+    "Terms", "Transfer", "UnitFlow", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart",
+    "coarsest", "is_auto", "named_after_auto", "names_of", "parse_layout", "redone_as_before",
+    "repeats", "tolerance", "version_differences", "worst",
 ]  # fmt: skip
 
 

@@ -122,7 +122,8 @@ class SampleProfile:
     `matmuls`, `attentions`: of a mean block's forward pass; `ends_matmuls`: outside of the blocks.
     `moved_bytes`: what all other operations of a mean block read and write in the forward pass,
     `n_ops` of them; `ends_moved_bytes`: those outside of the blocks, with the loss. `tokens`: what
-    throughput is counted in, 0 = samples.
+    throughput is counted in, 0 = samples. `block_flop`, `block_moved_bytes`: of each block, forward
+    and backward as far as it has gradients; () = all blocks ask the same.
     """
 
     flop: float  # of forward and backward pass, attention included, nothing computed twice
@@ -141,6 +142,24 @@ class SampleProfile:
     ends_moved_bytes: int = 0
     n_ops: int = 0
     tokens: int = 0
+    block_flop: tuple[float, ...] = ()
+    block_moved_bytes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnitFlow:
+    """A module of a program with several groups of blocks: a block, or one outside of them that has
+    tensors. It runs on the stage of the block `place` (-1 = the first stage, the number of blocks =
+    the last one) and is called with what the units `needs` gave. `shape`: of what it gives, for one
+    sample; `batched`: does dim 0 count samples? The unit '' is the model itself: what its output is
+    made from."""
+
+    name: str
+    place: int
+    needs: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    batched: bool = True
 
 
 @dataclass(frozen=True)
@@ -157,7 +176,8 @@ class ModelProfile:
     `computes_in`: the type of fewest bits that its forward pass makes numbers of, '' = float32.
     `proven`: axes for which loss and gradients of a small copy were found equal to those of one
     process. `together`: so many consecutive samples of a step are computed in one go, 0 = all that
-    a rank has of it (BatchNorm).
+    a rank has of it (BatchNorm). `flow`: of a program with several groups of blocks, in a worker:
+    what pipeline stages hand on.
     """
 
     n_blocks: int
@@ -184,11 +204,19 @@ class ModelProfile:
     notes: tuple[str, ...] = ()
     proven: tuple[str, ...] = ()
     together: int = 1
+    flow: tuple[UnitFlow, ...] = ()
 
     @property
     def by_owners(self) -> bool:
         """Does an optimizer step whole tensors at their owners, whose state nobody else holds?"""
         return any(kept.form for kept in self.optimizers)
+
+    def carried(self, block: int) -> tuple[str, ...]:
+        """Units before this block whose outputs are needed from it on: what a stage that begins
+        with it is called with."""
+        before = [unit.name for unit in self.flow if unit.place < block and unit.name]
+        later = {name for unit in self.flow if unit.place >= block for name in unit.needs}
+        return tuple(name for name in before if name in later)
 
     @property
     def closed(self) -> dict[str, str]:

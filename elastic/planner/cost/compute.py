@@ -8,6 +8,7 @@ from math import ceil
 
 from elastic.planner.cost.kernels import TILE, Kernels
 from elastic.planner.cost.memory import WHOLE_SHARE
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.types import DTYPE_BYTES, Attention, HardwareProfile, Layout, Matmul, SampleProfile
 
 LOW = {"float8": 1.0, "float4": 0.5}  # bytes of an element
@@ -50,6 +51,10 @@ class BlockTimes:
     forward: float
     backward: float
     again: float
+
+    def loads(self, work: ModelCost) -> tuple[float, ...]:
+        """What each block takes, in mean ones; () = all are alike."""
+        return work.loads(self.products + self.attention, self.moved)
 
     @property
     def busy(self) -> float:

@@ -73,6 +73,21 @@ class ModelCost:
     def sample(self) -> SampleProfile | None:
         return self.model.sample
 
+    def loads(self, products_s: float, moved_s: float) -> tuple[float, ...]:
+        """What each block takes, in mean blocks; () = all are alike. The arguments: seconds of a
+        mean one, in products and attention, and in what only moves bytes."""
+        sample = self.sample
+        if sample is None or not sample.block_flop or products_s + moved_s <= 0:
+            return ()
+        flop = sum(sample.block_flop) / len(sample.block_flop) or 1.0
+        moved = sum(sample.block_moved_bytes) / len(sample.block_moved_bytes) or 1.0
+        found = [
+            products_s * f / flop + moved_s * b / moved
+            for f, b in zip(sample.block_flop, sample.block_moved_bytes, strict=True)
+        ]
+        mean = sum(found) / len(found)
+        return tuple(one / mean for one in found)
+
     @cached_property
     def parameter_bytes(self) -> float:
         """Of all parameters, tied ones once."""

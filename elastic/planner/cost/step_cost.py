@@ -26,6 +26,7 @@ from elastic.planner.cost.compute import BlockTimes, ComputeTarget
 from elastic.planner.cost.kernels import Kernels
 from elastic.planner.cost.memory import HeldBytes, Step, held, zero_stage
 from elastic.planner.cost.model_cost import ModelCost
+from elastic.planner.cost.stage_balance import balanced, loads_at
 from elastic.types import Layout, SampleProfile
 
 GRADIENT_BYTES = 4  # of an element, as gradients are summed
@@ -184,9 +185,15 @@ def owners_s(site: Site, work: ModelCost, layout: Layout) -> float:
     return gathered + exchange_s(site.links, shard, group) + busiest / rate
 
 
-def slowest_stage(n_blocks: int, layout: Layout, ends: float) -> float:
+def slowest_stage(
+    n_blocks: int, layout: Layout, ends: float, *, loads: tuple[float, ...] = ()
+) -> float:
     """Blocks of the slowest rank of a pipeline, the head counted as `ends` blocks, where the last
-    rank has fewer blocks for it; they are dealt out whole, or in parts of a rank's v stages."""
+    rank has fewer blocks for it; they are dealt out whole, or in parts of a rank's v stages.
+    `loads`: of each block, where they are not alike."""
+    if loads:
+        at = loads_at(layout, balanced(loads, layout.n_stages, ends), loads)
+        return max(*at[:-1], at[-1] + ends)
     v, pp = layout.n_stages // layout.pp, layout.pp
     fewest, even = max(0, n_blocks // pp - ceil(ends)), n_blocks // pp
     return min(
@@ -308,7 +315,9 @@ def step_cost(
     passes, ends, blocks = block.passes, block.ends, work.n_blocks / layout.pp
     one = passes.busy + block.tp + block.cp + block.ep
     mean = blocks * one + ends / layout.pp
-    slowest = slowest_stage(work.n_blocks, layout, ends / one) * one if layout.pp > 1 else mean
+    slowest = mean
+    if layout.pp > 1:
+        slowest = one * slowest_stage(work.n_blocks, layout, ends / one, loads=passes.loads(work))
     pp = pp_s(site, sample, layout, step=step) + (
         site.kernels.microbatch_s if layout.pp > 1 else 0.0
     )

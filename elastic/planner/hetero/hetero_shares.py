@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from heapq import heapify, heappop, heapreplace
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.cost.stage_balance import balanced
 from elastic.types import Layout, grid
 
 
@@ -54,13 +55,18 @@ def shares(
     return tuple(n * unit for n in units)
 
 
-def stage_layers(n_blocks: int, n_stages: int) -> tuple[int, ...]:
+def stage_layers(
+    n_blocks: int, n_stages: int, loads: tuple[float, ...] = (), *, ends: float = 0.0
+) -> tuple[int, ...]:
     """Blocks per stage, as equal as possible; the earlier stages take one more (the last one also
-    has the head)."""
+    has the head). `loads`: what each block takes, where they are not alike, and `ends` what the
+    head does: the slowest stage is then as fast as it can be."""
     if not 1 <= n_stages <= max(1, n_blocks):
         raise InfeasiblePlan(
             f"{n_stages} pipeline stages need at least {n_stages} blocks, the model has {n_blocks}"
         )
+    if loads and n_stages > 1:
+        return balanced(loads, n_stages, ends)
     base, more = divmod(n_blocks, n_stages)
     return tuple(base + (stage < more) for stage in range(n_stages))
 

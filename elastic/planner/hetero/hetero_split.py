@@ -19,6 +19,7 @@ from operator import le
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.cost.stage_balance import loads_at
 from elastic.planner.hetero import hetero_shares
 from elastic.types import Layout
 
@@ -47,7 +48,8 @@ class Split:
 class SplitTask:
     """What is dealt out. `ends`: the head behind the last block, in blocks. `most_blocks`: at each
     place on the pp axis, and `most_rows`: totals of blocks -> samples that each data-parallel rank
-    can hold at once; None = any number. `unit`: so many samples stay in one microbatch."""
+    can hold at once; None = any number. `unit`: so many samples stay in one microbatch. `loads`:
+    what each block takes, in mean ones, () = all are alike."""
 
     layout: Layout
     n_blocks: int
@@ -57,6 +59,7 @@ class SplitTask:
     most_blocks: tuple[int, ...] | None = None
     most_rows: Callable[[tuple[int, ...]], Sequence[int]] | None = None
     unit: int = 1
+    loads: tuple[float, ...] = ()
 
     @cached_property
     def per_rank(self) -> int:
@@ -67,7 +70,10 @@ class SplitTask:
         """Of a sample of a step on one data-parallel rank: its share of the pipeline's whole time,
         and of the busiest stage alone. As hetero_shares.busy_s; an interleaved pipeline waits less
         (Narayanan et al. 2021, section 2.2)."""
-        times = [n / speed for n, speed in zip(blocks, speeds, strict=True)]
+        at: Sequence[float] = blocks
+        if self.loads:
+            at = loads_at(self.layout, self.layers(blocks), self.loads)
+        times = [n / speed for n, speed in zip(at, speeds, strict=True)]
         times[-1] += self.ends / speeds[-1]
         slowest = max(times)
         waits = (sum(times) - slowest) / self.n_microbatches / self.per_rank
@@ -85,7 +91,9 @@ class SplitTask:
 def split(task: SplitTask, speeds: Speeds) -> Split:
     """The best that is found; even stages where other ones gain less than WORTH. Raises
     InfeasiblePlan."""
-    even = hetero_shares.stage_layers(task.n_blocks, task.layout.n_stages)
+    even = hetero_shares.stage_layers(
+        task.n_blocks, task.layout.n_stages, task.loads, ends=task.ends
+    )
     pp = task.layout.pp
     blocks = tuple(sum(even[p::pp]) for p in range(pp))
     plain: Split | None = None

@@ -106,23 +106,25 @@ def export(
     *,
     tied: Mapping[str, str] | None = None,
     file_bytes: int | None = None,
+    part: str = "",
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
     byte read is checked. `tied`: as `tied_names`; they are written too, so that `load_state_dict`
-    finds every name."""
+    finds every name. `part`: the module whose weights these are, '' = the model."""
     item = chosen(run, step)
     checkpoint = checkpoint_index.open_checkpoint(item.uri)
+    begin = f"{MODEL}{part}." if part else MODEL
     shapes = {
-        fqn.removeprefix(MODEL): about
+        fqn.removeprefix(begin): about
         for fqn, about in sorted(checkpoint.tensors.items())
-        if fqn.startswith(MODEL)
+        if fqn.startswith(begin)
     }
     tied = {name: owner for name, owner in (tied or {}).items() if owner in shapes}
     shapes |= {name: shapes[owner] for name, owner in tied.items()}
 
     def parts(name: str) -> Iterator[Tensor]:
         shape, dtype = shapes[name]
-        stored = TensorSpec(MODEL + tied.get(name, name), shape, dtype)
+        stored = TensorSpec(begin + tied.get(name, name), shape, dtype)
         return (checkpoint.read(box) for box in parts_of(stored))
 
     files = write_files(
@@ -151,7 +153,10 @@ def export_for(
             raise SpecError("--merged: this job's program has no adapters")
         # a library that reads its own config.json ties by that
         tied = None if beside else tied_names(trace(program).specs)
-        return _with_files(export(run, step, to, tied=tied), to, beside)
+        begin = f"{program.exports}."
+        if program.exports and tied:
+            tied = {n.removeprefix(begin): of.removeprefix(begin) for n, of in tied.items()}
+        return _with_files(export(run, step, to, tied=tied, part=program.exports), to, beside)
     item = chosen(run, step)
     trained = AdapterExport(checkpoint_index.open_checkpoint(item.uri), program)
     try:

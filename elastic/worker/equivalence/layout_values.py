@@ -29,6 +29,7 @@ from elastic.worker.equivalence.no_randomness import Still, draws_left
 from elastic.worker.equivalence.reference_pass import Outputs, Pass
 from elastic.worker.equivalence.small_batch import first_positions, longest, positions
 from elastic.worker.equivalence.small_copy import ROWS, SmallCopy
+from elastic.worker.equivalence.stages.unit_flow import with_flow
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.rendezvous import host_store, new_secret
 from elastic.worker.process_groups.transport import is_collective_error
@@ -277,6 +278,8 @@ def _values(
 ) -> dict[str, Any]:
     n_rows = len(next(iter(batch.values())))
     program, profile = small.program, small.profile
+    if layout.pp > 1:
+        profile = with_flow(program, profile, {key: x[:1] for key, x in batch.items()})
     with Still(), python_random(0.999):
         n = 2 if layout.pp > 1 else 1
         layers = even(profile.n_blocks, layout.n_stages)

@@ -19,6 +19,7 @@ from elastic.program import Program
 from elastic.worker.equivalence.forward_trace import Batch
 from elastic.worker.parallel.context_parallel import before_cut, tensors_in
 from elastic.worker.parallel.pipeline import PassThrough
+from elastic.worker.parallel.stages.carried_values import AbsentModule
 from elastic.worker.program.calls import call_model, loss_of
 
 
@@ -37,7 +38,7 @@ class Outputs:
     def __enter__(self) -> Outputs:
         for model in self.models:
             for name, module in model.named_modules():
-                if name and not isinstance(module, PassThrough):
+                if name and not isinstance(module, PassThrough | AbsentModule):
                     self.hooks.append(module.register_forward_hook(self._note(name)))
         return self
 

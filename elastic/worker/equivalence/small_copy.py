@@ -152,14 +152,21 @@ def n_multiplied(model: nn.Module) -> int:
 
 
 def shorten(model: nn.Module, blocks: list[str], n: int) -> int:
-    """Leaves about n blocks of a model, some of each kind, where they stand in one list. Returns
-    how many there are now."""
-    parents = {name.rpartition(".")[0] for name in blocks}
-    if len(parents) != 1 or len(blocks) <= n:
-        return len(blocks)
-    held = model.get_submodule(parents.pop())
-    if not isinstance(held, nn.ModuleList | nn.Sequential) or len(held) != len(blocks):
-        return len(blocks)
+    """Leaves about n blocks of each list that they stand in, some of each kind. Returns how many
+    there are now."""
+    groups: dict[str, list[str]] = {}
+    for name in blocks:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    return sum(_shortened(model, parent, len(names), n=n) for parent, names in groups.items())
+
+
+def _shortened(model: nn.Module, parent: str, n_blocks: int, *, n: int) -> int:
+    """The same of the blocks in one list."""
+    held = model.get_submodule(parent)
+    if n_blocks <= n or not isinstance(held, nn.ModuleList | nn.Sequential):
+        return n_blocks
+    if len(held) != n_blocks:
+        return n_blocks
     kept = kept_blocks(list(held), n)
     if len(kept) > BLOCKS[0] + 2:
         raise TooLarge(f"its blocks are of {len(kept)} kinds")

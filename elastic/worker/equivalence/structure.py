@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elastic.errors import ElasticError
 from elastic.program import Program
-from elastic.types import ModelProfile, coarsest
+from elastic.types import ModelProfile, TensorSpec, coarsest
 from elastic.worker.equivalence.blocks_in_stages import BlocksInStages, one_weight
 from elastic.worker.equivalence.draw_trial import REAL_MOST_PARAMETERS, try_draws
 from elastic.worker.equivalence.forward_trace import (
@@ -32,6 +32,8 @@ from elastic.worker.equivalence.forward_trace import (
     told,
 )  # fmt: skip
 from elastic.worker.equivalence.small_copy import whole_model
+from elastic.worker.equivalence.stages.groups_in_stages import groups_in_stages
+from elastic.worker.parallel.stages.carried_values import carries
 from elastic.worker.program.model_profile import block_names, build_meta
 from elastic.worker.program.norms.batch_norms import norms_of
 
@@ -84,14 +86,17 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
     if any(op.where for op in one.draws) or one.python_random:
         problems = try_draws(program, batch).problems
         shares = replace(shares, draws=bool(problems), notes=(*shares.notes, *problems))
-    shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(profile))
+    shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(program, profile))
     if why := _of_weights(program, one):
         shares = replace(shares, no_dp=why, no_tp=why, no_cp=why, no_pp=why)
     no_pp = profile.no_pp or shares.no_pp
     if not no_pp and profile.n_blocks > 1:
-        no_pp = BlocksInStages(
-            program, profile, {key: x.to(device) for key, x in batch.items()}, whole=one
-        ).problem()
+        here = {key: x.to(device) for key, x in batch.items()}
+        no_pp = (
+            groups_in_stages(program, profile, batch, here=here)
+            if carries(program)
+            else BlocksInStages(program, profile, here, whole=one).problem()
+        )
     missed = "" if profile.n_blocks else _missed_blocks(program)
     return replace(shares, no_pp=no_pp, notes=(*shares.notes, *([missed] if missed else ())))
 
@@ -307,8 +312,11 @@ def _of_weights(program: Program, one: Followed) -> str:
     return ""
 
 
-def _shared_by_blocks(profile: ModelProfile) -> str:
+def _shared_by_blocks(program: Program, profile: ModelProfile) -> str:
     """FSDP shards each block by itself, and one weight once."""
+    if not isinstance(program.blocks, str):
+        blocks = block_names(build_meta(program), program.blocks)
+        profile = replace(profile, specs=tuple(_in_block(spec, blocks) for spec in profile.specs))
     if (names := one_weight(profile)) is None:
         return ""
     return (
@@ -316,6 +324,13 @@ def _shared_by_blocks(profile: ModelProfile) -> str:
         "itself: put it "
         "outside of the blocks, or choose Program.blocks so that one block holds both"
     )
+
+
+def _in_block(spec: TensorSpec, blocks: list[str]) -> TensorSpec:
+    """With the number of the block that holds it; -1 where it is on a block's stage and no part of
+    it."""
+    held = next((i for i, name in enumerate(blocks) if spec.fqn.startswith(name + ".")), -1)
+    return replace(spec, block=held)
 
 
 def _branch(one: Followed, other: Followed) -> str:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
@@ -85,8 +85,8 @@ class loop:
     dataset:     map-style: `len()` and `[sample id]` -> tensors or arrays of equal shape: one, or a
                  tuple or dict of them. Of a torch DataLoader its dataset: order and batches are
                  elastic's.
-    blocks:      module-name pattern of the repeated blocks, as in "layers.*"; default: the longest
-                 list of equal modules.
+    blocks:      module-name pattern of the repeated blocks, as in "layers.*", or a list of them;
+                 default: the longest list of equal modules.
     tp, tp_limit, count, validation, extra_state: as in `elastic.Program`; `evaluate`: (model,
                  batch) -> summed loss of a batch of the validation set, or a dict of sums with
                  "loss" among them: each is told per token (or sample), "loss" as
@@ -102,7 +102,7 @@ class loop:
     model: nn.Module
     optimizer: Own
     dataset: Any
-    blocks: str | None = None
+    blocks: str | Sequence[str] | None = None
     tp: Mapping[str, str] = field(default_factory=dict)
     tp_limit: int = 0
     count: Callable[[Any], Any] | None = None

@@ -165,15 +165,18 @@ class Draws(ABC):
     ) -> nn.Module:
         """Names of modules and parameters stay. What is wrapped is not compiled."""
         for name in block_names(model, program.blocks):
-            block = model.get_submodule(name)
-            block.register_forward_pre_hook(partial(self._enters, name))
-            block.register_forward_hook(self._leaves, always_call=True)
+            self.follow(name, model.get_submodule(name))
         for name in modules:
             if name not in FUNCTIONS:
                 module = model.get_submodule(name)
                 call = partial(self.inside, name, module.forward)
                 module.forward = torch.compiler.disable(call) if compiled else call
         return model
+
+    def follow(self, name: str, block: nn.Module) -> None:
+        """Notes when a forward pass is in this block."""
+        block.register_forward_pre_hook(partial(self._enters, name))
+        block.register_forward_hook(self._leaves, always_call=True)
 
     def wrapped(self, program: Program, names: Iterable[str]) -> dict[str, Any]:
         """Those of the program's functions that draw."""

@@ -21,6 +21,12 @@ from elastic.errors import PeerGarbled, ProgramError
 from elastic.program import Program
 from elastic.types import Layout, ModelProfile
 from elastic.types.grid import stage_blocks, stages_at
+from elastic.worker.parallel.stages.carried_values import (
+    MODEL_INPUT,
+    carries,
+    cut_carrying,
+    with_plain_gradient,
+)
 from elastic.worker.process_groups import wire
 from elastic.worker.process_groups.axis_ranges import STAGE, axis_range
 from elastic.worker.program.calls import cut_rows
@@ -51,6 +57,8 @@ def cut_stage(
     its own modules."""
     if len(layers) < 2:
         return model
+    if carries(program):
+        return cut_carrying(model, program, profile, layers=layers, stage=stage)
     mine = set(stage_blocks(layers, stage))
     if stage == 0:
         mine.add(-1)
@@ -103,16 +111,13 @@ def _is_plain(model: nn.Module, name: str) -> bool:
 
 def _contiguous(module: nn.Module, args: Any, output: Any) -> Any:
     """What is sent must lie in one piece."""
+    if isinstance(output, tuple):
+        return tuple(_contiguous(module, args, one) for one in output)
     return output.contiguous() if isinstance(output, torch.Tensor) else output
 
 
 def _contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """So must the gradient of what was received, which goes back: it may come out transposed."""
-    if not args or not isinstance(args[0], torch.Tensor) or not args[0].requires_grad:
-        return args
-    given = args[0].view_as(args[0])
-    given.register_hook(torch.Tensor.contiguous)
-    return given, *args[1:]
+    return tuple(map(with_plain_gradient, args))
 
 
 class _Stage(PipelineStage):
@@ -208,7 +213,7 @@ class Pipeline:
     """This rank's stages under the layout's schedule: 1F1B (GPipe where there are fewer
     microbatches than stages), GPipe, or interleaved 1F1B, where a rank has several stages
     (Narayanan et al. 2021, section 2.2). `n`: microbatches; all of one shape for as long as the
-    pipeline lives."""
+    pipeline lives. `carrying`: the stages are those of several groups of blocks."""
 
     def __init__(
         self,
@@ -218,9 +223,10 @@ class Pipeline:
         *,
         n: int,
         device: torch.device,
+        carrying: bool = False,
     ) -> None:
         me = group.rank()
-        self.device = device
+        self.device, self.carrying = device, carrying
         self.is_first = me == 0
         self.is_last = me == layout.pp - 1
         self._loss: Callable[[Any, range], torch.Tensor] | None = None
@@ -272,6 +278,8 @@ class Pipeline:
             stage.rows = cut_rows(n_rows, self.n) if forward is not None else ()
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if self.is_first else ()
+        if self.carrying:
+            keywords = {**keywords, MODEL_INPUT: inputs}
         call = self.schedule.step if train else self.schedule.eval
         if self.is_last:
             target = torch.arange(n_rows, device="cpu")

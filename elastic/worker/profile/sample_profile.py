@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
 POSITIONS = 16  # of a sample, on which its loss is tried
 OUTSIDE = -1  # of all blocks
+ALIKE = 1.02  # times as much, at most, one block asks as another of its kind
 GROUPED = torch.ops.aten._grouped_mm.default  # rows by expert
 
 
@@ -102,6 +103,9 @@ class _Run:
         self.place = OUTSIDE
         self.none, self.selective, self.full, self.key_values = _Kept(), _Kept(), _Kept(), _Kept()
         self.called: set[int] = set()  # blocks that have called elastic.attention
+        # of each block what it computes and moves, forward and backward
+        self.asked: dict[int, tuple[float, float]] = {}
+        self.before = 0.0, 0.0
         self.seen = AttentionUse(None)
 
     def profile(self) -> SampleProfile:
@@ -141,6 +145,7 @@ class _Run:
         out_bytes = sum(x.numel() * max(4, x.element_size()) for x in tensors_in(output))
         styles = self.program.tp.values()
         inside, ends, n = self.operations.blocks, self.operations.ends, max(1, n_blocks)
+        block_flop, block_moved_bytes = self._of_each(n_blocks)
         found = SampleProfile(
             flop=3.0 * (inside.flop + ends.flop),
             kept_bytes=tuple((mode, kept.per_block(n_blocks)) for mode, kept in bytes_of.items()),
@@ -155,6 +160,8 @@ class _Run:
             moved_bytes=-(-inside.moved_bytes // n),
             ends_moved_bytes=ends.moved_bytes,
             n_ops=-(-inside.n_ops // n),
+            block_flop=block_flop,
+            block_moved_bytes=block_moved_bytes,
         )
         try:
             sequence = sequence_length(self.program, self.batch)
@@ -162,6 +169,21 @@ class _Run:
             return replace(found, no_cp=str(error))
         no_cp = self._no_cp(n_blocks, output, sequence)
         return replace(found, sequence=sequence, no_cp=no_cp, tokens=self._tokens(output, sequence))
+
+    def _of_each(self, n_blocks: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What each block computes and moves; nothing where all are alike, or one is not called
+        once."""
+        blocks = range(n_blocks)
+        if sorted(self.asked) != list(blocks) or not n_blocks:
+            return (), ()
+        flop, moved = (tuple(self.asked[i][which] for i in blocks) for which in (0, 1))
+        if all(max(found) <= ALIKE * min(found) for found in (flop, moved)):
+            return (), ()
+        return flop, moved
+
+    def _counted(self) -> tuple[float, float]:
+        blocks = self.operations.blocks
+        return blocks.flop, float(blocks.moved_bytes)
 
     def _tokens(self, output: Any, sequence: int) -> int:
         """0 where the loss is that of whole samples, as in classification."""
@@ -176,7 +198,7 @@ class _Run:
 
     def _enters(self, block: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.place = block
+            self.place, self.before = block, self._counted()
             self.seen.called = False
             for tensor in (*tensors_in(args), *tensors_in(kwargs)):
                 self.full.add(block, tensor)
@@ -189,6 +211,9 @@ class _Run:
             self.place = OUTSIDE
             if self.seen.called:
                 self.called.add(block)
+            passes = _passes(module, args, output)
+            flop, moved = (b - a for a, b in zip(self.before, self._counted(), strict=True))
+            self.asked[block] = passes * flop, passes * moved
 
         return hook
 
@@ -238,6 +263,14 @@ class _Run:
         except Exception as error:  # noqa: BLE001 - the user's loss
             return " ".join(str(error).split())[:200]
         return ""
+
+
+def _passes(block: nn.Module, args: Any, output: Any) -> int:
+    """Forward, and backward for what came in and for its weights, as far as they have gradients."""
+    if not any(x.requires_grad for x in tensors_in(output)):
+        return 1
+    inputs = any(x.requires_grad for x in tensors_in(args))
+    return 1 + inputs + any(p.requires_grad for p in block.parameters())
 
 
 def _with_sequence(output: Any, n: int) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic.errors import ElasticError, ProgramError, alike
 from elastic.models.experts import COUNTS, expert_modules
-from elastic.program import Program, pattern_regex
+from elastic.program import Program, pattern_regex, patterns_of
 from elastic.types import ModelProfile, TensorSpec
 from elastic.user_frames import raised_at
 from elastic.worker.program.element_wise import what_they_keep, with_kept
@@ -43,10 +43,10 @@ NO_PIPELINE = {"LoopProgram": "its script calls the whole model"}
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
-def block_names(model: nn.Module, pattern: str) -> list[str]:
-    """Names of the repeated blocks, in order of registration."""
-    regex = pattern_regex(pattern)
-    return [name for name, _ in model.named_modules() if regex.match(name)]
+def block_names(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
+    """Names of the repeated blocks, in order of registration; of several groups, group by group."""
+    names = [name for name, _ in model.named_modules()]
+    return [n for p in patterns_of(blocks) for n in filter(pattern_regex(p).match, names)]
 
 
 def tp_styles(model: nn.Module, program: Program) -> dict[str, str]:
@@ -78,13 +78,26 @@ def check_patterns(model: nn.Module, program: Program) -> None:
     patterns = {pattern: f"Program.tp['{pattern}']" for pattern in program.tp}
     # where the default matches nothing the model has no blocks
     if program.blocks != Program.blocks:
-        patterns[program.blocks] = f"Program.blocks='{program.blocks}'"
+        patterns |= {one: f"Program.blocks='{one}'" for one in patterns_of(program.blocks)}
     for pattern, where in patterns.items():
         if not block_names(model, pattern):
             raise ProgramError(
                 f"{where}: no module is named like this{near(pattern, model)}; a pattern names "
                 "modules"
             )
+    names = block_names(model, program.blocks)
+    if not isinstance(program.blocks, str) and (both := _overlap(names)):
+        raise ProgramError(f"Program.blocks={list(program.blocks)} {both}")
+
+
+def _overlap(names: list[str]) -> str:
+    """Of several groups: a block that is in two; '' = none."""
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            return f"matches {name} by two patterns; each block belongs to one group"
+        if outer := next((one for one in names if name.startswith(one + ".")), ""):
+            return f"matches both {outer} and {name} inside of it; name one of them"
+    return ""
 
 
 def _not_cut(model: nn.Module, styles: dict[str, str]) -> str:
@@ -141,9 +154,11 @@ def trace(program: Program) -> ModelProfile:
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)
     experts = expert_modules(model, program.experts)
+    groups = BlockGroups(model, patterns_of(program.blocks))
+    place_of = _OneGroup(model, blocks) if isinstance(program.blocks, str) else groups
     specs = tuple(
         replace(spec, by_expert=spec.fqn.rpartition(".")[0] in experts and not spec.buffer)
-        for spec in _specs(model, blocks, styles, reread=program.weights is not None)
+        for spec in _specs(model, place_of, styles, reread=program.weights is not None)
     )
     check_weights(program, specs)
     kept = what_they_keep(program, specs)
@@ -201,17 +216,13 @@ def n_expert_params(model: nn.Module) -> int:
 
 
 def _specs(
-    model: nn.Module, blocks: list[str], styles: dict[str, str], *, reread: bool
+    model: nn.Module, place_of: Callable[[str], int], styles: dict[str, str], *, reread: bool
 ) -> tuple[TensorSpec, ...]:
     specs: list[TensorSpec] = []
     first_name: dict[int, str] = {}
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    behind = set(names[names.index(blocks[0]) :]) if blocks else set()
     for fqn, tensor, buffer in _named_tensors(model):
         module, _, leaf = fqn.rpartition(".")
-        block = next((i for i, name in enumerate(blocks) if fqn.startswith(name + ".")), None)
-        if block is None:
-            block = len(blocks) if module in behind else -1
+        block = place_of(fqn)
         tied_to = first_name.get(id(tensor))
         first_name.setdefault(id(tensor), fqn)
         tp_dim = CUT[styles[module]].get(leaf) if module in styles and not buffer else None
@@ -224,6 +235,65 @@ def _specs(
             )
         )
     return tuple(specs)
+
+
+class _OneGroup:
+    """Where a tensor stands: the number of its block, -1 before the first one, behind it the number
+    of blocks."""
+
+    def __init__(self, model: nn.Module, blocks: list[str]) -> None:
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        self.blocks = blocks
+        self.behind = set(names[names.index(blocks[0]) :]) if blocks else set()
+
+    def __call__(self, fqn: str) -> int:
+        block = next((i for i, name in enumerate(self.blocks) if fqn.startswith(name + ".")), None)
+        if block is not None:
+            return block
+        return len(self.blocks) if fqn.rpartition(".")[0] in self.behind else -1
+
+
+class BlockGroups:
+    """Several groups of blocks, numbered through, and where what stands outside of them belongs.
+
+    A module belongs to the group with whose blocks it shares most of its name: what is registered
+    before these, to the last block of the group before (-1 = before all blocks); what is behind
+    them, to their last one (behind all groups: the number of blocks). It is on the stage of that
+    block.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
+        self.groups = [block_names(model, pattern) for pattern in patterns]
+        self.blocks = {name: i for i, name in enumerate(n for g in self.groups for n in g)}
+        self.order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+
+    def __call__(self, fqn: str) -> int:
+        """Of a tensor or module."""
+        parts = fqn.split(".")
+        names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+        for name in names:
+            if name in self.blocks:
+                return self.blocks[name]
+        mine = next((self.order[name] for name in names if name in self.order), 0)
+        shared = [_shared(parts, group[0].split(".")) for group in self.groups]
+        near = [i for i, n in enumerate(shared) if n == max(shared)]
+        begins = {i: self.order[self.groups[i][0]] for i in near}
+        if behind := [i for i in near if begins[i] < mine]:
+            return self._last(max(behind, key=begins.__getitem__))
+        return self.blocks[self.groups[min(near, key=begins.__getitem__)][0]] - 1
+
+    def _last(self, group: int) -> int:
+        """What stands behind all groups is behind all blocks."""
+        if group == len(self.groups) - 1:
+            return len(self.blocks)
+        return self.blocks[self.groups[group][-1]]
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """Parts that two names begin with."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+    )
 
 
 def fresh_buffers(program: Program, seed: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic.errors import ElasticError, SpecError, alike
-from elastic.program import Program, pattern_regex
+from elastic.program import Program, pattern_regex, patterns_of
 from elastic.types import TensorSpec
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -198,7 +198,7 @@ class OptimizerPart:
         part.check_keywords()
         return part
 
-    def asks(self, name: str, parameter: nn.Parameter, blocks: str) -> bool:
+    def asks(self, name: str, parameter: nn.Parameter, blocks: str | Sequence[str]) -> bool:
         """Is it one of those that it names?"""
         if self.patterns == MATRICES:
             return parameter.ndim == 2 and _inside(name, blocks)
@@ -273,7 +273,9 @@ class JobOptimizer:
     of parameter names), or several by name, each with `parameters`: patterns of the names of its
     own; one without them has the rest. `blocks`: as Program has them."""
 
-    def __init__(self, given: Mapping[str, Any], blocks: str = Program.blocks) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], blocks: str | Sequence[str] = Program.blocks
+    ) -> None:
         self.blocks = blocks
         if given.get("path") == MUON_ADAMW:
             self.parts = _muon_adamw(given)
@@ -344,10 +346,11 @@ def _muon_adamw(given: Mapping[str, Any]) -> dict[str, OptimizerPart]:
     }
 
 
-def _inside(name: str, blocks: str) -> bool:
-    """Is the parameter in one of the modules that the pattern names?"""
-    parts, regex = name.split("."), pattern_regex(blocks)
-    return any(regex.match(".".join(parts[:n])) for n in range(1, len(parts)))
+def _inside(name: str, blocks: str | Sequence[str]) -> bool:
+    """Is the parameter in one of the modules that the patterns name?"""
+    parts = name.split(".")
+    around = [".".join(parts[:n]) for n in range(1, len(parts))]
+    return any(pattern_regex(pattern).match(a) for pattern in patterns_of(blocks) for a in around)
 
 
 def matched(name: str, patterns: Iterable[str]) -> bool:

@@ -158,7 +158,7 @@ def found_names(
         )
         if found is not None:
             names[fqn] = found
-        elif not wanted[fqn].buffer and weights.fresh is None:
+        elif not wanted[fqn].buffer and weights.fresh is None and weights.rest is None:
             missing.append(fqn)
     if missing:
         more = (
@@ -226,11 +226,12 @@ def fill(
     buffers that are not there.
 
     Parameters that are not there get `Weights.fresh` under a seed of their own, whatever the
-    layout.
+    layout, or what `Weights.rest` gives under the job's.
     """
     weights = program.weights
     assert weights is not None
     shapes = {spec.fqn: spec.shape for spec in specs}
+    fresh = _Fresh(weights, seed)
     left: list[str] = []
     files = WeightFiles(weights.path)
     try:
@@ -244,7 +245,7 @@ def fill(
                 elif fqn in buffers:
                     left.append(fqn)
                 else:
-                    tensor.copy_(cut(_fresh(weights, fqn, shapes[fqn], seed=seed), box))
+                    tensor.copy_(cut(fresh(fqn, shapes[fqn]), box))
     finally:
         files.close()
     return left
@@ -257,13 +258,29 @@ def cut(whole: Tensor, box: Box) -> Tensor:
     return whole
 
 
-def _fresh(weights: Weights, fqn: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
-    assert weights.fresh is not None
-    torch.manual_seed(int.from_bytes(sha256(f"{seed} {fqn}".encode()).digest()[:8], "little") >> 1)
-    made: Any = weights.fresh(fqn, shape)
-    if not isinstance(made, Tensor) or tuple(made.shape) != shape:
-        found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
-        raise SpecError(
-            f"Weights.fresh('{fqn}') must return a tensor of shape {list(shape)}, not {found}"
-        )
-    return made
+class _Fresh:
+    """Values of parameters that are not in the files."""
+
+    def __init__(self, weights: Weights, seed: int) -> None:
+        self.weights, self.seed = weights, seed
+        self._rest: Mapping[str, Any] | None = None
+
+    def __call__(self, fqn: str, shape: tuple[int, ...]) -> Tensor:
+        weights, made = self.weights, None
+        if weights.fresh is not None:
+            name = f"{self.seed} {fqn}".encode()
+            torch.manual_seed(int.from_bytes(sha256(name).digest()[:8], "little") >> 1)
+            made = weights.fresh(fqn, shape)
+        elif weights.rest is not None:
+            if self._rest is None:
+                torch.manual_seed(self.seed)
+                self._rest = weights.rest()
+            made = self._rest.get(fqn)
+        if not isinstance(made, Tensor) or tuple(made.shape) != shape:
+            found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            function = "fresh" if weights.fresh is not None else "rest"
+            raise SpecError(
+                f"Weights.{function} must give '{fqn}' as a tensor of shape {list(shape)}, not "
+                f"{found}"
+            )
+        return made

@@ -40,7 +40,7 @@ from elastic.worker.process.gpu_health import DeviceNotes
 from elastic.worker.profile.node_checks import Checks, NodeRejected
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.program.job_program import with_job
-from elastic.worker.session.rehearsal import keyed, rehearse, rehearse_plan
+from elastic.worker.session.rehearsal import handed_on, keyed, rehearse, rehearse_plan
 from elastic.worker.session.worker_errors import (
     device_lost,
     is_assert,
@@ -132,6 +132,7 @@ class Preparation:
             checks.program(self.job.fingerprint, mine)
         self._notes = self._notes or DeviceNotes(self.me, place.device, self.report)
         rehearse(place)
+        place.profile = handed_on(place)
         place.program = keyed(place)
         if self.me.local_rank == 0:
             place.sample = sample_profile(place.program, self.job, item_of(place.dataset, 0, None))

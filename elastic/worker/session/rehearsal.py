@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed.fsdp
@@ -14,7 +15,7 @@ import torch.distributed.tensor.parallel
 from torch import nn
 
 from elastic.program import Program
-from elastic.types import Plan, Rehearsal, agree
+from elastic.types import ModelProfile, Plan, Rehearsal, agree
 from elastic.types.grid import stage_blocks, stages_at
 from elastic.worker.equivalence.draw_trial import try_draws
 from elastic.worker.equivalence.loss_is_sum import (
@@ -23,14 +24,17 @@ from elastic.worker.equivalence.loss_is_sum import (
     first_sample,
     refuse_a_mean,
 )
+from elastic.worker.equivalence.stages.unit_flow import with_flow
 from elastic.worker.parallel.context_parallel import (
     check_calls,
     check_loss,
     check_possible,
     largest_cp,
+    tensors_in,
 )
 from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.parallel.model_options import needs_fsdp
+from elastic.worker.parallel.stages.carried_values import MODEL_INPUT, carries
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of
 from elastic.worker.program.model_profile import block_names, build_meta
@@ -92,6 +96,13 @@ def keyed(place: Workplace) -> Program:
     if not trial.modules:
         return place.program
     return KeyedDraws(trial, place.job.compile).of(place.program)
+
+
+def handed_on(place: Workplace) -> ModelProfile:
+    """The profile, with what the pipeline stages of several groups of blocks hand on."""
+    if place.script is not None or not carries(place.program):
+        return place.profile
+    return with_flow(place.program, place.profile, _batch(place, 1, "cpu"))
 
 
 def _repeats(place: Workplace, model: nn.Module) -> bool:
@@ -190,27 +201,55 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
     plan, sequence = stepper.plan, stepper.sequence
     batch = sequence.cut(_batch(place, n_rows, place.device))
     with sequence.running(blocks_here=False):
-        keywords = keywords_of(place.program, batch)
+        keywords, inputs = keywords_of(place.program, batch), inputs_of(place.program, batch)
+        if carries(place.program):
+            keywords[MODEL_INPUT] = inputs
         for stage, model in zip(
             stages_at(plan.layout, stepper.at.pp), stepper.state.models, strict=True
         ):
-            first_block = stage_blocks(plan.layers, stage).start
-            if stage == 0:
-                output = model(inputs_of(place.program, batch), **keywords)
-            elif (
-                first_block < len(place.block_inputs)
-                and (noted := place.block_inputs[first_block]) is not None
-            ):
-                hidden = noted if sequence.shard is None else sequence.shard.take(noted)
-                output = model(
-                    hidden.expand(n_rows, *hidden.shape[1:]).contiguous().requires_grad_(),
-                    **keywords,
-                )
-            else:
+            given = (inputs,) if stage == 0 else _stage_input(place, stepper, stage, n_rows=n_rows)
+            if given is None:
                 return False
-            last = stage == plan.layout.n_stages - 1
-            (loss_of(place.program, output, batch) if last else output.sum()).backward()
+            output = model(*given, **keywords)
+            if stage == plan.layout.n_stages - 1:
+                loss_of(place.program, output, batch).backward()
+            else:
+                _sum(output).backward()
     return True
+
+
+def _stage_input(
+    place: Workplace, stepper: Stepper, stage: int, *, n_rows: int
+) -> tuple[torch.Tensor, ...] | None:
+    """What a later stage is called with, of made-up values; None = that is not known."""
+    first_block = stage_blocks(stepper.plan.layers, stage).start
+    if carries(place.program):
+        units = {unit.name: unit for unit in place.profile.flow}
+        given = [units[name] for name in place.profile.carried(first_block)]
+        return tuple(
+            torch.zeros(
+                (n_rows, *unit.shape[1:]) if unit.batched else unit.shape,
+                dtype=getattr(torch, unit.dtype),
+                device=place.device,
+                requires_grad=getattr(torch, unit.dtype).is_floating_point,
+            )
+            for unit in given
+        )
+    if first_block >= len(place.block_inputs) or (noted := place.block_inputs[first_block]) is None:
+        return None
+    shard = stepper.sequence.shard
+    hidden = noted if shard is None else shard.take(noted)
+    return (hidden.expand(n_rows, *hidden.shape[1:]).contiguous().requires_grad_(),)
+
+
+def _sum(output: Any) -> torch.Tensor:
+    """Of what a stage gives, as far as it has gradients."""
+    given = [x for x in tensors_in(output) if x.requires_grad]
+    return (
+        torch.stack([x.float().sum() for x in given]).sum()
+        if given
+        else torch.zeros((), requires_grad=True)
+    )
 
 
 def _batch(

@@ -24,6 +24,7 @@ from elastic.worker.parallel.keyed_draws import StepDraws, draws_of, row_keys
 from elastic.worker.parallel.keyed_numbers import mixed
 from elastic.worker.parallel.model_options import begin_microbatch
 from elastic.worker.parallel.pipeline import Pipeline
+from elastic.worker.parallel.stages.carried_values import carries
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Incoming, Number, read
@@ -244,7 +245,8 @@ class ForwardBackward:
     ) -> Iterator[None]:
         """A forward pass of these rows of a batch, through a stage, in a step."""
         if drawing is not None:
-            drawing.begin(which, rows, stage)
+            # stages of several groups go through all of the model's forward pass
+            drawing.begin(which, rows, 0 if carries(self.program) else stage)
         with self.norms.passing(rows), self.state.routed.counting():
             yield
 
@@ -291,6 +293,7 @@ class ForwardBackward:
                     self.plan.layout,
                     n=n_microbatches,
                     device=self.device,
+                    carrying=carries(self.program),
                 ),
             )
         return self._pipeline[1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from elastic.errors import ProgramError
+from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.worker.program.model_profile import block_names, trace
 
@@ -61,3 +63,74 @@ def test_what_the_model_raises_is_told_with_its_line() -> None:
         trace(program)
     said = str(raised.value)
     assert said.startswith(f"{__file__}:{line}: Program.model() raised RuntimeError: "), said
+
+
+class Towers(nn.Module):
+    """The second one is registered first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(2))
+        self.text = tower()
+        self.vision = tower()
+        self.bridge = nn.Linear(2, 2)
+
+
+def tower() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "embed": nn.Linear(2, 2),
+            "layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(2)),
+            "norm": nn.LayerNorm(2),
+        }
+    )
+
+
+def places(*blocks: str) -> dict[str, int | None]:
+    program = Program(
+        model=Towers,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        loss=lambda output, batch: output.sum(),
+        blocks=list(blocks),
+    )
+    return {s.fqn.removesuffix(".weight"): s.block for s in trace(program).specs}
+
+
+def test_what_stands_beside_several_groups_belongs_to_a_block_of_its_tower() -> None:
+    found = places("vision.layers.*", "text.layers.*")
+    assert found["vision.layers.1"] == 1 and found["text.layers.0"] == 2
+    assert (found["scale"], found["vision.embed"], found["vision.norm"]) == (1, -1, 1)
+    # behind the last group: the last stage's; registered behind the first tower: with its last block
+    assert (found["text.embed"], found["text.norm"], found["bridge"]) == (1, 4, 1)
+    other = places("text.layers.*", "vision.layers.*")
+    assert (other["scale"], other["vision.embed"], other["bridge"]) == (-1, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "why"),
+    [
+        (
+            ("vision.layers.*", "txt.layers.*"),
+            "Program.blocks='txt.layers.*': no module is named like this; near it: text.layers.*",
+        ),
+        (("text.layers.*", "text.layers.[01]"), "matches text.layers.0 by two patterns"),
+        (("vision", "vision.layers.*"), "matches both vision and vision.layers.0 inside of it"),
+    ],
+)
+def test_groups_that_are_none_are_told_in_one_line(blocks: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ProgramError) as raised:
+        places(*blocks)
+    assert why in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "why"),
+    [
+        ([], r"Program.blocks is \[\]; it must be a pattern of module names, or a list of them"),
+        ([3], r"Program.blocks is \[3\]"),
+        (["a.*", "a.*"], "Program.blocks names 'a.*' twice"),
+    ],
+)
+def test_blocks_are_a_pattern_or_a_list_of_them(blocks: list[Any], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        Program(loss=lambda output, batch: output.sum(), model=Towers, blocks=blocks)

@@ -1,0 +1,1 @@
+"""Pipeline stages of programs with several groups of blocks."""

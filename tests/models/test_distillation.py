@@ -1,0 +1,130 @@
+"""A frozen teacher beside a student: what is taken of both programs, and the loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.places import PROGRAMS
+from torch import nn
+from torch.nn import functional as F
+
+from elastic.data.collate import collate
+from elastic.errors import SpecError
+from elastic.models import distillation
+from elastic.models.distillation import distilled, divergence
+from elastic.models.lora import lora
+from elastic.program import Program, Weights, load_program
+from elastic.types import Job, Layout
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.model_profile import trace
+from elastic.worker.state.train_state import TrainState
+
+FILE = PROGRAMS / "tiny_distilled.py"
+PROGRAM = load_program(FILE)
+STUDENT = load_program(PROGRAMS / "tiny.py")
+
+
+def teacher(**more: Any) -> Program:
+    import sys
+
+    module = next(m for n, m in sys.modules.items() if getattr(m, "__file__", "") == str(FILE))
+    return replace(module.teacher, **more)  # type: ignore[no-any-return]
+
+
+def test_the_divergence_is_that_of_the_two_at_a_temperature() -> None:
+    says, wanted = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    p, q = F.softmax(wanted / 2, -1), F.softmax(says / 2, -1)
+    torch.testing.assert_close(divergence(says, wanted, 2.0), 4 * (p * (p / q).log()).sum(-1))
+    assert divergence(wanted, wanted).abs().max() < 1e-6
+
+
+def test_the_loss_is_a_share_of_each_over_positions_that_have_a_target() -> None:
+    dataset: Any = PROGRAM.dataset and PROGRAM.dataset()
+    batch = collate([dataset[0], dataset[1]])
+    model = PROGRAM.model()
+    says, wanted = model(batch["input"])
+    where = batch["target"] != -100
+    assert 0 < where.sum() < where.numel()
+    apart = divergence(says[where], wanted[where], 2.0).sum()
+    whole = 0.7 * apart + 0.3 * STUDENT.loss(says, batch)
+    torch.testing.assert_close(PROGRAM.loss((says, wanted), batch), whole)
+
+
+def test_the_teacher_is_frozen_evaluates_and_is_no_part_of_the_state() -> None:
+    model = PROGRAM.model().train()
+    assert model.student.training and not model.teacher.training
+    specs = trace(PROGRAM).specs
+    assert {s.reread for s in specs if s.fqn.startswith("teacher.")} == {True}
+    assert {s.trainable for s in specs if s.fqn.startswith("student.")} == {True}
+    kept = distilled(STUDENT, teacher(weights=None))
+    assert not any(s.reread or (s.trainable and "teacher" in s.fqn) for s in trace(kept).specs)
+
+
+def test_the_student_begins_as_it_would_alone_and_the_teacher_as_its_file_says() -> None:
+    groups = Groups(0, Layout(), torch.device("cpu"))
+    profile = trace(PROGRAM)
+    state = TrainState(PROGRAM, profile, groups, layout=Layout(), layers=(6,), rank=0, job=Job())
+    state.fill_fresh(7)
+    state.read_frozen()
+    torch.manual_seed(7)
+    alone = STUDENT.model()
+    torch.manual_seed(7)
+    assert STUDENT.init is not None and PROGRAM.weights is not None
+    STUDENT.init(alone)
+    stored = load_file(PROGRAM.weights.path)
+    for name, parameter in state.model.named_parameters():
+        which, _, own = name.partition(".")
+        wanted = stored[own] if which == "teacher" else alone.get_parameter(own)
+        assert torch.equal(parameter, wanted), name
+    assert not any("teacher" in fqn for fqn in state.tensors)
+
+
+@pytest.mark.parametrize(
+    ("student", "more", "why"),
+    [
+        (STUDENT, {"temperature": 0.0}, "temperature=0, share=0.5; a temperature is above 0"),
+        (STUDENT, {"share": 1.5}, "a share from 0 to 1"),
+        (replace(STUDENT, weights=Weights("/there")), {}, "first values come from /there"),
+        (lora(STUDENT, ("wq",)), {}, "a program with adapters is neither teacher nor student"),
+        (
+            replace(STUDENT, tp={"head": "sequence_colwise_loss"}),
+            {},
+            "'sequence_colwise_loss' leaves logits cut",
+        ),
+    ],
+)
+def test_what_cannot_be_distilled_is_one_line(
+    student: Program, more: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(SpecError, match="^distilled: ") as raised:
+        distilled(student, teacher(), **more)
+    assert why in str(raised.value)
+
+
+def test_a_teacher_beside_a_student_that_somebody_forgot_to_freeze_is_named() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.student = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    program = Program(
+        model=Both,
+        optimizer=lambda named: torch.optim.SGD([p for n, p in named if "student" in n], 0.1),
+        loss=lambda output, batch: output.sum(),
+    )
+    with pytest.raises(SpecError, match="parameter teacher.weight .*requires_grad False in the"):
+        trace(program)
+
+
+def test_logits_of_what_models_give() -> None:
+    class Output:
+        logits = torch.ones(2)
+
+    assert distillation.logits_of((torch.zeros(1), None)).shape == (1,)
+    assert distillation.logits_of(Output()).shape == (2,)
+    with pytest.raises(SpecError, match="no logits in what a model gives, a dict"):
+        distillation.logits_of({"out": 1})
