@@ -294,7 +294,7 @@ class ForwardBackward:
     def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[Number, Number]:
         """The same where a script computes the loss; in a rehearsal nobody does."""
         if train:
-            epoch = self.state.step * self.job.global_batch // self.job.n_samples
+            epoch = self.job.position_at(self.state.step) // self.job.n_samples
             return (
                 self.script.compute(batch, self.state.step, epoch)
                 if self.script is not None
