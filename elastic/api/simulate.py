@@ -56,10 +56,12 @@ class StepTimes:
     workers: int
     measured: Mapping[str, float] = field(default_factory=dict)
     ratio: float = 1.0
+    later_s: tuple[float, ...] = ()  # `whole_s` of the job's other phases
 
     def __call__(self, plan: Plan) -> float:
-        own = self.measured.get(str(plan.layout))
-        even_s = self.whole_s * self.workers / len(plan.ranks)
+        own = self.measured.get(str(plan.layout)) if not plan.phase else None
+        whole_s = (self.whole_s, *self.later_s)[plan.phase]
+        even_s = whole_s * self.workers / len(plan.ranks)
         return own or self.ratio * plan.model_step_s or even_s
 
 
@@ -130,7 +132,7 @@ def simulate(
     return Simulated(
         study,
         summary(found),
-        asked.subject.steps,
+        sum(each.steps for each in asked.subject.each_phase),
         tuple(notes),
         like.quality(trace) if like is not None and trace is not None else None,
     )
@@ -152,8 +154,10 @@ def _study(
     machines = machines_of(source, asked.cluster, {})
     at_once = [each for each in machines if each.group.market_type != "on-demand"]
     step_s, whole_s, ratio = _step_s(source, at_once, measured)
+    later = [_step_s(each, at_once, measured) for each in source.each_phase[1:]]
+    whole_s += sum(of_phase_s for _, of_phase_s, _ in later)
     delays = measured.delays if measured is not None else USUAL_DELAYS
-    job = replace(source.job, eval_every=0, drill=(), check_numbers_every=0)
+    job = replace(source.whole or source.job, eval_every=0, drill=(), check_numbers_every=0)
     if asked.deadline_h:
         job = replace(job, deadline_h=asked.deadline_h)
     subject = RunSubject(
@@ -166,10 +170,12 @@ def _study(
             sum(each.group.n_gpus for each in at_once),
             measured.step_s if measured is not None else {},
             ratio,
+            tuple(of_step_s for of_step_s, _, _ in later),
         ),
         whole_s,
         delays,
         known_of(pools),
+        phase_samples=source.phase_samples,
     )
     traces = _traces(asked, spot, notes, like=like, length_s=subject.given_up_s)
     for trace in traces.values():

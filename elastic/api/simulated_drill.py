@@ -51,6 +51,11 @@ def simulate_drill(
     checked(entries, drill)
     if not subject.steps:
         raise SpecError(f"{subject.name}: it has no steps; give --set steps=N")
+    if subject.phases:
+        raise SpecError(
+            f"{subject.name}: its phases have no measured times each; simulate its drill without "
+            "them: --set phases=[]"
+        )
     pools = load_cluster(cluster).pools if cluster else subject.pools
     measured, note = measured_by(calibrate, Delays())
     if measured.start is None:

@@ -16,12 +16,14 @@ from rich.text import Text
 from elastic.api.planning import aim_limits, model_source, plan_nodes, scoring, sizing
 from elastic.api.planning import query as answers
 from elastic.api.planning.model_source import Subject
+from elastic.api.planning.phase_plans import of_phases
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.api.simulate import Simulation, simulate
 from elastic.cli.parser import show, verb
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables, simulated
+from elastic.observe.plans.phase_table import phase_table
 from elastic.planner.offers import Aim, Purpose
 
 ABOUT = (
@@ -235,12 +237,12 @@ def _scored(given: argparse.Namespace) -> PlanAnswer:
 def _plan(
     given: argparse.Namespace, query: answers.Query, found: tuple[MachineGroup, ...]
 ) -> PlanAnswer:
-    data = aim_limits.plan(query, found)
+    data = aim_limits.plan(query, found) | of_phases(query, found)
     if given.explain and given.explain > len(data["offers"]):
         raise SpecError(
             f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more"
         )
-    lines = plan_tables.plan(data)
+    lines = [*plan_tables.plan(data), *phase_table(data)]
     if given.trace:
         asked = Simulation(
             query.subject,

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from elastic.config.strict import GB_MOST, NODES_MOST, SAMPLES_MOST, STEPS_MOST, Strict
+from elastic.types.typed_job import SOURCE_KINDS as KINDS
 from elastic.types.typed_job import DataKeys
 
-KINDS = ("rows", "folder", "jsonl", "parquet", "huggingface", "dataset", "tokens", "mixture")
 RECORDS = ("jsonl", "parquet", "huggingface", "dataset")
 PACKS = ("stream", "cut", "whole", "pad", "document")
 ONLY_FOR = {

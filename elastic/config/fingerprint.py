@@ -18,7 +18,7 @@ from elastic.types import Job, ModelProfile
 
 JOB_KEYS = (
     "global_batch", "seed", "clip_grad_norm", "precision", "reduce_dtype", "float8", "args",
-    "lr_schedule", "lr_scaling", "base_global_batch", "batch_norm",
+    "lr_schedule", "lr_scaling", "base_global_batch", "batch_norm", "phases",
 )  # fmt: skip
 KEY = "fingerprint"  # in DriverStarted.job and in a checkpoint's meta
 
@@ -74,6 +74,8 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     }
     found = []
     was, now = _without_secrets(was, now), _without_secrets(now, now)
+    if was:  # runs of versions without phases had none
+        was = {"phases": [], **was}
     for key, old in was.items():
         new = now.get(key)
         if key not in now or _same(old, new) or (key == "n_samples" and None in (old, new)):

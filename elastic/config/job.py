@@ -35,6 +35,7 @@ from elastic.config.optimization import (
     norm_problem,
     problem,
 )
+from elastic.config.phase_section import PhaseSpec, check_phases, in_phase
 from elastic.config.strict import (
     BYTES_MOST,
     GB_MOST,
@@ -226,6 +227,7 @@ class JobSpec(Strict):
     # the file of `program` is a script that enters elastic.loop, called with `args`
     script: str | None = None
     args: list[str] = []
+    phases: list[PhaseSpec] = []
     _where: str = PrivateAttr("job")
 
     @property
@@ -337,6 +339,7 @@ class JobSpec(Strict):
             raise ValueError(f"two pools have the same name ({', '.join(names)})")
         if any(entry.at_step is None for entry in self.drill):
             raise ValueError("an entry of the drill has no at_step")
+        check_phases(self.phases, self.plain(), lambda data: _checked(JobSpec, data, "it"))
         return self
 
     def layouts(self) -> list[str]:
@@ -356,14 +359,24 @@ class JobSpec(Strict):
         return self.model_dump() | {
             "drill": [entry.plain() for entry in self.drill],
             "data": self.data.plain(),
+            "phases": [phase.plain() for phase in self.phases],
         }
 
     def job(self) -> Job:
         return Job.from_plain(self.plain())
 
     def at(self, layout: Layout) -> JobSpec:
-        """The same at one layout, and without a drill. Raises SpecError."""
-        found = _checked(JobSpec, {**self.plain(), "layout": str(layout), "drill": []}, self._where)
+        """The same at one layout in all phases, and without a drill. Raises SpecError."""
+        phases = [phase.model_copy(update={"layout": None}).plain() for phase in self.phases]
+        return self._also({**self.plain(), "layout": str(layout), "drill": [], "phases": phases})
+
+    def each_phase(self) -> list[JobSpec]:
+        """One job for each of its phases, of as many steps; itself where it has none."""
+        each = range(len(self.phases) + 1) if self.phases else ()
+        return [self._also(in_phase(self.plain(), number)) for number in each] or [self]
+
+    def _also(self, data: dict[str, Any]) -> JobSpec:
+        found = _checked(JobSpec, data, self._where)
         found._where = self._where
         return found
 
@@ -518,6 +531,7 @@ def _nearest(model: type[BaseModel], path: KeyPath) -> str:
         "pools": PoolSpec,
         "drill": DrillSpec,
         "data": DataSpec,
+        "phases": PhaseSpec,
         **OWNERS,
         **TRACKERS,
     }

@@ -6,6 +6,10 @@ is the (p mod n)-th sample of epoch p // n in the order of that epoch, a keyed p
 0..n-1: an alternating Feistel network over a x b >= n with cycle walking (Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 5). Since a x b < n + a + b, one walk
 is nearly always enough.
+
+A phase of the job (`phases`) that reads other data begins a stream of its own, in an order that its
+number keys too; one that reads the same data reads on where the one before it was. So the samples
+of a step follow from the job and the step in every phase.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from hashlib import sha256
 from math import isqrt
 
 from elastic.errors import SpecError
+from elastic.types import Job
 
 ROUNDS = 8
 NO_STEP = ""  # the running digest before the first step
@@ -32,7 +37,25 @@ def sample_ids(n_samples: int, global_batch: int, seed: int, *, step: int) -> li
             f"step {step} of {global_batch} samples from a dataset of {n_samples}: all must be "
             "positive"
         )
-    first = step * global_batch
+    return _from(step * global_batch, n_samples, global_batch, seed=seed)
+
+
+def ids_of(job: Job, step: int) -> list[int]:
+    """The same, of a step in the phase that `job` is in."""
+    if not job.phases:
+        return sample_ids(job.n_samples, job.global_batch, job.seed, step=step)
+    seed = seed_of(job.seed, job.data_phase)
+    return _from(job.position_at(step), job.n_samples, job.global_batch, seed=seed)
+
+
+def seed_of(seed: int, phase: int) -> int:
+    """Of the order of the samples that a phase begins with; that of the first is the job's."""
+    if not phase:
+        return seed
+    return int.from_bytes(sha256(f"elastic phase {seed} {phase}".encode()).digest()[:6], "little")
+
+
+def _from(first: int, n_samples: int, global_batch: int, *, seed: int) -> list[int]:
     return [
         permuted(n_samples, seed, *divmod(position, n_samples))
         for position in range(first, first + global_batch)

@@ -182,10 +182,11 @@ def _entered(event: types.PlanEntered, view: NamedThings) -> str:
     if plan is None:
         return f"generation {event.generation} entered at step {event.step}"
     moved = f", {size(event.bytes_moved)} moved" if event.bytes_moved else ""
+    named = f"phase {plan.phase + 1}" if plan.phase else ""
     return (
         f"generation {event.generation} started at step {event.step}: {plan.layout} on "
         f"{n_of(len(plan.ranks), 'worker')}, source: {SOURCES[plan.resume.source]}{moved}"
-    )
+    ) + (f", {named}" if named else "")
 
 
 def drill(entry: dict[str, Any]) -> str:

@@ -184,7 +184,7 @@ def status(
         ("phase", phase(view, bool(holder)) + (f", driven by {holder}" if holder else "")),
         (
             "step",
-            view.progress
+            view.place
             + (f", ETA {duration(view.eta_s())}" if view.steps and not view.ended else ""),
         ),
         ("train_loss", "-" if now is None else f"{now:.4f}"),
@@ -253,6 +253,7 @@ def status_plain(view: View, holder: str = "", *, goodput: float | None = None) 
         "epoch": view.state.epoch,
         "step": view.step,
         "steps": view.steps,
+        "job_phase": view.job_phase,
         "train_loss": loss(view),
         "evaluations": {str(step): metrics for step, metrics in view.evaluations.items()},
         "durable_step": view.saved_step,

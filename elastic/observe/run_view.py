@@ -128,6 +128,24 @@ class View:
         return f"{self.step} of {self.steps}" if self.steps else str(self.step)
 
     @property
+    def job_phase(self) -> dict[str, int] | None:
+        """Which of the job's phases it is in, counted from 1, of how many, and its last step; None
+        = the job has none."""
+        job = self.job
+        if not job.phases:
+            return None
+        now = job.in_phase(job.phase_at(self.step))
+        return {"number": now.phase + 1, "of": len(job.phases), "until_step": now.until_step}
+
+    @property
+    def place(self) -> str:
+        """`40 of 300`, with the phase that this is in, where there is one."""
+        if (found := self.job_phase) is None:
+            return self.progress
+        phase = f"phase {found['number']} of {found['of']}, to step {found['until_step']}"
+        return f"{self.progress} ({phase})"
+
+    @property
     def ended(self) -> bool:
         return self.state.phase in ENDED
 
@@ -189,7 +207,7 @@ class View:
 
     def eta_s(self) -> float | None:
         each = self.step_time_s()
-        return None if each is None or not self.steps else (self.steps - self.step) * each
+        return None if each is None or not self.steps else self.state.rest_work * each
 
     def validation_losses(self) -> dict[int, float]:
         """By step, in order."""

@@ -124,7 +124,7 @@ def _steps(view: View, width: int) -> RenderableType:
     )
     eta = f"  ETA {duration(view.eta_s())}" if not view.ended else ""
     grid = Table.grid(padding=(0, 2))
-    grid.add_row(bar, Text(f"{view.progress} ({view.step / view.steps:.0%}){eta}"))
+    grid.add_row(bar, Text(f"{view.place} ({view.step / view.steps:.0%}){eta}"))
     return grid
 
 

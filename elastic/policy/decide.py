@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.layout_choice import Choice
-from elastic.policy import forming_groups, profiling, restarts, stopping, transition_cost
+from elastic.policy import (
+    forming_groups,
+    phases,
+    profiling,
+    restarts,
+    stopping,
+    transition_cost,
+)  # fmt: skip
 from elastic.policy.copies import cadence, recovery
 from elastic.policy.copies.retention import retention
 from elastic.policy.faults import corruption, retries
@@ -56,6 +63,7 @@ def decide(state: State, now_s: float) -> Decision:
         return Decision()
     if state.unseen:
         return _attaching(state, now_s)
+    state = phases.as_resumed(state)
     # else they are of a generation that cannot be entered any more
     if state.repeat and state.failure is None:
         return Decision(
@@ -327,11 +335,10 @@ def _running(state: State, now_s: float) -> Decision | None:
     leaving = [going[name] for name in plan.nodes if name in going] if going else []
     if not leaving and (wait := forming_groups.waiting(state, now_s)):
         return wait
-    return forming_groups.first(
-        state,
-        now_s,
-        _with_notice(state, now_s, leaving) if leaving else _changing(state, now_s, plan),
-    )
+    found = phases.next_phase(state, now_s, bool(leaving))
+    if found is None and leaving:
+        found = _with_notice(state, now_s, leaving)
+    return forming_groups.first(state, now_s, found or _changing(state, now_s, plan))
 
 
 def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:

@@ -52,7 +52,10 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
         return found
     if forming is None and (why := too_large(state, plan)):
         return replace(found, reason=f"{found.reason}; {why}")
-    urgent, late = plan.cause == "notice", forming is not None and now_s >= _bound_s(forming)
+    urgent, late = (
+        plan.cause in ("notice", "phase"),
+        forming is not None and now_s >= _bound_s(forming),
+    )
     if forming is not None and (urgent or late or forming.ended):
         return _entered(found, forming, plan, now_s=now_s)
     if urgent:
@@ -110,7 +113,8 @@ def _planned(found: Decision | None) -> Plan | None:
 def _entered(found: Decision, forming: Forming, plan: Plan, *, now_s: float) -> Decision:
     """With the ranks that the groups were made for, where only their order has changed since."""
     made = forming.plan
-    if forming.there and (made.layout, set(made.ranks)) == (plan.layout, set(plan.ranks)):
+    same = (made.phase, made.layout, set(made.ranks)) == (plan.phase, plan.layout, set(plan.ranks))
+    if forming.there and same:
         plan = replace(
             plan, ranks=made.ranks, samples=made.samples, layers=made.layers,
             n_microbatches=made.n_microbatches, copies_to=made.copies_to, move=made.move,

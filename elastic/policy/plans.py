@@ -283,6 +283,7 @@ def enter(state: State, choice: Choice, resume: Resume, *, cause: Cause, why: st
         rolled_back=state.rolled_back,
         unusable=tuple(state.unusable.items()),
         probe=refused_layouts.probe_of(state, resume),
+        phase=state.job.phase,
     )
     actions: tuple[Action, ...] = (EnterPlan(plan),)
     where = f"{n_of(len(choice.ranks), 'worker')} of {n_of(len(nodes), 'node')}"
@@ -328,6 +329,8 @@ def _expected_step_s(state: State, choice: Choice) -> float:
     newest = state.plans.get(state.generation)
     if newest is None or not state.step_time_s:
         return choice.model_step_s if choice.hardware_known else 0.0
+    if newest.phase != state.job.phase and not (newest.model_step_s and choice.hardware_known):
+        return 0.0  # of other samples
     if newest.model_step_s and choice.hardware_known:
         return state.step_time_s * choice.model_step_s / newest.model_step_s
     return state.step_time_s * newest.layout.world_size / choice.layout.world_size

@@ -78,6 +78,8 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
         return Decision(
             (), f"{wish.reason}: waits for generation {state.generation} to be entered", bound_s
         )
+    if state.phase_over and state.saved_step < state.step:
+        return None  # its workers have left, and may not have heard: it is saved in the next phase
     if state.quiescing is None:
         text = (
             f"{wish.reason}: generation {state.plan.generation} stops after step {state.step} or "

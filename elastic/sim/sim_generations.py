@@ -115,7 +115,7 @@ class Generations(Breaks):
             )
         if (
             len(set(plan.ranks)) != plan.layout.world_size
-            or sum(plan.samples) != self.job.global_batch
+            or sum(plan.samples) != self._job_of(plan).global_batch
         ):
             self.violations.append(
                 f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit "
@@ -138,9 +138,14 @@ class Generations(Breaks):
         source = self._groups.get(plan.resume.generation)
         if plan.resume.source == "live" and source is not None and not source.ended:
             source.leave_for = plan
-            self._cut_short(source)
+            if plan.phase <= source.plan.phase:  # else it ends by itself
+                self._cut_short(source)
         elif not group.ended:
             self._transition(group)
+
+    def _job_of(self, plan: Plan) -> Job:
+        """In the phase of the plan."""
+        return self.job.in_phase(plan.phase)
 
     def _deadline_s(self, worker: WorkerId) -> float:
         deadline_s = self._machines[worker.node_id].deadline_s
@@ -237,10 +242,14 @@ class Generations(Breaks):
             PlanEntered(plan.generation, group.step, {"groups": 0.1, "build": 0.2, "transfer": 0.5})
         )
         self._copy_to_peers(group)
-        if group.step >= self.job.steps:
+        if group.step >= self._job_of(plan).until_step:
             self._finish(group)
-        else:
-            self._begin_step(group)
+            return
+        if plan.phase != self.job.phase_at(group.step):
+            self.violations.append(
+                f"generation {plan.generation} makes step {group.step + 1} as in phase {plan.phase}"
+            )
+        self._begin_step(group)
 
     def _has_source(self, group: SimGeneration) -> bool:
         resume = group.plan.resume
@@ -296,7 +305,8 @@ class Generations(Breaks):
 
     def _tell_paces(self, group: SimGeneration) -> None:
         """What rank 0 has to tell of the ranks' speeds."""
-        unit_s = FORWARD * self.delays.work_s / (self.job.global_batch * sum(group.plan.layers))
+        batch = self._job_of(group.plan).global_batch
+        unit_s = FORWARD * self.delays.work_s / (batch * sum(group.plan.layers))
         row = [unit_s * one for one in group.units]
         event = group.times.add(group.step, row, (0.0,) * len(row), now_s=self._now_s)
         if event is not None:
@@ -308,7 +318,7 @@ class Generations(Breaks):
             return
         samples, m = action.samples, group.plan.n_microbatches
         if (
-            sum(samples) != self.job.global_batch
+            sum(samples) != self._job_of(group.plan).global_batch
             or len(samples) != group.plan.layout.dp
             or any(n < m or n % m for n in samples)
         ):
@@ -357,18 +367,21 @@ class Generations(Breaks):
             self._tell(self._finds.pop(plan.generation))
         if copies:
             self._copy_to_peers(group)
-        last = group.step >= self.job.steps
+        over = group.step >= self._job_of(plan).until_step
+        last = over and group.step >= self.job.steps
         if last or group.save or reaches(plan.durable_every):
             self._save(group)
         group.save = False
-        if last or group.quiesce:
+        next_plan = group.leave_for
+        leaves = next_plan is not None and (over or next_plan.phase <= plan.phase)
+        if last or group.quiesce or (over and not leaves):
             self._finish(group)
-        elif group.leave_for is not None:
+        elif next_plan is not None and leaves:
             group.ended = True
             self._tell(self.functions.left(plan, group.step))
             for worker in plan.ranks:
                 self._tell(self._report(worker, plan.generation))
-            successor = self._groups[group.leave_for.generation]
+            successor = self._groups[next_plan.generation]
             if not successor.ended:
                 self._transition(successor)
         else:
@@ -461,10 +474,11 @@ class Generations(Breaks):
         self._after(self.sim_storage.saved_s(self._now_s, self.delays.store_s), stored)
 
     def _finish(self, group: SimGeneration) -> None:
-        """All ranks leave at this boundary; the last copy is under way."""
+        """All ranks leave at this boundary; at the last one the last copy is under way."""
         if not group.save and group.step >= self.job.steps:
             self._save(group)
         group.quiesce = True
+        group.ended |= self._job_of(group.plan).until_step <= group.step < self.job.steps
         self._tell(self.functions.left(group.plan, group.step))
         for worker in group.plan.ranks:
             self._tell(self._report(worker, group.plan.generation), self.delays.quiesce_s)

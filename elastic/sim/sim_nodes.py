@@ -25,6 +25,7 @@ from elastic.types import (
     ReleaseNode,
     RequestFailed,
     RequestNodes,
+    SampleProfile,
     WorkerId,
 )  # fmt: skip
 
@@ -88,6 +89,8 @@ class SimMachines(Clock):
         self._n_nodes = 0
         self._before: list[SimMachine] = []  # of nodes that stand again
         self._n_paid = 0
+        # what nodes tell of samples in the phases of the job
+        self.phase_samples: tuple[SampleProfile | None, ...] = ()
         self.most_nodes = 0  # that were paid for at a time
 
     def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
@@ -195,7 +198,7 @@ class SimMachines(Clock):
             if self._stands(machine):
                 machine.prepared, machine.hung = True, False
                 self._dead -= self._workers_on(machine.node)
-                self._tell(NodePrepared(action.node_id))
+                self._tell(NodePrepared(action.node_id, phase_samples=self.phase_samples))
 
         self._after(self._cut_s([WorkerId(action.node_id, 0)]) + self._prepare_s(), done)
 

@@ -61,7 +61,8 @@ class NodePrepared(Event):
     process ids, `n_samples` is the length of the dataset that they have opened (0 = not told);
     `sample`: what one sample asks of the model, None = it could not be found out; `admission`: what
     was found when it was admitted, None = nobody looked. `pinned_rounded`: its torch rounds pinned
-    host buffers up to a power of two bytes."""
+    host buffers up to a power of two bytes. `phase_samples`, `phase_lengths`: sample and length of
+    the dataset in each phase of the job; () = it has none."""
 
     node_id: str
     pids: tuple[int, ...] = ()
@@ -69,6 +70,8 @@ class NodePrepared(Event):
     sample: SampleProfile | None = None
     admission: Admission | None = None
     pinned_rounded: bool = False
+    phase_samples: tuple[SampleProfile | None, ...] = ()
+    phase_lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

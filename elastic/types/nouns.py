@@ -14,8 +14,9 @@ NodeStatus = Literal["pending", "ready", "prepared", "draining", "quarantined", 
 CopyKind = Literal["live", "peer", "durable"]
 Source = Literal["fresh", "live", "peer", "durable"]
 Cause = Literal[
-    "start", "notice", "loss", "growth", "release", "rebalance", "infeasible", "rollback"
-]
+    "start", "notice", "loss", "growth", "release", "rebalance", "infeasible", "rollback",
+    "phase",
+]  # fmt: skip
 FailureKind = Literal[
     "collective",
     "process",
@@ -293,6 +294,7 @@ class Plan:
     unusable: tuple[tuple[str, str], ...] = ()
     # loss of the probe sample at resume.step (see Probed), where the driver knows it
     probe: float | None = None
+    phase: int = 0  # of the job: it ends by itself behind the last step of that one
 
     def __getstate__(self) -> dict[str, Any]:
         """Its fields alone: what follows from them is made anew where it is needed, and goes to no

@@ -5,7 +5,7 @@ here and nowhere else."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal, TypeVar
 
 from elastic.types.nouns import AUTO, LAYOUT_OPTIONS, Layout, Pool, named_after_auto, parse_layout
@@ -24,6 +24,10 @@ Precision = Literal["float32", "bfloat16", "float16"]
 Purpose = Literal["auto", "fastest", "cheapest", "deadline"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe", "interleaved1f1b"]
+# of which a source of data has one
+SOURCE_KINDS = (
+    "rows", "folder", "jsonl", "parquet", "huggingface", "dataset", "tokens", "mixture",
+)  # fmt: skip
 
 # Plain data without these keys is of a run that was begun before there were such, and continues as
 # it did: it has read no copy back, has compared no ranks, was as fast as it could be, has evaluated
@@ -144,6 +148,15 @@ class DataKeys:
 
 
 @dataclass(frozen=True)
+class TrainingPhase:
+    """An entry of the key `phases`: `keys`, as plain data, take the place of the job's own from the
+    step after `from_step` on. The first entry of `Job.phases` holds the job's own."""
+
+    from_step: int
+    keys: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Job:
     """Keys of job.yaml as `JobSpec` explains them, and at the end what a running job gets
     besides."""
@@ -209,6 +222,7 @@ class Job:
     metrics_port: int | str | None = None
     script: str | None = None
     args: tuple[str, ...] = ()
+    phases: tuple[TrainingPhase, ...] = ()  # () = all steps are alike
 
     # `script` is started anew at each change of capacity, in the folder `cwd`; it keeps its own
     # copies, and no key says how many steps it has
@@ -218,22 +232,29 @@ class Job:
     # type of fewest bits that the model was seen to compute in; None = nobody looked
     computes_in: str | None = None
     n_samples: int = 0  # length of the dataset, once a worker has opened it
+    phase: int = 0  # the one whose keys these are
+    lengths: tuple[int, ...] = ()  # of the dataset of each phase, likewise
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Job:
         """Keys that this version does not know are ignored, for those that are missing or None see
         the defaults and OLDER."""
-        return _made(
-            cls,
-            {**OLDER, **{key: value for key, value in data.items() if value is not None}},
-            NESTED,
-        )
+        given = {key: value for key, value in data.items() if value is not None}
+        phase, later = given.pop("phase", 0), given.pop("phases", ())
+        found: Job = _made(cls, {**OLDER, **given}, NESTED)
+        if not later:
+            return found
+        own = {key: getattr(found, key) for key in OF_PHASE} | {"data": found.data.plain()}
+        phases = (TrainingPhase(0, own), *map(_phase, later))
+        return replace(found, phases=phases).in_phase(phase)
 
     def plain(self) -> dict[str, Any]:
         """The inverse: all keys of job.yaml, and what the running job was told."""
-        found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        first = self.in_phase(0)
+        found: dict[str, Any] = {one.name: getattr(first, one.name) for one in fields(self)}
+        found |= {"phase": self.phase, "lengths": list(self.lengths)}
         for name in TOLD:
-            if found[name] == getattr(type(self), name):
+            if found[name] in (getattr(type(self), name), []):
                 del found[name]
         for name in ("lr_schedule", "noise_scale", "guards"):
             found[name] = asdict(found[name]) if found[name] is not None else None
@@ -241,12 +262,57 @@ class Job:
             if isinstance(found.get(name), Mapping):
                 found[name] = dict(found[name])
         return found | {
-            "data": self.data.plain(),
+            "data": first.data.plain(),
+            "phases": [{"from_step": one.from_step} | dict(one.keys) for one in self.phases[1:]],
             "pools": [asdict(pool) for pool in self.pools],
             "trusted_axes": list(self.trusted_axes),
             "drill": [dict(entry) for entry in self.drill],
             "args": list(self.args),
         }
+
+    def in_phase(self, number: int) -> Job:
+        """With the keys of that phase, counted from 0."""
+        if number == self.phase:
+            return self
+        keys = {key: value for key, value in self.keys_of(number).items() if key in OF_PHASE}
+        found = {key: NESTED[key](value) if key in NESTED else value for key, value in keys.items()}
+        if self.lengths:
+            found["n_samples"] = self.lengths[number]
+        return replace(self, phase=number, **found)
+
+    def keys_of(self, number: int) -> dict[str, Any]:
+        """Of that phase, as plain data: those that it says, and the job's own."""
+        own, said = self.phases[0].keys, self.phases[number].keys
+        return {**own, **said, "data": with_source(own["data"], said.get("data") or {})}
+
+    def phase_at(self, step: int) -> int:
+        """The phase of the step that follows when so many are done; of the last step after it."""
+        at = min(step, self.steps - 1)
+        return max([0, *(k for k, one in enumerate(self.phases) if one.from_step <= at)])
+
+    @property
+    def until_step(self) -> int:
+        """So many steps are done when its phase is over."""
+        last = self.phase + 1 >= len(self.phases)
+        return self.steps if last else self.phases[self.phase + 1].from_step
+
+    @property
+    def data_phase(self) -> int:
+        """The phase that began with the data that its phase has: phases that follow each other and
+        do not change the data read on in one order."""
+        read = [self.keys_of(k)["data"].get("train") for k in range(len(self.phases))]
+        return max([0, *(k for k in range(1, self.phase + 1) if read[k] != read[k - 1])])
+
+    def position_at(self, step: int) -> int:
+        """How many samples the steps up to that one of its phase have read since `data_phase`
+        began."""
+        if not self.phases:
+            return step * self.global_batch
+        begun, position = self.data_phase, 0
+        for k in range(begun, self.phase):
+            length = self.phases[k + 1].from_step - self.phases[k].from_step
+            position += length * int(self.keys_of(k)["global_batch"])
+        return position + (step - self.phases[self.phase].from_step) * self.global_batch
 
     @property
     def options(self) -> dict[str, Any]:
@@ -295,6 +361,30 @@ def default_group(global_batch: int) -> int:
     return found if found < global_batch else 0
 
 
+def with_source(own: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The key `data` of a phase that says `said` of it: the keys of its `train` take the place of
+    the job's own; one that says where its samples are is another source."""
+    before, now = own.get("train") or {}, said.get("train") or {}
+    elsewhere = any(kind in now and kind not in before for kind in SOURCE_KINDS)
+    train = now if elsewhere else _merged(before, now)
+    return {**own, **said} | ({"train": train} if train else {})
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over`, and what it does not name of `under`, in maps in them too."""
+    return {**under} | {
+        key: _merged(under[key], value)
+        if isinstance(value, Mapping) and isinstance(under.get(key), Mapping)
+        else value
+        for key, value in over.items()
+    }
+
+
+def _phase(data: Mapping[str, Any]) -> TrainingPhase:
+    keys = {key: value for key, value in data.items() if key != "from_step"}
+    return TrainingPhase(int(data["from_step"]), keys)
+
+
 def _made(cls: type[T], data: Mapping[str, Any], nested: Mapping[str, Callable[[Any], Any]]) -> T:
     names = {one.name for one in fields(cls)}  # type: ignore[arg-type]
     given = {name: value for name, value in data.items() if name in names}
@@ -318,6 +408,13 @@ NESTED: Mapping[str, Callable[[Any], Any]] = {
     "lr_schedule": _reader(LrCurve), "noise_scale": _reader(NoiseMeasure),
     "guards": GuardRules.from_plain, "data": _reader(DataKeys),
     "pools": lambda value: tuple(map(_reader(Pool), value)), "trusted_axes": tuple, "drill": tuple,
-    "args": tuple,
+    "args": tuple, "lengths": tuple,
 }  # fmt: skip
-TOLD = ("restarted", "cwd", "fingerprint", "computes_in", "n_samples")  # no keys of job.yaml
+TOLD = (  # no keys of job.yaml
+    "restarted", "cwd", "fingerprint", "computes_in", "n_samples", "phase", "lengths",
+)  # fmt: skip
+# keys of job.yaml that a phase may change; it has lr_factor and lr_schedule besides
+OF_PHASE = (
+    "global_batch", "layout", "schedule", "virtual_stages", "microbatch_size", "microbatch_tokens",
+    "activation_checkpointing", "zero_stage", "data",
+)  # fmt: skip

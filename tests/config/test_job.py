@@ -270,7 +270,7 @@ def test_what_the_file_and_an_override_say_together_names_both(folder: Path) -> 
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("phases", "unknown key 'phases'; keys are name"),
+        ("nodes", "unknown key 'nodes'; keys are name"),
         ("batch", "unknown key 'batch'; did you mean 'global_batch'"),
     ],
 )

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from elastic.config.job import job_of
-from elastic.config.layout_started import layout_of
 from elastic.config.pool_checks import check_fit
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner.layout_choice import named_for, plan_layout
 from elastic.types import Layout, ModelProfile, Node, Pool, parse_layout
 from elastic.worker.hosting.resume_checks import check_layouts
+from elastic.worker.standalone.layout_started import layout_of
 
 MODEL = ModelProfile(n_blocks=4, n_params=10, specs=(), tp_limit=2)
 NODES = [Node("a", "p", 4)]

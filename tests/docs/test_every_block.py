@@ -55,6 +55,10 @@ OTHERS = {
         "trackers: [": "config/numbers/test_where_numbers_go.py::test_the_jobs_of_the_page_are_read",
         "trackers:\n": "config/numbers/test_where_numbers_go.py::test_the_jobs_of_the_page_are_read",
     },
+    "training-shapes.md": {
+        "steps: 60000": "config/test_phases.py::test_the_job_of_the_page_is_read",
+        "PHASE": NOT_RUN + "what elastic plan prints of a job; its times are guesses",
+    },
     "profile.md": {
         "run live, profile": "docs/test_profile_page.py::test_the_page_shows_what_is_printed",
         "WORKERS": "docs/test_profile_page.py::test_the_page_shows_what_is_printed",

@@ -130,9 +130,11 @@ def test_what_a_running_job_is_told_is_kept_and_stands_nowhere_else() -> None:
         "n_samples": 7,
         "restarted": True,
         "cwd": "/home/me",
+        "phase": 1,
+        "lengths": [7, 9],
     }
     assert {*told} == {*TOLD}
-    plain = spec_of().plain()
+    plain = spec_of(steps=4, phases=[{"from_step": 2, "global_batch": 9}]).plain()
     assert Job.from_plain({**plain, **told}).plain() == {**plain, **told}
     assert not {*TOLD} & {*spec_of().job().plain()}
 

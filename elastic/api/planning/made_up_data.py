@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from elastic.config.data_section import KINDS
 from elastic.types import DataKeys, Job
+from elastic.types.typed_job import SOURCE_KINDS as KINDS
 
 
 def with_made_up_data(job: Job, folder: Path) -> Job:

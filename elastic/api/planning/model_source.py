@@ -20,7 +20,7 @@ from elastic.errors import SpecError
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.published import known_decoders
 from elastic.program import Program
-from elastic.types import Job, ModelProfile, Pool
+from elastic.types import Job, ModelProfile, Pool, SampleProfile
 from elastic.types.typed_job import Precision
 
 MUCH = 2.0  # times the published batch
@@ -35,7 +35,8 @@ OWN_POOLS = (
 class Subject:
     """`pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its tensors as the
     loader hands them on, 0 = not known. `literal`: a layout that it names is planned with the
-    options that `elastic run` gives it, not with the best ones."""
+    options that `elastic run` gives it, not with the best ones. `phases`: of a job with several,
+    each for itself; this one is then the first of them, and `whole` the job of them all."""
 
     name: str
     model: ModelProfile
@@ -45,6 +46,8 @@ class Subject:
     notes: tuple[str, ...] = ()
     sample_bytes: int = 0
     literal: bool = False
+    phases: tuple[Subject, ...] = ()
+    whole: Job | None = None
 
     @property
     def sample_tokens(self) -> int:
@@ -61,9 +64,21 @@ class Subject:
         """Of all steps that the job has; 0 = not said."""
         return float(self.steps * self.step_tokens)
 
+    @property
+    def each_phase(self) -> tuple[Subject, ...]:
+        return self.phases or (self,)
+
+    @property
+    def phase_samples(self) -> tuple[SampleProfile | None, ...]:
+        """What a sample asks of the model in each phase; () = it has none."""
+        return tuple(phase.model.sample for phase in self.phases)
+
     def with_layout(self, text: str) -> Subject:
         """Its options stand for themselves: keys of the job of the same names are left out."""
-        return replace(self, job=replace(self.job, layout=text)) if text else self
+        if not text:
+            return self
+        each = tuple(phase.with_layout(text) for phase in self.phases)
+        return replace(self, job=replace(self.job, layout=text), phases=each)
 
     def plain(self) -> dict[str, Any]:
         sample = self.model.sample
@@ -122,10 +137,28 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
             f"{folder}: it has no program.py, which says what is trained; or plan a model by its "
             "sizes: --model 8b"
         )
+    spec, program = loaded_from(folder, data, where)
+    notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
+    first, *later = (
+        _of_spec(each, program, where, notes=notes, check=check and number == 0)
+        for number, each in enumerate(spec.each_phase())
+    )
+    if not later:
+        return first
+    about = (
+        f"the offers are those of phase 1, its first {first.steps} steps; the table of phases has "
+        "the best one of each"
+    )
+    phases, notes = (first, *later), (*first.notes, about)
+    return replace(first, phases=phases, notes=notes, whole=spec.job())
+
+
+def _of_spec(
+    spec: JobSpec, program: Program, where: str, *, notes: tuple[str, ...], check: bool
+) -> Subject:
     from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
     from elastic.worker.hosting.resume_checks import check_loss
 
-    spec, program = loaded_from(folder, data, where)
     pools = tuple(pool.pool() for pool in spec.pools)
     # beside the trace
     comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None
@@ -146,7 +179,6 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
             f"{where}: a script's model is not traced, so that its cost is not known; plan one of "
             "its size: --model"
         )
-    notes = () if "pools" in data else (OWN_POOLS,)
     if unequal:
         like = (
             "samples are of unequal length: planned as if each were like the first, of "

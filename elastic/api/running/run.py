@@ -136,7 +136,8 @@ class JobRun:
         self.address = ray_address(options)
         self.spec = spec = adapted(spec, options, self.address)
         self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
-        check_fit(spec, self.pools)
+        for phase in spec.each_phase():
+            check_fit(phase, self.pools)
         check_budget(spec, self.pools, options.no_budget)
         check_drill(spec.drill, self.pools, embedded=self.address is None)
         name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"

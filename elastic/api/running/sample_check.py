@@ -4,10 +4,11 @@ its journal alone."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 
 from elastic.config.job import JobSpec
-from elastic.data.order import NO_STEP, chained, digest, digest_text, sample_ids
+from elastic.data.order import NO_STEP, chained, digest, digest_text, ids_of
 from elastic.data.streams import N_POSITIONS
 from elastic.ledger.journal import Line
 from elastic.observe.run_view import View
@@ -22,12 +23,14 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
     continued from has their running digest. The journal, which may be one of months, is gone
     through once."""
     view, unwritten, n_samples, starts = View(), Unwritten(), None, list[DriverStarted]()
+    job = spec.job()
     for line in lines:
         view.add(line)
         unwritten.add(line)
         for _, event in line.events:
             if isinstance(event, NodePrepared) and event.n_samples:
                 n_samples = event.n_samples  # as the nodes have seen it: the data may not be here
+                job = replace(job, n_samples=n_samples, lengths=event.phase_lengths)
             elif isinstance(event, DriverStarted):
                 starts.append(event)
     if n_samples == N_POSITIONS:
@@ -45,9 +48,7 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
 
     @cache
     def expected(step: int) -> str:
-        return digest_text(
-            digest(sample_ids(n_samples or 0, spec.global_batch, spec.seed, step=step - 1))
-        )
+        return digest_text(digest(ids_of(job.in_phase(job.phase_at(step - 1)), step - 1)))
 
     every = max(1, spec.steps * spec.global_batch // MOST_COUNTED)
     right = all(known[step] == expected(step) for step in list(known)[::every])

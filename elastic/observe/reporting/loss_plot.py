@@ -14,6 +14,7 @@ COLORS = {
     "start": "#888888", "notice": "#d98e04", "loss": "#c0392b", "growth": "#1e8449",
     "release": "#7d6608",
     "rebalance": "#2471a3", "infeasible": "#7d3c98", "rollback": "#c0392b",
+    "phase": "#117a65",
 }  # fmt: skip
 
 

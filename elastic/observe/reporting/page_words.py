@@ -41,6 +41,7 @@ CAUSES = {
     "rebalance": "work divided by measured speeds",
     "infeasible": "memory was too small",
     "rollback": "return to an earlier state",
+    "phase": "next phase of the job",
 }
 
 SOURCES = {

@@ -189,6 +189,7 @@ def _change(view: View, one: Transition, around: Sequence[Incident]) -> str:
         "release": "The run gave up a machine that cost more than it was worth",
         "rebalance": "The machines were not equally fast, so the work was divided anew",
         "infeasible": "The division of the work did not fit into memory, so another one was taken",
+        "phase": f"The job came to its phase {plan.phase + 1 if plan is not None else '-'}",
         "rollback": "The numbers had gone wrong, so an earlier state was taken",
     }[one.cause]
     return (

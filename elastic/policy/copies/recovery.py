@@ -144,6 +144,8 @@ def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
     older = max(found, key=lambda copy: copy.step, default=None)
     if older is None or not refused_layouts.comparable(state, older.step):
         return resume
+    if state.job.phase_at(older.step) != state.job.phase:
+        return resume  # its layout may be none for those steps
     return older if (resume.step - older.step) * state.step_time_s <= COMPARED_S else resume
 
 

@@ -362,7 +362,7 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
     if plan is None or event.generation != plan.generation or worker not in plan.workers:
         return replace(state, **told)
     state = replace(state, **told, quiesced=with_member(state.quiesced, worker))
-    if state.quiescing or state.target or event.step >= state.steps:
+    if state.quiescing or state.target or event.step >= state.phase_ends_at:
         return state
     return failed(
         state,

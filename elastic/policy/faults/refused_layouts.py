@@ -120,7 +120,7 @@ def probed(state: State, event: Probed) -> State:
     differs = event.expected is not None and not agree(
         event.loss, event.expected, tolerance(state.job)
     )
-    if not current or differs or event.generation in state.distrusted:
+    if not current or differs or event.generation in state.distrusted or _other(state, event):
         return state
     probes = {**state.probes, event.step: event.loss}
     kept = sorted(probes)[-KEPT_PROBES:]
@@ -130,6 +130,16 @@ def probed(state: State, event: Probed) -> State:
         probes={step: probes[step] for step in kept},
         probed_in={step: told[step] for step in kept if step in told},
     )
+
+
+def _other(state: State, event: Probed) -> bool:
+    """Was it another sample than that of the phase which begins at that step? A generation tells it
+    too where it ends with its phase."""
+    plan, job = state.plans.get(event.generation), state.job
+    if plan is None or not job.phases:
+        return False
+    begins = job.in_phase(job.phase_at(event.step))
+    return job.in_phase(plan.phase).data_phase != begins.data_phase
 
 
 def begun_otherwise(state: State, event: Probed) -> tuple[float, Layout] | None:

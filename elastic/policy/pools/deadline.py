@@ -108,14 +108,15 @@ def needed(
     whole_s = max(1.0, end_s - state.first_started_at_s - change_s)
     since_s = now_s - state.first_started_at_s - change_s
     step = safe_step(state)
-    lag_s = since_s - whole_s * step / steps
+    whole, done = state.work_between(0, steps), state.work_between(0, step)
+    lag_s = since_s - whole_s * done / whole
     left_s = end_s - now_s
     behind, ahead = lag_s > 0, lag_s < -2 * change_s
     turns_s = [-lag_s, -lag_s - 2 * change_s]  # until it is behind, and not ahead any more
     if not state.worker_step_s:
         text = f"no step yet, {left_s / 60:.0f} min before the deadline"
         return DeadlineProgress(0, behind, False, False, text, _wakes(turns_s, now_s))
-    rest_s = (steps - step) * state.worker_step_s / _busy(state)
+    rest_s = (whole - done) * state.worker_step_s / _busy(state)
     usable_s = left_s * (1 - DEADLINE_KEPT) - 2 * change_s
     workers = ceil(rest_s / usable_s) if usable_s > 0 else 10**9
     last = False

@@ -77,7 +77,7 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
     end_s = deadline_s(state)
     if end_s is None or at_s < end_s - save_s(state) or (state.steps and state.step >= state.steps):
         return None
-    left = state.rest_steps
+    left = state.rest_work
     if state.phase == "running" and state.step_time_s and at_s + left * step_s(state) < end_s:
         return None  # it gets done
     # a script's steps are its own

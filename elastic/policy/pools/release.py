@@ -212,7 +212,7 @@ def pays(state: State, go: list[Node], stay: list[Node]) -> str:
     rest_s = slack.SCRIPT_REST_S
     if state.rest_steps < inf:
         gpus_left = max(1, sum(node.gpus for node in stay))
-        rest_s = state.rest_steps * state.worker_step_s / gpus_left
+        rest_s = state.rest_work * state.worker_step_s / gpus_left
     hours = min(1 / hazard_per_h if hazard_per_h else inf, rest_s / 3600)
     start_s = max(hazard.start_s(state, node.pool) for node in go)
     pause_usd = drain.WORTH * lead.pause_s / 3600 * state.usd_per_h

@@ -95,8 +95,9 @@ def of(state: State, fixed: Pool, workers: int, *, step: float, now_s: float) ->
         return None
     left_s = end_s - now_s
     work_s = state.worker_step_s / workers
-    whole_s = 3600 * (state.job.deadline_h or 0.0) * (1 - KEPT) - state.steps * work_s
-    rest_s = (state.steps - step) * work_s
+    rest_s = state.work_between(step, state.steps) * work_s
+    all_s = state.work_between(0, state.steps) * work_s
+    whole_s = 3600 * (state.job.deadline_h or 0.0) * (1 - KEPT) - all_s
     change_s = start_s(state, fixed) + drain.lead_of(state).pause_s
     return Slack(left_s * (1 - KEPT) - rest_s, whole_s, change_s, left_s)
 
@@ -135,7 +136,7 @@ def stand_in(
     cheap = min((pool.usd_per_gpu_h for pool in pools), default=inf)
     rest_s = SCRIPT_REST_S
     if state.rest_steps < inf:
-        rest_s = state.rest_steps * state.worker_step_s / max(1, workers)
+        rest_s = state.rest_work * state.worker_step_s / max(1, workers)
     calm_h = hazard.calm_h(state, {pool.name for pool in pools})
     hours = min(calm_h, rest_s / 3600)
     longest_s = max((start_s(state, pool) for pool in left), default=0.0)

@@ -47,7 +47,11 @@ def with_step(state: State, plan: Plan, event: StepDone) -> tuple[MeasuredSteps,
 
 def expected_s(state: State, choice: Choice) -> float:
     """0 = nothing was measured."""
-    seen = [one for one in reversed(state.measured) if len(one.seconds) >= LEAST_STEPS]
+    seen = [
+        one
+        for one in reversed(state.measured)
+        if len(one.seconds) >= LEAST_STEPS and one.plan.phase == state.job.phase
+    ]
     if not state.expects_measured or not seen:
         return 0.0
     same = [one for one in seen if _parts(one.plan) == _parts(choice)]

@@ -287,7 +287,7 @@ def _weighed(state: State, node: Node, parts: tuple[float, float]) -> tuple[floa
     pool do, or to the end of the job."""
     gives, could = parts
     start_s, per_h = hazard.start_s(state, node.pool), hazard.reclaims_per_node_h(state, node.pool)
-    rest_s = (state.steps - state.step) * limits.step_s(state)
+    rest_s = state.rest_work * limits.step_s(state)
     stays_s = min(rest_s, 3600 / per_h) - start_s
     pauses_s = 2 * drain.WORTH * drain.lead_of(state).pause_s
     return max(0.0, stays_s) * (could - gives), start_s * gives + pauses_s

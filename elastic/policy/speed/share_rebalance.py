@@ -128,7 +128,7 @@ def followed(state: State) -> bool:
     compiled = state.job.compile  # torch's compiler gives up on cut tensors of a shape that varies
     varying = compiled and plan is not None and plan.layout.tp > 1
     wanted = state.job.rebalance and not state.uneven_failed and not varying
-    return bool(wanted and state.speeds and state.steps - state.step > LAST_STEPS)
+    return bool(wanted and state.speeds and state.phase_ends_at - state.step > LAST_STEPS)
 
 
 def ordered(state: State, now_s: float) -> bool:
@@ -145,12 +145,14 @@ def stay_s(state: State) -> float:
     plan = state.plan
     nodes = [node for name in plan.nodes if (node := state.nodes.get(name))] if plan else []
     per_h = hazard.reclaims_per_h(state, nodes)
-    return min((state.steps - state.step) * limits.step_s(state), 3600 / per_h if per_h else inf)
+    return min(
+        (state.phase_ends_at - state.step) * limits.step_s(state), 3600 / per_h if per_h else inf
+    )
 
 
 def stay_steps(state: State) -> float:
     step_s = limits.step_s(state)
-    return min(float(state.steps - state.step), stay_s(state) / step_s if step_s else inf)
+    return min(float(state.phase_ends_at - state.step), stay_s(state) / step_s if step_s else inf)
 
 
 def compute_s(state: State, busy_s: float) -> float:

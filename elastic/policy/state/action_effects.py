@@ -10,6 +10,7 @@ from elastic.policy.copies.retention import ordered_removal
 from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
 from elastic.policy.pools import hazard
 from elastic.policy.speed.speeds import remembered
+from elastic.policy.state import in_phase
 from elastic.policy.state.state import Aborting, Failure, Request, State
 from elastic.types import (
     Abort,
@@ -100,6 +101,7 @@ def _ordered_prepare(state: State, action: Prepare, at_s: float) -> State:
 
 def ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
     plan, failure = action.plan, state.aborting.failure if state.aborting else None
+    state = in_phase.entering(state, plan)
     follows = f"generation {plan.generation} follows before all ranks had reported"
     state = profiling.ended(state, follows, begun_only=True)
     plans = {**state.plans, plan.generation: plan}

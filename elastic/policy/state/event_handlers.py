@@ -34,6 +34,7 @@ from elastic.policy.pools import hazard, limits
 from elastic.policy.speed.measured_steps import with_step
 from elastic.policy.speed.speeds import HANDLERS as SPEEDS
 from elastic.policy.speed.speeds import forget
+from elastic.policy.state import in_phase
 from elastic.policy.state.action_effects import ordered_plan
 from elastic.policy.state.newest_steps import digested, with_loss
 from elastic.policy.state.state import ENDED, Failure, State, StopWish
@@ -46,7 +47,6 @@ from elastic.types import (
     DropGroups,
     EnterPlan,
     InstancesSeen,
-    Job,
     NodeLost,
     NodePrepared,
     NodeReady,
@@ -105,12 +105,12 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         if c.generation not in state.distrusted and not corrupted(state, c.generation, c.step)
     )
     durable = _newest_first((*found, *(state.durable if event.attached else ())))
-    model = event.model
+    model, saved = event.model, durable[0].step if durable else 0
     # its workers have told, and will not do so again
     if event.attached and state.model is not None:
         model = replace(model, sample=model.sample or state.model.sample)
     known: dict[str, Any] = {
-        "run": event.run, "epoch": event.epoch, "job": Job.from_plain(event.job),
+        "run": event.run, "epoch": event.epoch, "job": in_phase.job_of(state, event, saved),
         "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
         "billed_at_s": at_s, "forms_ahead": event.forms_ahead,
         "expects_measured": event.expects_measured, "spends_slack": event.spends_slack,
@@ -118,7 +118,6 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
-        saved = durable[0].step if durable else 0
         text = state.digests.get(saved) or (durable[0].samples if durable else "")
         return State(
             validation=state.validation,
@@ -220,12 +219,10 @@ def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
     state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
     if node is None or node.status in ("lost", "quarantined"):
         return state
-    state, model = hazard.started(state, node, at_s), state.model
-    if model is not None and model.sample is None and event.sample is not None:
-        model = replace(model, sample=event.sample)
+    state = hazard.started(state, node, at_s)
     state = replace(
         state,
-        model=model,
+        **in_phase.prepared(state, event),
         prepared=state.prepared | {event.node_id},
         prepared_at_s=at_s,
         preparing={name: t for name, t in state.preparing.items() if name != event.node_id},

@@ -27,6 +27,7 @@ from elastic.types import (
     ProfileAsked,
     Quiesce,
     RollForward,
+    SampleProfile,
     SetShares,
     StartProfile,
     StepDone,
@@ -308,6 +309,10 @@ class State:
     blamed: Mapping[str, str] = field(default_factory=dict)
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
+    # the same of the job's other phases
+    infeasible_in: Mapping[int, Mapping[Layout, int]] = field(default_factory=dict)
+    # what a sample asks of the model in each phase of the job; () = not told, or it has none
+    phase_samples: tuple[SampleProfile | None, ...] = ()
     # pp, tp, cp, dp or `layout ...` -> why (see refused_layouts.py)
     unusable: Mapping[str, str] = field(default_factory=dict)
     # generations of such layouts -> the step that they began from
@@ -365,6 +370,36 @@ class State:
     def rest_steps(self) -> float:
         """That are still to be done; of a script that is restarted nobody knows."""
         return inf if self.job.restarted else self.steps - self.step
+
+    @property
+    def rest_work(self) -> float:
+        """Those steps in steps of the phase that the run is in."""
+        return self.work_between(self.step, self.steps) if self.job.phases else self.rest_steps
+
+    def work_between(self, begin: float, end: float) -> float:
+        """The steps from `begin` to `end` in steps of the phase that the run is in, by what their
+        samples ask of the model (where nobody knows that: by their number)."""
+        job, known = self.job, [sample.flop if sample else 0.0 for sample in self.phase_samples]
+        if not job.phases:
+            return end - begin
+        per_sample = known if known and all(known) else [1.0] * len(job.phases)
+        work = [flop * float(job.keys_of(k)["global_batch"]) for k, flop in enumerate(per_sample)]
+        begins = [*(phase.from_step for phase in job.phases), job.steps]
+        return sum(
+            max(0.0, min(end, begins[k + 1]) - max(begin, begins[k])) * each / work[job.phase]
+            for k, each in enumerate(work)
+        )
+
+    @property
+    def phase_ends_at(self) -> int:
+        """So many steps are done when the running plan ends by itself."""
+        plan = self.plan
+        return self.steps if plan is None else self.job.in_phase(plan.phase).until_step
+
+    @property
+    def phase_over(self) -> bool:
+        """Has the running plan ended with its phase, and not with the job?"""
+        return self.plan is not None and self.phase_ends_at <= self.step < self.steps
 
     @property
     def digest(self) -> str:
@@ -488,6 +523,10 @@ class State:
         plan, target = self.plan, self.target
         entering = target is not None and (worker in target.workers or worker in target.senders)
         return entering or (plan is not None and worker in plan.workers)
+
+    def takes_part_on(self, node_id: str) -> bool:
+        """Has the running plan ranks on that node?"""
+        return self.plan is not None and node_id in self.plan.workers_per_node
 
     def lives(self, worker: WorkerId) -> bool:
         """Is the process believed to be there?"""

@@ -231,13 +231,13 @@ class MarketBackend(SimBackend):
     # ----------------------------------------------------------------------------- steps in batches
 
     def _batch(self, group: SimGeneration) -> int:
-        """Up to a checkpoint, the last one that falls into it, and to the end of the job."""
+        """Up to a checkpoint, the last one that falls into it, and to the end of its phase."""
         n = int(self._batch_s / group.step_s) if group.step_s else 1
         every = group.plan.durable_every
         if every:
             to_next = every - group.step % every
             n = to_next + max(0, n - to_next) // every * every if n >= to_next else n
-        return max(1, min(n, self.job.steps - group.step))
+        return max(1, min(n, self._job_of(group.plan).until_step - group.step))
 
     def _lose(
         self, node_id: str, cause: str, confirm_s: float, *, moment: Moment = "inside"

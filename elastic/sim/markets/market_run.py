@@ -23,6 +23,7 @@ from elastic.types import (
     Plan,
     PlanEntered,
     Pool,
+    SampleProfile,
     StepDone,
 )
 
@@ -45,6 +46,7 @@ class RunSubject:
     delays: Delays
     hardware: tuple[HardwareProfile, ...] = ()
     batch_s: float = 60.0
+    phase_samples: tuple[SampleProfile | None, ...] = ()  # as NodePrepared tells them
 
     @property
     def given_up_s(self) -> float:
@@ -177,6 +179,7 @@ def run_on(
         batch_s=subject.batch_s,
         seed=seed,
     )
+    backend.phase_samples = subject.phase_samples
     journal = _Counted(keep, subject.ideal_s / MOMENTS)
     start = DriverStarted(
         subject.name, 1, plain, subject.pools, subject.model, subject.hardware,

@@ -13,6 +13,7 @@ from elastic.config.job import JobSpec
 from elastic.data.batches import few_samples, item_of
 from elastic.data.budget import budget_of
 from elastic.data.open_datasets import dataset_of
+from elastic.data.phase_data import PhaseData
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import ElasticError, ProgramError, SpecError, StateLost
 from elastic.ledger.journal import Line, built
@@ -137,7 +138,7 @@ def warn_of_clock(before: Sequence[Line], now_s: float) -> None:
 
 def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
     """Raises SpecError for a layout that the model cannot be cut into, whatever the nodes."""
-    for layout in spec.least_layouts():
+    for layout in (layout for phase in spec.each_phase() for layout in phase.least_layouts()):
         if why := model.refusal(layout):
             raise SpecError(f"layout '{layout}': {why}")
         if model.tp_limit % layout.tp:
@@ -196,13 +197,20 @@ def check_loss(job: Job, program: Program) -> None:
     from elastic.worker.equivalence.loss_is_sum import check_before_start
 
     try:
-        dataset = dataset_of(program, job)
-        if len(dataset) == N_POSITIONS:  # a stream, which moves on
-            return
-        _check_readable(job, dataset)
-        check_before_start(program, job, dataset)
+        opened = PhaseData.of(program, job)
     except ProgramError as error:
         raise SpecError(f"{job.program}: {error}") from error
+    for number in range(max(1, len(job.phases))):
+        of = job.in_phase(number)
+        dataset = opened.datasets[of.data_phase]
+        if len(dataset) == N_POSITIONS:  # a stream, which moves on
+            continue
+        try:
+            _check_readable(of, dataset)
+            check_before_start(program, of, dataset)
+        except ProgramError as error:
+            where = f"phases, entry {number}: " if number else ""
+            raise SpecError(f"{job.program}: {where}{error}") from error
 
 
 def _check_readable(job: Job, dataset: Any) -> None:
@@ -227,6 +235,11 @@ def with_few(model: ModelProfile, spec: JobSpec, n_samples: int) -> ModelProfile
 def check_cp(spec: JobSpec, program: Program) -> None:
     """Raises SpecError for a layout with cp where the model, run on the meta device, cannot have
     parts of sequences."""
+    for phase in spec.each_phase():
+        _check_cp(phase, program)
+
+
+def _check_cp(spec: JobSpec, program: Program) -> None:
     cp = max(layout.cp for layout in spec.least_layouts())
     if cp == 1:
         return

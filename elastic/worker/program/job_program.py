@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from elastic.errors import SpecError
 from elastic.program import Program
-from elastic.types import Job
+from elastic.types import Job, LrCurve
 from elastic.worker.program.guards import with_memory
 from elastic.worker.program.norms.batch_norms import with_norms
 from elastic.worker.program.optimizers import JobOptimizer
-from elastic.worker.program.schedules import scale, schedule
+from elastic.worker.program.schedules import Factor, scale, schedule
 
 
 def with_job(program: Program, job: Job) -> Program:
@@ -40,9 +40,8 @@ def _with_optimizer(program: Program, job: Job) -> Program:
 
 def _with_rates(program: Program, job: Job) -> Program:
     given, own = job.lr_schedule, program.lr_factor
-    base = job.base_global_batch
-    by = scale(job.lr_scaling, job.global_batch, base) if base else 1.0
-    if isinstance(own, Rates) or (not given and by == 1.0):
+    by = scale(job.lr_scaling, job.global_batch, job.base_global_batch)
+    if isinstance(own, Rates) or (not given and by == 1.0 and not job.phases):
         return program
     if job.script:
         key = "lr_schedule" if given else "lr_scaling"
@@ -55,14 +54,42 @@ def _with_rates(program: Program, job: Job) -> Program:
             "job.yaml: key 'lr_schedule' gives a schedule, and Program.lr_factor is another; give "
             "one of them"
         )
-    return replace(program, lr_factor=Rates(schedule(given, job.steps) if given else own, by))
+    whole = schedule(given, job.steps) if given else own
+    each = [_rate(job.in_phase(k), whole) for k in range(len(job.phases))]
+    return replace(program, lr_factor=Rates(each or [Rate(0, whole, by)]))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Factor on the learning rates of the steps from `from_step` on: the schedule's, which counts
+    its steps from `since`, times `by`."""
+
+    from_step: int
+    factor: Factor | None
+    by: float
+    since: int = 0
+
+    def __call__(self, step: int) -> float:
+        return self.by * (self.factor(step - self.since) if self.factor is not None else 1.0)
+
+
+def _rate(job: Job, whole: Factor | None) -> Rate:
+    """Of the phase that the job is in: without a schedule of its own it follows the whole job's."""
+    said, begin = job.keys_of(job.phase), job.phases[job.phase].from_step
+    by = scale(job.lr_scaling, job.global_batch, job.base_global_batch)
+    by *= said.get("lr_factor", 1.0)
+    if not (own := said.get("lr_schedule")):
+        return Rate(begin, whole, by)
+    curve = LrCurve(**{key: value for key, value in own.items() if value is not None})
+    return Rate(begin, schedule(curve, job.until_step - begin), by, since=begin)
 
 
 class Rates:
-    """Factor on the learning rates of a step: the schedule's, times that of the batch."""
+    """Factor on the learning rates of a step: that of the phase that it is in, whatever phase the
+    run is in."""
 
-    def __init__(self, factor: Any, by: float) -> None:
-        self.factor, self.by = factor, by
+    def __init__(self, each: Sequence[Rate]) -> None:
+        self.each = tuple(each)
 
     def __call__(self, step: int) -> float:
-        return self.by * (self.factor(step) if self.factor is not None else 1.0)
+        return next(rate for rate in reversed(self.each) if rate.from_step <= step)(step)

@@ -86,6 +86,7 @@ class Generation:
     ) -> None:
         """`groups`: those that were made ahead."""
         self.place, self.order, self.plan = place, order, order.plan
+        place.enter_phase(order.plan.phase)
         # asked before each commit: (stop at this boundary?, save at this boundary?)
         self.words = words
         self.groups = groups or groups_of(place, order.plan)
@@ -237,8 +238,8 @@ class Generation:
     # ------------------------------------------------------------------------------------------ run
 
     def run(self) -> None:
-        """Steps until the job's last one or a stop word; returns at a boundary with all copies
-        settled."""
+        """Steps until the last one of the plan's phase or a stop word; returns at a boundary with
+        all copies settled."""
         place, plan, state, job = self.place, self.plan, self.state, self.place.job
         assert state is not None
         stepper, copies = self._built, self.copies
@@ -258,12 +259,12 @@ class Generation:
         elif place.program.log is not None:
             stepper.kept = KeptSums("Program.log")
         stepper.memory = place.extra.objects.get(MEMORY)
-        last = job.steps
+        last, end = job.until_step, job.steps
         loader = self.loader = self._loader_of(stepper)
         stepper.coming = lambda: loader.ready(state.step + 1)
         stop, self.entered_step = False, state.step
         equal = SdcCheck(stepper, plan, place.faults, good_step=min(place.good_step, state.step))
-        if state.step >= last:
+        if state.step >= end:
             self._finish(state)
             # all steps were done before, and the copy of the last was not stored
             place.saving.save(plan, state, must=True)
@@ -275,13 +276,13 @@ class Generation:
                 place.good_step = equal.good_step
                 if found is not None and self.rank == 0:  # the driver ends the steps
                     place.report(found)
-            if state.step == last or (job.eval_every and state.step % job.eval_every == 0):
+            if state.step == end or (job.eval_every and state.step % job.eval_every == 0):
                 self._evaluate(stepper, state)
-            if state.step == last:
+            if state.step == end:
                 self._finish(state)
                 # last of all: once it is stored the run is done
                 place.saving.save(plan, state, copies.take(), must=True)
-        if stop and state.step < last and self._probe is not None:
+        if state.step < end and self._probe is not None:
             self._tell_probe(self._probe.at_boundary(state.step))
         copies.drop()
 

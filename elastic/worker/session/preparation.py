@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from elastic.config.fingerprint import fingerprint
 from elastic.data.batches import item_of
 from elastic.data.loader_processes import readers_of
-from elastic.data.open_datasets import dataset_of, validation_of
+from elastic.data.open_datasets import validation_of
+from elastic.data.phase_data import PhaseData
 from elastic.data.progress import heard_by
 from elastic.data.streams import with_stream
 from elastic.program import load_program
@@ -27,6 +28,7 @@ from elastic.types import (
     NodePrepared,
     NodeRefused,
     Rehearsal,
+    SampleProfile,
     WorkerFailed,
     WorkerId,
 )
@@ -136,18 +138,35 @@ class Preparation:
         place.program = keyed(place)
         if self.me.local_rank == 0:
             place.sample = sample_profile(place.program, self.job, item_of(place.dataset, 0, None))
+            place.phase_samples = self._samples(place)
         if checks is not None:
             self._admission = checks.end()
         gc.collect()
         gc.freeze()  # what stays for good need not be looked at again: see Workplace.keep
         return place
 
+    def _samples(self, place: Workplace) -> tuple[SampleProfile | None, ...]:
+        """What a sample asks of the model in each phase of the job."""
+        found, job = list[SampleProfile | None](), self.job
+        for number in range(len(job.phases)):
+            of = job.in_phase(number)
+            known = of.data_phase < number and not of.microbatch_tokens
+            data = place.datasets[of.data_phase]
+            found.append(
+                found[of.data_phase]
+                if known
+                else sample_profile(place.program, of, item_of(data, 0, None))
+            )
+        return tuple(found)
+
     def _prepared(self) -> NodePrepared:
         sample = self.place.sample if self.place is not None else None
+        phases = self.place.phase_samples if self.place is not None else ()
         rounded = self.place is not None and self.place.host_memory.pinned and rounds_pinned()
         return NodePrepared(
-            self.me.node_id, (os.getpid(),), self.job.n_samples, sample, self._admission, rounded
-        )
+            self.me.node_id, (os.getpid(),), self.job.n_samples, sample, self._admission, rounded,
+            phases, self.job.lengths,
+        )  # fmt: skip
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
         """Its numbers are garbage, so what the program says of them is no reason to stop: the first
@@ -172,10 +191,10 @@ class Preparation:
         program = with_job(
             load_program(self.job.program) if script is None else script.start(), self.job
         )
-        dataset: Any = dataset_of(program, self.job)
+        opened = PhaseData.of(program, self.job)
+        self.job, dataset = opened.job, opened.datasets[0]
         program = with_stream(program, dataset, self.job)
         profile = profile_of(program, self.job)
-        self.job = replace(self.job, n_samples=len(dataset))
         validation = validation_of(program, self.job)
         storage = open_storage(self.run_uri)
         return Workplace(
@@ -193,6 +212,7 @@ class Preparation:
             script=script,
             readers=readers_of(self.job),
             faults=faults,
+            datasets=opened.datasets,
         )
 
     def close(self) -> None:

@@ -363,7 +363,10 @@ class Session:
         )
 
     def _words(self, number: int) -> tuple[bool, bool]:
-        superseded = any(o.plan.generation > number for o in self._orders)
+        running = self._generation.plan if self._generation is not None else None
+        phase = running.phase if running is not None else 0
+        # one of a later phase of the job waits for the end of this one
+        superseded = any(o.plan.generation > number and o.plan.phase <= phase for o in self._orders)
         stop, save = self._stop_at >= number, self._save_at >= number
         if save and not stop:
             self._save_at = 0  # a single copy was asked for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic.data.loader_processes import Readers, readers_of
 from elastic.errors import InternalError, StateLost
 from elastic.program import Program
 from elastic.reshard.transfers import participants
@@ -30,7 +31,6 @@ from elastic.worker.state.train_state import Held
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from elastic.data.loader_processes import Readers
     from elastic.worker.loop.script_host import Script
 
 
@@ -88,6 +88,7 @@ class Workplace:
     # per block, of one sample; for rehearsals
     block_inputs: list[torch.Tensor | None] = field(default_factory=list)
     sample: SampleProfile | None = None  # on the first worker of a node
+    phase_samples: tuple[SampleProfile | None, ...] = ()  # likewise, in each phase of the job
     extra: ExtraState = field(init=False)
     readers: Readers | None = None  # loader processes, where the job asks for them
     script: Script | None = None  # a job whose script enters elastic.loop
@@ -97,6 +98,8 @@ class Workplace:
     probes: dict[int, tuple[int, float]] = field(default_factory=dict)
     probe_repeats: bool = True  # is that loss the same each time?
     axes: frozenset[str] = frozenset()  # with more than one rank, of the generation entered last
+    # by the phase of the job that begins with them; {} = there is one
+    datasets: Mapping[int, Any] = field(default_factory=dict)
     left_at_s: float | None = None  # when the last step of the generation before was finished
     device_lost: bool = False
 
@@ -107,6 +110,18 @@ class Workplace:
         self.side = SideStream(self.device)
         submit = self.background
         self.background = lambda work, *arguments: submit(run_on(self.device, work), *arguments)
+
+    def enter_phase(self, number: int) -> None:
+        """Job and data become those of that phase of the job. Nothing of the phase before reads
+        them any more."""
+        before, self.job = self.job, self.job.in_phase(number)
+        if self.job.data_phase == before.data_phase:
+            return
+        self.dataset = self.datasets[self.job.data_phase]
+        self.probes.clear()  # of another sample
+        if self.readers is not None:
+            self.readers.close()
+            self.readers = readers_of(self.job)
 
     def _unpinned(self, why: str) -> None:
         log.warning(

@@ -18,7 +18,6 @@ import torch
 
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec
-from elastic.config.layout_started import layout_of
 from elastic.data.batches import few_samples
 from elastic.data.budget import budget_of
 from elastic.driver import drive, restored
@@ -67,6 +66,7 @@ from elastic.worker.hosting.session_processes import SessionProcess, SessionProc
 from elastic.worker.profile.measure import accelerator_here
 from elastic.worker.session.session import Session
 from elastic.worker.session.workplace import Workplace
+from elastic.worker.standalone.layout_started import layout_of
 from elastic.worker.standalone.meeting import POOL, Meeting, Started, meet
 from elastic.worker.standalone.process_backend import (
     LinkedRank,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from elastic.data.budget import Cut, Microbatch, TokenBudget, pad_share
-from elastic.data.order import sample_ids, share
+from elastic.data.order import ids_of, share
 from elastic.types import Job, Plan
 from elastic.types.grid import each_microbatches
 from elastic.worker.step.gradient_noise import parts_of
@@ -43,7 +43,7 @@ class BatchShares:
 
     def ids(self, step: int) -> list[int]:
         """Of all ranks."""
-        return sample_ids(self.job.n_samples, self.job.global_batch, self.job.seed, step=step)
+        return ids_of(self.job, step)
 
     def cut(self, step: int) -> Cut:
         return self._cut(step)

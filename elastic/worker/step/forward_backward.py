@@ -312,7 +312,7 @@ class ForwardBackward:
     def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[Number, Number]:
         """The same where a script computes the loss; in a rehearsal nobody does."""
         if train:
-            epoch = self.state.step * self.job.global_batch // self.job.n_samples
+            epoch = self.job.position_at(self.state.step) // self.job.n_samples
             if self.script is None:
                 return 0.0, 0
             norms = self.norms.of_script(self.state.model, _n_rows(batch))

@@ -34,6 +34,7 @@ from elastic.config.optimization import (
     NormGroup,
     OptimizerKeys,
 )
+from elastic.config.phase_section import PhaseSpec
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "job-reference.md"
 INTRO = """# job.yaml: every key
@@ -75,6 +76,9 @@ TRAINING = {
         "of the validation set that are looked at each time", "samples", "program.md"
     ),
     "data": Words("what is read, in place of the program's datasets; see below", "", "data.md"),
+    "phases": Words(
+        "what is other from a step on: batch, length, layout; see below", "", "training-shapes.md"
+    ),
     "drill": Words("what shall happen on the way; see below", "", "reliability.md"),
     "trackers": Words(
         "who is told its numbers: a name, a list of names, or see below", "", "metrics.md"
@@ -84,6 +88,20 @@ TRAINING = {
         "",
         "metrics.md",
     ),
+}
+PHASE = {
+    "from_step": Words("so many steps are done when it begins", "steps"),
+    "global_batch": Words("of each of its steps", "samples"),
+    "lr_factor": Words("on the rates that the job's schedule gives"),
+    "lr_schedule": Words("in place of the job's; its steps count from the phase's first"),
+    "layout": Words("as the job's key; the planner plans for the phase", "", "layouts.md"),
+    "schedule": Words("of a pipeline"),
+    "virtual_stages": Words("a rank's, under interleaved1f1b", "stages"),
+    "microbatch_size": Words("that a rank computes at once", "samples"),
+    "microbatch_tokens": Words("a budget, for samples of unequal length", "tokens"),
+    "activation_checkpointing": Words("which activations are computed again"),
+    "zero_stage": Words("what is cut over dp_shard"),
+    "data": Words("{train: ...}: keys of the job's source, or another source", "", "data.md"),
 }
 OPTIMIZATION = {
     "optimizer": Words("in place of `Program.optimizer`; see below", "", "optimization.md"),
@@ -323,6 +341,12 @@ SECTIONS = (
         "or a list of them.",
         DrillSpec,
         DRILL,
+    ),
+    Section(
+        "`phases:`, each entry",
+        "In order of `from_step`; what an entry leaves out is the job's own.",
+        PhaseSpec,
+        PHASE,
     ),
     Section(
         "`optimizer:`",

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from elastic.types import LrCurve
+from elastic.program import Program
+from elastic.types import Job, LrCurve
+from elastic.worker.program.job_program import with_job
 from elastic.worker.program.schedules import scale, schedule
 
 
@@ -57,3 +59,20 @@ def test_a_warm_up_as_long_as_the_job_does_not_decay() -> None:
 )
 def test_rates_follow_the_batch(rule: str, base: int, factor: float) -> None:
     assert scale(rule, 32, base) == factor and scale(rule, 32, None) == 1.0
+
+
+def test_phases_scale_the_schedule_or_have_their_own() -> None:
+    plain = {
+        "steps": 12, "global_batch": 4, "lr_schedule": {"kind": "linear"}, "lr_scaling": "linear",
+        "base_global_batch": 4, "phases": [
+            {"from_step": 4, "global_batch": 8}, {"from_step": 6, "lr_factor": 0.5},
+            {"from_step": 8, "lr_schedule": {"kind": "constant", "warmup_steps": 2}},
+        ],
+    }  # fmt: skip
+    whole = factors(12, "linear")
+    want = [*whole[:4], *(2 * f for f in whole[4:6]), *(f / 2 for f in whole[6:8]), 0.5, 1, 1, 1]
+    bare = Program(model=dict, optimizer=dict, loss=max)
+    for phase in (0, 2):
+        found = with_job(bare, Job.from_plain({**plain, "phase": phase})).lr_factor
+        assert found is not None
+        assert [found(step) for step in range(12)] == pytest.approx(want, abs=1e-6)

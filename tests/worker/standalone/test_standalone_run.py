@@ -38,7 +38,6 @@ from support.worker.torchrun import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic.config.job import JobSpec, load_job
-from elastic.config.layout_started import layout_of
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease, Times, newest
 from elastic.program import load_program
@@ -48,6 +47,7 @@ from elastic.worker import __main__ as worker_command
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.hosting.resume_checks import check_layouts
 from elastic.worker.program.model_profile import trace
+from elastic.worker.standalone.layout_started import layout_of
 from elastic.worker.standalone.meeting import Started
 from elastic.worker.standalone.rank_link import CommittedCheckpoint
 from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
