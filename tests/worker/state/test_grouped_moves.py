@@ -198,10 +198,9 @@ def llama_70b() -> ModelProfile:
     )
 
 
-def sent(old: Layout, new: Layout, me: int, sizes: Sizes) -> tuple[int, int, int]:
-    """Messages, groups and bytes that participant `me` sends; every old rank has moved on by one,
-    so that nothing stays."""
-    n = max(old.world_size, new.world_size)
+def sent_to(old: Layout, new: Layout, me: int, n: int) -> dict[int, list[Transfer]]:
+    """What participant `me` sends to each other; every old rank has moved on by one, so that
+    nothing stays."""
     holders = {rank: ((rank + 1) % n,) for rank in range(old.world_size)}
     cuts = [
         (cut, tuple(80 // cut.pp for _ in range(cut.pp)) if cut.pp > 1 else ())
@@ -211,6 +210,13 @@ def sent(old: Layout, new: Layout, me: int, sizes: Sizes) -> tuple[int, int, int
     for t in plan_transfers(llama_70b(), *cuts, holders, [f"n{i // 8}" for i in range(n)], me):
         if t.source == me != t.destination:
             pairs.setdefault(t.destination, []).append(t)
+    return pairs
+
+
+def counted(
+    pairs: dict[int, list[Transfer]], me: int, n: int, *, sizes: Sizes
+) -> tuple[int, int, int]:
+    """Messages, groups and bytes."""
     limit, n_messages, n_bytes, rounds = chunk_bytes(n, sizes), 0, 0, set()
     for peer, pieces in pairs.items():
         for k, message in enumerate(messages(pieces, limit, sizes)):
@@ -231,9 +237,11 @@ def sent(old: Layout, new: Layout, me: int, sizes: Sizes) -> tuple[int, int, int
 )  # fmt: skip
 def test_64_gpus_send_13_gb_each_in_few_messages(old: Layout, new: Layout, most: int) -> None:
     """Each of them was a wait of the host, and there were tens of thousands."""
+    n = max(old.world_size, new.world_size)
     for me in (1, 38):
-        n_messages, n_groups, n_bytes = sent(old, new, me, CUDA_SIZES)
-        before, _, _ = sent(old, new, me, CPU_SIZES)
+        pairs = sent_to(old, new, me, n)
+        n_messages, n_groups, n_bytes = counted(pairs, me, n, sizes=CUDA_SIZES)
+        before, _, _ = counted(pairs, me, n, sizes=CPU_SIZES)
         print(
             f"{old} to {new}: {n_bytes / 1e9:.2f} GB in {n_messages} messages, {n_groups} groups "
             f"(before: {before})"
