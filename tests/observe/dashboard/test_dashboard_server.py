@@ -277,12 +277,11 @@ def test_while_nobody_asks_journals_are_looked_at_rarely(
 
         monkeypatch.setattr(given, "look", counted)
         async with serving(given) as (server, session):
-            # sleeps: nothing is what is looked for
-            await asyncio.sleep(4 * dashboard_server.LEAST_S)
+            await asyncio.sleep(4 * dashboard_server.LEAST_S)  # sleeps: nothing is looked for
             assert n_looks <= 2  # by `serving`, and the first of the server
             await get(session, "/api/runs")
             async with asyncio.timeout(30):
                 while n_looks < 5:
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.01)  # sleeps: the server looks meanwhile
 
     asyncio.run(main())
