@@ -13,9 +13,9 @@ from tiny_resnet import Images, program
 model = program.model()
 with elastic.loop(
     model=model,
-    optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9),
     dataset=Images(),
-    steps=6,
+    steps=22,
     global_batch=24,
     batch_norm={"group": 4},
 ) as run:

@@ -65,7 +65,7 @@ class Images:
 
 program = elastic.Program(
     model=ResNet,
-    optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
+    optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.002, momentum=0.9),
     dataset=Images,
     validation=Images,
     loss=lambda logits, batch: F.cross_entropy(logits, batch["target"], reduction="sum"),

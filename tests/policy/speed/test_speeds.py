@@ -162,6 +162,17 @@ def test_shares_stay_within_what_the_job_pins() -> None:
     assert max(order.samples) == 7 and sum(order.samples) == 12
 
 
+def test_shares_stay_whole_groups_of_samples() -> None:
+    """What BatchNorm keeps together."""
+    story = Story(layout="auto")
+    plan = story.running("a", "b", steps=30)
+    assert story.state.model is not None
+    story.state = replace(story.state, model=replace(story.state.model, together=3))
+    story.tick(timed(plan, 30, {"a": 1.0, "b": 10.0}, 8))
+    (order,) = orders(story.tick(after_s=1), SetShares)
+    assert order.samples == (9, 3)
+
+
 def test_nothing_is_moved_in_the_last_steps() -> None:
     story = Story(steps=34)
     plan = story.running("a", "b", steps=30)

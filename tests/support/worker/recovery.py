@@ -68,9 +68,10 @@ def recover(
     workers: list[WorkerId],
     survivors: list[WorkerId],
     peer_every: int = 2,
+    **more: Any,
 ) -> Plan:
     """What the driver does after a loss: abort, ask what is held, enter the next generation from
-    it."""
+    it. `more`: of `plan`."""
     generation = max(pool.stores) + 1
     for worker in survivors:
         pool.order(worker, Abort(generation - 1))
@@ -87,6 +88,7 @@ def recover(
         12,
         resume=from_copies(old, step, holdings),
         peer_every=peer_every,
+        **more,
     )
     pool.enter(new)
     pool.entered(generation)
