@@ -18,13 +18,13 @@ from elastic.types import Layout, parse_layout
 
 pytestmark = pytest.mark.slow
 
-COVER = [
+CASES = [
     Case("tiny_experts.py", "dp_shard=4,ep=2", 13),
     Case("tiny_experts.py", "pp=2,dp_shard=2,ep=2,activation_checkpointing=full"),
-    Case("tiny_experts.py", "dp_replicate=2,dp_shard=2,ep=2", microbatches=3),
-    Case("tiny_experts.py", "dp_shard=2,cp=2,ep=4"),
 ]
 MORE = [
+    Case("tiny_experts.py", "dp_replicate=2,dp_shard=2,ep=2", microbatches=3),
+    Case("tiny_experts.py", "dp_shard=2,cp=2,ep=4"),
     Case("tiny_experts.py", "dp_shard=4,ep=4", 13, 20),
     Case("tiny_experts.py", "dp_shard=4,ep=2,zero_stage=1", microbatches=3),
     Case("tiny_experts.py", "dp_shard=2,tp=2,ep=2"),
@@ -33,18 +33,13 @@ MORE = [
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("case", COVER, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.whole) for case in MORE)], ids=str
+)
 def test_it_trains_as_one_process_does(pool: Pool, tmp_path: Path, case: Case) -> None:
-    """Seen to 1e-5."""
     steps = run(pool, case, tmp_path)
-    check(case, steps, 1e-5)
+    check(case, steps, 1e-5 if case.steps == 3 else 1e-4)
     assert all(1.0 <= step.expert_load < parse_layout(case.layout).world_size for step in steps)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("case", MORE, ids=str)
-def test_more(pool: Pool, tmp_path: Path, case: Case) -> None:
-    check(case, run(pool, case, tmp_path))
 
 
 CHAIN = [
@@ -76,7 +71,10 @@ def test_a_lost_rank_leaves_its_experts_at_another(pool: Pool, tmp_path: Path) -
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("program", ["tiny_balanced_experts.py", "tiny_biased_experts.py"])
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param("tiny_balanced_experts.py", marks=pytest.mark.whole), "tiny_biased_experts.py"],
+)
 def test_what_balances_is_the_same_in_every_layout(
     pool: Pool, tmp_path: Path, program: str
 ) -> None:
