@@ -4,6 +4,7 @@ here and nowhere else."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal, TypeVar
@@ -346,13 +347,15 @@ def group_of(job: Job) -> int | None:
         return int(given["group"])
     if given == STEP:
         return 0
-    if given == MICROBATCH or job.microbatch_tokens or not job.global_batch:
+    each = [job.in_phase(number) for number in range(len(job.phases))] or [job]
+    if given == MICROBATCH or not job.global_batch or any(one.microbatch_tokens for one in each):
         return None
-    return default_group(job.global_batch)
+    return default_group(math.gcd(*(one.global_batch for one in each)))
 
 
 def default_group(global_batch: int) -> int:
-    """It follows from the batch alone, so that no change of capacity changes it."""
+    """It follows from the batch alone, so that no change of capacity changes it. `global_batch`:
+    what those of all phases are multiples of."""
     most = min(GROUP_MOST, max(FEW, global_batch // GROUPS))
     found = max(n for n in range(1, most + 1) if global_batch % n == 0)
     if found < GROUP_FEWEST:

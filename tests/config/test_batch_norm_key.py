@@ -50,3 +50,13 @@ def test_with_a_budget_of_tokens() -> None:
     with pytest.raises(SpecError, match="batch_norm and microbatch_tokens do not go together"):
         job("step", microbatch_tokens=64)
     assert group_of(job("auto", microbatch_tokens=64)) is None
+
+
+def test_groups_are_those_of_every_phase() -> None:
+    """They divide each phase's batch, so that the model is the same in all of them."""
+    found = job("auto", steps=4, phases=[{"from_step": 2, "global_batch": 36}])
+    assert [group_of(found.in_phase(number)) for number in (0, 1)] == [6, 6]
+    with pytest.raises(SpecError, match="group 8 does not divide global_batch 36"):
+        job({"group": 8}, steps=4, phases=[{"from_step": 2, "global_batch": 36}])
+    by_tokens = job("auto", steps=4, phases=[{"from_step": 2, "microbatch_tokens": 64}])
+    assert [group_of(by_tokens.in_phase(number)) for number in (0, 1)] == [None, None]
