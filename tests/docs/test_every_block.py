@@ -57,6 +57,7 @@ OTHERS = {
     },
     "training-shapes.md": {
         "steps: 60000": "config/test_phases.py::test_the_job_of_the_page_is_read",
+        "step 1/120": NOT_RUN + "what one run printed",
         "PHASE": NOT_RUN + "what elastic plan prints of a job; its times are guesses",
     },
     "profile.md": {

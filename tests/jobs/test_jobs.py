@@ -22,7 +22,7 @@ EXPECTED = {
     "gpt2_124m": (124_439_808, 1), "llama3_8b_spot": (8_030_261_248, 8),
     "llama3_70b_3d": (70_553_706_496, 8), "qwen_lora": (754_944, 4), "mixed_pool": (1_150_000_000,
     8), "vit_digits": (202_058, 4), "quickstart": (1_600_000, 4),
-    "digit_captions": (294_652, 4), "digit_student": (243_492, 4),
+    "digit_captions": (294_652, 4), "digit_student": (243_492, 4), "dpo": (3_213_824, 4),
 }  # fmt: skip
 
 
