@@ -313,8 +313,14 @@ class TrainState:
             sums[(block[fqn] or 0) + 1] += square
         return sums
 
-    def apply(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
-        """One step of all optimizers with gradients times `scale`."""
+    def apply(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        scale: float,
+        routed: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """One step of all optimizers with gradients times `scale`. `routed`: what the mixtures are
+        balanced by, see TokenCounts; () = a rehearsal, where nothing balances them."""
         self.before_change()
         if self.program.lr_factor is not None:
             self.optimizers.set_factor(self.program.lr_factor(self.step))
@@ -330,6 +336,8 @@ class TrainState:
             self.local[fqn].grad = gradient
         self.optimizers.step()
         self.buffers.keep()
+        for mixture, counts in zip(self.routed.mixtures, routed, strict=False):
+            mixture.rebalance(counts)
         self.step += 1
         self.rng[1] = self.step
         self.dirty = False

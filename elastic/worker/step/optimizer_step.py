@@ -261,9 +261,7 @@ class Stepper(ForwardBackward):
         else:
             scale = factor / max(1.0, commit.tokens) / self.loss_scale.value
             with axis_range("optimizer"):
-                self.state.apply(pending.gradients, scale)
-            for mixture, counts in zip(self.state.routed.mixtures, pending.routed, strict=True):
-                mixture.rebalance(counts)
+                self.state.apply(pending.gradients, scale, pending.routed)
         self.loss_scale.after(commit.overflowed)
         self.committed = commit.numbers
 

@@ -104,6 +104,20 @@ def test_every_rank_can_rehearse_alone(layout: Layout, layers: tuple[int, ...], 
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [(Layout(dp_shard=4, ep=2), (4,)), (Layout(pp=2, dp_shard=2, ep=2), (2, 2))],
+)
+def test_tokens_of_experts_go_nowhere_in_a_rehearsal(
+    layout: Layout, layers: tuple[int, ...]
+) -> None:
+    there = place()
+    there.program = load_program(PROGRAMS / "tiny_biased_experts.py")
+    there.profile = trace(there.program)
+    assert there.profile.n_experts == 8
+    assert rehearse_plan(there, Rehearsal(layout, layers, 2, 4, (3,)))
+
+
 def test_a_worker_without_a_part_rehearses_nothing() -> None:
     there = place()
     there.program = replace(TINY, model=lambda: pytest.fail("it was built"))

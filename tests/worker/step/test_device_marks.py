@@ -219,7 +219,8 @@ def test_gathers_are_before_others_and_sums_behind_own(monkeypatch: pytest.Monke
         model = tiny()
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
         options = ModelOptions(compute=torch.bfloat16, reduce=torch.float32)
-        parallelize(model, PROGRAM, profile_of(PROGRAM, Job()), mesh=mesh, options=options)
+        groups: Any = SimpleNamespace(mesh=mesh, ep=None)
+        parallelize(model, PROGRAM, profile_of(PROGRAM, Job()), groups=groups, options=options)
         trained(model)
     finally:
         dist.destroy_process_group()
