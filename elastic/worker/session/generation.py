@@ -238,8 +238,7 @@ class Generation:
     # ------------------------------------------------------------------------------------------ run
 
     def run(self) -> None:
-        """Steps until the last one of the plan's phase or a stop word; returns at a boundary with
-        all copies settled."""
+        """Steps to the end of the plan's phase or a stop word; at its return copies are settled."""
         place, plan, state, job = self.place, self.plan, self.state, self.place.job
         assert state is not None
         stepper, copies = self._built, self.copies
