@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.docs.pages import block
 from support.places import PROGRAMS
 from torch import nn
 from torch.nn import functional as F
@@ -128,3 +129,19 @@ def test_logits_of_what_models_give() -> None:
     assert distillation.logits_of(Output()).shape == (2,)
     with pytest.raises(SpecError, match="no logits in what a model gives, a dict"):
         distillation.logits_of({"out": 1})
+
+
+def test_logits_that_were_computed_once_are_a_field_like_any_other() -> None:
+    """models.md: among the k likeliest classes of the teacher."""
+    found = block("models.md", "python", 4).partition("def loss")
+    names: dict[str, Any] = {"divergence": divergence}
+    exec(f"def loss{found[2]}", names)
+    says, wanted = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
+    best = wanted.topk(4)
+    batch = {
+        "top": best.indices,
+        "teacher": best.values,
+        "target": torch.tensor([[1, 2, -100]] * 2),
+    }
+    each = divergence(says.gather(-1, best.indices), best.values, 2.0)
+    torch.testing.assert_close(names["loss"](says, batch), each[:, :2].sum())
