@@ -419,8 +419,7 @@ class Generation:
         if script is not None:
             logged = script.logged()
         step, skipped = stepper.state.step, stepper.trip is not None
-        filled = stepper.shares.pad_share(step - 1)
-        shape = (stepper.imbalance, filled, stepper.expert_load)
+        shape = (stepper.imbalance, stepper.shares.pad_share(step - 1), stepper.expert_load)
         self.place.report(
             step_done(
                 self.number, step, commit, times=times, skipped=skipped, shape=shape, logged=logged
