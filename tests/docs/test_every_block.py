@@ -110,9 +110,9 @@ OTHERS = {
         "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
     },
     "models.md": {
-        'blocks=["vision': "worker/equivalence/test_groups_in_stages.py::test_wherever_the_towers_are_cut_loss_and_gradients_are_those_of_the_whole_model",
+        'blocks=["vision': "worker/equivalence/test_groups_in_stages.py::test_the_page_names_the_groups_of_the_towers",
         "73.5 s  step 64": NOT_RUN + "what one run printed; its times are those of that machine",
-        "from elastic.models.distillation": "models/test_distillation.py::test_the_loss_is_a_share_of_each_over_positions_that_have_a_target",
+        "from elastic.models.distillation": "models/test_distillation.py::test_the_call_of_the_page",
         "def __getitem__": "models/test_distillation.py::test_logits_that_were_computed_once_are_a_field_like_any_other",
         "program = elastic.Program(..., weights": (
             "worker/session/test_pages_trained.py::test_weights_of_a_folder_in_its_layouts"

@@ -145,3 +145,9 @@ def test_logits_that_were_computed_once_are_a_field_like_any_other() -> None:
     }
     each = divergence(says.gather(-1, best.indices), best.values, 2.0)
     torch.testing.assert_close(names["loss"](says, batch), each[:, :2].sum())
+
+
+def test_the_call_of_the_page() -> None:
+    names: dict[str, Any] = {"student": STUDENT, "teacher": teacher()}
+    exec(block("models.md", "python", 3), names)
+    assert names["program"].blocks == ("teacher.layers.*", "student.layers.*")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.docs.pages import block
 from support.places import PROGRAMS
 from torch import Tensor, nn
 
@@ -88,6 +89,12 @@ def test_what_a_later_stage_needs_is_handed_on_and_no_more() -> None:
     assert profile.carried(3) == ("vision.norm", "text.embed")
     assert profile.carried(5) == ("vision.norm", "text.embed", "text.layers.0", "text.layers.1")
     assert {s.fqn: s.block for s in profile.specs}["text.embed.weight"] == 2
+
+
+def test_the_page_names_the_groups_of_the_towers() -> None:
+    names: dict[str, Any] = {}
+    exec(block("models.md", "python", 2), names)
+    assert tuple(names["blocks"]) == TOWERS.blocks
 
 
 def test_stages_of_a_program_that_was_not_followed_are_refused() -> None:
