@@ -13,7 +13,8 @@ def blocks_of(module: nn.Module) -> str:
         for name, child in module.named_modules()
         if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1 and _repeats(child)
     }
-    return f"{max(lists, key=lambda name: lists[name])}.*" if lists else "layers.*"
+    longest = max(lists, key=lambda name: lists[name]) if lists else "layers"
+    return f"{longest}.*" if longest else "*"  # the model itself is the list
 
 
 def _repeats(blocks: nn.ModuleList | nn.Sequential) -> bool:

@@ -102,6 +102,12 @@ def test_what_a_loop_gives_for_its_validation_set(
         assert capture(script(tmp_path, text), [], 0).evaluation is not None
 
 
+def test_a_model_that_is_a_list_of_its_blocks(tmp_path: Path) -> None:
+    text = GOOD.replace(", nn.BatchNorm1d(4))", ")")
+    program = capture(script(tmp_path, text), [], 0)
+    assert program.blocks == "*" and trace(program).n_blocks == 2
+
+
 def test_a_dict_of_sums_is_a_loss_and_what_is_told_beside_it() -> None:
     assert evaluated({"loss": 2.0, "right": 3}) == (2.0, {"right": 3})
     assert evaluated(torch.tensor(2.0)) == (2.0, {})
