@@ -116,8 +116,7 @@ class Generation:
     def can_deal(self, samples: Sequence[int]) -> bool:
         """Are these numbers of samples shares of this generation's steps?"""
         n_ranks, batch = len(self.plan.samples), self.place.job.global_batch
-        unit = max(1, self.place.profile.together)
-        whole = not any(n % unit for n in samples)
+        whole = not any(n % max(1, self.place.profile.together) for n in samples)
         return whole and len(samples) == n_ranks and sum(samples) == batch and min(samples) > 0
 
     def change(self, action: SetCadence | SetShares | StartProfile) -> None:
