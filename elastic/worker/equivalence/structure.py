@@ -8,6 +8,7 @@ by blocks_in_stages.py.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +16,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from elastic.errors import ElasticError
+from elastic.models.experts import expert_modules
 from elastic.program import Program
 from elastic.types import ModelProfile, TensorSpec, coarsest
 from elastic.worker.equivalence.blocks_in_stages import BlocksInStages, one_weight
-from elastic.worker.equivalence.draw_trial import REAL_MOST_PARAMETERS, try_draws
+from elastic.worker.equivalence.draw_trial import REAL_MOST_PARAMETERS, is_in, try_draws
 from elastic.worker.equivalence.forward_trace import (
     FAR,
     INPUT,
@@ -84,8 +86,13 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
     device, one, others = found
     shares = _of_shares(program, one, _other(one, others))
     if any(op.where for op in one.draws) or one.python_random:
-        problems = try_draws(program, batch).problems
-        shares = replace(shares, draws=bool(problems), notes=(*shares.notes, *problems))
+        trial = try_draws(program, batch)
+        shares = replace(
+            shares,
+            no_ep=_by_experts(program, trial.modules),
+            draws=bool(trial.problems),
+            notes=(*shares.notes, *trial.problems),
+        )
     shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(program, profile))
     if why := _of_weights(program, one):
         shares = replace(shares, no_dp=why, no_tp=why, no_cp=why, no_pp=why)
@@ -99,6 +106,13 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
         )
     missed = "" if profile.n_blocks else _missed_blocks(program)
     return replace(shares, no_pp=no_pp, notes=(*shares.notes, *([missed] if missed else ())))
+
+
+def _by_experts(program: Program, drawing: Sequence[str]) -> str:
+    """Why ep is closed to a program whose modules `drawing` draw random numbers; '' = it is not."""
+    found = expert_modules(build_meta(program), program.experts)
+    name = next((name for name in found if any(is_in(module, name) for module in drawing)), "")
+    return f"{name} draws random numbers, others for each ep; draw before or behind it" * bool(name)
 
 
 def _missed_blocks(program: Program) -> str:

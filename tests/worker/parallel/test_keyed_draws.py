@@ -23,6 +23,7 @@ from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
 import elastic
+from elastic.models.experts import Experts, MixtureOfExperts
 from elastic.program import load_program
 from elastic.types import Layout
 from elastic.types.grid import Coordinates
@@ -324,6 +325,32 @@ def test_what_cannot_be_keyed_is_told_by_name(name: str) -> None:
     assert found.draws
     (note,) = [note for note in found.notes if why in note]
     assert note.startswith("forward (test_keyed_draws.py:") and "each layout draws others" in note
+
+
+def test_draws_inside_of_experts_close_ep_and_are_told() -> None:
+    """Tokens stand there in the order of their experts, not of the samples."""
+
+    class Dropping(Experts):
+        def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            return F.dropout(super().forward(hidden, index, weights), 0.5, self.training)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([MixtureOfExperts(D, 8, 4, top_k=2)])
+            self.layers[0].experts = Dropping(D, 8, 4)
+            self.last = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.layers[0](x))
+
+    program = elastic.Program(
+        model=Mixed, loss=lambda output, batch: output.square().sum(), blocks="layers.*"
+    )
+    found = structure_of(program, trace(program), batch_of(1))
+    assert found.no_ep.startswith("layers.0.experts draws random numbers")
+    (note,) = [note for note in found.notes if "draws (" in note]
+    assert "in the order of their experts" in note
 
 
 def test_what_is_keyed_is_no_reason_to_say_something() -> None:
