@@ -149,6 +149,7 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
 def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
     def check(layout: str, profile: ModelProfile) -> None:
         spec: Any = SimpleNamespace(least_layouts=lambda: [parse_layout(layout)], script="")
+        spec.each_phase = lambda: [spec]
         resume_checks.check_layouts(spec, profile)
 
     plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)

@@ -39,9 +39,11 @@ SAID: dict[str, Any] = {  # another value than the default, for each key that a 
     "drill": [{"at_step": 2, "kill": "any"}], "data": {"loader_workers": 1},
     "schedule": "1f1b", "virtual_stages": 2, "float8": True,
     "trackers": {"mlflow": {"experiment": "e"}}, "metrics_port": 9500,
+    "batch_norm": {"group": 4},
 }  # fmt: skip
 NOT_FOR_SCRIPTS = {  # keys that are refused for a script, wherever they stand
     "optimizer", "lr_schedule", "lr_scaling", "base_global_batch", "microbatch_size", "microbatch_tokens",
+    "phases",
 }  # fmt: skip
 
 

@@ -154,6 +154,7 @@ def a_place() -> Any:
     return SimpleNamespace(
         held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None,
         me=ALONE.ranks[0], storage=None, report=list, background=list, at_phase=list,
+        enter_phase=lambda number: None,
         profile=ModelProfile(4, 0, ()),
     )  # fmt: skip
 
