@@ -270,7 +270,8 @@ def test_what_the_file_and_an_override_say_together_names_both(folder: Path) -> 
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("nodes", "unknown key 'nodes'; keys are name"),
+        ("gpus", "unknown key 'gpus'; keys are name"),
+        ("nodes", "unknown key 'nodes'; did you mean 'max_nodes'"),
         ("batch", "unknown key 'batch'; did you mean 'global_batch'"),
     ],
 )

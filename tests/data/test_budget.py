@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.data.batches import batch_of, filled
+from elastic.data.batches import batch_of, filled, item_of
 from elastic.data.budget import Microbatch, TokenBudget, check_lengths, pad_share, partition, split
 from elastic.data.collate import collate
 from elastic.errors import ProgramError, SpecError
@@ -144,8 +144,8 @@ def test_what_cannot_be_filled_up() -> None:
     ):
         filled({"input_ids": torch.zeros(3)}, 3, 4)
     assert filled({"input_ids": torch.zeros(3)}, 3, 3)["input_ids"].shape == (3,)
-    with pytest.raises(ProgramError, match="must be a dict of tensors, not list"):
-        filled([1], 1, 2)
+    with pytest.raises(ProgramError, match="must be a dict of tensors, not a list of 1"):
+        item_of([[1]], 0, 2)
     with pytest.raises(
         SpecError,
         match=r"Program.dataset: microbatch_tokens needs .* give list a method length\(sample id\)",

@@ -68,7 +68,7 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
     ]
     file = tmp_path / "logs" / f"spot-1-0-{pid}.log"
     old = Path(f"{file}.1")
-    assert out.splitlines() == [f"{output.MARK}the output continues in {file}"]
+    assert out.splitlines() == [f"{output.LOG_MARK}the output continues in {file}"]
     assert {path.name for path in file.parent.glob("*.log*")} == {file.name, old.name}
     assert "line 199 of many" in file.read_text() and "line 199" not in old.read_text()
     assert file.stat().st_size < 3500 and old.stat().st_size < 3500
@@ -156,4 +156,4 @@ def test_a_folder_that_somebody_clears_costs_the_old_lines_alone(tmp_path: Path)
     subprocess.run(words, check=True, capture_output=True, timeout=300)
     assert eval((tmp_path / "taken").read_text()) == [("one",), ("two",)]
     (file,) = (tmp_path / "logs").glob("*.log")
-    assert file.read_text().splitlines() == ["two", f"{output.MARK}generation 2: rank 0 of 1"]
+    assert file.read_text().splitlines() == ["two", f"{output.LOG_MARK}generation 2: rank 0 of 1"]
