@@ -148,7 +148,9 @@ def meant(names: Sequence[str]) -> str:
 def nearest(name: str, names: Iterable[str], called: str) -> str:
     """How a message about an unknown name ends; `called`: what the names are."""
     known = list(names)
-    found = [one for one in known if name in one.split("_")] or alike(name, known, least=ALIKE)
+    words = sorted(name.split("_"))
+    found = [one for one in known if name in one.split("_") or sorted(one.split("_")) == words]
+    found = found or alike(name, known, least=ALIKE)
     near = meant([f"'{one}'" for one in found])
     return f"; {near}" if found else f"; {called} are {', '.join(known)}"
 

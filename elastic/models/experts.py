@@ -72,6 +72,13 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n, hidden, ffn))
         self.w3 = nn.Parameter(torch.empty(n, hidden, ffn))
         self.w2 = nn.Parameter(torch.empty(n, ffn, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert's matrices as those of nn.Linear."""
+        for weight in self.parameters():
+            bound = weight.shape[1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """[tokens, hidden], [tokens, k], [tokens, k] -> [tokens, hidden]."""

@@ -31,7 +31,8 @@ class DriverStarted(Event):
     deadline is spent (else at even progress), reclaims that come at once count as one (else each by
     itself), and pools are compared by the price of what they compute (else by that of a GPU):
     likewise. `dates_budget`: the wish of a spent budget to stop is as old as what it comes of (else
-    as new as each look): likewise.
+    as new as each look): likewise. `bounds_deaths`: processes that die one after another while no
+    step is done end the run (else nodes are replaced for ever): likewise.
     """
 
     run: str
@@ -48,6 +49,7 @@ class DriverStarted(Event):
     expects_measured: bool = False
     spends_slack: bool = False
     dates_budget: bool = False
+    bounds_deaths: bool = False
 
 
 @dataclass(frozen=True)

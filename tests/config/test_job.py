@@ -273,6 +273,7 @@ def test_what_the_file_and_an_override_say_together_names_both(folder: Path) -> 
         ("gpus", "unknown key 'gpus'; keys are name"),
         ("nodes", "unknown key 'nodes'; did you mean 'max_nodes'"),
         ("batch", "unknown key 'batch'; did you mean 'global_batch'"),
+        ("grad_clip_norm", "unknown key 'grad_clip_norm'; did you mean 'clip_grad_norm'"),
     ],
 )
 def test_a_suggestion_is_alike_or_has_the_word_in_it(folder: Path, word: str, said: str) -> None:

@@ -26,6 +26,13 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
+def test_experts_begin_as_linear_layers_do() -> None:
+    torch.manual_seed(3)
+    made = Experts(16, 4, 6)
+    for weight, fan_in in ((made.w1, 16), (made.w3, 16), (made.w2, 4)):
+        assert weight.abs().max() <= fan_in**-0.5 and weight.std() > 0.5 * fan_in**-0.5
+
+
 def test_experts_are_known_by_their_looks_or_named() -> None:
     assert expert_modules(Pair()) == {"one.experts": 6}
     assert expert_modules(Pair(), ("own", "one.experts")) == {"one.experts": 6, "own": 4}

@@ -255,6 +255,7 @@ class JobRun:
             expects_measured=True,
             spends_slack=True,
             dates_budget=True,
+            bounds_deaths=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

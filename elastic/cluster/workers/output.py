@@ -28,6 +28,14 @@ FILES_KEPT, LOGS_BYTES = 256, 2 << 30
 PRUNED, PRUNE_EVERY_S = ".pruned", 3600.0
 TELL_BYTES = 64 << 10  # told at once; of more only the newest part
 WORDS_BYTES = 4000  # of which the last words are taken
+CRASH_BYTES = 64 << 10  # in which a crash is looked for
+# what C++ threw (as Ray writes it, with the stack behind it), or what Python's fault handler wrote,
+# with the innermost frames of the thread at fault
+CRASH = re.compile(
+    r"Unhandled exception: .*?what\(\): (.*?)(?: /\S+\.so\S*\(|$)"
+    r"|(Fatal Python error: .*(?:\n+(?:Current )?[Tt]hread .*(?:\n  File .*){1,2})?)",
+    re.MULTILINE,
+)
 
 
 class Output:
@@ -114,11 +122,15 @@ class Output:
 
 
 def last_words(folder: str, pid: int) -> str:
-    """The end of what a process has printed, in one line; '' = nothing, or its file is not here."""
+    """What a process has died of, by its own words, or else the end of what it has printed, in one
+    line; '' = nothing, or its file is not here."""
     for file in Path(folder).glob(f"*-{pid}.log"):
         with file.open("rb") as log:
-            log.seek(max(0, file.stat().st_size - WORDS_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
+            log.seek(max(0, file.stat().st_size - CRASH_BYTES))
+            text = log.read().decode(errors="replace")
+        if crash := CRASH.search(text):
+            return " ".join((crash[1] or crash[2]).split())
+        lines = text[-WORDS_BYTES:].splitlines()
         return " ".join(" ".join(line for line in lines if not line.startswith(LOG_MARK)).split())
     return ""
 

@@ -305,6 +305,14 @@ def process_failed(state: State, worker: WorkerId, why: str, *, at_s: float) -> 
         return state
     worked = worker.node_id in state.prepared or worker.node_id in state.preparing
     state = _with_failure(state, worker.node_id, at_s, counts=worked)
+    if state.bounds_deaths and state.generation > state.death_generation:
+        state = replace(
+            state,
+            deaths=(*state.deaths, worker.node_id),
+            death=why,
+            death_step=state.best_step,
+            death_generation=state.generation,
+        )
     if node.status == "prepared":
         state = set_status(state, worker.node_id, "ready")
     return without(state, frozenset({worker}), why, at_s=at_s)

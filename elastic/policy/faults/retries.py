@@ -9,6 +9,7 @@ from elastic.policy.state.state import State
 INFRASTRUCTURE_MOST = 5  # in a row without progress
 SCRIPTS_MOST = 3  # the same for the processes of a script that is restarted
 PROCESS_MOST = 3  # replacements per node and hour
+DEATHS_MOST = 8  # generations in a row without progress in which a process died, on several nodes
 SILENT_MOST = 2  # times that a node stalls, per hour
 ROLLBACKS_MOST = 2
 LAYOUTS_MOST = 6  # that compute something else than the one before although they have no new axis
@@ -22,6 +23,12 @@ def wait_s(state: State) -> float:
 
 def gave_up(state: State) -> str:
     """Why the run must end now; empty while another attempt is allowed."""
+    nodes = tuple(dict.fromkeys(state.deaths))
+    if len(state.deaths) >= DEATHS_MOST and len(nodes) > 1:
+        return (
+            f"processes died {len(state.deaths)} times in a row, on {', '.join(nodes)}, and no "
+            f"step was done past {state.best_step}; the last one: {state.death}"
+        )
     failure = state.aborting.failure if state.aborting else None
     if failure is None:
         return ""

@@ -114,7 +114,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
         "billed_at_s": at_s, "forms_ahead": event.forms_ahead,
         "expects_measured": event.expects_measured, "spends_slack": event.spends_slack,
-        "dates_budget": event.dates_budget,
+        "dates_budget": event.dates_budget, "bounds_deaths": event.bounds_deaths,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
@@ -282,6 +282,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     )
     why = f"node {node.node_id} is gone" + (f" ({event.cause})" if event.cause else "")
     if not released:
+        state = replace(state, deaths=tuple(n for n in state.deaths if n != node.node_id))
         state = hazard.taken(state, node, lost=True, known=node.status == "draining", at_s=at_s)
         state = hazard.died(state, node, event.cause or "gone", at_s=at_s, reclaimed=True)
     state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
@@ -390,6 +391,7 @@ def _stepped(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State
         state, **_bill(state, at_s), **_timed(state, plan, event, at_s=at_s), step=event.step,
         best_step=max(state.best_step, event.step), last_step=event, last_step_at_s=at_s,
         retries=0 if progress else state.retries,
+        deaths=() if event.step > state.death_step else state.deaths,
         digests=digested(state.digests, event),
         losses=with_loss(state.losses, event) if same else state.losses,
         unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,

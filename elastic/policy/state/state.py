@@ -244,6 +244,7 @@ class State:
     expects_measured: bool = False  # see DriverStarted
     spends_slack: bool = False  # see DriverStarted
     dates_budget: bool = False  # see DriverStarted
+    bounds_deaths: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
@@ -341,6 +342,12 @@ class State:
     profiled_step: int = 0  # up to which steps tell nothing, after the newest that has ended
 
     retries: int = 0  # infrastructure errors in a row without progress
+    # nodes on which a process died first in a generation and that were not lost with it, in a row
+    # without progress past `death_step`, and what was said of the last one
+    deaths: tuple[str, ...] = ()
+    death: str = ""
+    death_step: int = 0
+    death_generation: int = 0
     retry_step: int = -1
     rollbacks: int = 0
     rolled_back: tuple[tuple[str, int], ...] = ()  # guards and the steps that were rolled back for

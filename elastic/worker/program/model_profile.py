@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from elastic.errors import ElasticError, ProgramError, alike
+from elastic.errors import ElasticError, ProgramError, SpecError, alike
 from elastic.models.experts import COUNTS, expert_modules
 from elastic.program import Program, pattern_regex, patterns_of
 from elastic.types import ModelProfile, TensorSpec
@@ -139,8 +139,8 @@ def trace(program: Program) -> ModelProfile:
 
     Raises ProgramError when an optimizer does not step each tensor by itself or a pattern matches
     nothing,
-    SpecError when a parameter is not in exactly one optimizer or the program's weights are not
-    those of its model (their headers are read).
+    SpecError when the model cannot be built, a parameter is not in exactly one optimizer or the
+    program's weights are not those of its model (their headers are read).
     """
     try:
         model = build_meta(program)
@@ -149,7 +149,7 @@ def trace(program: Program) -> ModelProfile:
     except Exception as error:  # a boundary: the user's function may raise anything
         place = raised_at(error)
         at = f"{place.filename}:{place.lineno}: " if place else ""
-        raise ProgramError(f"{at}Program.model() raised {type(error).__name__}: {error}") from error
+        raise SpecError(f"{at}Program.model() raised {type(error).__name__}: {error}") from error
     check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)

@@ -76,6 +76,28 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
     assert output.last_words(str(file.parent), 1) == ""
 
 
+@pytest.mark.parametrize(
+    ("wrote", "died_of"),
+    [
+        (
+            "[2026-11-26 E 7 8] logging.cc:118: Unhandled exception: N4gloo13EnforceNotMetE. "
+            "what(): 20 vs 10. Is there a mismatch? /x/_raylet.so(+0x18) [0x7f] ray::f()\n/y.so(+1)",
+            "20 vs 10. Is there a mismatch?",
+        ),
+        (
+            "Fatal Python error: Segmentation fault\n\nCurrent thread 0x7f (most recent call first):"
+            '\n  File "a.py", line 3 in f\n  File "a.py", line 9 in g\n  File "a.py", line 12 in h',
+            "Fatal Python error: Segmentation fault Current thread 0x7f (most recent call first): "
+            'File "a.py", line 3 in f File "a.py", line 9 in g',
+        ),
+    ],
+)
+def test_what_a_process_has_died_of(tmp_path: Path, wrote: str, died_of: str) -> None:
+    """Not the list of modules that stands behind it."""
+    (tmp_path / "n-0-7.log").write_text(f"step 1\n{wrote}\n\nExtension modules: numpy._core\n")
+    assert output.last_words(str(tmp_path), 7) == died_of
+
+
 def test_the_oldest_files_go(tmp_path: Path) -> None:
     for k in range(output.FILES_KEPT + 3):
         file = tmp_path / f"spot-{k}-0-{k}.log"

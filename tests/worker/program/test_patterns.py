@@ -59,7 +59,7 @@ def test_what_the_model_raises_is_told_with_its_line() -> None:
         loss=lambda output, batch: output.sum(),
     )
     line = model.__code__.co_firstlineno + 1
-    with pytest.raises(ProgramError) as raised:
+    with pytest.raises(SpecError) as raised:
         trace(program)
     said = str(raised.value)
     assert said.startswith(f"{__file__}:{line}: Program.model() raised RuntimeError: "), said

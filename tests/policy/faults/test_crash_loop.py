@@ -1,0 +1,55 @@
+"""Processes that die one after another without a step done: the run ends, whatever nodes come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.policy.story import Story, orders, stopped
+
+from elastic.policy.faults.retries import DEATHS_MOST
+from elastic.types import NodeLost, Stop, WorkerFailed, WorkerId
+
+
+def story(*, bounds_deaths: bool = True) -> Story:
+    made = Story()
+    made.state = replace(made.state, bounds_deaths=bounds_deaths)
+    made.running("n0", steps=4)
+    return made
+
+
+def dies(made: Story, node: str, *, then: str, cause: str = "released") -> None:
+    """One of the generation that runs, which begins anew on the node `then`."""
+    if made.state.plan is None and made.state.target is not None:
+        made.entered()
+    failed = WorkerFailed(WorkerId(node, 0), 0, "process", "its process is gone; it wrote: abort")
+    made.tick(failed)
+    if then != node and not any(orders(one, Stop) for one in made.decisions):
+        made.tick(NodeLost(node, cause))
+    made.nodes(then)
+
+
+def test_the_run_ends_and_names_nodes_step_and_cause() -> None:
+    made, nodes = story(), [f"n{k // 4}" for k in range(DEATHS_MOST + 1)]
+    for node, then in zip(nodes, nodes[1:], strict=False):
+        assert not any(orders(one, Stop) for one in made.decisions), node
+        dies(made, node, then=then)
+    stop = stopped(made)
+    assert stop.outcome == "failed"
+    assert stop.reason == (
+        "processes died 8 times in a row, on n0, n1, and no step was done past 4; the last one: "
+        "worker n1/0: its process is gone; it wrote: abort"
+    )
+
+
+@pytest.mark.parametrize("how", ["progress", "reclaimed", "one node", "a journal of before"])
+def test_what_is_no_crash_loop_does_not_end_it(how: str) -> None:
+    made = story(bounds_deaths=how != "a journal of before")
+    for k in range(2 * DEATHS_MOST):
+        if how == "progress" and made.state.target is not None:
+            made.entered()
+            made.steps(made.state.best_step + 1 - made.state.step)
+        node, then = ("n0", "n0") if how == "one node" else (f"n{k}", f"n{k + 1}")
+        dies(made, node, then=then, cause="preempted" if how == "reclaimed" else "released")
+    assert made.state.generation > DEATHS_MOST or how == "one node"
+    assert not any(orders(one, Stop) for one in made.decisions)
