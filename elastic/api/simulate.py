@@ -25,6 +25,7 @@ from elastic.sim.markets.study import (
     USUAL,
     VARIANTS,
     PolicySummary,
+    StartResult,
     Study,
     carried_out,
     checked,
@@ -33,6 +34,7 @@ from elastic.sim.markets.study import (
 )
 from elastic.sim.markets.traces import Trace, load_traces, of_run
 from elastic.sim.scripted_faults import Delays
+from elastic.text import usd
 from elastic.types import Plan, Pool
 
 DRY_H = 0.25  # that a pool gives nothing in place of a node that it took, where no trace says more
@@ -129,6 +131,7 @@ def simulate(
     notes += _bounded(study)
     told = (lambda n: progress(n, study.n_starts)) if progress is not None else None
     found = carried_out(study, processes=processes, progress=told)
+    notes += _spent(study, found)
     return Simulated(
         study,
         summary(found),
@@ -196,6 +199,19 @@ def _bounded(study: Study) -> list[str]:
     return [
         f"{', '.join(sorted(asked))}: as published they take all {study.n_nodes} nodes on demand, "
         f"and the cluster has {n} such; elastic alone keeps to that"
+    ]
+
+
+def _spent(study: Study, found: Sequence[StartResult]) -> list[str]:
+    """Runs that the job's budget ends: they are short and cheap for that reason alone."""
+    budget_usd = study.subject.job.budget_usd
+    trials = [result.trials[ELASTIC] for result in found if ELASTIC in result.trials]
+    n = sum(not t.done and t.usd >= 0.9 * budget_usd for t in trials) if budget_usd else 0
+    if not n or budget_usd is None:
+        return []
+    return [
+        f"{n} of {len(trials)} starts end before the job is done, since its budget_usd of "
+        f"{usd(budget_usd)} is spent: dollars and days are those until then"
     ]
 
 

@@ -44,6 +44,12 @@ def test_it_says_dollars_time_and_misses_of_each_policy(
     assert any("--calibrate" in note for note in data["notes"])
 
 
+def test_runs_that_the_budget_ends_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capsys, *words(trace), "--set", "budget_usd=0.2")
+    (note,) = [note for note in data["notes"] if "budget_usd" in note]
+    assert note.startswith("1 of 1 starts end before the job is done, since its budget_usd of $0.2")
+
+
 def test_its_table_and_its_picture(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
