@@ -130,7 +130,8 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
         "from the program's own frame on"
     )
     said = "ValueError: this loss is not written yet"
-    assert any(line.endswith(f"[rank {k}] {said}") for line in shown.splitlines() for k in (0, 1))
+    # by rank 0 or, where another one came first, by the driver
+    assert any(line.endswith(said) for line in shown.splitlines()), shown
     code, out, _ = shell.here("logs", "four")
     assert code == 0 and "ValueError: this loss is not written yet" in out
 
