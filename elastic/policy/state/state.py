@@ -342,13 +342,13 @@ class State:
     profiled_step: int = 0  # up to which steps tell nothing, after the newest that has ended
 
     retries: int = 0  # infrastructure errors in a row without progress
+    retry_step: int = -1
     # nodes on which a process died first in a generation and that were not lost with it, in a row
     # without progress past `death_step`, and what was said of the last one
     deaths: tuple[str, ...] = ()
     death: str = ""
     death_step: int = 0
     death_generation: int = 0
-    retry_step: int = -1
     rollbacks: int = 0
     rolled_back: tuple[tuple[str, int], ...] = ()  # guards and the steps that were rolled back for
     n_skipped: int = 0  # steps that a guard has skipped
