@@ -4,7 +4,7 @@ from __future__ import annotations
 
 GIB, MIB = 2**30, 2**20
 DAY_S = 86400.0
-LOG_MARK = "--- elastic: "  # begins lines of a worker's log that stay there: nobody is told them
+LOG_MARK = "--- elastic: "  # begins lines of a worker's log that stay there: they are not shown
 
 
 def n_of(n: int, noun: str) -> str:

@@ -48,7 +48,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def log_text(error: BaseException) -> str:
-    """For the log of a process: what its user is told, and the whole traceback behind it, which
+    """For the log of a process: what its user sees, and the whole traceback behind it, which
     stays in the log."""
     told, whole = user_traceback(error), _whole(error)
     if told == whole:

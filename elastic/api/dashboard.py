@@ -21,6 +21,7 @@ from elastic.observe.dashboard.run_shelf import RunShelf, shelf_of
 from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.evidence import Evidence
 from elastic.observe.diagnosis.verdicts import RunVerdict
+from elastic.observe.trackers.tracker_process import NICE
 from elastic.storage import Storage, open_storage
 from elastic.types import Plan
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 END_S = 5.0  # that the server beside a driver may take to end
 BESIDE = "--beside-driver"
-NICE = 10  # workers of the same machine come first
 
 
 @dataclass(frozen=True)

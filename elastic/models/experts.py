@@ -126,11 +126,11 @@ class MixtureOfExperts(nn.Module):
 
     `balance`: the factor of a loss of each sequence that is least where all experts are chosen
     equally often (DeepSeek-V3, 2024, equations 17 to 20), times its positions: it goes with a loss
-    that is a sum over them. It has gradients only: the loss that is told is without it. As a sum
-    over sequences it is the same in every layout; a rank that has a part of one (cp) cannot know
-    it. `bias_rate`: no loss at all (Wang et al. 2024): an expert is chosen by its score and a bias,
-    and in each step that is applied the bias of one that more tokens went to than the mean falls by
-    so much, that of others rises."""
+    that is a sum over them. It has gradients only: the loss that is reported is without it. As a
+    sum over sequences it is the same in every layout; a rank that has a part of one (cp) cannot
+    know it. `bias_rate`: no loss at all (Wang et al. 2024): an expert is chosen by its score and a
+    bias, and in each step that is applied the bias of one that more tokens went to than the mean
+    falls by so much, that of others rises."""
 
     expert_bias: Tensor
 

@@ -216,19 +216,11 @@ def _alike(found: Candidate) -> HeteroAssignment:
     speeds = [min(rates[d :: layout.dp]) for d in range(layout.dp)]
     unit = m * max(1, work.model.together)
     samples = hetero_shares.shares(step.global_batch // unit, speeds, unit)
-    loads, ends = _loads(found) if layout.pp > 1 else ((), 0.0)
+    loads, ends, cache = tuple[float, ...](), 0.0, there.every.cache
+    if layout.pp > 1 and (loads := cache.loads(there.site(layout.world_size), layout, step.n_rows)):
+        ends = cache.ends(there.site(layout.world_size), layout, step.n_rows)
     layers = hetero_shares.stage_layers(work.model.n_blocks, layout.n_stages, loads, ends=ends)
     return HeteroAssignment(ranks, samples, layers, found.cost)
-
-
-def _loads(found: Candidate) -> tuple[tuple[float, ...], float]:
-    """What each block takes, and the head, in mean blocks; () = all blocks are alike."""
-    cache, layout, n_rows = found.there.every.cache, found.layout, found.step.n_rows
-    if cache.work.sample is None or not cache.work.sample.block_flop:
-        return (), 0.0
-    site = found.there.site(layout.world_size)
-    one = cache.block_s(site, layout, n_rows)
-    return one.loads(cache.work), cache.ends_s(site, layout, n_rows) / one.busy
 
 
 # ------------------------------------------------------------------------------------------ words

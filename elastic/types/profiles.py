@@ -161,6 +161,10 @@ class UnitFlow:
     dtype: str
     batched: bool = True
 
+    def shape_of(self, n_rows: int) -> tuple[int, ...]:
+        """For so many samples."""
+        return (n_rows, *self.shape[1:]) if self.batched else self.shape
+
 
 @dataclass(frozen=True)
 class ModelProfile:

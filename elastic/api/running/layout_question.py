@@ -20,7 +20,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from elastic.api.planning.made_up_data import with_made_up_data
 from elastic.config.fingerprint import digest_of_file
@@ -29,6 +29,7 @@ from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.types import Job, ModelProfile, Pool
 from elastic.types.grid import axes_of
+from elastic.types.typed_job import Axis
 from elastic.version import PACKAGE
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ KEYS = (
     "batch_norm",
 )  # of a job, that decide what is compared
 TELL_AFTER_S = 2.0
-AXES = ("dp", "tp", "cp", "pp", "ep")
+AXES: tuple[str, ...] = get_args(Axis)
 
 
 def asked_of(spec: JobSpec, pools: Sequence[Pool]) -> dict[str, Any] | None:

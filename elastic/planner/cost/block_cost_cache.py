@@ -49,6 +49,21 @@ class BlockCostCache:
             self._ends[key] = compute.ends_s(site.chip, sample, layout, n_rows=n_rows)
         return self._ends[key]
 
+    def loads(self, site: Site, layout: Layout, n_rows: int) -> tuple[float, ...]:
+        """What each block takes, in mean ones; () = all are alike."""
+        sample = self.work.sample
+        if sample is None or not sample.block_flop:
+            return ()
+        return self.block_s(site, layout, n_rows).loads(self.work)
+
+    def ends(self, site: Site, layout: Layout, n_rows: int) -> float:
+        """The head, in mean blocks."""
+        sample = self.work.sample
+        if sample is None or not sample.flop:
+            return 0.0
+        one = self.block_s(site, layout, n_rows).busy
+        return self.ends_s(site, layout, n_rows) / one if one else 0.0
+
     def step_cost(self, site: Site, layout: Layout, step: Step) -> Cost:
         axes = id(site), layout.cp, layout.tp, layout.ep, step.dtype
         of_block = axes, step.n_rows, layout.activation_checkpointing

@@ -189,7 +189,7 @@ def slowest_stage(
     n_blocks: int, layout: Layout, ends: float, *, loads: tuple[float, ...] = ()
 ) -> float:
     """Blocks of the slowest rank of a pipeline, the head counted as `ends` blocks, where the last
-    rank has fewer blocks for it; they are dealt out whole, or in parts of a rank's v stages.
+    rank has fewer blocks for it; they are assigned whole, or in parts of a rank's v stages.
     `loads`: of each block, where they are not alike."""
     if loads:
         at = loads_at(layout, balanced(loads, layout.n_stages, ends), loads)

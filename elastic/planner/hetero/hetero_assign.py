@@ -108,7 +108,7 @@ class HeteroAssigner:
         unit = max(1, self.work.model.together)
         task = SplitTask(
             layout, self.work.n_blocks, step.global_batch, m, ends, unit=unit,
-            loads=self.loads(layout, step),
+            loads=self.cache.loads(self.site, layout, step.n_rows),
         )  # fmt: skip
         try:
             bound = self._bound(task, step, slots) if self.room or self.most_rows else task
@@ -139,18 +139,7 @@ class HeteroAssigner:
 
     def ends(self, layout: Layout, step: Step) -> float:
         """The head, in blocks."""
-        sample = self.work.sample
-        if sample is None or not sample.flop:
-            return 0.0
-        one = self.cache.block_s(self.site, layout, step.n_rows).busy
-        return self.cache.ends_s(self.site, layout, step.n_rows) / one if one else 0.0
-
-    def loads(self, layout: Layout, step: Step) -> tuple[float, ...]:
-        """What each block takes, in mean ones; () = all are alike."""
-        sample = self.work.sample
-        if sample is None or not sample.block_flop:
-            return ()
-        return self.cache.block_s(self.site, layout, step.n_rows).loads(self.work)
+        return self.cache.ends(self.site, layout, step.n_rows)
 
     def cost(self, layout: Layout, step: Step, made: Split, *, total: float) -> Cost:
         """On workers of these rates in `total`."""

@@ -162,12 +162,12 @@ def _tried(program: Program, model: nn.Module, batch: Batch, *, device: str) -> 
         return DrawTrial(problems=_python(drawn))
     three, _ = _pass(program, notes, model, batch=batch, rows=3, device=device)
     draws, problems = {}, []
-    experts = tuple(expert_modules(model, program.experts))
+    experts, in_experts = tuple(expert_modules(model, program.experts)), ""
     for place, one in two.items():
         other = three.get(place)
         why = one.unknown or ("" if len(two) == len(three) else LOOP)
-        if any(is_in(place.module, name) for name in experts):
-            why = why or EXPERTS
+        if name := next((n for n in experts if f"{place.module}.".startswith(f"{n}.")), ""):
+            why, in_experts = why or EXPERTS, in_experts or name
         rows_at = None if other is None else _rows_at(one.sizes, other.sizes)
         if not why and rows_at is not None:
             draws[place] = Draw(one.sizes, rows_at)
@@ -177,7 +177,7 @@ def _tried(program: Program, model: nn.Module, batch: Batch, *, device: str) -> 
     length = next((x.shape[1] for x in tensors_in(inputs_of(program, batch)) if x.ndim > 1), 0)
     return DrawTrial(
         modules, tuple(notes.attending), tuple(notes.left), frozenset(notes.calls), draws, length,
-        (*dict.fromkeys(problems), *_python(drawn)),
+        (*dict.fromkeys(problems), *_python(drawn)), in_experts,
     )  # fmt: skip
 
 
@@ -189,11 +189,6 @@ TELLS = "each layout draws others, so losses differ a little between layouts"
 SHAPE = "a shape that says nothing of the samples; take one with the samples in one dimension"
 EXPERTS = "where tokens stand in the order of their experts; draw before or behind the experts"
 LOOP = "as often as there are samples; draw for all samples at once"
-
-
-def is_in(module: str, whole: str) -> bool:
-    """Is the module `whole`, or a part of it?"""
-    return f"{module}.".startswith(f"{whole}.")
 
 
 def _python(drawn: str) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ by blocks_in_stages.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,11 +15,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from elastic.errors import ElasticError
-from elastic.models.experts import expert_modules
 from elastic.program import Program
-from elastic.types import ModelProfile, TensorSpec, coarsest
+from elastic.types import ModelProfile, coarsest
 from elastic.worker.equivalence.blocks_in_stages import BlocksInStages, one_weight
-from elastic.worker.equivalence.draw_trial import REAL_MOST_PARAMETERS, is_in, try_draws
+from elastic.worker.equivalence.draw_trial import REAL_MOST_PARAMETERS, try_draws
 from elastic.worker.equivalence.forward_trace import (
     FAR,
     INPUT,
@@ -36,7 +34,7 @@ from elastic.worker.equivalence.forward_trace import (
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.equivalence.stages.groups_in_stages import groups_in_stages
 from elastic.worker.parallel.stages.carried_values import carries
-from elastic.worker.program.model_profile import block_names, build_meta
+from elastic.worker.program.model_profile import block_names, block_of, build_meta
 from elastic.worker.program.norms.batch_norms import norms_of
 
 
@@ -87,9 +85,10 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
     shares = _of_shares(program, one, _other(one, others))
     if any(op.where for op in one.draws) or one.python_random:
         trial = try_draws(program, batch)
+        why = "draws random numbers, others for each ep; draw before or behind it"
         shares = replace(
             shares,
-            no_ep=_by_experts(program, trial.modules),
+            no_ep=f"{trial.in_experts} {why}" if trial.in_experts else "",
             draws=bool(trial.problems),
             notes=(*shares.notes, *trial.problems),
         )
@@ -106,13 +105,6 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
         )
     missed = "" if profile.n_blocks else _missed_blocks(program)
     return replace(shares, no_pp=no_pp, notes=(*shares.notes, *([missed] if missed else ())))
-
-
-def _by_experts(program: Program, drawing: Sequence[str]) -> str:
-    """Why ep is closed to a program whose modules `drawing` draw random numbers; '' = it is not."""
-    found = expert_modules(build_meta(program), program.experts)
-    name = next((name for name in found if any(is_in(module, name) for module in drawing)), "")
-    return f"{name} draws random numbers, others for each ep; draw before or behind it" * bool(name)
 
 
 def _missed_blocks(program: Program) -> str:
@@ -330,7 +322,13 @@ def _shared_by_blocks(program: Program, profile: ModelProfile) -> str:
     """FSDP shards each block by itself, and one weight once."""
     if not isinstance(program.blocks, str):
         blocks = block_names(build_meta(program), program.blocks)
-        profile = replace(profile, specs=tuple(_in_block(spec, blocks) for spec in profile.specs))
+        # -1 where a tensor is on a block's stage and no part of it
+        held = [block_of(spec.fqn, blocks) for spec in profile.specs]
+        specs = tuple(
+            replace(spec, block=-1 if block is None else block)
+            for spec, block in zip(profile.specs, held, strict=True)
+        )
+        profile = replace(profile, specs=specs)
     if (names := one_weight(profile)) is None:
         return ""
     return (
@@ -338,13 +336,6 @@ def _shared_by_blocks(program: Program, profile: ModelProfile) -> str:
         "itself: put it "
         "outside of the blocks, or choose Program.blocks so that one block holds both"
     )
-
-
-def _in_block(spec: TensorSpec, blocks: list[str]) -> TensorSpec:
-    """With the number of the block that holds it; -1 where it is on a block's stage and no part of
-    it."""
-    held = next((i for i, name in enumerate(blocks) if spec.fqn.startswith(name + ".")), -1)
-    return replace(spec, block=held)
 
 
 def _branch(one: Followed, other: Followed) -> str:

@@ -89,7 +89,7 @@ class loop:
                  default: the longest list of equal modules.
     tp, tp_limit, count, validation, extra_state: as in `elastic.Program`; `evaluate`: (model,
                  batch) -> summed loss of a batch of the validation set, or a dict of sums with
-                 "loss" among them: each is told per token (or sample), "loss" as
+                 "loss" among them: each is reported per token (or sample), "loss" as
                  validation_loss. `validation` and `evaluate`: both or none.
     job:         every other keyword is a key of job.yaml, with the value that it has there (steps,
                  global_batch, seed, eval_every, pools ...): what the job says where neither its

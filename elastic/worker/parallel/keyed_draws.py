@@ -73,7 +73,7 @@ class DrawTrial:
     `attending`: those of them that do so inside of torch's attention; `left`: those that draw as
     they would without all this; `calls`: names of the torch functions that draw; `length`:
     positions of its samples, 0 = they have none; `problems`: a line for each draw that cannot be
-    keyed."""
+    keyed; `in_experts`: a module of stacked experts that draws, '' = none does."""
 
     modules: tuple[str, ...] = ()
     attending: tuple[str, ...] = ()
@@ -82,6 +82,7 @@ class DrawTrial:
     draws: Mapping[DrawPlace, Draw] = field(default_factory=dict)
     length: int = 0
     problems: tuple[str, ...] = ()
+    in_experts: str = ""
 
 
 @dataclass

@@ -49,6 +49,11 @@ def block_names(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
     return [n for p in patterns_of(blocks) for n in filter(pattern_regex(p).match, names)]
 
 
+def block_of(fqn: str, blocks: Sequence[str]) -> int | None:
+    """Which of the blocks a tensor is in; None: it stands outside of them."""
+    return next((i for i, name in enumerate(blocks) if fqn.startswith(name + ".")), None)
+
+
 def tp_styles(model: nn.Module, program: Program) -> dict[str, str]:
     """Module name -> style, of the modules that are there: a pipeline stage has not all of them."""
     styles: dict[str, str] = {}
@@ -247,8 +252,7 @@ class _OneGroup:
         self.behind = set(names[names.index(blocks[0]) :]) if blocks else set()
 
     def __call__(self, fqn: str) -> int:
-        block = next((i for i, name in enumerate(self.blocks) if fqn.startswith(name + ".")), None)
-        if block is not None:
+        if (block := block_of(fqn, self.blocks)) is not None:
             return block
         return len(self.blocks) if fqn.rpartition(".")[0] in self.behind else -1
 

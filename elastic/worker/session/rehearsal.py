@@ -228,7 +228,7 @@ def _stage_input(
         given = [units[name] for name in place.profile.carried(first_block)]
         return tuple(
             torch.zeros(
-                (n_rows, *unit.shape[1:]) if unit.batched else unit.shape,
+                unit.shape_of(n_rows),
                 dtype=getattr(torch, unit.dtype),
                 device=place.device,
                 requires_grad=getattr(torch, unit.dtype).is_floating_point,

@@ -2,7 +2,7 @@
 needs.
 
 Each stage runs the model's whole forward pass. What stages before it have computed is received and
-given back where the model calls the modules that it comes from; modules of other stages give zeros
+returned where the model calls the modules that it comes from; modules of other stages give zeros
 where nobody needs what they would give. So what the model does between its modules is done on each
 stage that needs it, from values that were carried there: gradients of a value that several stages
 use are summed on their way back.
@@ -106,7 +106,7 @@ class CarriedValues:
         """What a module of another stage gave, or something of its shape where nobody needs it."""
         if unit.name in self.values:
             return self.values[unit.name]
-        shape = (self.n_rows, *unit.shape[1:]) if unit.batched else unit.shape
+        shape = unit.shape_of(self.n_rows)
         first = args[0] if args else None
         if isinstance(first, torch.Tensor) and first.shape == shape:
             return first

@@ -283,7 +283,7 @@ def _all_reduced(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def chosen(norms: Sequence[StepNorm]) -> str:
-    """What a person is told of them."""
+    """The line that a person reads of them."""
     first, more = norms[0], len(norms) - 1
     who = f"{first.name} is a {type(first.module).__name__}" + (
         f" (and {more} more)" if more else ""
