@@ -4,6 +4,7 @@ in it."""
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 from support.waiting import until
 from support.worker.forks import FORKS
 
+from elastic.certify.harness.place import Place
 from elastic.types import (
     Abort,
     Action,
@@ -35,6 +37,18 @@ from elastic.worker.process.beat import Beat
 # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
 TIMEOUT_S = 60.0
 WAIT_S = 300.0  # for anything that comes by itself, on a machine however busy
+
+ON_GPU = "ELASTIC_TEST_GPU"  # `shared`: all workers on the first GPU, through NCCL's sockets
+
+
+def environment_of(i: int) -> dict[str, str]:
+    """Of worker i of a pool: on the CPU, also on a machine that has GPUs, unless it is asked for
+    them."""
+    own = {"OMP_NUM_THREADS": "1"}
+    if os.environ.get(ON_GPU) != "shared":
+        return {"CUDA_VISIBLE_DEVICES": ""} | own
+    shared = Place("one-gpu", i + 1, ("0",)).environments()[i]
+    return shared | own | {"NCCL_HOSTID": f"{os.getpid()}-{i}"}
 
 
 @dataclass(frozen=True)
@@ -79,9 +93,8 @@ class Pool:
 
     def __post_init__(self) -> None:
         name = f"{self.served.__module__}:{self.served.__qualname__}"
-        own = {"OMP_NUM_THREADS": "1"}
         self.hosted = SessionProcesses(
-            self.n, lambda i: ChildProcess(own, served=name, start=FORKS)
+            self.n, lambda i: ChildProcess(environment_of(i), served=name, start=FORKS)
         )
         self.hosted.begin()
 
