@@ -11,17 +11,15 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from one_shot_rows import FORK, Tell, guarded
+from one_shot_rows import FORK, Tell, guarded, paths
 
 from elastic.certify.gpu.one_gpu import boxed, copied
 from elastic.certify.gpu.solo import device_of, rss_mib
 
-HERE = Path(__file__).resolve().parent
 GB = 10**9
 SEGMENTS = "expandable_segments:True"
 PINNED = {  # the allocator's settings that are compared; `ours` is elastic's own
@@ -90,7 +88,7 @@ def _pinned(tell: Tell, cpu: bool, seconds: float) -> None:
             found = pin(sizes, cpu)
         else:
             own = {"PYTORCH_ALLOC_CONF": setting} if setting else cuda_environment()
-            environment = {**os.environ, **own, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
+            environment = {**os.environ, **own, "PYTHONPATH": paths()}
             code = f"import json, parts_memory; print(json.dumps(parts_memory.pin({sizes}, False)))"
             done = subprocess.run(
                 [sys.executable, "-c", code], env=environment, capture_output=True, text=True,

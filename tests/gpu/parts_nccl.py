@@ -51,9 +51,17 @@ def transport(cpu: bool, cold: bool = False) -> Any:
     return made(torch.device("cpu")) if cpu else made(torch.device("cuda", 0))
 
 
-def joined(number: int, layout: Any, at: tuple[int, int, int], over: Any, pid: int) -> Any:
+def joined(
+    number: int,
+    layout: Any,
+    at: tuple[int, int, int],
+    over: Any,
+    pid: int,
+    *,
+    note: Callable[[Any], Any] = lambda groups: None,
+) -> Any:
     """The groups of a generation. `at`: rank, ranks, port of the store; `pid` keeps the places of
-    cases apart."""
+    cases apart; `note` gets them before they meet."""
     import torch
 
     from elastic.types import WorkerId
@@ -65,6 +73,7 @@ def joined(number: int, layout: Any, at: tuple[int, int, int], over: Any, pid: i
     if device.type == "cuda":
         torch.cuda.set_device(device)
     groups = Groups(number, layout, device, transport=over)
+    note(groups)
     participants = tuple(WorkerId("node", i) for i in range(n))
     groups.join(Rendezvous(participants, ("127.0.0.1", port), 60.0, f"{pid:064x}"), rank)
     return groups
@@ -229,6 +238,33 @@ def _first_batch(rank: int, talk: Any, port: int, pid: int, cpu: bool, cold: boo
         talk.send(("freed_s", sent.since(began)))
 
 
+def _set_up(rank: int, talk: Any, port: int, pid: int, cpu: bool) -> None:
+    """Communicators are set up, and one rank does not come."""
+    from elastic.types import Layout
+
+    over = transport(cpu, cold=rank == 2)
+    made: list[Any] = []
+    talk.send(("ready", rank))
+    joins = Waits(partial(_join_noted, made, Layout(dp_shard=3), (rank, 3, port), over, pid))
+    assert rank == 2 or not joins.over(WAIT_S)
+    talk.recv()
+    began = time.monotonic()
+    made[0].abort()
+    joins.over(FREED_MOST_S)
+    talk.send(("freed_s", joins.since(began)))
+    talk.send(("raises", bool(joins.error)))
+    talk.send(("why", joins.error))
+    began = time.monotonic()
+    made[0].close()
+    talk.send(("close_s", time.monotonic() - began))
+    again = joined(2, Layout(), (0, 1, port), transport(cpu), pid + rank)
+    talk.send(("again", summed(again.world, again.device) == 1.0))
+
+
+def _join_noted(made: list[Any], *how: Any) -> None:
+    joined(1, *how, note=made.append)
+
+
 # ------------------------------------------------------------------------------------ the part nccl
 
 
@@ -269,12 +305,13 @@ def nccl(tell: Tell, cpu: bool, seconds: float) -> None:
     cases = [
         ("hang", 2, (_hang, (), {}, "stop")),
         ("kill", 2, (_kill, (), {}, "kill")),
+        ("set_up", 3, (_set_up, (), {}, "")),
         ("cold", 3, (_first_batch, (True,), {}, "")),
         ("kill_dump", 2, (_kill, (), DUMPS, "kill")),
         ("together", 4, (_many, (True,), {}, "stop")),
         ("warm", 3, (_first_batch, (False,), {}, "")),
         ("one_by_one", 4, (_many, (False,), {}, "stop")),
-        ("blocking", 3, (_first_batch, (True,), BLOCKING, "")),
+        ("blocking", 3, (_set_up, (), BLOCKING, "")),
     ]
     if cpu:
         for name in ("kill_dump", "one_by_one", "blocking"):

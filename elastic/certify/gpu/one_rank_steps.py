@@ -118,10 +118,10 @@ class Ours:
 
 
 def bare(
-    program: Any, job: dict[str, Any], device: Any, *, rows: int, n: int
+    program: Any, job: dict[str, Any], device: Any, *, rows: int, n: int, n_microbatches: int = 1
 ) -> tuple[list[float], list[float]]:
-    """The same model, batches and precision in a loop of plain FSDP2. Seconds and loss of each
-    step."""
+    """The same model, batches, micro-batches and precision in a loop of plain FSDP2. Seconds and
+    loss of each step."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=HashStore(),
@@ -149,13 +149,21 @@ def bare(
         )
         began = time.perf_counter()
         there = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-        loss = program.loss(model(there["input"]), there) / batch["target"].numel()
         optimizer.zero_grad()
-        loss.backward()
+        total = torch.zeros((), device=device)
+        for part in _parts(there, n_microbatches):  # gradients are sharded in each, as in elastic's
+            loss = program.loss(model(part["input"]), part) / batch["target"].numel()
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), job["clip_grad_norm"])
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(float(total))
         times.append(time.perf_counter() - began)
-    del model, optimizer, loss, there
+    del model, optimizer, loss, there, part
     dist.destroy_process_group()
     return times, losses
+
+
+def _parts(batch: dict[str, torch.Tensor], n: int) -> list[dict[str, torch.Tensor]]:
+    cut = {key: value.chunk(n) for key, value in batch.items()}
+    return [{key: cut[key][i] for key in cut} for i in range(n)]

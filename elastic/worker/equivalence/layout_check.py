@@ -37,7 +37,7 @@ from elastic.worker.equivalence.small_batch import batch_of, check_rows, shorten
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
 from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.parallel.context_parallel import check_calls, check_possible
-from elastic.worker.process.parent_death import die_with_parent
+from elastic.worker.process.environment import die_with_parent
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 

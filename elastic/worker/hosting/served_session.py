@@ -13,8 +13,7 @@ from typing import Any
 
 from elastic.types import WorkerId
 from elastic.types.orders import WorkerOrder
-from elastic.worker.process.environment import settle
-from elastic.worker.process.parent_death import die_with_parent
+from elastic.worker.process.environment import die_with_parent, settle
 
 SESSION = "elastic.worker.session.session:Session"
 SERVED = "elastic.worker.hosting.served_session:ServedSession"

@@ -6,11 +6,15 @@ Imports nothing of torch's, so that it can be applied before that is loaded.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 from collections.abc import MutableMapping
 
 log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # Without these a survivor ends or hangs with the one that died; a user's other value is overridden.
 REQUIRED = {
@@ -54,3 +58,9 @@ def settle(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]
     for name, value in DEFAULTS.items():
         environment.setdefault(name, value)
     return overridden
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when the thread that has started it is gone, also one that is
+    stopped."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -68,6 +68,8 @@ Key = tuple[tuple[int, ...], tuple[str, ...], str]
 Axis = tuple[str, int, dist.ProcessGroup]  # its name, its size, this rank's group
 # the names by which cached meshes look for their group: those of every generation
 _known_names: dict[Key, set[Any]] = {}
+# the generation that has begun to last: newer sockets are of none before it
+_forming: list[int] = []
 
 
 def keep_names(mesh: DeviceMesh) -> bool:
@@ -154,6 +156,8 @@ class Groups:
         self._addresses: set[tuple[str, int]] = set()  # at which the participants listen
         self._store_port = 0
         self._before: set[int] = set()
+        # this process's sockets when communicators began to be set up; None: they are not just now
+        self._warming: set[int] | None = None
         self._store: Store | None = None
         # name, first rank, backends of the groups that count
         self._counted: tuple[tuple[str, int, tuple[Any, ...]], ...] = ()
@@ -214,6 +218,7 @@ class Groups:
 
         Raises PeerGarbled where somebody came who does not know the secret."""
         self._n_participants = len(at.participants)
+        _forming[:] = [self.generation]
         self._before = inodes()  # known to `abort`: it must not knock at what others listen at
         self._joining.set()
         try:
@@ -258,7 +263,11 @@ class Groups:
             self.control.prove(secret, self.generation)
         self._tell_all()
         cold = [group for group in self._device_groups if self._whole or group is not self.world]
-        self.transport.warm_up([group for group in cold if group.size() > 1])
+        self._warming = inodes()
+        try:
+            self.transport.warm_up([group for group in cold if group.size() > 1])
+        finally:
+            self._warming = None
 
     def pretend(self, rank: int) -> None:
         """Groups of a layout without the other ranks: collectives return at once and move nothing.
@@ -505,6 +514,8 @@ class Groups:
         n_aborted, ends_s = len(self._device_groups), time.monotonic() + LOOK_MOST_S
         while (joining := self._joining.is_set()) or (self._pairs and time.monotonic() < ends_s):
             self._shut_own()
+            if (warming := self._warming) is not None and _forming == [self.generation]:
+                self.transport.break_set_up(warming)
             for family, address in listening(self._before) if joining else self._listeners:
                 if address not in knocked:
                     knocked.add(address)

@@ -117,6 +117,19 @@ def shut(
         ).start()
 
 
+def shut_new(skip: Collection[int]) -> None:
+    """Ends every TCP connection but those inodes, and whoever waits in `accept` of a listening
+    socket. For what NCCL sets up over its own sockets: it has no call that ends that, and asks
+    anew for nothing that it was refused. What other threads have connected meanwhile is ended with
+    it, and asks again."""
+    for fd in list(own_sockets()):
+        with suppress(OSError):  # it is gone, or nobody has connected to it yet
+            if inode(fd) not in skip:
+                with _duplicate(fd) as sock:
+                    if sock.family in (socket.AF_INET, socket.AF_INET6):
+                        sock.shutdown(socket.SHUT_RDWR)
+
+
 def _is_of(sock: socket.socket, addresses: Collection[tuple[str, int]], store_port: int) -> bool:
     """Not a listening socket: shutting gloo's listener would end the process."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update
 from elastic.user_frames import INSTALLED, STDLIB
 from elastic.version import PACKAGE
 from elastic.worker.process_groups.control_tree import Pairs
+from elastic.worker.process_groups.sockets import shut_new
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +131,10 @@ class Transport:
         """Sets up what is made at first use. Collective: each rank gives its groups in the one
         order of the layout's axes."""
 
+    def break_set_up(self, before: Collection[int]) -> None:
+        """Frees whoever waits in `warm_up` for a rank that does not come. `before`: inodes of this
+        process's sockets when that began."""
+
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> int:
         """Frees what waits in a kernel. Returns how many groups could not be aborted within
         ABORT_MOST_S."""
@@ -207,6 +212,11 @@ class Nccl(Transport):
         for group in groups:
             group.allreduce([one]).wait()
             float(one)  # one after the other: two that are set up at once can wait for each other
+
+    def break_set_up(self, before: Collection[int]) -> None:
+        """torch holds the lock that `abort` needs while it waits for NCCL's set-up, which ends with
+        an error when its sockets do."""
+        shut_new(before)
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> int:
         threads = [

@@ -37,19 +37,14 @@ from elastic.worker.loop.script_host import Script, ScriptSource, TrainFunction
 from elastic.worker.parallel.compiled import settle_compiler
 from elastic.worker.parallel.float8 import check_float8
 from elastic.worker.process.allocator import rounds_pinned
+from elastic.worker.process.cuda_errors import device_lost, holds_lost, is_assert
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.gpu_health import DeviceNotes
 from elastic.worker.profile.node_checks import Checks, NodeRejected
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.program.job_program import with_job
 from elastic.worker.session.rehearsal import handed_on, keyed, rehearse, rehearse_plan
-from elastic.worker.session.worker_errors import (
-    device_lost,
-    is_assert,
-    kind_of,
-    print_error,
-    text_of,
-)
+from elastic.worker.session.worker_errors import kind_of, print_error, text_of
 from elastic.worker.session.workplace import Workplace
 from elastic.worker.step.loss_scale import profile_of
 
@@ -103,6 +98,7 @@ class Preparation:
             self.report(self._refused(refused))
             return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
+            holds_lost(error)
             print_error(error)
             refusal = checks.refusal() if checks is not None and self.place is None else None
             failed = WorkerFailed(

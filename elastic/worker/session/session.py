@@ -46,6 +46,7 @@ from elastic.types.orders import InjectFault, Isolate, WorkerOrder, WriteShard
 from elastic.worker.checkpoint.checkpoint_format import Damaged
 from elastic.worker.process.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.process.beat import Beat
+from elastic.worker.process.cuda_errors import holds_lost, is_assert
 from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import Doing
 from elastic.worker.process.fault_injection import DeviceFaults
@@ -54,13 +55,7 @@ from elastic.worker.session.groups_ahead import GroupsAhead
 from elastic.worker.session.layout_probe import LayoutDiffers
 from elastic.worker.session.preparation import Preparation, default_device
 from elastic.worker.session.stall_site import stall_site
-from elastic.worker.session.worker_errors import (
-    device_lost,
-    is_assert,
-    kind_of,
-    print_error,
-    text_of,
-)
+from elastic.worker.session.worker_errors import kind_of, print_error, text_of
 from elastic.worker.session.workplace import EnterOrder, Workplace, live_step
 from elastic.worker.step.faulty_rank import Tripped
 
@@ -339,7 +334,7 @@ class Session:
                 broken.roll_forward(step, commit)
                 self._commit = commit
             except Exception as error:  # noqa: BLE001 - the worker's boundary: the state is no whole step then, and says so
-                if device_lost(error):
+                if holds_lost(error):
                     broken.lose_device()
                     broken.take_along()
                 failed = WorkerFailed(self.me, number, "infrastructure", text_of(error))
@@ -439,11 +434,11 @@ class Session:
     def _failed(self, generation: Generation, error: Exception) -> None:
         """Free the others first: they wait for this rank. (Not where all of them say the same at
         the same point.)"""
-        number = generation.number
+        lost, number = holds_lost(error), generation.number
         kind = kind_of(error)
         self._unfinished = True
         trip = error.trip if isinstance(error, Tripped) else None
-        if device_lost(error):
+        if lost:
             generation.lose_device()
         if trip is None and kind != "layout":
             generation.break_off()

@@ -1,26 +1,15 @@
-"""What an error in a worker is: of which kind, and in which words it is reported.
-
-A CUDA error is *sticky* when every later call of the process returns it too: the context is gone,
-and this process can read nothing on that GPU any more. Such an error is the device's, kind
-`device`. Three CUDA errors are not: out of memory; a call that the runtime refused (wrong
-arguments, no kernel for this GPU), which is the program's and leaves the context as it was; and a
-device-side assert (an index out of range in a kernel), which is the program's too, though the
-context is gone.
-"""
+"""What an error in a worker is: of which kind, and in which words it is reported."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from elastic.config.masking import masked_text
 from elastic.errors import (
     ElasticError,
-    InternalError,
     PeerGarbled,
     ProgramError,
     SpecError,
@@ -29,53 +18,10 @@ from elastic.errors import (
 )
 from elastic.types import FailureKind
 from elastic.user_frames import log_text, raised_at
+from elastic.worker.process.cuda_errors import ASSERT, MEMORY, cuda_error, device_lost
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.session.layout_probe import LayoutDiffers
 from elastic.worker.step.faulty_rank import Tripped
-
-# torch adds lines of advice, which name other errors
-CUDA_ERROR = re.compile(r"(?:CUDA|HIP)(?: driver)? error: ([^\n]*)")
-ASSERT, MEMORY = "device-side assert", ("out of memory", "_STATUS_ALLOC_FAILED")
-REFUSED_CALLS = (  # the words of cudaGetErrorString and torch
-    "invalid argument", "invalid configuration argument", "invalid device function",
-    "invalid device ordinal", "invalid resource handle", "no kernel image is available",
-    "too many resources requested for launch", "operation not supported", "operation not permitted",
-    "peer access", "when stream is capturing", "invalid pitch", "symbol not found",
-    "driver version is insufficient", "no CUDA-capable device", "_STATUS_INVALID_VALUE",
-    "_STATUS_NOT_SUPPORTED", "_STATUS_NOT_INITIALIZED", "_STATUS_ARCH_MISMATCH",
-)  # fmt: skip
-
-
-def cuda_error(error: BaseException) -> str:
-    """What CUDA said, such as `unspecified launch failure`, where this error or one that it came of
-    is CUDA's; else ''."""
-    for one in _chain(error):
-        known = isinstance(one, RuntimeError | InternalError) and not isinstance(
-            one, dist.DistError
-        )
-        if known and (found := CUDA_ERROR.search(str(one))):
-            return found.group(1).strip() or "unknown error"
-        if isinstance(one, torch.AcceleratorError):
-            return str(one).partition("\n")[0].strip() or "unknown error"
-    return ""
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-
-
-def is_assert(error: BaseException) -> bool:
-    """A device-side assert?"""
-    return ASSERT in cuda_error(error)
-
-
-def device_lost(error: BaseException) -> bool:
-    """Can this process use its GPU no more?"""
-    said = cuda_error(error)
-    return bool(said) and not any(words in said for words in (*MEMORY, *REFUSED_CALLS))
 
 
 def kind_of(error: BaseException) -> FailureKind:

@@ -21,6 +21,7 @@ import torch
 from elastic.errors import InternalError
 from elastic.text import gib
 from elastic.types import Box
+from elastic.worker.process.cuda_errors import holds_lost
 from elastic.worker.process.doing import doing
 from elastic.worker.process.side_stream import SideStream, boundary, on_device, waitable
 
@@ -229,7 +230,11 @@ class HostCopy:
                 f"the host copy of step {self.step} was not completed: {self.error}"
             )
         if self.on_device is not None:
-            self.on_device.synchronize()
+            try:
+                self.on_device.synchronize()
+            except RuntimeError as error:
+                holds_lost(error)
+                raise
         return self._tensors
 
     @property
@@ -326,6 +331,7 @@ class HostCopies:
                 self._copy(copy)
             copy.whole = True
         except BaseException as error:  # noqa: BLE001 - told to whoever waits for the copy
+            holds_lost(error)
             copy.error = error
         finally:
             copy.filled.set()

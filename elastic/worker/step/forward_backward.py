@@ -83,7 +83,8 @@ class ForwardBackward:
         self.device = groups.device
         self.passes_name = f"passes {axes_text(plan.layout, self.rank)}".rstrip()
         # and the rows and microbatches that it was made for
-        self._pipeline: tuple[tuple[int, int], Pipeline] | None = None
+        # of training, of evaluation, of the probe of a layout
+        self._pipelines: dict[str, tuple[Any, Pipeline]] = {}
         self._staged: list[nn.Module] | None = None
         self.spans = BlockTiming(
             state.models, program, self.device, faults=faults or DeviceFaults()
@@ -170,7 +171,7 @@ class ForwardBackward:
             else nullcontext()
         )
         with axis_range(self.passes_name), running, self.cut_loss(), drawing:
-            loss_sum = self._passes(parts, train, n_microbatches or self.n_microbatches)
+            loss_sum = self._passes(parts, train, n_microbatches)
         return loss_sum if scale == 1.0 else loss_sum / scale, tokens
 
     def _here(self, batches: Iterable[Batch], train: bool) -> list[Batch]:
@@ -208,8 +209,10 @@ class ForwardBackward:
         """Forward (and backward) of every microbatch: the loss sum, a float64 scalar on the device;
         0 where another stage has it."""
         whole, *others = parts
+        kind = "training" if train else "probe" if n_microbatches else "evaluation"
+        n_microbatches = n_microbatches or self.n_microbatches
         drawing = self._drawing([batch for batch, _ in (whole, *others)]) if train else None
-        pipeline = self.pipeline_of(_n_rows(whole[0]), n_microbatches)
+        pipeline = self.pipeline_of(_n_rows(whole[0]), n_microbatches, kind)
         if pipeline is not None:
             batch, loss = whole
             if drawing is not None:
@@ -278,14 +281,19 @@ class ForwardBackward:
         """Of this rank in the step that comes next or is under way."""
         return self.shares.microbatches(self.state.step)[self.dp]
 
-    def pipeline_of(self, n_rows: int, n_microbatches: int) -> Pipeline | None:
+    def pipeline_of(self, n_rows: int, n_microbatches: int, kind: str) -> Pipeline | None:
         """For that many rows of a batch: stages know the shape of a microbatch. None = the layout
-        has no stages."""
+        has no stages.
+
+        torch passes made-up values through a new pipeline's stages to learn their shapes, with all
+        collectives of FSDP: the data-parallel ranks, which may have unequal shares, make new ones
+        at the same calls, each kind of call with its own."""
         if self.groups.pp is None:
             return None
-        cut = n_rows, n_microbatches
-        if self._pipeline is None or self._pipeline[0] != cut:
-            self._pipeline = (
+        everyones = self.shares.samples(self.state.step) if kind == "training" else ()
+        cut = n_rows, n_microbatches, everyones
+        if self._pipelines.get(kind, ((),))[0] != cut:
+            self._pipelines[kind] = (
                 cut,
                 Pipeline(
                     self._stages(),
@@ -296,7 +304,7 @@ class ForwardBackward:
                     carrying=carries(self.program),
                 ),
             )
-        return self._pipeline[1]
+        return self._pipelines[kind][1]
 
     def _stages(self) -> list[nn.Module]:
         """What this rank's stages are called as; made once, since a program may change the module

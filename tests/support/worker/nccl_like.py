@@ -2,6 +2,7 @@
 generation on it, all on the CPU.
 
 - The first use of a group needs all of its ranks, and of a batch of messages too.
+- Set-up that waits for a rank holds the lock which `abort` needs; it ends when its connections do.
 - An operation returns before it is done; who waits for it is freed by `abort` of that group and by
   nothing else: not by the end of a connection, not by another group's abort. `abort` raises nothing
   in those that wait; the outputs hold silent data corruption.
@@ -26,7 +27,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -141,6 +142,7 @@ class NcclLike(dist.ProcessGroup):
     late_s = 0.0  # from the call to the beginning of an operation on the device
     before: Callable[[Any], None] | None = None  # called with each operation's process group
     on_device: ClassVar[weakref.WeakSet[DeviceWork]] = weakref.WeakSet()
+    setting_up: ClassVar[weakref.WeakSet[NcclLike]] = weakref.WeakSet()
     lock = threading.Lock()
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, host: Host) -> None:
@@ -152,6 +154,8 @@ class NcclLike(dist.ProcessGroup):
         )
         self.gone = threading.Event()
         self.set_up = False
+        self.uses = threading.Lock()  # torch's of a communicator, which set-up holds
+        self.cut_off = threading.Event()  # the connections of its set-up are shut
         self.from_host = False  # everything that is sent lies in host memory
         self._stream: CopyThreads | None = None
         self.n_enqueued = 0
@@ -166,7 +170,8 @@ class NcclLike(dist.ProcessGroup):
         return self._stream
 
     def abort(self) -> None:
-        self.gone.set()
+        with self.uses:
+            self.gone.set()
         self._wait_for(self._kernels())
 
     def _kernels(self) -> list[DeviceWork]:
@@ -202,8 +207,10 @@ class NcclLike(dist.ProcessGroup):
         """Waits for all ranks, like the exchange of NCCL's unique id."""
         self.store.set(f"first-use/{self.me}", "")
         ends_s = time.monotonic() + SET_UP_S
+        with NcclLike.lock:
+            NcclLike.setting_up.add(self)
         while not self.store.check([f"first-use/{rank}" for rank in range(self.n)]):
-            if self.gone.wait(LOOK_S) or time.monotonic() > ends_s:
+            if self.cut_off.wait(LOOK_S) or time.monotonic() > ends_s:
                 raise dist.DistBackendError(
                     "NCCL communicator was not set up: not all ranks of the group took part"
                 )
@@ -222,7 +229,8 @@ class NcclLike(dist.ProcessGroup):
         if self.gone.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted on this rank")
         if not self.set_up:
-            self._set_up()
+            with self.uses:
+                self._set_up()
         self.n_enqueued += 1
         if NcclLike.dies_after is not None:
             if NcclLike.dies_after == 0:
@@ -338,6 +346,11 @@ class NcclLikeTransport(Nccl):
 
     def counters(self, group: dist.ProcessGroup) -> tuple[Any, ...]:
         return (group,)
+
+    def break_set_up(self, before: Collection[int]) -> None:
+        with NcclLike.lock:
+            for group in NcclLike.setting_up:
+                group.cut_off.set()
 
 
 class NcclLikeHostOnly(NcclLikeTransport):

@@ -13,13 +13,8 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import InternalError, ProgramError
-from elastic.worker.session.worker_errors import (
-    device_lost,
-    is_assert,
-    kind_of,
-    print_error,
-    text_of,
-)
+from elastic.worker.process.cuda_errors import device_lost, is_assert
+from elastic.worker.session.worker_errors import kind_of, print_error, text_of
 
 ADVICE = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
