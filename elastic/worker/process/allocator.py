@@ -15,8 +15,11 @@ LARGE_BYTES = 4 << 20
 KEEP_BYTES = 64 << 20
 
 
-# shards of one layout fit into the holes that those of another left
-CUDA_SETTING = "expandable_segments:True"
+# Shards of one layout fit into the holes that those of another left; host memory is pinned by
+# threads that also touch its pages: 6.3 GB/s where cudaHostAlloc took 1.7 to 2.1 (an H200, 13 GB).
+CUDA_SETTING = (
+    "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+)
 # Pinned host memory: larger blocks are neither rounded up to a power of two nor kept by torch when
 # they are freed. Buffers are used again by elastic.worker.state.host_copy, so that torch's own
 # cache would only hold those of earlier shard sizes.

@@ -21,7 +21,7 @@ def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 
 if sys.argv[1] == "settled":
-    from elastic.worker.process.allocator import settle_allocator
+    from elastic.worker.process.allocator import CUDA_SETTING, settle_allocator
     assert settle_allocator()
 del_me = torch.ones(30 << 18)  # 30 MiB: when it is freed, glibc raises its own threshold
 del del_me
@@ -39,9 +39,7 @@ def test_cuda_is_asked_for_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     settle_cuda_allocator()
-    assert (
-        os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True,pinned_max_cached_size_mb:64"
-    )
+    assert os.environ["PYTORCH_ALLOC_CONF"] == f"{CUDA_SETTING},pinned_max_cached_size_mb:64"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     settle_cuda_allocator()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
@@ -71,11 +69,11 @@ def test_a_torch_that_does_not_know_the_limit_on_pinned_memory_is_not_asked_for_
     monkeypatch.setattr(
         allocator, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     )
-    assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, (
+    assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": CUDA_SETTING}, (
         "there is no header"
     )
     header.write_text("size_t pinned_use_background_threads();")
-    assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": CUDA_SETTING}
     header.write_text("size_t pinned_max_cached_size();")
     assert "pinned_max_cached_size_mb:64" in allocator.cuda_environment()["PYTORCH_ALLOC_CONF"]
 
