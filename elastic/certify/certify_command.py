@@ -209,6 +209,7 @@ def carry_out(
         wanted = _chosen(_tasks(lab), only)
         left_out = [one for one in _left_out(lab) if not only or one.name.startswith(tuple(only))]
         names = [name for task in wanted for name in task.names] + [one.name for one in left_out]
+        names += [check.name for check in done.checks]  # whether ranks share the GPU
         unknown = [word for word in only if not any(name.startswith(word) for name in names)]
         if unknown:
             raise SpecError(

@@ -209,12 +209,18 @@ class NcclLike(dist.ProcessGroup):
         ends_s = time.monotonic() + SET_UP_S
         with NcclLike.lock:
             NcclLike.setting_up.add(self)
-        while not self.store.check([f"first-use/{rank}" for rank in range(self.n)]):
+        while not self._all_came():
             if self.cut_off.wait(LOOK_S) or time.monotonic() > ends_s:
                 raise dist.DistBackendError(
                     "NCCL communicator was not set up: not all ranks of the group took part"
                 )
         self.set_up = True
+
+    def _all_came(self) -> bool:
+        try:
+            return self.store.check([f"first-use/{rank}" for rank in range(self.n)])
+        except RuntimeError:  # the store's end is not noticed: the id was exchanged before
+            return False
 
     def _run(
         self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.worker.process import allocator
-from elastic.worker.process.allocator import settle_cuda_allocator
+from elastic.worker.process.allocator import CUDA_SETTING, settle_cuda_allocator
 
 HOLE = """
 import sys

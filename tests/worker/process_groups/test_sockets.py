@@ -6,9 +6,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from support.waiting import until
 
 from elastic.worker.process_groups import sockets
 
@@ -60,3 +62,43 @@ def test_what_a_peer_sends_is_taken_until_it_was_told(
     for thread in threading.enumerate():
         if thread.name == "abort-linger":
             thread.join(5.0)
+
+
+def test_new_connections_are_shut_with_whoever_waits_to_be_connected_to(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """As NCCL's set-up waits: for a connection, and for what comes through one. Older ones stay."""
+    before = sockets.inodes()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.create_connection(silent.getsockname()) as waits,
+    ):
+        found: list[object] = []
+
+        def note(wait: Callable[[], object]) -> None:
+            try:
+                found.append(wait())
+            except OSError as error:
+                found.append(error)
+
+        threads = [
+            threading.Thread(target=note, args=(wait,), daemon=True)
+            for wait in (server.accept, lambda: waits.recv(1))
+        ]
+        for thread in threads:
+            thread.start()
+        until(lambda: all(_sleeps(t) for t in threads), "both wait")
+        sockets.shut_new(before)
+        for thread in threads:
+            thread.join(5.0)
+        assert len(found) == 2 and all(x == b"" or isinstance(x, OSError) for x in found), found
+    mine, peer = ends
+    mine.sendall(b"x")
+    assert peer.recv(1) == b"x"
+
+
+def _sleeps(thread: threading.Thread) -> bool:
+    """In a call of the kernel's."""
+    words = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+    return words[0] == "S"
