@@ -84,6 +84,7 @@ def check_patterns(model: nn.Module, program: Program) -> None:
     # where the default matches nothing the model has no blocks
     if program.blocks != Program.blocks:
         patterns |= {one: f"Program.blocks='{one}'" for one in patterns_of(program.blocks)}
+    patterns |= {one: f"Program.experts='{one}'" for one in program.experts}
     for pattern, where in patterns.items():
         if not block_names(model, pattern):
             raise ProgramError(
