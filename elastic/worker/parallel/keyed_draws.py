@@ -35,7 +35,7 @@ from elastic.types import Layout
 from elastic.types.grid import Coordinates
 from elastic.worker.parallel.draw_requests import DrawRequest, request_of, same
 from elastic.worker.parallel.keyed_numbers import Distribution, mixed, of_text
-from elastic.worker.parallel.part_of_draw import part_of
+from elastic.worker.parallel.part_of_draw import Draw, part_of
 from elastic.worker.program.model_profile import block_names
 
 log = logging.getLogger(__name__)
@@ -56,15 +56,6 @@ class DrawPlace:
     @cached_property
     def key(self) -> int:
         return mixed(of_text(self.block), of_text(self.module), self.number)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What a place draws for two samples. `rows_at`: the dimension that the samples are in, -1 =
-    none: one draw for all samples of a step."""
-
-    sizes: tuple[int, ...]
-    rows_at: int
 
 
 @dataclass(frozen=True)
@@ -296,12 +287,10 @@ class KeyedDraws(Draws):
         if found is None:
             return None
         one, place = found
-        draw = self.trial.draws.get(place)
         part = part_of(
             asked.noise,
             len(one.keys),
-            draw.rows_at if draw is not None else 0,
-            sizes=draw.sizes if draw is not None else None,
+            self.trial.draws.get(place),
             lengths=(self.trial.length, one.length),
             layout=self.layout,
             at=self.at,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "alpha dropout": lambda m, x: F.alpha_dropout(x, 0.3, m.training),
     "feature alpha dropout": lambda m, x: F.feature_alpha_dropout(x, 0.3, m.training),
     "long rows": lambda m, x: F.dropout(x.repeat(1, 1, 100), 0.3, m.training)[..., :D],
+    "features": lambda m, x: F.dropout1d(x.transpose(1, 2), 0.3).transpose(1, 2),
     "drop path": lambda m, x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.7),
     "attention": lambda m, x: (
         F.scaled_dot_product_attention(heads(x), heads(x), heads(x), dropout_p=0.3, is_causal=True)
@@ -284,6 +286,29 @@ def test_a_tensor_that_knows_how_it_is_cut() -> None:
         whole = draws.inside("", F.dropout, torch.ones(3, SEQ, D), 0.5).numpy()
     for found in on_ranks(on_a_mesh, 2):
         assert all((one == whole).all() for one in found)
+
+
+def test_positions_are_told_from_as_many_features() -> None:
+    """Samples of the trial have as many positions as features; later ones, of another phase of the
+    job, have more."""
+
+    def drawn(way: str, x: Tensor, layout: Layout, *, length: int, tp: int = 0) -> Tensor:
+        batch = {"input": torch.randn(1, D, D)}
+        draws = KeyedDraws(try_draws(program_of(WAYS[way]), batch))
+        assert not draws.trial.problems
+        with draws.step(layout, Coordinates(0, 0, 0, tp, tp)):
+            draws.begin(row_keys(1, 1, [IDS[:3]])[0], 1, length=length)
+            return draws.inside("", partial(WAYS[way], nn.Module()), x)
+
+    long, cut = torch.ones(3, 2 * D, D), torch.ones(3, D // 2, D // 2)
+    for way in ("dropout", "dropout1d"):
+        whole = drawn(way, long, Layout(), length=2 * D)
+        for tp in (0, 1):  # ranks that both have all of it
+            assert torch.equal(drawn(way, long, Layout(tp=2), length=2 * D, tp=tp), whole)
+    whole = drawn("features", torch.ones(3, D, D), Layout(), length=D)
+    for i, half in enumerate(whole.chunk(2, -1)):  # of the features; and all of the positions
+        part = drawn("features", cut, Layout(cp=2, tp=2), length=D, tp=i)
+        assert torch.equal(part, half[:, : D // 2])
 
 
 # ---------------------------------------------------------------------------- what is not, and cannot
