@@ -13,7 +13,7 @@ from elastic.models.experts import MixtureOfExperts
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_towers
-from tiny_towers import N_TEXT, N_VISION, SAYS, SEES, Attention, Towers
+from tiny_towers import N_TEXT, N_VISION, SAYS, SEES, VOCAB, Attention, Towers
 
 
 class Norm(nn.BatchNorm1d):
@@ -42,10 +42,22 @@ class TextBlock(nn.Module):
         return said + F.dropout(self.mlp(x + said), 0.2, self.training)
 
 
+class Embedding(nn.Embedding):
+    def forward(self, ids):
+        return self.drop(super().forward(ids))
+
+
+class Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(self.drop(x))
+
+
 class Together(Towers):
     def __init__(self):
         super().__init__()
-        drop = nn.Dropout(0.2)
+        drop = nn.Dropout(0.2)  # one for all blocks, and for what stands beside them
+        self.text["embed"], self.text["head"] = Embedding(VOCAB, SAYS), Head(SAYS, VOCAB)
+        self.text["embed"].drop = self.text["head"].drop = drop
         self.text["layers"] = nn.ModuleList(TextBlock(drop) for _ in range(N_TEXT))
         self.vision["layers"] = nn.ModuleList(VisionBlock(drop) for _ in range(N_VISION))
         self.vision["norm"] = Norm(SEES)

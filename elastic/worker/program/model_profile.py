@@ -131,6 +131,19 @@ def near(pattern: str, model: nn.Module) -> str:
     )
 
 
+def unit_names(model: nn.Module, blocks: list[str]) -> list[str]:
+    """The blocks, and the outermost modules with a forward pass that hold tensors, hold no block
+    and lie in none."""
+    found = list(blocks)
+    for name, module in model.named_modules():
+        inside = any(name == one or name.startswith(one + ".") for one in found)
+        holds = not name or any(one.startswith(name + ".") for one in blocks)
+        tensors = any(True for _ in module.parameters()) or bool(module.state_dict())
+        if not inside and not holds and tensors and type(module).forward is not nn.Module.forward:
+            found.append(name)
+    return found
+
+
 def build_meta(program: Program) -> nn.Module:
     """The program's module on the meta device."""
     with torch.device("meta"):

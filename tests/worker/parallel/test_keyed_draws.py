@@ -29,9 +29,12 @@ from elastic.program import load_program
 from elastic.types import Layout
 from elastic.types.grid import Coordinates
 from elastic.worker.equivalence.draw_trial import try_draws
+from elastic.worker.equivalence.stages.unit_flow import with_flow
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
 from elastic.worker.parallel.keyed_draws import KeyedDraws, row_keys
+from elastic.worker.parallel.pipeline import cut_stage
+from elastic.worker.parallel.stages.carried_values import MODEL_INPUT
 from elastic.worker.program.model_profile import trace
 
 AT = Coordinates(0, 0, 0, 0, 0)
@@ -309,6 +312,33 @@ def test_positions_are_told_from_as_many_features() -> None:
     for i, half in enumerate(whole.chunk(2, -1)):  # of the features; and all of the positions
         part = drawn("features", cut, Layout(cp=2, tp=2), length=D, tp=i)
         assert torch.equal(part, half[:, : D // 2])
+
+
+def test_a_dropout_that_modules_of_several_stages_share() -> None:
+    """Each counts its own draws: a stage does not see those of the others."""
+    program = load_program(PROGRAMS / "tiny_together.py")
+    program = replace(program, optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1))
+    data = program.dataset()
+    batch = {key: torch.stack([data[i][key] for i in range(4)]) for key in data[0]}
+    draws = KeyedDraws(try_draws(program, batch))
+    assert not draws.trial.problems
+    keyed, keys = draws.of(program), row_keys(1, 1, [IDS[:4]])[0]
+    profile = with_flow(program, trace(program), {key: x[:1] for key, x in batch.items()})
+
+    def passed(model: nn.Module, *given: Tensor, **more: Tensor) -> Any:
+        with draws.step(Layout(), AT):
+            draws.begin(keys, 1)
+            return model(*given, ids=batch["ids"], **more)
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return keyed.model().train()
+
+    given: Any = (batch["input"],)
+    for stage in range(3):
+        part = cut_stage(built(), keyed, profile, layers=(2, 2, 2), stage=stage)
+        given = passed(part, *given, **{MODEL_INPUT: batch["input"]})
+    torch.testing.assert_close(given, passed(built(), batch["input"]))
 
 
 # ---------------------------------------------------------------------------- what is not, and cannot
