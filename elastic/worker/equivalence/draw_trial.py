@@ -178,8 +178,7 @@ def _tried(program: Program, model: nn.Module, batch: Batch, *, device: str) -> 
             why, in_experts = why or EXPERTS, in_experts or name
         rows_at = None if other is None else _rows_at(one.sizes, other.sizes)
         if not why and rows_at is not None:
-            along = _along(one, short.get(place), rows_at, length=length)
-            draws[place] = Draw(one.sizes, rows_at, along)
+            draws[place] = _draw(one, short.get(place), rows_at, length=length)
         else:
             problems.append(f"{one.at} draws ({one.operation}) {why or SHAPE}: {TELLS}")
     modules = tuple(dict.fromkeys(place.module for place in two))
@@ -239,13 +238,14 @@ def _first_half(batch: Batch, length: int) -> Batch:
     }
 
 
-def _along(one: _Note, short: _Note | None, rows_at: int, *, length: int) -> tuple[int, ...] | None:
-    """See Draw; `short`: the same of samples of half the length."""
+def _draw(one: _Note, short: _Note | None, rows_at: int, *, length: int) -> Draw:
+    """`short`: the same of samples of half the length."""
     if short is None or len(short.sizes) != len(one.sizes) or length < 2:
-        return None
+        return Draw(one.sizes, rows_at)
     whole, half = (of_one(x.sizes, rows_at, 2) for x in (one, short))
-    both = enumerate(zip(whole, half, strict=True))
-    return tuple(i for i, sizes in both if sizes == (length, length // 2))
+    changed = {i: (a, b) for i, (a, b) in enumerate(zip(whole, half, strict=True)) if a != b}
+    along = tuple(i for i, sizes in changed.items() if sizes == (length, length // 2))
+    return Draw(one.sizes, rows_at, along, one_length=len(along) < len(changed))
 
 
 def _by_names(program: Program) -> DrawTrial:

@@ -32,11 +32,13 @@ class Draw:
     """What a place draws for two samples. `rows_at`: the dimension that the samples are in, -1 =
     none: one draw for all samples of a step. `along`: of one sample's draw (`of_one`), the
     dimensions that are as long as the sample, None = those of that size: the model takes samples of
-    one length only."""
+    one length only. `one_length`: another dimension changes with the length, so that the sizes are
+    known for samples as long as the trial's only."""
 
     sizes: tuple[int, ...]
     rows_at: int
     along: tuple[int, ...] | None = None
+    one_length: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def part_of(
     if draw is None or len(draw.sizes) != noise.ndim:
         return None
     known, now = lengths
+    if draw.one_length and now not in (0, known):
+        return None
     then = of_one(draw.sizes, rows_at, 2)
     along = draw.along
     if along is None:

@@ -103,6 +103,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "feature alpha dropout": lambda m, x: F.feature_alpha_dropout(x, 0.3, m.training),
     "long rows": lambda m, x: F.dropout(x.repeat(1, 1, 100), 0.3, m.training)[..., :D],
     "features": lambda m, x: F.dropout1d(x.transpose(1, 2), 0.3).transpose(1, 2),
+    "every other": lambda m, x: F.dropout(x[:, ::2], 0.3).repeat_interleave(2, 1)[:, : x.shape[1]],
     "drop path": lambda m, x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.7),
     "attention": lambda m, x: (
         F.scaled_dot_product_attention(heads(x), heads(x), heads(x), dropout_p=0.3, is_causal=True)
@@ -291,7 +292,7 @@ def test_a_tensor_that_knows_how_it_is_cut() -> None:
         assert all((one == whole).all() for one in found)
 
 
-def test_positions_are_told_from_as_many_features() -> None:
+def test_positions_are_told_from_as_many_features(caplog: pytest.LogCaptureFixture) -> None:
     """Samples of the trial have as many positions as features; later ones, of another phase of the
     job, have more."""
 
@@ -312,6 +313,9 @@ def test_positions_are_told_from_as_many_features() -> None:
     for i, half in enumerate(whole.chunk(2, -1)):  # of the features; and all of the positions
         part = drawn("features", cut, Layout(cp=2, tp=2), length=D, tp=i)
         assert torch.equal(part, half[:, : D // 2])
+    assert not caplog.records
+    drawn("every other", torch.ones(3, D // 2, D), Layout(tp=2), length=D // 2)  # not a half by tp
+    assert "a shape that says nothing of its samples" in caplog.text
 
 
 def test_a_dropout_that_modules_of_several_stages_share() -> None:
