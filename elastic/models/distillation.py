@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elastic.errors import SpecError
+from elastic.models.experts import expert_modules
 from elastic.program import Program, Weights, patterns_of
 
 TEACHER, STUDENT = "teacher", "student"
@@ -87,8 +88,8 @@ def distilled(
     the teacher, summed over the positions that `counts(batch, logits)` marks, and 1 - `share` times
     its own. Both models are called with the student's input and keywords.
 
-    Of `teacher` are taken: model, weights (without: init, and it is kept in the state), blocks, tp
-    and buffers. Raises SpecError where the two cannot go together.
+    Of `teacher` are taken: model, weights (without: init, and it is kept in the state), blocks, tp,
+    experts and buffers. Raises SpecError where the two cannot go together.
     """
     _check(student, teacher, temperature, share=share)
     return replace(
@@ -113,6 +114,7 @@ def distilled(
             for pattern, style in one.tp.items()
         },
         tp_limit=gcd(student.tp_limit, teacher.tp_limit),
+        experts=_experts(student, teacher),
         buffers=_buffers(student, teacher),
         pipeline=student.pipeline and teacher.pipeline,
         stage=None,
@@ -145,6 +147,18 @@ def _check(student: Program, teacher: Program, temperature: float, *, share: flo
             "distilled: tp style 'sequence_colwise_loss' leaves logits cut, which only torch's "
             "cross_entropy takes; take 'sequence_colwise_gather'"
         )
+
+
+def _experts(student: Program, teacher: Program) -> tuple[str, ...]:
+    """Of both; what one of them names does not hide what the other is found to have."""
+    if not (student.experts or teacher.experts):
+        return ()
+    found = []
+    for name, one in ((TEACHER, teacher), (STUDENT, student)):
+        with torch.device("meta"):
+            modules = expert_modules(one.model(), one.experts)
+        found += [f"{name}.{module}" for module in modules]
+    return tuple(found)
 
 
 def _init(student: Program, teacher: Program) -> Callable[[Any], Any] | None:

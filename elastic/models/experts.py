@@ -195,7 +195,8 @@ class _WithLoss(torch.autograd.Function):
 
 class TokenCounts:
     """How many tokens of a step each expert was chosen for, of the mixtures in a rank's stages that
-    are balanced by a bias."""
+    are balanced by a bias. One whose router is frozen (a teacher's, one under adapters), or that is
+    in evaluation mode, stays as it is."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         every = [
@@ -205,14 +206,14 @@ class TokenCounts:
             if isinstance(module, MixtureOfExperts)
         ]
         self.scaled = [mixture for mixture in every if mixture.balance]
-        self.mixtures = [mixture for mixture in every if mixture.bias_rate]
+        self.mixtures = [m for m in every if m.bias_rate and m.gate.weight.requires_grad]
         self._on = False
         self._sums: dict[int, Tensor] = {}
         for i, mixture in enumerate(self.mixtures):
             mixture.experts.register_forward_pre_hook(partial(self._count, i))
 
     def _count(self, at: int, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        if self._on:
+        if self._on and self.mixtures[at].training:
             n = len(self.mixtures[at].expert_bias)
             found = tokens_each(given[1].flatten(), n)
             self._sums[at] = self._sums[at] + found if at in self._sums else found

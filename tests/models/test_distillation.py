@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from elastic.data.collate import collate
-from elastic.errors import SpecError
+from elastic.errors import ProgramError, SpecError
 from elastic.models import distillation
 from elastic.models.distillation import distilled, divergence
+from elastic.models.experts import TokenCounts, expert_modules
 from elastic.models.lora import lora
 from elastic.program import Program, Weights, load_program
 from elastic.types import Job, Layout
@@ -63,6 +64,21 @@ def test_the_teacher_is_frozen_evaluates_and_is_no_part_of_the_state() -> None:
     assert {s.trainable for s in specs if s.fqn.startswith("student.")} == {True}
     kept = distilled(STUDENT, teacher(weights=None))
     assert not any(s.reread or (s.trainable and "teacher" in s.fqn) for s in trace(kept).specs)
+
+
+def test_experts_of_a_teacher_are_shared_out_and_its_router_stays_as_it_is() -> None:
+    """What balances the student's experts by a bias leaves the frozen ones alone."""
+    names = ("layers.*.mlp.experts",)
+    experts = load_program(PROGRAMS / "tiny_biased_experts.py")
+    for student in (experts, replace(experts, experts=names)):
+        both = distilled(student, experts)
+        assert trace(both).n_experts == 8
+        model = both.model()
+        found = expert_modules(model, both.experts)
+        assert len(found) == 8 and {one.split(".")[0] for one in found} == {"teacher", "student"}
+        assert TokenCounts([model]).mixtures == [block.mlp for block in model.student.layers]
+    with pytest.raises(ProgramError, match="Program.experts='layers.*.experts': no module is nam"):
+        trace(replace(experts, experts=("layers.*.experts",)))
 
 
 def test_the_student_begins_as_it_would_alone_and_the_teacher_as_its_file_says() -> None:

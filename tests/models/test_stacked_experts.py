@@ -100,6 +100,7 @@ def test_the_bias_of_what_is_chosen_too_often_falls() -> None:
     mixture(torch.randn(2, 3, 8))  # what a pipeline is first called with, or evaluated
     with counts.counting():
         mixture(torch.randn(2, 7, 8))
+        mixture.eval()(torch.randn(2, 5, 8))
     (found,) = counts.of_step()
     assert int(found.sum()) == 14
     mixture.rebalance(torch.tensor([9, 1, 3, 3]))

@@ -139,10 +139,14 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
         )
     spec, program = loaded_from(folder, data, where)
     notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
-    first, *later = (
-        _of_spec(each, program, where, notes=notes, check=check and number == 0)
-        for number, each in enumerate(spec.each_phase())
-    )
+    pools = tuple(pool.pool() for pool in spec.pools)
+    # beside the trace
+    comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None
+    with closing(comparison or ExitStack()):
+        first, *later = (
+            _of_spec(each, program, where, notes=notes, comparison=comparison)
+            for each in spec.each_phase()
+        )
     if not later:
         return first
     about = (
@@ -154,15 +158,14 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
 
 
 def _of_spec(
-    spec: JobSpec, program: Program, where: str, *, notes: tuple[str, ...], check: bool
-) -> Subject:
+    spec: JobSpec, program: Program, where: str, *, notes: tuple[str, ...],
+    comparison: LayoutCheck | None,
+) -> Subject:  # fmt: skip
     from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
     from elastic.worker.hosting.resume_checks import check_loss
 
     pools = tuple(pool.pool() for pool in spec.pools)
-    # beside the trace
-    comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None
-    with closing(comparison or ExitStack()), made_up_data(spec.job()) as job:
+    with made_up_data(spec.job()) as job:
         check_loss(job, program)  # in the words of a run
         model = model_profile_of(program, job)
         even = replace(job, microbatch_tokens=None)

@@ -59,13 +59,13 @@ def asked_of(spec: JobSpec, pools: Sequence[Pool]) -> dict[str, Any] | None:
     if spec.script or n_workers < 2:
         return None
     most = max((pool.gpus_per_node for pool in pools), default=1)
-    job = spec.job()
-    axes, tps = _open_axes(job, spec.layouts(), most)
+    each = [_open_axes(one.job(), one.layouts(), most) for one in spec.each_phase()]
+    axes = [axis for axis in AXES if any(axis in found for found, _ in each)]
     return (
         {
-            "job": replace(job, drill=()),
+            "job": replace(spec.job(), drill=()),
             "axes": axes,
-            "tps": tps,
+            "tps": sorted({tp for _, found in each for tp in found}),
             "trusted": list(spec.trusted_axes),
         }
         if axes
@@ -132,9 +132,10 @@ class LayoutCheck:
         if self.asked is None or self.known is not None:
             return self.known
         try:
-            return self._answered(self.asked, most_s)
+            self.known = self._answered(self.asked, most_s)
         finally:
             self.close()
+        return self.known
 
     def _answered(self, asked: Mapping[str, Any], most_s: float) -> Verdict:
         from elastic.worker.equivalence.layout_check import Verdict

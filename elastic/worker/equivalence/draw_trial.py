@@ -1,5 +1,6 @@
-"""What a program draws in its forward pass, and where: two passes, of two samples and of three,
-without values where that goes. What grows with the samples tells which dimension they are in."""
+"""What a program draws in its forward pass, and where: passes of two samples and of three, and of
+shorter ones, without values where that goes. What grows with the samples tells which dimension they
+are in, what shrinks with them where their positions are."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.parallel.draw_requests import request_of
 from elastic.worker.parallel.keyed_draws import (
     FUNCTIONS,
-    Draw,
     DrawOperations,
     DrawPlace,
     Draws,
     DrawTrial,
 )
+from elastic.worker.parallel.part_of_draw import Draw, of_one
 from elastic.worker.program.calls import call_model, inputs_of, loss_of
 
 log = logging.getLogger(__name__)
@@ -161,6 +162,13 @@ def _tried(program: Program, model: nn.Module, batch: Batch, *, device: str) -> 
     if not two:
         return DrawTrial(problems=_python(drawn))
     three, _ = _pass(program, notes, model, batch=batch, rows=3, device=device)
+    length = next((x.shape[1] for x in tensors_in(inputs_of(program, batch)) if x.ndim > 1), 0)
+    short: dict[DrawPlace, _Note] = {}
+    try:
+        half = _first_half(batch, length)
+        short, _ = _pass(program, notes, model, batch=half, rows=2, device=device)
+    except Exception as error:  # noqa: BLE001 - the user's model, which may take one length only
+        log.info("what shorter samples draw was not seen: %s", " ".join(str(error).split())[:200])
     draws, problems = {}, []
     experts, in_experts = tuple(expert_modules(model, program.experts)), ""
     for place, one in two.items():
@@ -170,11 +178,10 @@ def _tried(program: Program, model: nn.Module, batch: Batch, *, device: str) -> 
             why, in_experts = why or EXPERTS, in_experts or name
         rows_at = None if other is None else _rows_at(one.sizes, other.sizes)
         if not why and rows_at is not None:
-            draws[place] = Draw(one.sizes, rows_at)
+            draws[place] = _draw(one, short.get(place), rows_at, length=length)
         else:
             problems.append(f"{one.at} draws ({one.operation}) {why or SHAPE}: {TELLS}")
     modules = tuple(dict.fromkeys(place.module for place in two))
-    length = next((x.shape[1] for x in tensors_in(inputs_of(program, batch)) if x.ndim > 1), 0)
     return DrawTrial(
         modules, tuple(notes.attending), tuple(notes.left), frozenset(notes.calls), draws, length,
         (*dict.fromkeys(problems), *_python(drawn)), in_experts,
@@ -221,6 +228,24 @@ def _rows_at(two: tuple[int, ...], three: tuple[int, ...]) -> int | None:
         return -1
     (first, *more) = differ
     return first if not more and 3 * two[first] == 2 * three[first] else None
+
+
+def _first_half(batch: Batch, length: int) -> Batch:
+    """Of each sample's positions."""
+    return {
+        key: x[:, : length // 2] if x.ndim > 1 and x.shape[1] == length else x
+        for key, x in batch.items()
+    }
+
+
+def _draw(one: _Note, short: _Note | None, rows_at: int, *, length: int) -> Draw:
+    """`short`: the same of samples of half the length."""
+    if short is None or len(short.sizes) != len(one.sizes) or length < 2:
+        return Draw(one.sizes, rows_at)
+    whole, half = (of_one(x.sizes, rows_at, 2) for x in (one, short))
+    changed = {i: (a, b) for i, (a, b) in enumerate(zip(whole, half, strict=True)) if a != b}
+    along = tuple(i for i, sizes in changed.items() if sizes == (length, length // 2))
+    return Draw(one.sizes, rows_at, along, one_length=len(along) < len(changed))
 
 
 def _by_names(program: Program) -> DrawTrial:

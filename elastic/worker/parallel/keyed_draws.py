@@ -35,8 +35,8 @@ from elastic.types import Layout
 from elastic.types.grid import Coordinates
 from elastic.worker.parallel.draw_requests import DrawRequest, request_of, same
 from elastic.worker.parallel.keyed_numbers import Distribution, mixed, of_text
-from elastic.worker.parallel.part_of_draw import part_of
-from elastic.worker.program.model_profile import block_names
+from elastic.worker.parallel.part_of_draw import Draw, part_of
+from elastic.worker.program.model_profile import block_names, unit_names
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ BEHIND = ">"  # stands for the block where all blocks are past
 
 @dataclass(frozen=True)
 class DrawPlace:
-    """Where in a model something is drawn: in which block and module, and which of its draws."""
+    """Where in a model something is drawn: in which block (of several groups: or module beside
+    them) and module, and which of its draws."""
 
     block: str
     module: str
@@ -56,15 +57,6 @@ class DrawPlace:
     @cached_property
     def key(self) -> int:
         return mixed(of_text(self.block), of_text(self.module), self.number)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What a place draws for two samples. `rows_at`: the dimension that the samples are in, -1 =
-    none: one draw for all samples of a step."""
-
-    sizes: tuple[int, ...]
-    rows_at: int
 
 
 @dataclass(frozen=True)
@@ -150,7 +142,7 @@ class Draws(ABC):
     """Follows in which block and module a forward pass is."""
 
     def __init__(self) -> None:
-        self.block = self.module = ""
+        self.block = self.module = self._around = ""
         self.on = False
         self._depth = threading.local()  # autograd has threads of its own
 
@@ -165,8 +157,15 @@ class Draws(ABC):
         self, model: nn.Module, program: Program, modules: Iterable[str], *, compiled: bool = False
     ) -> nn.Module:
         """Names of modules and parameters stay. What is wrapped is not compiled."""
-        for name in block_names(model, program.blocks):
+        blocks = block_names(model, program.blocks)
+        for name in blocks:
             self.follow(name, model.get_submodule(name))
+        # of several groups, a stage has some of these: what they draw is counted in each by itself
+        beside = unit_names(model, blocks) if not isinstance(program.blocks, str) else []
+        for name in beside[len(blocks) :]:
+            unit = model.get_submodule(name)
+            unit.register_forward_pre_hook(partial(self._enters_unit, name))
+            unit.register_forward_hook(self._leaves_unit, always_call=True)
         for name in modules:
             if name not in FUNCTIONS:
                 module = model.get_submodule(name)
@@ -193,6 +192,12 @@ class Draws(ABC):
 
     def _leaves(self, *_: Any) -> None:
         self.block = BEHIND
+
+    def _enters_unit(self, name: str, *_: Any) -> None:
+        self._around, self.block = self.block, name
+
+    def _leaves_unit(self, *_: Any) -> None:
+        self.block = self._around
 
     def inside(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the forward pass of a module that draws."""
@@ -296,12 +301,10 @@ class KeyedDraws(Draws):
         if found is None:
             return None
         one, place = found
-        draw = self.trial.draws.get(place)
         part = part_of(
             asked.noise,
             len(one.keys),
-            draw.rows_at if draw is not None else 0,
-            sizes=draw.sizes if draw is not None else None,
+            self.trial.draws.get(place),
             lengths=(self.trial.length, one.length),
             layout=self.layout,
             at=self.at,

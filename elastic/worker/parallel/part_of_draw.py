@@ -28,6 +28,20 @@ Cut = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Draw:
+    """What a place draws for two samples. `rows_at`: the dimension that the samples are in, -1 =
+    none: one draw for all samples of a step. `along`: of one sample's draw (`of_one`), the
+    dimensions that are as long as the sample, None = those of that size: the model takes samples of
+    one length only. `one_length`: another dimension changes with the length, so that the sizes are
+    known for samples as long as the trial's only."""
+
+    sizes: tuple[int, ...]
+    rows_at: int
+    along: tuple[int, ...] | None = None
+    one_length: bool = False
+
+
+@dataclass(frozen=True)
 class Part:
     """`whole`: sizes of one sample's draw; `cuts`: what makes this rank's part of [samples,
     *whole]."""
@@ -53,33 +67,37 @@ class Part:
 def part_of(
     noise: Tensor,
     n_rows: int,
-    rows_at: int,
+    draw: Draw | None,
     *,
-    sizes: Sequence[int] | None,
     lengths: tuple[int, int],
     layout: Layout,
     at: Coordinates,
 ) -> Part | None:
-    """None = it cannot be told. `sizes`: of the whole model's draw for two samples, None = the
-    trial has not come here; `lengths`: positions of the trial's samples and of these."""
+    """None = it cannot be told. `draw`: None = the trial has not come here; `lengths`: positions of
+    the trial's samples and of these."""
+    rows_at = draw.rows_at if draw is not None else 0
     if isinstance(noise, DTensor):
         return _of_dtensor(noise, n_rows, rows_at)
     if rows_at >= noise.ndim or (rows_at >= 0 and noise.shape[rows_at] % max(1, n_rows)):
         return None
-    mine = _of_one(noise.shape, rows_at, n_rows)
+    mine = of_one(noise.shape, rows_at, n_rows)
     if layout.tp * layout.cp == 1:
         return Part(rows_at, mine)
-    if sizes is None or len(sizes) != noise.ndim:
+    if draw is None or len(draw.sizes) != noise.ndim:
         return None
     known, now = lengths
-    whole = tuple(
-        now if size == known and now else size for size in _of_one(tuple(sizes), rows_at, 2)
-    )
-    cuts = _cuts(whole, mine, now or known, layout=layout, at=at)
+    if draw.one_length and now not in (0, known):
+        return None
+    then = of_one(draw.sizes, rows_at, 2)
+    along = draw.along
+    if along is None:
+        along = tuple(i for i, size in enumerate(then) if size == known)
+    whole = tuple(now if i in along and now else size for i, size in enumerate(then))
+    cuts = _cuts(whole, mine, along, layout=layout, at=at)
     return None if cuts is None else Part(rows_at, whole, cuts)
 
 
-def _of_one(sizes: Sequence[int], rows_at: int, n_rows: int) -> tuple[int, ...]:
+def of_one(sizes: Sequence[int], rows_at: int, n_rows: int) -> tuple[int, ...]:
     """Sizes of one sample's draw: what is left of the dimension of the samples comes first."""
     if rows_at < 0:
         return (1, *sizes)
@@ -88,12 +106,13 @@ def _of_one(sizes: Sequence[int], rows_at: int, n_rows: int) -> tuple[int, ...]:
 
 
 def _cuts(
-    whole: Sequence[int], mine: Sequence[int], length: int, *, layout: Layout, at: Coordinates
-) -> tuple[Cut, ...] | None:
+    whole: Sequence[int], mine: Sequence[int], along: Sequence[int], *, layout: Layout,
+    at: Coordinates,
+) -> tuple[Cut, ...] | None:  # fmt: skip
     found: list[Cut] = []
     sequence = layout.cp > 1  # has still to come
     for dim, (full, own) in enumerate(zip(whole, mine, strict=True), 1):
-        if sequence and own != full == length:
+        if sequence and own != full and dim - 1 in along:
             sequence = False
             found.append(partial(SequenceShard(at.cp, layout.cp, None).take, dim=dim))
             full //= layout.cp
@@ -122,4 +141,4 @@ def _of_dtensor(noise: DTensor, n_rows: int, rows_at: int) -> Part | None:
     for dim, i in enumerate(others, 2):
         if sizes[i] != noise.shape[i]:
             cuts.append(partial(torch.narrow, dim=dim, start=offsets[i], length=sizes[i]))
-    return Part(rows_at, _of_one(noise.shape, rows_at, n_rows), tuple(cuts))
+    return Part(rows_at, of_one(noise.shape, rows_at, n_rows), tuple(cuts))

@@ -84,6 +84,7 @@ def check_patterns(model: nn.Module, program: Program) -> None:
     # where the default matches nothing the model has no blocks
     if program.blocks != Program.blocks:
         patterns |= {one: f"Program.blocks='{one}'" for one in patterns_of(program.blocks)}
+    patterns |= {one: f"Program.experts='{one}'" for one in program.experts}
     for pattern, where in patterns.items():
         if not block_names(model, pattern):
             raise ProgramError(
@@ -128,6 +129,19 @@ def near(pattern: str, model: nn.Module) -> str:
     return (
         f"; near it: {', '.join(found)}" if found else f"; there are {', '.join(list(names)[:6])}"
     )
+
+
+def unit_names(model: nn.Module, blocks: list[str]) -> list[str]:
+    """The blocks, and the outermost modules with a forward pass that hold tensors, hold no block
+    and lie in none."""
+    found = list(blocks)
+    for name, module in model.named_modules():
+        inside = any(name == one or name.startswith(one + ".") for one in found)
+        holds = not name or any(one.startswith(name + ".") for one in blocks)
+        tensors = any(True for _ in module.parameters()) or bool(module.state_dict())
+        if not inside and not holds and tensors and type(module).forward is not nn.Module.forward:
+            found.append(name)
+    return found
 
 
 def build_meta(program: Program) -> nn.Module:

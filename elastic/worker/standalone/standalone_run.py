@@ -387,6 +387,8 @@ class StandaloneRun:
         profile = structure_of(place.program, place.profile, one).close(place.profile)
         if why := profile.refusal(self.layout):
             raise SpecError(f"{self.spec.name}: layout '{self.layout}': {why}")
+        for note in profile.notes:
+            self.wishes.hear(f"note: {note}")
         return profile
 
     def _pool(self, meeting: Meeting) -> Pool:

@@ -22,6 +22,7 @@ from elastic.worker.equivalence.structure import Structure
 from elastic.worker.program.model_profile import trace
 
 POOLS = (Pool("p", gpus_per_node=2, max_nodes=2),)
+LATER = [{"from_step": 2, "layout": "pp=2,dp_shard=2"}, {"from_step": 3, "layout": {2: "tp=2"}}]
 
 
 def spec(program: Path, **more: Any) -> JobSpec:
@@ -56,6 +57,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"layout": {4: "pp=2,dp_shard=2", 2: "tp=2"}}, ["dp", "tp", "pp"], [2]),
         ({"layout": "auto,pp=1"}, ["dp", "tp", "cp", "ep"], [2]),
         ({"layout": "dp_shard=4,ep=2"}, ["dp", "ep"], []),
+        ({"layout": "dp_shard=4", "phases": LATER}, ["dp", "tp", "pp"], [2]),
         ({"compile": True}, ["dp", "tp", "pp"], [2]),
         ({"microbatch_tokens": 64}, ["dp", "tp", "ep"], [2]),
     ],

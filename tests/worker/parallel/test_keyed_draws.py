@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ from elastic.program import load_program
 from elastic.types import Layout
 from elastic.types.grid import Coordinates
 from elastic.worker.equivalence.draw_trial import try_draws
+from elastic.worker.equivalence.stages.unit_flow import with_flow
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
 from elastic.worker.parallel.keyed_draws import KeyedDraws, row_keys
+from elastic.worker.parallel.pipeline import cut_stage
+from elastic.worker.parallel.stages.carried_values import MODEL_INPUT
 from elastic.worker.program.model_profile import trace
 
 AT = Coordinates(0, 0, 0, 0, 0)
@@ -98,6 +102,8 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "alpha dropout": lambda m, x: F.alpha_dropout(x, 0.3, m.training),
     "feature alpha dropout": lambda m, x: F.feature_alpha_dropout(x, 0.3, m.training),
     "long rows": lambda m, x: F.dropout(x.repeat(1, 1, 100), 0.3, m.training)[..., :D],
+    "features": lambda m, x: F.dropout1d(x.transpose(1, 2), 0.3).transpose(1, 2),
+    "every other": lambda m, x: F.dropout(x[:, ::2], 0.3).repeat_interleave(2, 1)[:, : x.shape[1]],
     "drop path": lambda m, x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.7),
     "attention": lambda m, x: (
         F.scaled_dot_product_attention(heads(x), heads(x), heads(x), dropout_p=0.3, is_causal=True)
@@ -284,6 +290,59 @@ def test_a_tensor_that_knows_how_it_is_cut() -> None:
         whole = draws.inside("", F.dropout, torch.ones(3, SEQ, D), 0.5).numpy()
     for found in on_ranks(on_a_mesh, 2):
         assert all((one == whole).all() for one in found)
+
+
+def test_positions_are_told_from_as_many_features(caplog: pytest.LogCaptureFixture) -> None:
+    """Samples of the trial have as many positions as features; later ones, of another phase of the
+    job, have more."""
+
+    def drawn(way: str, x: Tensor, layout: Layout, *, length: int, tp: int = 0) -> Tensor:
+        batch = {"input": torch.randn(1, D, D)}
+        draws = KeyedDraws(try_draws(program_of(WAYS[way]), batch))
+        assert not draws.trial.problems
+        with draws.step(layout, Coordinates(0, 0, 0, tp, tp)):
+            draws.begin(row_keys(1, 1, [IDS[:3]])[0], 1, length=length)
+            return draws.inside("", partial(WAYS[way], nn.Module()), x)
+
+    long, cut = torch.ones(3, 2 * D, D), torch.ones(3, D // 2, D // 2)
+    for way in ("dropout", "dropout1d"):
+        whole = drawn(way, long, Layout(), length=2 * D)
+        for tp in (0, 1):  # ranks that both have all of it
+            assert torch.equal(drawn(way, long, Layout(tp=2), length=2 * D, tp=tp), whole)
+    whole = drawn("features", torch.ones(3, D, D), Layout(), length=D)
+    for i, half in enumerate(whole.chunk(2, -1)):  # of the features; and all of the positions
+        part = drawn("features", cut, Layout(cp=2, tp=2), length=D, tp=i)
+        assert torch.equal(part, half[:, : D // 2])
+    assert not caplog.records
+    drawn("every other", torch.ones(3, D // 2, D), Layout(tp=2), length=D // 2)  # not a half by tp
+    assert "a shape that says nothing of its samples" in caplog.text
+
+
+def test_a_dropout_that_modules_of_several_stages_share() -> None:
+    """Each counts its own draws: a stage does not see those of the others."""
+    program = load_program(PROGRAMS / "tiny_together.py")
+    program = replace(program, optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1))
+    data = program.dataset()
+    batch = {key: torch.stack([data[i][key] for i in range(4)]) for key in data[0]}
+    draws = KeyedDraws(try_draws(program, batch))
+    assert not draws.trial.problems
+    keyed, keys = draws.of(program), row_keys(1, 1, [IDS[:4]])[0]
+    profile = with_flow(program, trace(program), {key: x[:1] for key, x in batch.items()})
+
+    def passed(model: nn.Module, *given: Tensor, **more: Tensor) -> Any:
+        with draws.step(Layout(), AT):
+            draws.begin(keys, 1)
+            return model(*given, ids=batch["ids"], **more)
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return keyed.model().train()
+
+    given: Any = (batch["input"],)
+    for stage in range(3):
+        part = cut_stage(built(), keyed, profile, layers=(2, 2, 2), stage=stage)
+        given = passed(part, *given, **{MODEL_INPUT: batch["input"]})
+    torch.testing.assert_close(given, passed(built(), batch["input"]))
 
 
 # ---------------------------------------------------------------------------- what is not, and cannot

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.child import child
-from support.places import ROOT
+from support.places import PROGRAMS, ROOT
 from support.reference import train
 from support.waiting import until
 from support.worker.torchrun import (
@@ -46,6 +47,7 @@ from elastic.types import Layout, StepDone, parse_layout
 from elastic.worker import __main__ as worker_command
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.hosting.resume_checks import check_layouts
+from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 from elastic.worker.standalone.layout_started import layout_of
 from elastic.worker.standalone.meeting import Started
@@ -229,6 +231,19 @@ def test_a_layout_that_the_model_cannot_be_cut_into(
     with pytest.raises(SpecError, match=says):
         given = spec(tmp_path, **more).at(parse_layout(layout))
         check_layouts(given, trace(load_program(TINY)))
+
+
+def test_what_a_person_should_know_of_the_program_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    given = spec(tmp_path, program=str(PROGRAMS / "tiny_resnet.py"))
+    program = with_job(load_program(given.program), given.job())
+    place = SimpleNamespace(
+        script=None, dataset=program.dataset(), job=given.job(), program=program,
+        profile=trace(program),
+    )  # fmt: skip
+    run = SimpleNamespace(spec=given, layout=Layout(), wishes=StandaloneOptions(hear=told.append))
+    StandaloneRun._checked(run, place)  # type: ignore[arg-type]
+    assert any(line.startswith("note: stem.1 is a SyncBatchNorm") for line in told)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastic.program import Program
 from elastic.types import ModelProfile, UnitFlow
@@ -27,22 +27,9 @@ from elastic.worker.equivalence.forward_trace import (
 )
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.parallel.stages.carried_values import carries
-from elastic.worker.program.model_profile import BlockGroups, block_names, build_meta
+from elastic.worker.program.model_profile import BlockGroups, block_names, build_meta, unit_names
 
 INTO_A_MODULE = "put it into a module, which one stage then has"
-
-
-def unit_names(model: nn.Module, blocks: list[str]) -> list[str]:
-    """The blocks, and the outermost modules with a forward pass that hold tensors, hold no block
-    and lie in none."""
-    found = list(blocks)
-    for name, module in model.named_modules():
-        inside = any(name == one or name.startswith(one + ".") for one in found)
-        holds = not name or any(one.startswith(name + ".") for one in blocks)
-        tensors = any(True for _ in module.parameters()) or bool(module.state_dict())
-        if not inside and not holds and tensors and type(module).forward is not nn.Module.forward:
-            found.append(name)
-    return found
 
 
 def with_flow(program: Program, profile: ModelProfile, batch: Batch) -> ModelProfile:
