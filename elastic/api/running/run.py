@@ -256,6 +256,7 @@ class JobRun:
             spends_slack=True,
             dates_budget=True,
             bounds_deaths=True,
+            saves_in_any=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:
