@@ -248,7 +248,7 @@ def _starting(state: State, now_s: float) -> Decision | None:
         cause = state.asked.cause or cause
     why = failure.reason if failure else n_of(len(state.available), "node") + " prepared"
     why = f"rolled back: {why}" if cause == "rollback" else why
-    n_back = state.best_step - resume.step
+    n_back = state.step - resume.step
     back = f", {n_of(n_back, 'step')} back" if n_back > 0 else ""
     if resume is not newest:
         back += (
