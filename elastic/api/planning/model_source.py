@@ -20,6 +20,7 @@ from elastic.errors import SpecError
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.published import known_decoders
 from elastic.program import Program
+from elastic.text import n_of
 from elastic.types import Job, ModelProfile, Pool, SampleProfile
 from elastic.types.typed_job import Precision
 
@@ -176,8 +177,9 @@ def _of_spec(
         model = _closed(spec, program, model, job=job, comparison=comparison)
     if model.sample is None:
         raise SpecError(
-            f"{where}: a script's model is not traced, so that its cost is not known; plan one of "
-            "its size: --model"
+            f"{where}: what a script computes is known when it runs, so it cannot be planned; plan a "
+            f"model of its size ({n_of(model.n_params, 'parameter')}): elastic plan --model 1b "
+            "--cluster FILE"
         )
     if unequal:
         like = (
