@@ -13,6 +13,7 @@ from elastic.api.planning.made_up_data import made_up_data
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool, with_counts
 from elastic.api.running.entry import loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
+from elastic.api.running.start_checks import check_drill
 from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, job_data
 from elastic.config.pool_checks import unlimited
@@ -126,9 +127,12 @@ def _batch_notes(
     )
 
 
-def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> Subject:
+def of_job(
+    folder: str, overrides: Sequence[str] = (), check: bool = False, *, drilled: bool = False
+) -> Subject:
     """Traces the program on the meta device; nothing is allocated. `check`: compares what its
-    layouts compute, as a run does before it starts. Raises SpecError, ProgramError."""
+    layouts compute, as a run does before it starts; `drilled`: refuses what such a run refuses of
+    its drill. Raises SpecError, ProgramError."""
     data, where = job_data(folder, overrides)
     if (
         "script" not in data
@@ -139,6 +143,8 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
             "sizes: --model 8b"
         )
     spec, program = loaded_from(folder, data, where)
+    if drilled:
+        check_drill(spec.drill, [pool.pool() for pool in spec.pools], embedded=True)
     notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
     first, *later = (
         _of_spec(each, program, where, notes=notes, check=check and number == 0)
