@@ -14,6 +14,7 @@ from elastic.config.clusters import ClusterSpec, Problem, problems_of, read_clus
 from elastic.config.job import job_data, job_of
 from elastic.config.pool_checks import check_fit, unlimited
 from elastic.errors import SpecError
+from elastic.text import n_of
 
 WHEELS = "docs/install.md: the wheel and constraints.txt"
 
@@ -159,7 +160,7 @@ def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
     if isinstance(wanted, int) and wanted > most:
         what = (
             f"{where} asks for on_demand_floor: {job.on_demand_floor}, the pools that are no spot "
-            f"give {most} nodes"
+            f"give {n_of(most, 'node')}"
         )
         found.append(
             Problem(

@@ -114,7 +114,7 @@ def _attaching(state: State, now_s: float) -> Decision:
     if now_s < bound_s:
         return Decision(
             (),
-            f"the driver has restarted and waits for {len(names)} nodes to report: "
+            f"the driver has restarted and waits for {n_of(len(names), 'node')} to report: "
             f"{', '.join(names)}",
             bound_s,
         )
@@ -156,7 +156,8 @@ def _waiting_for_survivors(state: State, now_s: float) -> Decision | None:
     if now_s < bound_s:
         return Decision(
             (),
-            f"waiting for {n_owing} workers to leave generation {state.aborting.generation}",
+            f"waiting for {n_of(n_owing, 'worker')} to leave generation "
+            f"{state.aborting.generation}",
             bound_s,
         )
     owing = tuple(sorted(state.aborting.owing))
@@ -231,8 +232,8 @@ def _starting(state: State, now_s: float) -> Decision | None:
     first = first or (alone and _others_starting(state))
     if first and now_s < state.prepared_at_s + START_WAIT_S:
         wait = (
-            f"{choice.layout.world_size} workers are prepared; more are joining: waiting up to "
-            f"{START_WAIT_S:.0f} s"
+            f"{n_of(choice.layout.world_size, 'worker')} prepared; more are joining: waiting "
+            f"up to {START_WAIT_S:.0f} s"
         )
         return Decision((), wait, state.prepared_at_s + START_WAIT_S)
     try:
@@ -489,7 +490,7 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
         return None
     if state.job.restarted and (wait := restarts.too_soon(state, now_s)):
         return wait
-    why = f"{', '.join(new)} can join {len(plan.ranks)} workers"
+    why = f"{', '.join(new)} can join {n_of(len(plan.ranks), 'worker')}"
     if act_s is not None:
         gain, price = (
             (gpus - plan.layout.world_size) * (act_s - now_s),

@@ -116,7 +116,7 @@ def _batch_notes(
     """Where the batch comes from, or that it is larger than is of use."""
     if not said:
         told = f"{size * seq / 1e6:.3g} M tokens" + ("" if found.params_b else ", as is usual")
-        return (f"a step has {size} sequences ({told}): say another with --batch",)
+        return (f"a step has {n_of(size, 'sequence')} ({told}): say another with --batch",)
     times = size * seq / found.batch_tokens
     if not found.params_b or times < MUCH:
         return ()
@@ -183,8 +183,8 @@ def _of_spec(
         model = _closed(spec, program, model, job=job, comparison=comparison)
     if model.sample is None:
         raise SpecError(
-            f"{where}: what a script computes is known when it runs, so it cannot be planned; plan a "
-            f"model of its size ({n_of(model.n_params, 'parameter')}): elastic plan --model 1b "
+            f"{where}: what a script computes is known when it runs, so it cannot be planned; plan "
+            f"a model of its size ({n_of(model.n_params, 'parameter')}): elastic plan --model 1b "
             "--cluster FILE"
         )
     if unequal:

@@ -9,6 +9,7 @@ from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
+from elastic.text import n_of
 from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
 
 
@@ -44,8 +45,8 @@ def check_drill(drill: Sequence[DrillSpec], pools: Sequence[Pool], embedded: boo
             check_market(name, pools, where)
             if name.startswith("rank:") and int(name[5:]) >= n_workers:
                 raise SpecError(
-                    f"{where}: '{name}', but there are at most {n_workers} workers, rank:0 to "
-                    f"rank:{n_workers - 1}"
+                    f"{where}: '{name}', but there are at most {n_of(n_workers, 'worker')}, "
+                    f"rank:0 to rank:{n_workers - 1}"
                 )
             pool, _, number = name.rpartition("-")
             known = NODE_WORD.fullmatch(name) or name == "partner"

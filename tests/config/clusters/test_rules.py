@@ -293,7 +293,7 @@ WARNINGS = [
     (
         CHEAP,
         ("max_workers: 0", "max_workers: 1"),
-        "the head's node type may have 1 workers; say max_workers: 0",
+        "the head's node type may have 1 worker; say max_workers: 0",
     ),
     (
         CHEAP,
