@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -31,6 +32,7 @@ N_NOTES, N_NODES, N_LOST = 10, 12, 3
 ROOMY = 84  # columns, from which on two things stand side by side
 STEPS_KEPT = 1000  # that may still be undone; see Books
 ACCOUNT_S = 2.0  # between two accounts
+START_LEAST_S = 0.5  # of a phase of a run's start that has a line
 KEPT = 200  # steps and notes that it remembers
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
@@ -164,6 +166,17 @@ class Terminal:
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
+
+
+@contextmanager
+def start_line(what: str, stream: TextIO | None) -> Iterator[None]:
+    """While a run starts and there is nothing to draw yet: what has taken how long, in a line.
+    `stream`: None = nobody looks."""
+    began_s = time.monotonic()
+    yield
+    took_s = time.monotonic() - began_s
+    if stream is not None and took_s >= START_LEAST_S:
+        print(f"start: {what} in {took_s:.1f} s", file=stream, flush=True)
 
 
 def plain_note(view: View, note: Note) -> str:
