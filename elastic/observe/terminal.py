@@ -72,6 +72,8 @@ class Terminal:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="elastic-terminal", daemon=True)
         self._said_at_s = 0.0
+        # what is waited for, as it was printed last, and when anything was
+        self._reason, self._printed_s = "", time.monotonic()
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._kept: deque[str] = deque(maxlen=50)
 
@@ -149,8 +151,13 @@ class Terminal:
     def _plain(self, last: bool = False) -> None:
         for note in self._take():
             self._print(plain_note(self.view, note))
+            self._reason = note.text if note.kind == "Decision" else self._reason
         self._told()
         view = self.view
+        quiet_s = time.monotonic() - self._printed_s
+        if view.phase == "waiting" and view.reason != self._reason and quiet_s >= PLAIN_EVERY_S:
+            self._reason = view.reason
+            self._print(plain_note(view, Note(view.at_s, view.step, "Decision", view.reason)))
         if (
             view.points
             and not view.job.restarted  # a script prints its own
@@ -165,6 +172,7 @@ class Terminal:
             self._print(self._lines.popleft())
 
     def _print(self, text: str) -> None:
+        self._printed_s = time.monotonic()
         self._console.print(Text(text), soft_wrap=True)
 
 

@@ -26,6 +26,7 @@ from elastic.types import (
     Copy,
     CopyFailed,
     CopyStored,
+    Decision,
     DriverStarted,
     EnterPlan,
     Layout,
@@ -374,6 +375,25 @@ def test_words() -> None:
         drill({"kill": "any", "error": "nobody is there"})
         == "kill any: not carried out: nobody is there"
     )
+
+
+def test_plain_terminal_says_what_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decision to do nothing is no news, but where there has been none for a while."""
+    path, stream = tmp_path / "journal.jsonl", io.StringIO()
+    shows = Terminal(path, stream)
+    begun, waits = lines()[0], Decision((), "waiting for workers: 1 of 2")
+    journal = Journal(path, 1)
+    journal.append(T0, begun.events, waits)
+    shows._plain()
+    assert "waiting for" not in stream.getvalue()
+    monkeypatch.setattr(terminal, "PLAIN_EVERY_S", 0.0)
+    shows._plain()
+    shows._plain()
+    assert stream.getvalue().count("step 0     > waiting for workers: 1 of 2\n") == 1
+    journal.close()
+    shows._tail.close()
 
 
 def test_what_takes_long_at_the_start_is_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
