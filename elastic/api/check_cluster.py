@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from elastic.config.clusters import ClusterSpec, Problem, problems_of, read_clus
 from elastic.config.job import job_data, job_of
 from elastic.config.pool_checks import check_fit, unlimited
 from elastic.errors import SpecError
+from elastic.text import n_of
+
+WHEELS = "docs/install.md: the wheel and constraints.txt"
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def check_cluster(file: str | Path, job: str | Path | None = None) -> ClusterChe
         problems += problems_of(spec)
     if spec.provider == "aws":
         problems += node_config_problems(spec)
-    problems += _namesakes(spec, Path(file))
+    problems += [*_namesakes(spec, Path(file)), *_mounts(spec, Path(file))]
     if job is not None:
         problems += _of_job(spec, job)
     return ClusterCheck(spec, tuple(_in_order(spec, problems)))
@@ -97,6 +101,45 @@ def _namesakes(spec: ClusterSpec, file: Path) -> list[Problem]:
     return [Problem(("cluster_name",), what, right, True)] if there else []
 
 
+def _mounts(spec: ClusterSpec, file: Path) -> Iterator[Problem]:
+    """What `ray up` would copy to the nodes and does not find, or the nodes would not find in it.
+    Ray looks from the folder in which it is started. Of a home folder (`~`) nothing is known: it
+    may be another's."""
+    mounts = spec.data.get("file_mounts")
+    for there, here in mounts.items() if isinstance(mounts, Mapping) else ():
+        source, place = Path(str(here)), ("file_mounts", str(there))
+        if str(here).startswith("~"):
+            continue
+        if not source.exists():
+            if at := next((at for at in file.resolve().parents if (at / source).exists()), None):
+                yield Problem(
+                    place,
+                    f"{here} is not in {Path.cwd()}, from where this was started",
+                    f"start `ray up` in {at}",
+                    True,
+                )
+                continue
+            right = f"make it there ({WHEELS})" if source.name == "wheels" else "make it there"
+            yield Problem(
+                place,
+                f"{here} is not there, seen from {Path.cwd()}: `ray up` fails",
+                f"{right}, or start `ray up` where it is",
+                True,
+            )
+            continue
+        for key, command in _commands(spec):
+            for name in re.findall(rf"{re.escape(str(there))}/([\w.*-]+\.(?:whl|txt))", command):
+                if not any(source.glob(name)):
+                    what = f"{there}/{name} is not in {here}: the command fails on each node"
+                    yield Problem((key,), what, f"put it into {here} ({WHEELS})", True)
+
+
+def _commands(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    for key in ("setup_commands", "head_setup_commands", "worker_setup_commands"):
+        given = spec.data.get(key)
+        yield from ((key, str(one)) for one in given) if isinstance(given, list) else ()
+
+
 def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
     data, where = job_data(folder)
     job = job_of(data, Path(folder) / str(data.get("program", "program.py")), where)
@@ -117,7 +160,7 @@ def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
     if isinstance(wanted, int) and wanted > most:
         what = (
             f"{where} asks for on_demand_floor: {job.on_demand_floor}, the pools that are no spot "
-            f"give {most} nodes"
+            f"give {n_of(most, 'node')}"
         )
         found.append(
             Problem(

@@ -143,7 +143,8 @@ def _then(asked: NewJob) -> tuple[tuple[str, str], ...]:
     planned = f"elastic plan {job} --cluster {file}"
     about = "layout, memory, seconds and dollars"
     if asked.kind == "script":  # what it computes is known when it runs
-        planned, about = f"elastic plan --model 1b --cluster {file}", "of a model of your size"
+        planned = f"elastic plan --model 1b --cluster {file}"
+        about = "of a model of your size: a script itself cannot be planned"
     checks = (
         (f"elastic cluster check {file} --job {job}", "what is left to be put in, and prices"),
         (planned, about),

@@ -9,6 +9,7 @@ from elastic import api
 from elastic.cli.parser import show, verb, verb_group
 from elastic.observe import run_tables
 from elastic.observe.plans import price_list
+from elastic.text import n_of
 
 
 def add(verbs: Any) -> None:
@@ -99,7 +100,8 @@ def _cluster_check(given: argparse.Namespace) -> int:
         run_tables.pool(pool, found.spec.prices_of.get(pool.name, "")) for pool in found.spec.pools
     ]
     n_errors = sum(not problem.warning for problem in found.problems)
-    verdict = f"{given.file}: {n_errors} errors, {len(found.problems) - n_errors} warnings"
+    n_warnings = len(found.problems) - n_errors
+    verdict = f"{given.file}: {n_of(n_errors, 'error')}, {n_of(n_warnings, 'warning')}"
     show(
         given,
         found.plain(),

@@ -342,7 +342,9 @@ def _subject(given: argparse.Namespace) -> Subject:
     else:
         overrides = [f"global_batch={given.batch}"] if given.batch else []
         overrides += [f"precision={given.precision}"] if given.precision else []
-        found = model_source.of_job(given.job, [*given.overrides, *overrides], given.check)
+        found = model_source.of_job(
+            given.job, [*given.overrides, *overrides], given.check, drilled=not given.cluster
+        )
     return found.with_layout(given.layout)
 
 

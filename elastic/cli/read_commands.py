@@ -21,6 +21,7 @@ from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.reporting import report
 from elastic.observe.reporting.run_seen import seen_of_run
 from elastic.observe.status_picture import StatusPicture
+from elastic.text import n_of
 
 
 def add(verbs: Any) -> None:
@@ -147,7 +148,7 @@ def _replay(given: argparse.Namespace) -> int:
         "reworded": found.n_reworded,
     }
     lines = [
-        f"{found.n_decisions} decisions replayed: "
+        f"{n_of(found.n_decisions, 'decision')} replayed: "
         f"{'all identical' if found.identical else 'NOT identical'}"
     ]
     if found.n_reworded:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from elastic.config.strict import NODES_MOST, SECONDS_MOST, STEPS_MOST, Strict
 from elastic.errors import SpecError
+from elastic.text import n_of
 from elastic.types import MarketType, Plan
 
 ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt", "device_error", "partition")
@@ -144,7 +145,9 @@ def _node(name: str, before: Sequence[str], scene: Scene) -> str:
         rank = 0 if name == "rank0" else int(name[5:])
         ranks = scene.plan.ranks if scene.plan else ()
         if rank >= len(ranks):
-            raise SpecError(f"drill: there is no rank {rank}; the plan has {len(ranks)} ranks")
+            raise SpecError(
+                f"drill: there is no rank {rank}; the plan has {n_of(len(ranks), 'rank')}"
+            )
         return ranks[rank].node_id
     if name == "partner":
         return _partner(before, scene)

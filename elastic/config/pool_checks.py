@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from elastic.config.job import JobSpec
 from elastic.config.key_names import place_of
 from elastic.errors import SpecError
+from elastic.text import n_of
 from elastic.types import Job, Pool, is_auto
 
 
@@ -21,8 +22,8 @@ def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
     smallest = min(job.least_layouts(), key=lambda layout: layout.world_size)
     if smallest.world_size > n_workers:
         raise SpecError(
-            f"{job.name}: layout '{smallest}' needs {smallest.world_size} workers; the pools give "
-            f"at most {n_workers} ({listed})"
+            f"{job.name}: layout '{smallest}' needs {n_of(smallest.world_size, 'worker')}; "
+            f"the pools give at most {n_workers} ({listed})"
         )
     if job.min_workers > n_workers:
         raise SpecError(

@@ -9,6 +9,7 @@ import numpy as np
 
 from elastic.data.budget import Microbatch
 from elastic.errors import ElasticError, ProgramError
+from elastic.text import n_of
 
 NO_TARGET = -100
 PAIR = ("input", "target")  # what torch's datasets give without names
@@ -151,6 +152,6 @@ def few_samples(n_samples: int, global_batch: int) -> str:
     if not 0 < n_samples < global_batch:
         return ""
     return (
-        f"the dataset has {n_samples} samples and a step takes {global_batch} (global_batch): each "
-        "step trains on some of them more than once"
+        f"the dataset has {n_of(n_samples, 'sample')} and a step takes {global_batch} "
+        "(global_batch): each step trains on some of them more than once"
     )

@@ -64,7 +64,9 @@ def _takes_three(module: nn.Module) -> bool:
 
 
 class Experts(nn.Module):
-    """SwiGLU experts, stacked: w1 is the gate, w3 goes up, w2 comes down."""
+    """SwiGLU experts, stacked: w1 is the gate, w3 goes up, w2 comes down. For a router of your own:
+    called with hidden [tokens, `hidden`], index and weights [tokens, k], it gives [tokens,
+    `hidden`]. `ffn`: the width of each of the `n` experts."""
 
     def __init__(self, hidden: int, ffn: int, n: int) -> None:
         super().__init__()
@@ -122,7 +124,8 @@ def combined(found: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 class MixtureOfExperts(nn.Module):
     """A router, the experts that it chooses `top_k` of for each token, and what every token goes
-    through besides (`shared`).
+    through besides (`shared`). Takes and gives [..., `hidden`]; `ffn`: the width of each of the `n`
+    experts.
 
     `balance`: the factor of a loss of each sequence that is least where all experts are chosen
     equally often (DeepSeek-V3, 2024, equations 17 to 20), times its positions: it goes with a loss

@@ -17,6 +17,9 @@ SOURCES: dict[str, str] = {
 }
 
 
+LONG_S = 1.0  # of a phase of a change that is told
+
+
 class NamedThings(Protocol):
     """What a message may speak of: nodes and plans by name, and the time (run_view.View)."""
 
@@ -41,6 +44,8 @@ def of(event: Event, view: NamedThings) -> str | None:
             return f"{again} (run {event.run}, epoch {event.epoch}){found}{cut}"
         case types.NodeReady(node):
             return f"node {node.node_id} is ready: pool {node.pool}, {n_of(node.gpus, 'worker')}"
+        case types.NodePrepared():
+            return f"{node_name(event.node_id, view)} is prepared: its workers have the program"
         case types.NodeRefused():
             return f"{node_name(event.node_id, view)} is rejected: {event.reason}"
         case types.Notice():
@@ -182,11 +187,14 @@ def _entered(event: types.PlanEntered, view: NamedThings) -> str:
     if plan is None:
         return f"generation {event.generation} entered at step {event.step}"
     moved = f", {size(event.bytes_moved)} moved" if event.bytes_moved else ""
-    named = f"phase {plan.phase + 1}" if plan.phase else ""
+    named = f", phase {plan.phase + 1}" if plan.phase else ""
+    took = [f"{name} {s:.1f} s" for name, s in event.phases_s.items() if s >= LONG_S]
+    long = f" (it took: {', '.join(took)})" if took else ""
     return (
         f"generation {event.generation} started at step {event.step}: {plan.layout} on "
         f"{n_of(len(plan.ranks), 'worker')}, source: {SOURCES[plan.resume.source]}{moved}"
-    ) + (f", {named}" if named else "")
+        f"{named}{long}"
+    )
 
 
 def drill(entry: dict[str, Any]) -> str:

@@ -87,6 +87,8 @@ class View:
     entered: list[tuple[float, PlanEntered]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     orders: dict[int, str] = field(default_factory=dict)  # generation -> why it was ordered
+    # generation -> steps done before that do not count any more
+    lost: dict[int, int] = field(default_factory=dict)
     reason: str = ""
     node_speeds: NodeSpeeds = field(default_factory=NodeSpeeds)
     launches: Launches = field(default_factory=Launches)
@@ -312,6 +314,7 @@ class View:
             case NodeLost(node_id, "released"):
                 self.released.add(node_id)
             case PlanEntered():
+                self.lost[event.generation] = max(0, self.step - event.step)
                 self.step = event.step
                 self.entered.append((self.at_s, event))
             case NoiseSeen():

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -31,6 +32,7 @@ N_NOTES, N_NODES, N_LOST = 10, 12, 3
 ROOMY = 84  # columns, from which on two things stand side by side
 STEPS_KEPT = 1000  # that may still be undone; see Books
 ACCOUNT_S = 2.0  # between two accounts
+START_LEAST_S = 0.5  # of a phase of a run's start that has a line
 KEPT = 200  # steps and notes that it remembers
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
@@ -70,6 +72,8 @@ class Terminal:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="elastic-terminal", daemon=True)
         self._said_at_s = 0.0
+        # what is waited for, as it was printed last, and when anything was
+        self._reason, self._printed_s = "", time.monotonic()
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._kept: deque[str] = deque(maxlen=50)
 
@@ -147,8 +151,13 @@ class Terminal:
     def _plain(self, last: bool = False) -> None:
         for note in self._take():
             self._print(plain_note(self.view, note))
+            self._reason = note.text if note.kind == "Decision" else self._reason
         self._told()
         view = self.view
+        quiet_s = time.monotonic() - self._printed_s
+        if view.phase == "waiting" and view.reason != self._reason and quiet_s >= PLAIN_EVERY_S:
+            self._reason = view.reason
+            self._print(plain_note(view, Note(view.at_s, view.step, "Decision", view.reason)))
         if (
             view.points
             and not view.job.restarted  # a script prints its own
@@ -163,7 +172,19 @@ class Terminal:
             self._print(self._lines.popleft())
 
     def _print(self, text: str) -> None:
+        self._printed_s = time.monotonic()
         self._console.print(Text(text), soft_wrap=True)
+
+
+@contextmanager
+def start_line(what: str, stream: TextIO | None) -> Iterator[None]:
+    """While a run starts and there is nothing to draw yet: what has taken how long, in a line.
+    `stream`: None = nobody looks."""
+    began_s = time.monotonic()
+    yield
+    took_s = time.monotonic() - began_s
+    if stream is not None and took_s >= START_LEAST_S:
+        print(f"start: {what} in {took_s:.1f} s", file=stream, flush=True)
 
 
 def plain_note(view: View, note: Note) -> str:

@@ -222,15 +222,16 @@ def _cost(view: View, note: Note, event: PlanEntered) -> tuple[float, int]:
     """From the last step before to the first one after, less an ordinary one, as the report has it:
     the second, where there is one; and steps undone. A generation that another one overtook before
     its first step has no pause of its own."""
+    lost = view.lost.get(event.generation, 0)
     after = bisect_left(view.points, note.at_s, key=lambda point: point.at_s)
     if not 0 < after < len(view.points):
-        return 0.0, 0
+        return 0.0, lost
     before, first = view.points[after - 1], view.points[after]
     second = next(iter(view.points[after + 1 : after + 2]), first)
     ordinary = second if second.generation == first.generation else first
     own = first.generation == event.generation
     pause_s = first.at_s - before.at_s - ordinary.step_time_s if own else 0.0
-    return max(0.0, pause_s), max(0, before.step - event.step)
+    return max(0.0, pause_s), lost
 
 
 def _folded(told: Sequence[Told], width_s: float) -> list[Told]:

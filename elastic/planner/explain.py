@@ -10,7 +10,7 @@ from elastic.planner.cost.memory import USABLE
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost
 from elastic.planner.offers import NodeGroup
-from elastic.text import GIB
+from elastic.text import GIB, n_of
 from elastic.types import Layout
 
 TOLD = {
@@ -75,7 +75,7 @@ def too_large_for_host(needs: float, room: int) -> str:
 
 
 def leaves_node(layout: Layout, per_node: int) -> str:
-    return f"tp x cp = {layout.tp * layout.cp} would leave its node of {per_node} GPUs"
+    return f"tp x cp = {layout.tp * layout.cp} would leave its node of {n_of(per_node, 'GPU')}"
 
 
 def slower(cost: Cost, best: Cost) -> str:

@@ -25,6 +25,7 @@ from elastic.planner.layout_search import (
 )
 from elastic.planner.layout_space import cut, n_options
 from elastic.planner.node_sets import LayoutLimits, NodeSet, SearchedNodes
+from elastic.text import n_of
 from elastic.types import (
     NAMED_AXES,
     Job,
@@ -146,7 +147,7 @@ def _check(best: Sequence[Candidate], search: LayoutSearch) -> None:
     least = search.job.min_workers
     most = best[0].layout.world_size if best else least
     if most < least:
-        told = f"only {most} workers can be used, min_workers is {least}"
+        told = f"only {n_of(most, 'worker')} can be used, min_workers is {least}"
         raise InfeasiblePlan(f"{told}; {_why(search)}")
 
 
@@ -269,4 +270,4 @@ def _why(search: LayoutSearch) -> str:
     shown = list(dict.fromkeys(said))
     more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     reasons = "; ".join(shown[:SHOWN]) or "there are none"
-    return f"no layout fits {search.every.n_workers} workers: {reasons}{more}"
+    return f"no layout fits {n_of(search.every.n_workers, 'worker')}: {reasons}{more}"

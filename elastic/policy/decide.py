@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.layout_choice import Choice
@@ -113,7 +114,7 @@ def _attaching(state: State, now_s: float) -> Decision:
     if now_s < bound_s:
         return Decision(
             (),
-            f"the driver has restarted and waits for {len(names)} nodes to report: "
+            f"the driver has restarted and waits for {n_of(len(names), 'node')} to report: "
             f"{', '.join(names)}",
             bound_s,
         )
@@ -155,7 +156,8 @@ def _waiting_for_survivors(state: State, now_s: float) -> Decision | None:
     if now_s < bound_s:
         return Decision(
             (),
-            f"waiting for {n_owing} workers to leave generation {state.aborting.generation}",
+            f"waiting for {n_of(n_owing, 'worker')} to leave generation "
+            f"{state.aborting.generation}",
             bound_s,
         )
     owing = tuple(sorted(state.aborting.owing))
@@ -230,8 +232,8 @@ def _starting(state: State, now_s: float) -> Decision | None:
     first = first or (alone and _others_starting(state))
     if first and now_s < state.prepared_at_s + START_WAIT_S:
         wait = (
-            f"{choice.layout.world_size} workers are prepared; more are joining: waiting up to "
-            f"{START_WAIT_S:.0f} s"
+            f"{n_of(choice.layout.world_size, 'worker')} prepared; more are joining: waiting "
+            f"up to {START_WAIT_S:.0f} s"
         )
         return Decision((), wait, state.prepared_at_s + START_WAIT_S)
     try:
@@ -247,25 +249,31 @@ def _starting(state: State, now_s: float) -> Decision | None:
         cause = state.asked.cause or cause
     why = failure.reason if failure else n_of(len(state.available), "node") + " prepared"
     why = f"rolled back: {why}" if cause == "rollback" else why
-    back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
+    n_back = state.step - resume.step
+    back = f", {n_of(n_back, 'step')} back" if n_back > 0 else ""
     if resume is not newest:
         back += (
             f" (not step {newest.step}: nothing is known there that would tell whether "
             f"{choice.layout} computes the same)"
         )
+    if stopping.only_saves(state, now_s):
+        back += ", to save it: in whatever layout these nodes can enter"
     begun = f": {from_where(resume)}{back}" if not state.job.restarted else ""
     return enter(state, choice, resume, cause=cause, why=f"{why}{begun}")
 
 
 def _startable(state: State, now_s: float) -> Choice:
     """With the nodes that may be used; where these are too few, also with those that were to be
-    left for others."""
-    try:
-        return choice_of(state, drain.usable(state, now_s))
-    except InfeasiblePlan:
-        if not (given_up := drain.given_up(state)):
-            raise
-    return choice_of(state, (*drain.usable(state, now_s), *given_up))
+    left for others; and where nothing but a save is to come, in a layout that the job does not
+    name."""
+    nodes, given_up = drain.usable(state, now_s), drain.given_up(state)
+    tries = [(state, nodes), *([(state, (*nodes, *given_up))] if given_up else [])]
+    if stopping.only_saves(state, now_s):
+        tries.append((stopping.in_any_layout(state), tries[-1][1]))
+    for asked, there in tries[:-1]:
+        with suppress(InfeasiblePlan):
+            return choice_of(asked, there)
+    return choice_of(*tries[-1])
 
 
 def _told(state: State, choice: Choice, resume: Resume, *, now_s: float) -> Choice:
@@ -482,7 +490,7 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
         return None
     if state.job.restarted and (wait := restarts.too_soon(state, now_s)):
         return wait
-    why = f"{', '.join(new)} can join {len(plan.ranks)} workers"
+    why = f"{', '.join(new)} can join {n_of(len(plan.ranks), 'worker')}"
     if act_s is not None:
         gain, price = (
             (gpus - plan.layout.world_size) * (act_s - now_s),

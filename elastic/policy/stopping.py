@@ -8,7 +8,8 @@ from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal
 from elastic.policy.faults import retries
 from elastic.policy.pools import limits
 from elastic.policy.state.state import State, StopWish
-from elastic.types import Abort, Decision, Quiesce, Stop
+from elastic.types import AUTO, Abort, Decision, Quiesce, Stop
+from elastic.types.replacing import replace
 
 LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has made progress last
 
@@ -33,6 +34,17 @@ def stop_wish(state: State, now_s: float) -> StopWish | None:
     if state.stop and (state.stop.limit or not state.away or state.quiescing):
         return state.stop
     return limits.wish(state, now_s)
+
+
+def only_saves(state: State, now_s: float) -> bool:
+    """Nothing runs, and what begins now is to save what only memory holds."""
+    waits = state.phase == "waiting" and not state.job.restarted
+    return state.saves_in_any and waits and stop_wish(state, now_s) is not None
+
+
+def in_any_layout(state: State) -> State:
+    """As if the job named no layout and no number of workers: what is saved is the same."""
+    return replace(state, job=replace(state.job, layout=AUTO, min_workers=1))
 
 
 def put_off(state: State, wish: StopWish, found: Decision) -> Decision:

@@ -32,7 +32,9 @@ class DriverStarted(Event):
     itself), and pools are compared by the price of what they compute (else by that of a GPU):
     likewise. `dates_budget`: the wish of a spent budget to stop is as old as what it comes of (else
     as new as each look): likewise. `bounds_deaths`: processes that die one after another while no
-    step is done end the run (else nodes are replaced for ever): likewise.
+    step is done end the run (else nodes are replaced for ever): likewise. `saves_in_any`: what only
+    memory holds when a run is to stop is saved in whatever layout the nodes that are there can
+    enter (else in one that the job allows): likewise.
     """
 
     run: str
@@ -50,6 +52,7 @@ class DriverStarted(Event):
     spends_slack: bool = False
     dates_budget: bool = False
     bounds_deaths: bool = False
+    saves_in_any: bool = False
 
 
 @dataclass(frozen=True)

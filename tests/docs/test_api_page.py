@@ -26,3 +26,6 @@ def test_a_signature_shows_defaults_and_what_is_given_by_name() -> None:
 
     assert signature("made", made) == "made(a: int, b: str = 'x', *, c: object = object)"
     assert ".stop(" not in entry("Layout") and "### Layout" in entry("Layout")
+    mixture = entry("MixtureOfExperts")
+    assert "from elastic.models.experts import MixtureOfExperts" in mixture
+    assert "    top_k: int," in mixture and ".forward" not in mixture

@@ -6,11 +6,12 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
 from support.waiting import until
 
 from elastic.ledger.journal import Journal, Line, write_line
-from elastic.observe import run_tables
+from elastic.observe import event_messages, run_tables, terminal
 from elastic.observe.accounting.accounts import account
 from elastic.observe.diagnosis import doctor
 from elastic.observe.event_messages import drill, first_line
@@ -18,19 +19,21 @@ from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.reporting import report
 from elastic.observe.reporting.loss_plot import save_loss
 from elastic.observe.run_view import Tail, view_of
-from elastic.observe.terminal import LivePicture, Terminal, progress_line
+from elastic.observe.terminal import LivePicture, Terminal, progress_line, start_line
 from elastic.policy.state.fold import changes
 from elastic.text import duration, size
 from elastic.types import (
     Copy,
     CopyFailed,
     CopyStored,
+    Decision,
     DriverStarted,
     EnterPlan,
     Layout,
     ModelProfile,
     Node,
     NodeLost,
+    NodePrepared,
     NodeReady,
     PlanEntered,
     RequestFailed,
@@ -293,11 +296,11 @@ def write(path: Path) -> None:
 
 def test_plain_terminal_follows_the_file(tmp_path: Path) -> None:
     path, stream = tmp_path / "journal.jsonl", io.StringIO()
-    terminal = Terminal(path, stream)
-    terminal.start()
+    shows = Terminal(path, stream)
+    shows.start()
     write(path)
-    until(lambda: terminal.view.phase == "succeeded", "the last line")
-    terminal.stop()
+    until(lambda: shows.view.phase == "succeeded", "the last line")
+    shows.stop()
     shown = stream.getvalue()
     assert "6.1 s  step 4     notice: node b (spot) will be preempted in 30 s" in shown
     assert "6.1 s  step 4     > b goes in 30 s: 6 -> 4 workers" in shown
@@ -307,14 +310,14 @@ def test_plain_terminal_follows_the_file(tmp_path: Path) -> None:
 def test_plain_terminal_is_silent_about_what_an_earlier_driver_showed(tmp_path: Path) -> None:
     path, stream = tmp_path / "journal.jsonl", io.StringIO()
     write(path)
-    terminal = Terminal(path, stream)
+    shows = Terminal(path, stream)
     for change in changes(lines()):
-        terminal.earlier(change)
-    terminal.start()
-    terminal.stop()
-    assert terminal.view.notes == view_of(lines()).notes, "each line counts once"
+        shows.earlier(change)
+    shows.start()
+    shows.stop()
+    assert shows.view.notes == view_of(lines()).notes, "each line counts once"
     assert "notice" not in stream.getvalue()
-    assert terminal.view.step == 12
+    assert shows.view.step == 12
 
 
 def test_the_live_picture(tmp_path: Path) -> None:
@@ -372,3 +375,39 @@ def test_words() -> None:
         drill({"kill": "any", "error": "nobody is there"})
         == "kill any: not carried out: nobody is there"
     )
+
+
+def test_plain_terminal_says_what_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decision to do nothing is no news, but where there has been none for a while."""
+    path, stream = tmp_path / "journal.jsonl", io.StringIO()
+    shows = Terminal(path, stream)
+    begun, waits = lines()[0], Decision((), "waiting for workers: 1 of 2")
+    journal = Journal(path, 1)
+    journal.append(T0, begun.events, waits)
+    shows._plain()
+    assert "waiting for" not in stream.getvalue()
+    monkeypatch.setattr(terminal, "PLAIN_EVERY_S", 0.0)
+    shows._plain()
+    shows._plain()
+    assert stream.getvalue().count("step 0     > waiting for workers: 1 of 2\n") == 1
+    journal.close()
+    shows._tail.close()
+
+
+def test_what_takes_long_at_the_start_is_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a picture, and of a change's phases."""
+    stream = io.StringIO()
+    with start_line("nothing", stream), start_line("unseen", None):
+        pass
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(terminal, "START_LEAST_S", 0.0)
+    with start_line("the program was read", stream):
+        pass
+    assert stream.getvalue() == "start: the program was read in 0.0 s\n"
+    view = view_of(lines())
+    prepared = event_messages.of(NodePrepared("a"), view)
+    assert prepared == "node a (spot) is prepared: its workers have the program"
+    slow = event_messages.of(PlanEntered(2, 5, {"groups": 3.21, "build": 0.4}), view)
+    assert slow is not None and slow.endswith(" (it took: groups 3.2 s)")

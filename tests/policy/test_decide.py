@@ -213,6 +213,12 @@ def test_a_loss_aborts_once_waits_for_every_survivor_and_recovers_from_peers() -
     )
     assert (recovery.cause, recovery.resume.source, recovery.resume.step) == ("loss", "peer", 5)
     assert set(recovery.nodes) == {"a", "b"} and "2 steps back" in story.decisions[-1].reason
+    # no step later to the same place: nothing more is lost
+    again = story.entered()
+    story.tick(WorkerFailed(worker, again.generation, "collective", "connection reset"))
+    story.quiesced(again, {"a": [(0, 5, "live")], "b": [(1, 5, "live")]})
+    assert plan_of(story.tick(after_s=20)).resume.step == 5
+    assert " back" not in story.decisions[-1].reason
 
 
 def test_a_survivor_that_does_not_answer_is_ended_and_replaced() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from support.policy.story import Story, durable, orders, stopped
+from support.policy.story import Story, durable, orders, plan_of, stopped
 
 from elastic.policy.pools.limits import wish
 from elastic.types import (
@@ -100,6 +101,25 @@ def test_a_stop_that_has_to_wait_for_something_is_looked_at_again_by_its_bound()
     assert decision.wake_at_s is not None and not decision.actions
     story.tick(after_s=decision.wake_at_s - story.now_s)
     assert stopped(story).outcome == "stopped"
+
+
+@pytest.mark.parametrize("pin", [{"min_workers": 2}, {"layout": "dp_shard=2"}], ids=str)
+def test_what_only_memory_holds_is_saved_in_any_layout(pin: dict[str, Any]) -> None:
+    """One of two nodes is left, which are too few for the layout that the job names."""
+    story = Story(peer_every=1, **pin)
+    story.state = replace(story.state, saves_in_any=True)
+    plan = story.running("a", "b", steps=4)
+    story.tick(NodeLost("b"))
+    story.quiesced(plan, {"a": [(0, 4, "peer"), (1, 4, "peer")]})
+    assert story.state.phase == "waiting"
+    decision = story.tick(StopAsked("enough"))
+    assert str(plan_of(decision).layout) == "dp_shard=1" and plan_of(decision).resume.step == 4
+    assert "to save it: in whatever layout these nodes can enter" in decision.reason
+    saved = story.entered()
+    assert orders(story.decisions[-1], Quiesce) == [Quiesce(saved.generation, save=True)]
+    story.tick(Quiesced(WorkerId("a", 0), saved.generation, 4))
+    story.tick(durable(story, 4))
+    assert stopped(story).reason.endswith("last checkpoint at step 4")
 
 
 def test_a_stop_while_nothing_runs_is_immediate() -> None:

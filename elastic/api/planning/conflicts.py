@@ -10,6 +10,7 @@ from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner.hetero import hetero_shares
 from elastic.planner.layout_choice import named_for, pinned
+from elastic.text import n_of
 from elastic.types import Job, Layout, is_auto
 from elastic.types.nouns import AUTO
 
@@ -81,7 +82,7 @@ def _problems(subject: Subject, machines: Sequence[MachineGroup], layout: Layout
             f"leaves; take at most {largest}"
         )
     if layout.world_size > n_gpus:
-        yield f"it needs {layout.world_size} GPUs, but there are {n_gpus}"
+        yield f"it needs {n_of(layout.world_size, 'GPU')}, but there are {n_gpus}"
     if why := model.refusal(layout):
         yield why
     if layout.tp > 1 and model.tp_limit % layout.tp:

@@ -13,6 +13,7 @@ from elastic.api.planning.made_up_data import made_up_data
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool, with_counts
 from elastic.api.running.entry import loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
+from elastic.api.running.start_checks import check_drill
 from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, job_data
 from elastic.config.pool_checks import unlimited
@@ -20,6 +21,7 @@ from elastic.errors import SpecError
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.published import known_decoders
 from elastic.program import Program
+from elastic.text import n_of
 from elastic.types import Job, ModelProfile, Pool, SampleProfile
 from elastic.types.typed_job import Precision
 
@@ -114,7 +116,7 @@ def _batch_notes(
     """Where the batch comes from, or that it is larger than is of use."""
     if not said:
         told = f"{size * seq / 1e6:.3g} M tokens" + ("" if found.params_b else ", as is usual")
-        return (f"a step has {size} sequences ({told}): say another with --batch",)
+        return (f"a step has {n_of(size, 'sequence')} ({told}): say another with --batch",)
     times = size * seq / found.batch_tokens
     if not found.params_b or times < MUCH:
         return ()
@@ -125,9 +127,12 @@ def _batch_notes(
     )
 
 
-def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> Subject:
+def of_job(
+    folder: str, overrides: Sequence[str] = (), check: bool = False, *, drilled: bool = False
+) -> Subject:
     """Traces the program on the meta device; nothing is allocated. `check`: compares what its
-    layouts compute, as a run does before it starts. Raises SpecError, ProgramError."""
+    layouts compute, as a run does before it starts; `drilled`: refuses what such a run refuses of
+    its drill. Raises SpecError, ProgramError."""
     data, where = job_data(folder, overrides)
     if (
         "script" not in data
@@ -138,6 +143,8 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
             "sizes: --model 8b"
         )
     spec, program = loaded_from(folder, data, where)
+    if drilled:
+        check_drill(spec.drill, [pool.pool() for pool in spec.pools], embedded=True)
     notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
     pools = tuple(pool.pool() for pool in spec.pools)
     # beside the trace
@@ -179,8 +186,9 @@ def _of_spec(
         model = _closed(spec, program, model, job=job, comparison=comparison)
     if model.sample is None:
         raise SpecError(
-            f"{where}: a script's model is not traced, so that its cost is not known; plan one of "
-            "its size: --model"
+            f"{where}: what a script computes is known when it runs, so it cannot be planned; plan "
+            f"a model of its size ({n_of(model.n_params, 'parameter')}): elastic plan --model 1b "
+            "--cluster FILE"
         )
     if unequal:
         like = (

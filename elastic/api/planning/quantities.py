@@ -8,6 +8,7 @@ from typing import get_args
 
 from elastic.config.strict import HOURS_MOST, USD_MOST
 from elastic.errors import SpecError
+from elastic.text import n_of
 from elastic.types import MarketType
 
 TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)([kmbt]?)")
@@ -114,8 +115,8 @@ def _nodes(text: str, flag: str, found: re.Match[str], *, n_gpus: int) -> tuple[
     each, every = int(found[2]), int(found[1] or 0) * int(found[2])
     if every and n_gpus and every != n_gpus:
         raise SpecError(
-            f"{flag} {text}: {n_gpus} GPUs are not {found[1]} nodes of {each} ({every} GPUs); "
-            "leave one of them out"
+            f"{flag} {text}: {n_gpus} GPUs are not {n_of(int(found[1]), 'node')} of {each} "
+            f"({every} GPUs); leave one of them out"
         )
     if (every or n_gpus) % each:
         raise SpecError(

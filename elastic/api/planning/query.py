@@ -14,6 +14,7 @@ from elastic.config.pool_checks import fed
 from elastic.errors import InfeasiblePlan
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
+from elastic.text import n_of
 from elastic.types import Job, ModelProfile, is_auto
 from elastic.types.nouns import AUTO
 
@@ -47,7 +48,7 @@ class Query:
         best = tuple(offer for offer in found.best if offer.layout.world_size >= least)
         if found.best and not best and is_auto(conflicts.wanted(self.subject, n_gpus)):
             most = max(offer.layout.world_size for offer in found.best)
-            raise InfeasiblePlan(f"only {most} workers can be used, min_workers is {least}")
+            raise InfeasiblePlan(f"only {n_of(most, 'worker')} can be used, min_workers is {least}")
         return replace(found, best=best or found.best)
 
     def _wanted(self, machines: Sequence[MachineGroup]) -> Offers:

@@ -22,6 +22,7 @@ from elastic.observe.profiles.profile_bars import save_scaling, scaling_lines
 from elastic.observe.profiles.profile_files import mean_parts, read_profile
 from elastic.observe.run_view import View
 from elastic.storage import open_storage
+from elastic.text import n_of
 from elastic.worker.hosting.inbox import profile_order
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,9 @@ class _Scaled:
         find_runs.order(self.place.storage, {"profile": asdict(self.order)})
         result = run_job(spec, options)
         if result.outcome == "failed":
-            raise ElasticError(f"at {n} workers run '{self.name}' has failed: {result.reason}")
+            raise ElasticError(
+                f"at {n_of(n, 'worker')} run '{self.name}' has failed: {result.reason}"
+            )
         return self._measured(find_runs.view(self.place), n)
 
     def _seen(self, row: Mapping[str, Any]) -> None:
@@ -159,8 +162,8 @@ class _Scaled:
         plan = view.planned.get(last)
         if len(kept) < LEAST or plan is None:
             raise ElasticError(
-                f"at {n} workers run '{self.name}' made {len(own)} steps, too few to measure; give "
-                "it more: --set steps=200"
+                f"at {n_of(n, 'worker')} run '{self.name}' made {n_of(len(own), 'step')}, "
+                "too few to measure; give it more: --set steps=200"
             )
         if len(plan.ranks) != n:
             log.warning("asked for %s workers, the plan has %s", n, len(plan.ranks))

@@ -19,6 +19,7 @@ from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import check_starts_nothing, enters_loop, script_file
 from elastic.errors import OF_ITS_USER, SpecError
 from elastic.observe.metrics.metrics_files import OnStep
+from elastic.observe.terminal import start_line
 from elastic.program import Program, load_program
 from elastic.user_frames import plainly
 
@@ -94,7 +95,8 @@ def run_file(
     """The same with the job's keys as they were read."""
     if not enters_loop(file):
         return restarted_script.run_restarting(file, args, data, where=where, options=options)
-    spec, program = _loop_job(file, args, data, where=where, stream=options.stream)
+    with start_line("the script ran up to its loop, which was tried", _shown(options)):
+        spec, program = _loop_job(file, args, data, where=where, stream=options.stream)
     return run_job(spec, options, program)
 
 
@@ -124,6 +126,10 @@ def loaded_from(folder: str | Path, data: Mapping[str, Any], where: str) -> tupl
             f"{where}: {file.name} does not enter elastic.loop: what it trains is not known"
         )
     return _loop_job(file, args, data, where=where)
+
+
+def _shown(options: Options) -> TextIO | None:
+    return (options.stream or sys.stdout) if options.show else None
 
 
 def _script_of(
@@ -168,7 +174,8 @@ def run_train_function(
     from elastic.worker.loop.script_host import capture
 
     args = sys.argv[1:]
-    with train_function.as_they_are():
+    done = start_line("the train function ran up to its loop, which was tried", _shown(options))
+    with done, train_function.as_they_are():
         program = capture(file, args, _seed(keys), function=lambda: train_function.loaded(data))
     spec = _spec_of(program, file, args, data=keys, where=where)
     return run_job(spec, options, program, train_function=data)

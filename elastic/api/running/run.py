@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from elastic.ledger.watched_journal import WatchedJournal
 from elastic.observe import find_runs
 from elastic.observe.logs import traceback_of
 from elastic.observe.reporting import report
-from elastic.observe.terminal import Terminal
+from elastic.observe.terminal import Terminal, start_line
 from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
@@ -143,7 +143,8 @@ class JobRun:
         name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(name)
         self.name = name
-        self._load(program)
+        with self._phase("the program was read"):
+            self._load(program)
         self.place = RunFolder.of(
             open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}")
         )
@@ -158,6 +159,9 @@ class JobRun:
     def _out(self) -> TextIO:
         return self.options.stream or sys.stdout
 
+    def _phase(self, what: str) -> AbstractContextManager[None]:
+        return start_line(what, self._out() if self.options.show else None)
+
     @property
     def journal_path(self) -> Path:
         return self.place.journal
@@ -169,10 +173,13 @@ class JobRun:
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
             find_runs.remember(self.place)
-            before, stored, state = self._before()
+            with self._phase("the journal of earlier drivers was read"):
+                before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
-            start = self._start(lease.epoch, before, state, layouts=layouts)
-            backend = self._backend(start, state, cluster, lease=lease)
+            with self._phase("the model was traced, its layouts were checked"):
+                start = self._start(lease.epoch, before, state, layouts=layouts)
+            with self._phase("Ray was reached"):
+                backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
             journal = WatchedJournal(
                 self.place.open_journal(lease.epoch, stored, self._cut), (observers.hear,)
@@ -256,6 +263,7 @@ class JobRun:
             spends_slack=True,
             dates_budget=True,
             bounds_deaths=True,
+            saves_in_any=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

@@ -9,6 +9,7 @@ from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
+from elastic.text import n_of
 from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
 
 
@@ -38,12 +39,14 @@ def check_drill(drill: Sequence[DrillSpec], pools: Sequence[Pool], embedded: boo
     )
     for entry in drill:
         where = "the drill" + ("" if entry.at_step is None else f", at_step {entry.at_step}")
+        if entry.add is not None and entry.add not in most:
+            raise SpecError(f"{where}: there is no pool '{entry.add}'; there is {', '.join(most)}")
         for name in entry.nodes():
             check_market(name, pools, where)
             if name.startswith("rank:") and int(name[5:]) >= n_workers:
                 raise SpecError(
-                    f"{where}: '{name}', but there are at most {n_workers} workers, rank:0 to "
-                    f"rank:{n_workers - 1}"
+                    f"{where}: '{name}', but there are at most {n_of(n_workers, 'worker')}, "
+                    f"rank:0 to rank:{n_workers - 1}"
                 )
             pool, _, number = name.rpartition("-")
             known = NODE_WORD.fullmatch(name) or name == "partner"

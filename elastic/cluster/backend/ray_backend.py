@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from elastic.cluster.backend import drills
@@ -28,7 +29,7 @@ from elastic.cluster.nodes.demand import DemandReport, left_paid
 from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.workers.admission_links import Entrance
-from elastic.cluster.workers.output import last_words
+from elastic.cluster.workers.output import calls_file, last_words
 from elastic.cluster.workers.worker_actor import WorkerSetup
 from elastic.cluster.workers.worker_group import BrokenWorker, Placement, PollAnswer, WorkerGroup
 from elastic.errors import SpecError
@@ -61,8 +62,11 @@ from elastic.types import (
 )  # fmt: skip
 from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter, Commit, write_late_parts
 from elastic.worker.hosting.hosting_backend import HostingBackend
+from elastic.worker.process.call_log import calls_in, difference
 
 log = logging.getLogger(__name__)
+
+MISMATCH = "distributed collective mismatch"  # in what gloo says of bytes that are another call's
 
 
 @dataclass
@@ -318,14 +322,28 @@ class RayBackend(HostingBackend):
                     worker, self.worker_group.generation(worker), "infrastructure", broken.error
                 )
             ]
+        words = self._last_words(broken.pid)
+        found = self._unequal_calls(worker, broken.pid) if MISMATCH in words else []
         self._end([worker])
         ray_id = self.provider.ray_id(worker.node_id)
         why = self.survey.check(ray_id) if ray_id else ""
-        failed = WorkerFailed(worker, 0, "process", broken.error + self._last_words(broken.pid))
+        failed = [*found, WorkerFailed(worker, 0, "process", broken.error + words)]
         if why:
-            return [failed, *self._lose(worker.node_id, why)]
+            return [*failed, *self._lose(worker.node_id, why)]
         self._suspect([worker.node_id])
-        return [failed]
+        return [*failed]
+
+    def _unequal_calls(self, dead: WorkerId, pid: int) -> list[WorkerFailed]:
+        """Of a process that was sent other bytes than it waited for: what the script of one rank
+        calls and those of others do not, where their files can be read here."""
+        plan = self._plan
+        if plan is None or not self.run.logs or dead not in plan.ranks:
+            return []
+        pids = [pid if one == dead else self.worker_group.pid(one) for one in plan.ranks]
+        files = [calls_file(Path(self.run.logs), one) for one in pids]
+        ranks = {n: calls_in(file, plan.generation) for n, file in enumerate(files)}
+        told = difference(ranks) if all(ranks.values()) else ""
+        return [WorkerFailed(dead, plan.generation, "program", told)] if told else []
 
     def _last_words(self, pid: int) -> str:
         """Of a process, as `; it wrote: ...`; '' = it wrote nothing, or not where this driver can

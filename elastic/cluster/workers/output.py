@@ -15,6 +15,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +27,7 @@ FILE_BYTES = 16 << 20  # then the file becomes FILE.1, in place of an older one
 # in a run's folder, and those that are written: nodes join and leave for months
 FILES_KEPT, LOGS_BYTES = 256, 2 << 30
 PRUNED, PRUNE_EVERY_S = ".pruned", 3600.0
+CALLS = ".calls"  # how the name of a file ends that has what a script calls
 TELL_BYTES = 64 << 10  # told at once; of more only the newest part
 WORDS_BYTES = 4000  # of which the last words are taken
 CRASH_BYTES = 64 << 10  # in which a crash is looked for
@@ -121,6 +123,11 @@ class Output:
         return (*missed, *(line for line in lines if not line.startswith(LOG_MARK)))
 
 
+def calls_file(folder: Path, pid: int) -> Path:
+    """Of a process: what the script in it calls."""
+    return folder / f"{pid}{CALLS}"
+
+
 def last_words(folder: str, pid: int) -> str:
     """What a process has died of, by its own words, or else the end of what it has printed, in one
     line; '' = nothing, or its file is not here."""
@@ -175,14 +182,15 @@ def prune(folder: Path) -> None:
             if found.st_size and time.time() - found.st_mtime < PRUNE_EVERY_S:
                 return
             os.pwrite(mark, b"1", 0)
-            _prune_all(folder)
+            for pattern in ("*.log*", f"*{CALLS}"):
+                _prune_all(folder.glob(pattern))
         finally:
             os.close(mark)
 
 
-def _prune_all(folder: Path) -> None:
+def _prune_all(files: Iterable[Path]) -> None:
     found: list[tuple[float, int, Path]] = []
-    for file in folder.glob("*.log*"):
+    for file in files:
         with suppress(FileNotFoundError):
             state = file.stat()
             found.append((state.st_mtime, state.st_size, file))

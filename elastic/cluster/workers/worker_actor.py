@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.cluster.ray import processes
-from elastic.cluster.workers.output import Output
+from elastic.cluster.workers.output import Output, calls_file
 from elastic.errors import ElasticError, SpecError
 from elastic.types import (
     EnterPlan,
@@ -94,6 +94,8 @@ class Worker:
         self.stands_back = not setup.outlives and processes.stand_back()
         self.setup, self.epoch = setup, setup.epoch
         self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri)
+        if self.output is not None:
+            self.session.calls_file = calls_file(self.output.path.parent, os.getpid())
         if setup.train_function:
             self.session.train_function = _loader(setup.train_function)
         self.lock = threading.Lock()

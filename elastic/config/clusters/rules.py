@@ -22,6 +22,7 @@ from elastic.config.clusters.cluster_file import (
     Problem,
 )
 from elastic.config.clusters.elastic_section import PLACE
+from elastic.text import n_of
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
 Rule = Callable[[ClusterSpec], Iterator[Problem]]
@@ -68,7 +69,10 @@ def _head(spec: ClusterSpec) -> Iterator[Problem]:
     if head.max_nodes:
         right = "say max_workers: 0 in its node type"
         yield Problem(
-            head.place, f"the head's node type may have {head.max_nodes} workers", right, True
+            head.place,
+            f"the head's node type may have {n_of(head.max_nodes, 'worker')}",
+            right,
+            True,
         )
 
 

@@ -383,7 +383,7 @@ class Books:
             self.summed = _Summed()
         self.aborted, self.carry_s = False, 0.0
         self.first_of = (_entering(target), "")
-        self.timing.entered(target, event, at_s)
+        self.timing.entered(target, event, self.state.step, at_s=at_s)
 
     # ------------------------------------------------------------------------------------ decisions
 

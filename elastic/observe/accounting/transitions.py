@@ -57,6 +57,7 @@ class TransitionTimes:
     last_step: int = 0
     last_step_at_s: float | None = None
     before: str = ""  # layout of the generation entered last
+    steps_lost: int = 0  # by entering it: steps done before that do not count any more
     # of the newest transition: from the last step before to the first one after
     gap_s: float | None = None
     recent_s: list[float] = field(default_factory=list)
@@ -68,9 +69,11 @@ class TransitionTimes:
     def ordinary_s(self) -> float:
         return median(self.recent_s) if self.recent_s else 0.0
 
-    def entered(self, plan: Plan, event: PlanEntered, at_s: float) -> None:
+    def entered(self, plan: Plan, event: PlanEntered, reached: int, *, at_s: float) -> None:
+        """`reached`: the step that this driver knew of, also of one that was reported late."""
         self.close(None)
-        self.open, self.gap_s = (plan, event, at_s), None
+        self.steps_lost = max(0, max(self.last_step, reached) - event.step)
+        self.open, self.gap_s, self.last_step = (plan, event, at_s), None, event.step
 
     def step(self, event: StepDone, at_s: float, launched_at_s: float | None) -> None:
         plan = self.open[0] if self.open else None
@@ -111,14 +114,12 @@ class TransitionTimes:
         early = self.early if self.early and self.early.generation == plan.generation else None
         self.transitions.append(
             Transition(
-                plan.generation, plan.cause, event.step, max(0, self.last_step - event.step),
+                plan.generation, plan.cause, event.step, self.steps_lost,
                 round(pause_s, 4), phases_s, self.before, str(plan.layout), plan.resume.source,
                 event.bytes_moved, early.ok if early else None, at_s,
             )
         )  # fmt: skip
         self.before = str(plan.layout)
-        if first_step_at_s is not None:
-            self.last_step = event.step
         self.aborted_at_s = self.settled_at_s = self.drill_at_s = None
 
     def _before_entering(self, event: PlanEntered) -> dict[str, float]:

@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from elastic.observe.run_tables import columns
-from elastic.text import count, hours, memory_size, seconds, usd, usd_number
+from elastic.text import count, hours, memory_size, n_of, seconds, usd, usd_number
 
 TABLE = re.compile(r"\btable of (\d{4}-\d\d-\d\d)")
 WIDTH = 100
@@ -34,7 +34,7 @@ def plan(data: Data) -> list[str]:
 
 def subject(data: Data) -> list[str]:
     model = data["model"]
-    sample, batch = "", f"{model['global_batch']} samples"
+    sample, batch = "", f"{n_of(model['global_batch'], 'sample')}"
     if model["sample_tokens"]:
         sample = f", sequences of {model['sample_tokens']}"
         batch = f"{model['global_batch']} sequences = {count(model['step_tokens'])} tokens"

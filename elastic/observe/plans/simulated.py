@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.observe.reporting.pictures import blank, saved
-from elastic.text import hours, usd
+from elastic.text import hours, n_of, usd
 
 COLUMNS = ("policy", "dollars", "vs on demand", "vs bound", "days", "misses", "goodput")
 BOUND = "bound"  # the least that was possible: no policy, and it takes no time of its own
@@ -23,8 +23,8 @@ def table(data: Mapping[str, Any]) -> list[str]:
     until = f", deadline {data['deadline_h']:g} h" if data["deadline_h"] else ""
     lines = [
         f"{data['job']}: {data['steps']:,} steps, {hours(data['ideal_h'])} on all "
-        f"{data['nodes']} nodes{until}",
-        f"{data['starts']} starts over {traces}",
+        f"{n_of(data['nodes'], 'node')}{until}",
+        f"{n_of(data['starts'], 'start')} over {traces}",
         "",
     ]
     rows = [COLUMNS, *(_row(name, one) for name, one in data["policies"].items())]

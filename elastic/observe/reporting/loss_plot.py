@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic.observe.reporting.pictures import blank, saved
 from elastic.observe.run_view import View
+from elastic.text import n_of
 from elastic.types import Plan
 
 COLORS = {
@@ -44,7 +45,7 @@ def save_loss(view: View, path: str | Path) -> Path:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss per {view.unit.removesuffix('s')}")
     axes.set_title(
-        f"{view.state.run}: {view.step} steps, {len(view.entered)} generations",
+        f"{view.state.run}: {n_of(view.step, 'step')}, {n_of(len(view.entered), 'generation')}",
         loc="left",
         fontsize=11,
         pad=12,
@@ -81,7 +82,7 @@ def _marks(axes: Any, view: View) -> None:
         axes.axvline(entered.step, color=color, linewidth=1, linestyle="--", alpha=0.8)
         late = entered.step > 0.85 * max(1, view.step)
         axes.annotate(
-            f"{plan.cause}\n{plan.layout}\n{len(plan.ranks)} workers",
+            f"{plan.cause}\n{plan.layout}\n{n_of(len(plan.ranks), 'worker')}",
             (entered.step, 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(-3 if late else 3, -4 - 34 * (i % 3)),

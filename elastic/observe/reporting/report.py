@@ -319,8 +319,8 @@ def _head(data: Mapping[str, Any], view: View) -> list[str]:
         rows.append(
             (
                 "copies",
-                f"{data['copies_failed']} checkpoints not made or not readable: elastic why "
-                f"{data['run']}",
+                f"{n_of(data['copies_failed'], 'checkpoint')} not made or not readable: "
+                f"elastic why {data['run']}",
             )
         )
     rows += [(f"no {name}", why) for name, why in data["unusable"].items()]

@@ -10,6 +10,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from elastic.errors import InfeasiblePlan
+from elastic.text import n_of
 from elastic.types import Layout, Node, WorkerId
 
 CLEAR = 0.05  # by which rates must differ to count as different
@@ -113,7 +114,9 @@ class PlacementSite:
         """Orders of slots along pp x dp, the given one first. Raises InfeasiblePlan with the
         numbers where there is none."""
         if max_workers and layout.world_size > max_workers:
-            raise InfeasiblePlan(f"needs {layout.world_size} workers, max_workers is {max_workers}")
+            raise InfeasiblePlan(
+                f"needs {n_of(layout.world_size, 'worker')}, max_workers is {max_workers}"
+            )
         inner = layout.tp * layout.cp
         slots = self.slots(inner)
         n = layout.world_size // inner
@@ -181,8 +184,8 @@ class PlacementSite:
         group, n_workers = layout.tp * layout.cp, sum(node.gpus for node in self.nodes)
         inside = f", {in_groups} of them in groups of {group} inside a node" if group > 1 else ""
         return (
-            f"needs {layout.world_size} workers, there are {n_workers} on {len(self.nodes)} "
-            f"nodes{inside}"
+            f"needs {n_of(layout.world_size, 'worker')}, there are {n_workers} on "
+            f"{n_of(len(self.nodes), 'node')}{inside}"
         )
 
 

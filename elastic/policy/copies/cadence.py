@@ -9,6 +9,7 @@ from math import ceil, sqrt
 from elastic.policy.copies.replica_placement import Copies
 from elastic.policy.pools.hazard import losses_by_pool_per_h
 from elastic.policy.state.state import State
+from elastic.text import n_of
 from elastic.types import Decision, Node, SetCadence, StoreCopy
 
 PEER_SHARE = 0.01  # of the step time
@@ -128,7 +129,7 @@ def adjust(state: State, now_s: float) -> Decision | None:
     cost_s = copy_cost_s(state)
     share = cost_s / (plan.peer_every * state.step_time_s)
     why = (
-        f"peer replicas every {new} steps instead of {plan.peer_every}: a copy costs "
+        f"peer replicas every {n_of(new, 'step')} instead of {plan.peer_every}: a copy costs "
         f"{cost_s * 1000:.3g} ms and takes {state.copy_flight_s:.3g} s to cross, a step "
         f"{state.step_time_s:.3g} s ({share:.1%} spent on copies)"
     )

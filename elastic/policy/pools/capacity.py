@@ -14,6 +14,7 @@ from elastic.policy.pools import drain, limits, pool_allocation
 from elastic.policy.pools.release import leaving
 from elastic.policy.speed.relayout import left_for
 from elastic.policy.state.state import Backoff, Request, State
+from elastic.text import n_of
 from elastic.types import Action, Decision, Node, Prepare, Quarantine, ReleaseNode, RequestNodes
 from elastic.types.replacing import follows_from
 
@@ -224,8 +225,8 @@ class _Book:
         )
         self.actions.append(RequestNodes(pool.name, n, request_id))
         text = (
-            f"{n} of {pool.max_nodes} nodes of pool {pool.name} ({pool.market_type}) requested, "
-            f"{have} available or joining"
+            f"{n} of {n_of(pool.max_nodes, 'node')} of pool {pool.name} ({pool.market_type}) "
+            f"requested, {have} available or joining"
         )
         self.reasons.append(f"{text}: {want.why}" if want.why else text)
         self.have[pool.name] += n

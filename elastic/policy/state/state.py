@@ -245,6 +245,7 @@ class State:
     spends_slack: bool = False  # see DriverStarted
     dates_budget: bool = False  # see DriverStarted
     bounds_deaths: bool = False  # see DriverStarted
+    saves_in_any: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None

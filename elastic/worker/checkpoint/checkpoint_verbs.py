@@ -20,6 +20,7 @@ from elastic.models.lora import peft_config
 from elastic.program import Program
 from elastic.reshard.rank_boxes import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
 from elastic.storage import Storage, open_storage
+from elastic.text import n_of
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.adapter_export import AdapterExport
@@ -273,8 +274,8 @@ def _step(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> int:
         step = max(counts, default=0)
     if wanted.steps is not None and step >= wanted.steps:
         raise SpecError(
-            f"{tensors.uri}: it has done {step} steps, the job ends at step {wanted.steps}; give "
-            "more steps"
+            f"{tensors.uri}: it has done {n_of(step, 'step')}, the job ends at step "
+            f"{wanted.steps}; give more steps"
         )
     return step
 

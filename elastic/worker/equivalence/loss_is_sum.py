@@ -20,7 +20,8 @@ from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program
 from elastic.types import Job
 from elastic.worker.equivalence.forward_trace import told
-from elastic.worker.program.calls import call_model, loss_of
+from elastic.worker.loop.loss_reduction import Means
+from elastic.worker.program.calls import call_model, count_of, loss_of
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
 from elastic.worker.step.sums import Sums
@@ -59,6 +60,7 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
                     train=lambda: dataset,
                     validation=lambda: validation_of(program, job),
                 )
+                check_evaluate(program, model, job)
         except ElasticError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's model and dataset
@@ -128,6 +130,35 @@ def check_beside(
                         "sample twice: a mean, it seems; it must be the sum over the batch (.sum()"
                         " in place of .mean()), which elastic divides by the global count"
                     )
+
+
+def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
+    """What `Program.evaluate` returns, on shapes. Raises ProgramError for a mean: ranks and layouts
+    have other numbers of samples in a batch. What it does with process groups is not tried."""
+    samples = validation_of(program, job) if program.evaluate is not None else None
+    if isinstance(samples, Sets):
+        samples = next(iter(samples.values()))
+    if program.evaluate is None or samples is None:
+        return
+    batch = first_sample(job, samples, 2)
+    means = Means(count_of(program, batch))
+    try:
+        with torch.no_grad(), means:
+            found = program.evaluate(model.eval(), _on_meta(batch))
+    except NameError as error:
+        raise ProgramError(f"Program.evaluate raised {told(error)}") from error
+    except Exception as error:  # noqa: BLE001 - the user's own code, which may want values
+        log.info("Program.evaluate was not looked at: %s", " ".join(str(error).split())[:200])
+        return
+    finally:
+        model.train()
+    for name, value in found.items() if isinstance(found, Mapping) else ():
+        if value in means:
+            raise ProgramError(
+                f"Program.evaluate['{name}'] is a mean over the batch; it must be the sum "
+                "(reduction='sum', .sum() in place of .mean()), which elastic divides by the sum "
+                "of 'count'"
+            )
 
 
 def _sums(where: str, numbers: Callable[[], Any]) -> Sums:

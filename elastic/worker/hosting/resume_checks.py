@@ -20,6 +20,7 @@ from elastic.ledger.journal import Line, built
 from elastic.ledger.lease import Lease, Sign
 from elastic.program import Program
 from elastic.storage import Storage
+from elastic.text import n_of
 from elastic.types import Copy, CopyDamaged, DriverStarted, Job, Layout, ModelProfile
 
 if TYPE_CHECKING:
@@ -81,7 +82,11 @@ def check_not_done(run: str, steps: int, saved: int, *, succeeded: bool) -> None
     """`saved`: the step that the run would go on from. Raises SpecError where it has nothing left
     to do."""
     if saved and (steps <= saved if succeeded else steps < saved):
-        at = f"is done ({saved} steps)" if succeeded else f"is at step {saved} of now {steps} steps"
+        at = (
+            f"is done ({n_of(saved, 'step')})"
+            if succeeded
+            else f"is at step {saved} of now {n_of(steps, 'step')}"
+        )
         raise SpecError(
             f"run '{run}' {at}; --set steps=N with more of them lets it continue; another "
             "--run-name (RunConfig(name=...)), or none, starts over"

@@ -16,6 +16,7 @@ MEAN = 1  # torch's number of reduction="mean"
 # the scale stays
 SAME = ("ToCopy", "View", "Reshape", "UnsafeView", "Squeeze", "Unsqueeze", "Clone", "Alias", "Neg")
 MOST_NODES = 32
+MOST_READS = 1000  # of numbers that are none: a loop that waits for one would never end
 SAME_VALUE = [  # the same, as operations
     getattr(torch.ops.aten, name)
     for name in ("_to_copy", "view", "squeeze", "unsqueeze", "clone", "alias", "detach", "neg")
@@ -46,20 +47,37 @@ def _averages(node: Any, count: int, left: int) -> bool:
 
 
 class Means(TorchDispatchMode):
-    """Notes what is averaged meanwhile, with or without gradients, and of which values at all."""
+    """Notes what is averaged meanwhile, with or without gradients, and of which values at all. What
+    is read of a tensor without values (`.item()`) is a number that nothing else is, so that a mean
+    is known by it: of a product of it nothing is known."""
 
     def __init__(self, count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._count, self._found = count, list[torch.Tensor]()
+        self._read, self._n_reads = list[float](), 0
 
     def __contains__(self, value: Any) -> bool:
-        return any(value is one for one in self._found)
+        if isinstance(value, torch.Tensor):
+            return any(value is one for one in self._found)
+        return value in self._read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = func.overloadpacket is torch.ops.aten._local_scalar_dense and args[0].is_meta
+        if reads and self._n_reads < MOST_READS:
+            self._n_reads += 1
+            return self._number(args[0])
         out = func(*args, **(kwargs or {}))
         if self._averages(func, args, kwargs or {}):
             self._found.append(out[0] if isinstance(out, tuple) else out)
         return out
+
+    def _number(self, tensor: torch.Tensor) -> float | int | bool:
+        if tensor.dtype == torch.bool or not tensor.is_floating_point():
+            return tensor.dtype == torch.bool or 1
+        if tensor not in self:
+            return 1.0
+        self._read.append(0.5 + (len(self._read) + 1) / 1024 / 1024)
+        return self._read[-1]
 
     def _averages(self, func: Any, args: Any, kwargs: Any) -> bool:
         if self._count < 2:

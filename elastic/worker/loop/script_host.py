@@ -13,7 +13,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,8 +178,11 @@ class Script:
     done again that it is past, it is started from its top; what it must remember is extra state.
     """
 
-    def __init__(self, source: ScriptSource, device: torch.device) -> None:
-        self.source, self.device = source, device
+    def __init__(
+        self, source: ScriptSource, device: torch.device, calls_file: Path | None = None
+    ) -> None:
+        """`calls_file`: where it is kept what the script calls."""
+        self.source, self.device, self.calls_file = source, device, calls_file
         self.handoff = Handoff()
         self.run: Run | None = None  # of the loop that was entered last
         self.clip_grad_norm: float | None = None  # as told in run.step()
@@ -198,6 +201,9 @@ class Script:
         if self._inside:
             raise ProgramError("elastic.loop is entered a second time; a script has one loop")
         self._inside, self.run, run.handoff = True, run, self.handoff
+        if self.calls_file is not None:
+            with suppress(OSError):  # a full disk: then only who waits can be asked
+                run.calls.keep_in(self.calls_file)
         return run
 
     def _work(self) -> None:

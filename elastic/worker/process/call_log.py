@@ -3,16 +3,21 @@
 Such a call has collectives, which meet those of the other ranks: all ranks must make the same calls
 in the same order. Where they do not (`if run.rank == 0: run.model(x)`), some wait for ever, or a
 rank is given what belongs to another call. The report says which rank differs, and in which line.
-Pure but for the log itself; the driver's side compares too.
+A rank may die of it (gloo ends a process that is sent other bytes than it waits for): what it calls
+is in a file before it waits. Pure but for the log and its file; the driver's side compares too.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -27,6 +32,8 @@ KEPT_MOST = 1000  # calls of a part that are told apart; the others are counted
 PLACES_MOST = 64  # of which the line is kept
 FRAMES_MOST = 100
 RANKS_SHOWN = 4
+FILE_BYTES = 1 << 18  # of which the newest parts take a fifth, where paths are not very long
+GENERATION, PART, DONE = "g", "p", "d"  # how the other lines of the file begin
 RULE = (
     "every rank must call run.model and run.backward equally often and in the same order, for an "
     "evaluation too: take the condition (such as `if run.rank == 0:`) from around the call, or "
@@ -76,24 +83,43 @@ class CallLog:
         self.generation = 0
         self._parts: list[_Part] = []
         self._mark = 0
+        self._file: _CallFile | None = None
+
+    def keep_in(self, path: Path) -> None:
+        """From now on also there, where it outlives this process. Raises OSError."""
+        self._file = _CallFile(path)
 
     def enter(self, generation: int) -> None:
         """Whoever enters it begins anew: ranks come from elsewhere, or have left a step midway."""
         self._parts, self._mark, self.generation = [], 0, generation
+        if self._file is not None:
+            self._file.begin(generation)
 
     def begin(self, part: int) -> None:
-        self._parts = [*self._parts[1 - PARTS_KEPT :], _Part(part)]
+        file, before = self._file, self._parts[1 - PARTS_KEPT :]
+        self._parts = [*before, _Part(part)]
+        if file is None:
+            return
+        if file.is_long:
+            file.begin(self.generation)
+            file.add("".join(map(_lines, before)))
+        elif before:
+            file.add(f"{DONE}{before[-1].n}\n")
+        file.add(f"{PART}{part}\n")
 
     def add(self, kind: Kind, frame: FrameType | None) -> None:
         self._mark = zlib.crc32(LETTERS[kind].encode(), self._mark)
         if not self._parts:
             return
-        part = self._parts[-1]
+        part, letter = self._parts[-1], LETTERS[kind]
         part.n += 1
-        if part.n <= PLACES_MOST:
-            part.places.append(_place(frame))
+        place = _place(frame) if part.n <= PLACES_MOST else ""
+        if place:
+            part.places.append(place)
         if part.n <= KEPT_MOST:
-            part.letters += LETTERS[kind]
+            part.letters += letter
+            if self._file is not None:
+                self._file.add(f"{letter}{place}\n")
 
     def take_mark(self) -> int:
         """Of the calls since this was asked last: equal on ranks that have made the same."""
@@ -105,6 +131,76 @@ class CallLog:
         return tuple(
             PartCalls(p.number, p is not known[-1], p.n, p.letters, tuple(p.places)) for p in known
         )
+
+
+class _CallFile:
+    """Lines that are there as soon as they are added, whatever becomes of this process. What has no
+    room is left out: then nothing is known of it."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("w+b") as file:
+            with suppress(OSError):  # a file system without locks
+                # for as long as it is mapped: it is in use
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            file.truncate(FILE_BYTES)
+            self._bytes = mmap.mmap(file.fileno(), FILE_BYTES)
+        self._end = 0
+
+    @property
+    def is_long(self) -> bool:
+        return self._end > FILE_BYTES // 2
+
+    def begin(self, generation: int) -> None:
+        self._bytes[: self._end] = bytes(self._end)
+        self._end = 0
+        self.add(f"{GENERATION}{generation}\n")
+
+    def add(self, lines: str) -> None:
+        data = lines.encode(errors="replace")
+        end = self._end + len(data)
+        if end < FILE_BYTES:
+            self._bytes[self._end : end] = data
+            self._end = end
+
+
+def _lines(part: _Part) -> str:
+    """Of a part that is over, as they were added."""
+    places = [*part.places, *[""] * (len(part.letters) - len(part.places))]
+    calls = (f"{letter}{place}\n" for letter, place in zip(part.letters, places, strict=True))
+    return f"{PART}{part.number}\n{''.join(calls)}{DONE}{part.n}\n"
+
+
+def calls_in(path: Path, generation: int) -> tuple[PartCalls, ...]:
+    """What a process has kept there of its newest calls; () = nothing, or another generation's."""
+    try:
+        said = path.read_bytes().partition(b"\0")[0].decode(errors="replace")
+    except OSError:
+        return ()
+    # the last line may have been half written
+    first, *lines = said.rpartition("\n")[0].split("\n")
+    parts: list[_Part] = []
+    done: dict[int, int] = {}
+    for line in lines:
+        kind, rest = line[:1], line[1:]
+        if kind == PART:
+            parts.append(_Part(int(rest)))
+        elif kind == DONE:
+            done[parts[-1].number] = int(rest)
+        else:
+            parts[-1].letters += kind
+            parts[-1].places += [rest] if rest else []
+    if first != f"{GENERATION}{generation}":
+        return ()
+    return tuple(
+        PartCalls(
+            p.number,
+            p.number in done,
+            done.get(p.number, len(p.letters)),
+            p.letters,
+            tuple(p.places),
+        )
+        for p in parts[-PARTS_KEPT:]
+    )
 
 
 def _place(frame: FrameType | None) -> str:

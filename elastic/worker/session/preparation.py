@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def default_device() -> torch.device:
 @dataclass
 class Preparation:
     """Of one worker; what it opens once stays open. `job`: with the number of its samples from then
-    on; `place`: None until then; `train_function`: what is called instead of the job's script."""
+    on; `place`: None until then; `train_function`, `calls_file`: see Session."""
 
     me: WorkerId
     job: Job
@@ -68,6 +69,7 @@ class Preparation:
     background: Callable[..., Future[Any]]
     place: Workplace | None = None
     train_function: TrainFunction | None = None
+    calls_file: Path | None = None
     _admission: Admission | None = field(default=None, init=False)
     _notes: DeviceNotes | None = field(default=None, init=False)
 
@@ -183,7 +185,7 @@ class Preparation:
         if self.job.float8:
             check_float8(device)
         source = ScriptSource.of(self.job, self.train_function)
-        script = Script(source, device) if self.job.script else None
+        script = Script(source, device, self.calls_file) if self.job.script else None
         program = with_job(
             load_program(self.job.program) if script is None else script.start(), self.job
         )

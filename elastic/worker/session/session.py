@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,10 +70,12 @@ class Session:
     """See the module. `job`: as plain data; `run_uri` the run's folder in its storage; `orphan` is
     called once when the worker has ended its work after the driver was gone (the shell decides when
     that is). `device`: to train on, where it is not the only GPU that this process sees.
-    `train_function`: what is called instead of the job's script."""
+    `train_function`: what is called instead of the job's script; `calls_file`: where it is kept
+    what that calls, so that it is known if this process dies."""
 
     device: torch.device | None = None
     train_function: Callable[[], Callable[[], None]] | None = None
+    calls_file: Path | None = None
 
     def __init__(
         self,
@@ -349,6 +352,7 @@ class Session:
 
     def _prepare(self, rehearsals: tuple[Rehearsal, ...] = (), entry: Entry | None = None) -> None:
         self._preparation.train_function = self.train_function
+        self._preparation.calls_file = self.calls_file
         self._preparation.run(
             rehearsals,
             entry,

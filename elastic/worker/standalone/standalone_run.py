@@ -27,6 +27,7 @@ from elastic.ledger.run_folder import DEFAULT_STORAGE, RunFolder
 from elastic.ledger.watched_journal import WatchedJournal
 from elastic.policy.state.fold import State
 from elastic.storage import Storage, open_storage
+from elastic.text import n_of
 from elastic.types import (
     CopyDamaged,
     CopyFailed,
@@ -217,7 +218,8 @@ class StandaloneRun:
         index = self.me.local_rank if n > 1 else 0
         if index >= n:
             raise SpecError(
-                f"LOCAL_RANK={index}, but this process sees {n} GPUs; start one rank for each GPU"
+                f"LOCAL_RANK={index}, but this process sees {n_of(n, 'GPU')}; "
+                "start one rank for each GPU"
             )
         return torch.device("cuda", index)
 
@@ -403,8 +405,8 @@ class StandaloneRun:
             f"resumes from step {resume.step} ({resume.uri})" if resume.uri else "begins at step 0"
         )
         self.wishes.hear(
-            f"run {self.name}: {action.plan.layout} on {self.me.world_size} ranks, {where}; copies "
-            f"in {self.storage.uri}"
+            f"run {self.name}: {action.plan.layout} on {n_of(self.me.world_size, 'rank')}, "
+            f"{where}; copies in {self.storage.uri}"
         )
 
     def _hear(self, event: Event, hosted: SessionProcesses) -> None:

@@ -10,6 +10,7 @@ import pytest
 from support.places import PROGRAMS
 
 from elastic.api.planning.model_source import Subject, machines_of, made_up_data, of_job, of_model
+from elastic.cli.command_line import main
 from elastic.config.hardware import PLACE
 from elastic.data.open_datasets import dataset_of
 from elastic.errors import SpecError
@@ -81,6 +82,20 @@ def test_what_a_run_would_refuse_is_refused_in_its_words(tmp_path: Path) -> None
         of_job(str(folder))
     assert str(found.value).startswith(f"{folder / 'program.py'}: RuntimeError: mat1 and mat2")
     assert str(found.value).endswith("over the first sample: input [1, 16], target [1, 16]")
+
+
+def test_a_drill_that_names_what_can_never_be_is_refused_as_by_a_run(tmp_path: Path) -> None:
+    """On the job's own pools: of a cluster file's a real run carries out no drill of the job."""
+    text = (
+        "steps: 10\nglobal_batch: 8\npools: [{name: a, market_type: owned, max_nodes: 2}]\n"
+        "drill: [{at_step: 3, kill: a-3}]\n"
+    )
+    folder = str(job(tmp_path, "tiny.py", text))
+    with pytest.raises(SpecError) as found:
+        of_job(folder, drilled=True)
+    assert str(found.value).startswith("the drill, at_step 3: there is never a node 'a-3'; nodes")
+    assert of_job(folder).pools
+    assert main(["plan", folder]) == 2, "a plan of the job's own pools asks"
 
 
 def test_samples_of_unequal_length_count_as_the_first(tmp_path: Path) -> None:

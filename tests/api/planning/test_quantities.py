@@ -71,7 +71,7 @@ def test_gpus() -> None:
         (":8", "must be a GPU and how many"),
         ("H100:8@cheap", "'@cheap' is unknown"),
         ("H100:16@0x8", "'@0x8' is unknown"),
-        ("H100:12@1x8", "12 GPUs are not 1 nodes of 8"),
+        ("H100:12@1x8", "12 GPUs are not 1 node of 8"),
         ("H100:12@x8", "do not fill nodes of 8"),
     ],
 )

@@ -134,7 +134,7 @@ def test_too_few_steps_and_a_run_that_fails_are_one_line(started: Started) -> No
     with pytest.raises(ElasticError, match="made 6 steps, too few to measure; give it more"):
         study(started, 1)
     started.outcome = "failed"
-    with pytest.raises(ElasticError, match="at 1 workers run '.*' has failed: no luck"):
+    with pytest.raises(ElasticError, match="at 1 worker run '.*' has failed: no luck"):
         study(started, 1)
 
 

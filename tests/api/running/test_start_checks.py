@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.api.tiny_job import MODEL, START
+from support.api.tiny_job import MODEL, PROGRAM, START, prepared
 from support.places import PROGRAMS
 from torch.utils.data import IterableDataset
 
@@ -19,6 +20,7 @@ from elastic.config.fingerprint import fingerprint
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line, read
+from elastic.observe import terminal
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import DriverStarted, Job, ModelProfile, Pool, TensorSpec, parse_layout
@@ -273,3 +275,15 @@ def test_a_run_with_steps_or_its_end_left_continues(
     steps: int, saved: int, succeeded: bool
 ) -> None:
     resume_checks.check_not_done("one", steps, saved, succeeded=succeeded)
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_a_start_says_what_has_taken_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: bool
+) -> None:
+    monkeypatch.setattr(terminal, "START_LEAST_S", 0.0)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "job.yaml").write_text("steps: 4\nglobal_batch: 8\nname: tiny\n")
+    stream = io.StringIO()
+    prepared(tmp_path, stream=stream, show=show)
+    assert ("start: the program was read in " in stream.getvalue()) == show

@@ -106,6 +106,11 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     output.prune(tmp_path)
     left = {int(path.name.split("-")[1]) for path in tmp_path.glob("*.log")}
     assert left == set(range(3, output.FILES_KEPT + 3))
+    for k in range(output.FILES_KEPT + 3):
+        output.calls_file(tmp_path, k).touch()
+    (tmp_path / output.PRUNED).unlink()
+    output.prune(tmp_path)
+    assert len(list(tmp_path.glob(f"*{output.CALLS}"))) == output.FILES_KEPT
 
 
 def test_they_go_by_their_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

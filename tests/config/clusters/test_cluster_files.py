@@ -101,7 +101,7 @@ def test_the_command_prints_pools_and_problems(capsys: pytest.CaptureFixture[str
     file = str(ROOT / "cluster_configs" / "aws_g6e_g5_cheap.yaml")
     assert command_line.main(["cluster", "check", file]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"{file}: 0 errors, 1 warnings"
+    assert lines[-1] == f"{file}: 0 errors, 1 warning"
     row = next(line.split() for line in lines if line.startswith("g5-spot"))
     assert row[:8] == ["g5-spot", "g5.48xlarge", "spot", "0-4", "8", "A10G", "5.87", "0.733"]
     assert command_line.main(["cluster", "check", file, "--json"]) == 0

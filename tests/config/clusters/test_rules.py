@@ -293,7 +293,7 @@ WARNINGS = [
     (
         CHEAP,
         ("max_workers: 0", "max_workers: 1"),
-        "the head's node type may have 1 workers; say max_workers: 0",
+        "the head's node type may have 1 worker; say max_workers: 0",
     ),
     (
         CHEAP,
@@ -448,3 +448,32 @@ def test_a_job_that_cannot_run_there(tmp_path: Path) -> None:
         "asks for on_demand_floor: copy, the pools that are no spot give 0" in line
         for line in found("on_demand_floor: copy")
     )
+
+
+def test_what_is_to_be_copied_to_the_nodes_and_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount's folder, then what a command on the nodes wants of it; and from another folder."""
+    mounts = "\nfile_mounts: {~/w: ./w}\nsetup_commands: [pip install -c ~/w/c.txt ~/w/e-*.whl]\n"
+    text = ONE[: ONE.index("\nfile_mounts:")] + mounts
+    monkeypatch.chdir(tmp_path)
+
+    def found() -> list[str]:
+        (tmp_path / "cluster.yaml").write_text(text)
+        lines = api.check_cluster("../" * below + "cluster.yaml").lines()
+        return [line.partition(" warning: ")[2] for line in lines if "/w" in line]
+
+    below = 0
+    (folder,) = found()
+    assert folder.startswith(f"file_mounts.~/w: ./w is not there, seen from {tmp_path}: `ray up`")
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "e-1.whl").touch()
+    (file,) = found()
+    assert file.startswith("setup_commands: ~/w/c.txt is not in ./w: the command fails on each")
+    (tmp_path / "w" / "c.txt").touch()
+    assert found() == []
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir("below")
+    below = 1
+    (elsewhere,) = found()
+    assert elsewhere.endswith(f"from where this was started; start `ray up` in {tmp_path}")

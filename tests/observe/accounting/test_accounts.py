@@ -12,6 +12,7 @@ from support.places import ROOT
 
 from elastic.driver import restored
 from elastic.ledger.journal import Line
+from elastic.observe import run_view
 from elastic.observe.accounting.accounts import CATEGORIES, Account, Books, account
 from elastic.policy.state.fold import changes
 from elastic.types import (
@@ -40,6 +41,7 @@ from elastic.types import (
     Resume,
     StepDone,
     Stop,
+    WorkerFailed,
     WorkerId,
 )
 
@@ -222,6 +224,27 @@ def test_the_row_of_a_transition() -> None:
     }
     assert loss.phases_s == phases_s
     assert loss.digest_ok is True and first.digest_ok is None
+
+
+def test_a_lost_step_is_counted_once_also_one_that_was_reported_late() -> None:
+    """Step 7 is reported when its generation is aborted already; generation 3 goes back to where
+    generation 2 began, which has done no step."""
+    resume = {"source": "peer", "step": 4, "generation": 1, "cause": "loss"}
+    before = lossy()[:-3]
+    lines = [
+        *before[:-1],
+        tick(23.1, step(1, 7)),
+        tick(23.2, Quiesced(WorkerId("a", 0), 1, 7), orders=(EnterPlan(plan(2, "a", **resume)),)),
+        tick(24.2, PlanEntered(2, 4)),
+        tick(24.3, WorkerFailed(WorkerId("a", 0), 2, "collective", "x"), orders=(Abort(2),)),
+        tick(24.4, Quiesced(WorkerId("a", 0), 2, 4), Quiesced(WorkerId("a", 1), 2, 4),
+             orders=(EnterPlan(plan(3, "a", **resume)),)),
+        tick(25.2, PlanEntered(3, 4)),
+        tick(27.2, step(3, 5)),
+        tick(29.2, step(3, 6)),
+    ]  # fmt: skip
+    assert [row.steps_lost for row in account(lines).transitions] == [0, 3, 0]
+    assert run_view.view_of(lines).lost == {1: 0, 2: 3, 3: 0}
 
 
 def test_waiting_for_capacity_is_not_a_part_of_the_transition() -> None:

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import elastic
+from elastic.models.experts import Experts, MixtureOfExperts
 from elastic.worker.loop.loop import Run
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
@@ -26,6 +29,7 @@ SECTIONS = (  # heading, page with examples, names
     ("Start a run", "program.md", ("run", "Options", "Result")),
     ("In the place of a TorchTrainer", "ray-train.md", ("ElasticTrainer", "train_loop")),
     ("Layouts, pools, plans", "layouts.md", ("Layout", "Pool", "Plan")),
+    ("Mixtures of experts in plain torch", "layouts.md", ("MixtureOfExperts", "Experts")),
     (
         "Errors",
         "troubleshooting.md",
@@ -35,8 +39,12 @@ SECTIONS = (  # heading, page with examples, names
 )  # fmt: skip
 
 
+GIVEN = ("Run", "Plan")  # not made by a user
+ELSEWHERE = {"Run": Run, "MixtureOfExperts": MixtureOfExperts, "Experts": Experts}
+
+
 def of(name: str) -> Any:
-    return Run if name == "Run" else getattr(elastic, name)
+    return ELSEWHERE.get(name) or getattr(elastic, name)
 
 
 def signature(name: str, made: Any) -> str:
@@ -77,10 +85,12 @@ def entry(name: str) -> str:
     parts = [f"### {name}"]
     if inspect.isclass(made) and issubclass(made, BaseException):
         return "\n\n".join([*parts, inspect.getdoc(made) or ""]) + "\n"
-    if name not in ("Run", "Plan"):  # given, not made, by a user
+    if name in ELSEWHERE and name not in GIVEN:
+        parts.append(f"`from {made.__module__} import {name}`")
+    if name not in GIVEN:
         parts.append(f"```\n{signature(name, made)}\n```")
     parts.append(f"```\n{inspect.getdoc(made)}\n```")
-    if inspect.isclass(made):
+    if inspect.isclass(made) and not issubclass(made, nn.Module):  # else torch calls them
         parts += methods(made)
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 

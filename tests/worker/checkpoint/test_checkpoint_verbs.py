@@ -362,7 +362,7 @@ def test_state_by_position_is_refused_and_weights_alone_begin_at_0(
 def test_a_state_past_the_end_of_the_job_is_refused(program: Program, tmp_path: Path) -> None:
     weights, moments = get_state_dict(*trained(program))
     source = plain_save(tmp_path / "plain", {"model": weights, "optim": moments})
-    with pytest.raises(SpecError, match="it has done 1 steps, the job ends at step 1"):
+    with pytest.raises(SpecError, match="it has done 1 step, the job ends at step 1"):
         import_state(source, run_of(tmp_path), wanted(program, at_step=None, steps=1))
 
 

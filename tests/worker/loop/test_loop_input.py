@@ -86,7 +86,11 @@ def test_a_good_script_runs(tmp_path: Path) -> None:
         ("missing", "NameError: name 'missing' is not defined"),
         ("out.square().sum()", ""),
         ("{'loss': out.sum(), 'near': (out < 1).sum()}", ""),
-        ("out.sum().item()", ""),  # has no value on shapes: not judged
+        ("out.square().mean().item()", "elastic.loop(evaluate=...) is a mean"),
+        ("{'loss': 0.0 + nn.functional.mse_loss(out, batch).item()}", "(evaluate=...) is a mean"),
+        ("out.sum().item()", ""),
+        ("out.mean().item() * batch.numel()", ""),
+        ("max(out.tolist())", ""),  # has no value on shapes: not judged
     ],
 )
 @pytest.mark.parametrize("graph", ["", "    @torch.no_grad()\n"])

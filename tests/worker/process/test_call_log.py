@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from elastic.worker.process.call_log import KEPT_MOST, CallLog, PartCalls, difference
+from elastic.worker.process.call_log import (
+    FILE_BYTES,
+    KEPT_MOST,
+    PLACES_MOST,
+    CallLog,
+    PartCalls,
+    calls_in,
+    difference,
+)
 
 WHOLE, UNDER_WAY = True, False
 
@@ -82,3 +92,32 @@ def test_a_log_has_the_line_and_stays_small() -> None:
     more = logged(*"m" * (KEPT_MOST + 6))
     assert part.letters == more.parts()[0].letters
     assert more.take_mark() != logged(*"m" * (KEPT_MOST + 5)).take_mark()
+
+
+def test_calls_outlive_their_process_in_a_file(tmp_path: Path) -> None:
+    """As the log has them, however often the file was begun anew; nothing of another generation,
+    and of a line that was being written when the process died."""
+    log, path = CallLog(), tmp_path / "calls"
+    log.keep_in(path)
+    log.enter(3)
+    n = FILE_BYTES // 20_000
+    for part in range(n):
+        log.begin(part)
+        for k in range(PLACES_MOST + 100 if part % 2 else KEPT_MOST + 5):
+            log.add("run.model" if k % 2 else "run.backward", sys._getframe())
+        if part in (0, 1, n - 1):
+            assert calls_in(path, 3) == _with_n(log.parts())
+    assert calls_in(path, 2) == () and calls_in(tmp_path / "none", 3) == ()
+    log.enter(4)
+    assert calls_in(path, 4) == ()
+    log.begin(6)
+    log.add("run.model", sys._getframe())
+    whole = path.read_bytes().partition(b"\0")[0]
+    path.write_bytes(whole + b"bhalf of a li")
+    (found,) = calls_in(path, 4)
+    assert (found.part, found.letters) == (6, "m") and f"{__file__}, line" in found.place(0)
+
+
+def _with_n(parts: tuple[PartCalls, ...]) -> tuple[PartCalls, ...]:
+    """Those that are not told apart are counted when their part is over."""
+    return (*parts[:-1], replace(parts[-1], n=min(KEPT_MOST, parts[-1].n)))

@@ -3,7 +3,9 @@ rehearsals of coming plans."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +141,29 @@ def test_before_a_worker_starts_a_mean_and_a_sample_without_input_are_found_on_s
     with pytest.raises(ProgramError, match="a sample has the keys"):
         before_start(dataset=lambda: unnamed)
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("cross_entropy(out, want).item()", "Program.evaluate['loss'] is a mean over the batch"),
+        ("nothing", "Program.evaluate raised NameError"),
+        ("cross_entropy(out, want, reduction='sum').item()", ""),
+        ("dist.get_rank()", ""),
+    ],
+)
+def test_before_a_worker_starts_a_mean_of_its_own_evaluation_is_found(
+    returned: str, said: str
+) -> None:
+    def evaluate(model: Any, batch: Any) -> dict[str, Any]:
+        out, want = model(batch["input"]).flatten(0, 1), batch["target"].flatten()
+        names = {**globals(), "out": out, "want": want}
+        return {"loss": eval(returned, names), "count": want.numel()}
+
+    assert TINY.dataset is not None
+    changes = {"evaluate": evaluate, "validation": TINY.dataset, "pipeline": False}
+    with pytest.raises(ProgramError, match=re.escape(said)) if said else nullcontext():
+        before_start(**changes)
 
 
 def test_what_cannot_run_on_shapes_is_left_to_the_workers() -> None:
