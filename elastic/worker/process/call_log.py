@@ -8,6 +8,7 @@ Pure but for the log itself; the driver's side compares too.
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections import Counter
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
 
+from elastic.errors import PeerGarbled
 from elastic.version import PACKAGE
 
 Kind = Literal["run.model", "run.backward"]
@@ -48,6 +50,7 @@ class PartCalls:
 
     @classmethod
     def of(cls, said: Sequence[Any]) -> PartCalls:
+        """Raises ValueError, TypeError or OverflowError for what is none."""
         part, whole, n, letters, places = said
         return cls(int(part), bool(whole), int(n), str(letters), tuple(map(str, places)))
 
@@ -59,6 +62,16 @@ class PartCalls:
 
     def place(self, i: int) -> str:
         return self.places[i] if i < len(self.places) else "a line that was not kept"
+
+
+def parts_of(words: bytes, rank: int) -> list[PartCalls]:
+    """What that rank has called, as it says. Raises PeerGarbled."""
+    try:
+        return [PartCalls.of(part) for part in json.loads(words)]
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise PeerGarbled(
+            f"rank {rank} said something else than its calls ({type(error).__name__})"
+        ) from None
 
 
 @dataclass

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import astuple
 
 import pytest
 
-from elastic.worker.process.call_log import KEPT_MOST, CallLog, PartCalls, difference
+from elastic.errors import PeerGarbled
+from elastic.worker.process.call_log import KEPT_MOST, CallLog, PartCalls, difference, parts_of
 
 WHOLE, UNDER_WAY = True, False
 
@@ -82,3 +85,13 @@ def test_a_log_has_the_line_and_stays_small() -> None:
     more = logged(*"m" * (KEPT_MOST + 6))
     assert part.letters == more.parts()[0].letters
     assert more.take_mark() != logged(*"m" * (KEPT_MOST + 5)).take_mark()
+
+
+@pytest.mark.parametrize(
+    "words", [b"[1]", b"[" * 100_000, b"[[1, 2]]", b'[[1e999, 1, 1, "m", []]]']
+)
+def test_calls_that_are_none_are_the_fault_of_who_sent_them(words: bytes) -> None:
+    with pytest.raises(PeerGarbled, match="^rank 3 said something else than its calls"):
+        parts_of(words, 3)
+    one = PartCalls(4, True, 2, "mb", ("a, line 3",))
+    assert parts_of(json.dumps([astuple(one)]).encode(), 3) == [one]
