@@ -85,7 +85,7 @@ def _check_structure(text: str, shown: str) -> None:
 
 
 def _check_new(key: yaml.ScalarEvent, known: dict[str, int], shown: str) -> None:
-    line = key.start_mark.line + 1
+    line = key.start_mark.line + 1 if key.start_mark is not None else 0
     if key.value in known and key.value != MERGED:
         raise SpecError(
             f"{shown}, line {line}: '{key.value[:SHOWN_MOST]}' is there already, in line "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import ItemsView, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -105,8 +105,8 @@ class Twice(dict[str, Any]):
 
     again: tuple[str, Any] = ("", None)
 
-    def items(self) -> ItemsView[str, Any]:
-        return [*super().items(), self.again]  # type: ignore[return-value]
+    def items(self) -> Any:
+        return [*super().items(), self.again]
 
 
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
