@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from elastic.user_frames import plainly
 
 Made = TypeVar("Made")
+LINE_MOST = 4000  # characters of an error on a terminal
 ALIKE = 0.66  # of two names: less, and one was hardly meant by the other
 
 
@@ -153,6 +154,15 @@ def nearest(name: str, names: Iterable[str], called: str) -> str:
     found = found or alike(name, known, least=ALIKE)
     near = meant([f"'{one}'" for one in found])
     return f"; {near}" if found else f"; {called} are {', '.join(known)}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """What it says, for a terminal: what a file or a stranger has put into it moves no cursor and
+    fills no screen."""
+    text = " ".join(str(error).split())
+    if len(text) > LINE_MOST:
+        text = f"{text[:LINE_MOST]}... ({len(text)} characters)"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def unknown_keyword(where: str, name: str, names: Iterable[str]) -> str:

@@ -1,4 +1,5 @@
-"""YAML that people write: of bounded size and depth, each error with its file and line."""
+"""YAML that people write: of bounded size and depth, each key once, each error with its file and
+line."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from elastic.errors import SpecError
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEPTH_MOST = 100  # of lists and keys
 VALUES_MOST = 1_000_000  # those behind aliases counted each time
+MERGED = "<<"  # the keys of another mapping; it may be there for each of several
 SHOWN_MOST = 80  # characters of a wrong value, or of what is wrong with it
 
 
@@ -29,9 +31,7 @@ def yaml_of(text: str, shown: str, several: bool = False) -> Any:
     """`several`: a list of its documents. Raises SpecError that begins with `shown`, with the line
     where that is known."""
     try:
-        # libyaml builds what is nested by recursion, to the end of the stack
-        if _depth(text) > DEPTH_MOST:
-            raise SpecError(f"{shown}: lists or keys are nested more than {DEPTH_MOST} deep in it")
+        _check_structure(text, shown)
         found = (
             list(yaml.load_all(text, Loader=YAML_LOADER))
             if several
@@ -61,17 +61,37 @@ def yaml_of(text: str, shown: str, several: bool = False) -> Any:
     return found
 
 
-def _depth(text: str) -> int:
-    """How deep lists and keys are nested in it; not looked at further than is too deep."""
-    depth, most = 0, 0
+def _check_structure(text: str, shown: str) -> None:
+    """Raises SpecError where lists and keys are nested too deep, for libyaml builds them by
+    recursion, to the end of the stack; and for a key that is there twice, of which YAML's readers
+    take the last and say nothing."""
+    keys: list[dict[str, int] | None] = []  # of what is open: a mapping's keys, None = a list
+    at_key: list[bool] = []
     for event in yaml.parse(text, Loader=YAML_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
+        if isinstance(event, yaml.CollectionEndEvent):
+            keys.pop()
+            at_key.pop()
+        elif isinstance(event, yaml.NodeEvent):
+            known = keys[-1] if keys else None
+            if known is not None:
+                if at_key[-1] and isinstance(event, yaml.ScalarEvent):
+                    _check_new(event, known, shown)
+                at_key[-1] = not at_key[-1]
+            if isinstance(event, yaml.CollectionStartEvent):
+                keys.append({} if isinstance(event, yaml.MappingStartEvent) else None)
+                at_key.append(True)
+        if len(keys) > DEPTH_MOST:
+            raise SpecError(f"{shown}: lists or keys are nested more than {DEPTH_MOST} deep in it")
+
+
+def _check_new(key: yaml.ScalarEvent, known: dict[str, int], shown: str) -> None:
+    line = key.start_mark.line + 1 if key.start_mark is not None else 0
+    if key.value in known and key.value != MERGED:
+        raise SpecError(
+            f"{shown}, line {line}: '{key.value[:SHOWN_MOST]}' is there already, in line "
+            f"{known[key.value]}; take one of them away"
         )
-        most = max(most, depth)
-        if most > DEPTH_MOST:
-            break
-    return most
+    known[key.value] = line
 
 
 def _countable(data: Any) -> bool:

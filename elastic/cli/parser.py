@@ -4,6 +4,7 @@ line, Ctrl-C."""
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import re
 import sys
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from elastic.errors import ElasticError, SpecError, alike
+from elastic.errors import ElasticError, SpecError, alike, in_one_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 
@@ -145,7 +146,7 @@ def carry_out(given: argparse.Namespace) -> int:
             )
         return int(given.handler(given))
     except ElasticError as error:
-        print(f"elastic: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"elastic: {in_one_line(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("elastic: interrupted", file=sys.stderr)
@@ -153,3 +154,8 @@ def carry_out(given: argparse.Namespace) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader, as in `| head`, has had enough
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"elastic: {in_one_line(error)}", file=sys.stderr)
+        return SpecError.exit_code

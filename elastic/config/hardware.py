@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+from elastic.catalog.bounded_yaml import SHOWN_MOST
 from elastic.errors import SpecError
 from elastic.types import HardwareProfile
 
 SCHEMA = 1
+MOST = 1e24  # of any number in it
 PLACE = "ELASTIC_HARDWARE"
 AGAIN = "remove it, or measure again: elastic profile JOB"
 
@@ -80,7 +82,7 @@ def read_hardware(path: Path) -> HardwareProfile:
             f"{path}: cannot be read ({error.strerror}); give a file that elastic profile has "
             "written"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SpecError(
             f"{path}: not a hardware profile ({type(error).__name__}: {error}); {AGAIN}"
         ) from error
@@ -98,18 +100,29 @@ def known_hardware(
 
 def _profile(data: Mapping[str, Any]) -> HardwareProfile:
     """Keys that this version does not know are left out."""
-    plain = HardwareProfile()
+    if not isinstance(data, dict):
+        raise TypeError("its profile is no keys and values")
+    hints = get_type_hints(HardwareProfile)
     given = {f.name: data[f.name] for f in fields(HardwareProfile) if f.name in data}
     for name, value in given.items():
-        wanted = type(getattr(plain, name))
-        fits = (
-            isinstance(value, list)
-            if wanted is tuple
-            else isinstance(value, int | float if wanted is float else wanted)
-        )
-        if not fits or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}")
+        if not _fits(value, hints[name]):
+            raise TypeError(f"{name} is {repr(value)[:SHOWN_MOST]}")
     return HardwareProfile(**{name: _tuples(value) for name, value in given.items()})
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Rows of as many columns as they have, and of numbers those that can be measured."""
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        if not isinstance(value, list):
+            return False
+        if kinds[-1] is Ellipsis:
+            return all(_fits(item, kinds[0]) for item in value)
+        return len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if hint in (int, float):
+        fits = isinstance(value, int if hint is int else int | float)
+        return fits and not isinstance(value, bool) and 0 <= value <= MOST
+    return isinstance(value, hint)
 
 
 def _tuples(value: Any) -> Any:

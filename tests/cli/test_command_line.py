@@ -55,6 +55,12 @@ def test_bad_input_is_one_line(
     assert said in err
 
 
+def test_what_a_file_says_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = called(capsys, "run", f"no\x1b[2Jwhere\u202e{'x' * 9000}")
+    assert code == 2 and err.count("\n") == 1 and len(err) < 4500
+    assert "no\\x1b[2Jwhere\\u202exxx" in err and err[:-1].isprintable()
+
+
 @pytest.mark.parametrize("words", [(), ("fly",), ("run",), ("ls", "--jsn"), ("checkpoint",)])
 def test_bad_usage_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:

@@ -79,6 +79,19 @@ def test_the_journal_keeps_it() -> None:
             "not a hardware profile (TypeError: crowded is 3)",
         ),
         (
+            '{"schema": 1, "profile": []}',
+            "not a hardware profile (TypeError: its profile is no keys",
+        ),
+        (
+            '{"schema": 1, "profile": {"launch_s": NaN}}',
+            "not a hardware profile (TypeError: launch_s is nan)",
+        ),
+        (
+            '{"schema": 1, "profile": {"crowded": [[1, 2, 3]]}}',
+            "not a hardware profile (TypeError: crowded is [[1, 2, 3]])",
+        ),
+        ('{"schema": 1, "profile": ' + "[" * 100_000, "not a hardware profile (RecursionError"),
+        (
             '{"schema": 2, "profile": {}}',
             "was written by a newer version of elastic (schema 2, this one reads 1)",
         ),

@@ -168,3 +168,25 @@ def test_values_behind_aliases_are_counted_each_time() -> None:
 def test_a_value_that_is_none_of_its_kind_is_one_line(text: str) -> None:
     with pytest.raises(SpecError, match="^job.yaml: not YAML: "):
         yaml_of(text, "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "first"),
+    [
+        ("steps: 1\nseed: 2\nsteps: 3", 3, "steps", 1),
+        ("a: {b: 1, 'b': 2}", 1, "b", 1),
+        ("a:\n  - b: 1\n    c: {d: 1}\n    b: 2\n", 4, "b", 2),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(text: str, line: int, key: str, first: int) -> None:
+    with pytest.raises(
+        SpecError, match=f"^f, line {line}: '{key}' is there already, in line {first}"
+    ):
+        yaml_of(text, "f")
+
+
+def test_the_same_key_in_two_places_is_not_there_twice() -> None:
+    text = "a: {b: 1}\nb: [{b: 1}, {b: 1}]\nc: &c {a: 1}\nd: {<<: *c, <<: *c}"
+    found = yaml_of(text, "f")
+    assert found == {"a": {"b": 1}, "b": [{"b": 1}] * 2, "c": {"a": 1}, "d": {"a": 1}}
+    assert yaml_of("a: 1\n---\na: 2", "f", several=True) == [{"a": 1}, {"a": 2}]

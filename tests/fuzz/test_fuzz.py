@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 from support.fuzz import fuzzing
 from support.fuzz.fuzzing import fuzz
-from support.fuzz.targets import Target, opened
+from support.fuzz.target import Target
+from support.fuzz.targets import opened
 
-SMOKE = {"cluster": 60, "job": 120}  # of others 300: YAML is slow
+SMOKE = {"cluster": 40, "job": 60, "drill": 200, "dcp-index": 200}  # of others 300: YAML is slow
 NAMES = [
     "journal", "journal-segment", "journal-part", "journal-state", "lease", "marker", "manifest",
-    "checkpoint", "inbox", "job", "cluster", "wire-numbers", "wire-tensors", "wire-metas",
-    "wire-addresses",
+    "checkpoint", "inbox", "job", "set", "cluster", "drill", "hardware", "trace", "dcp-index",
+    "safetensors", "safetensors-index", "rank-link", "rank-hello", "wire-numbers", "wire-tensors",
+    "wire-metas", "wire-addresses", "wire-calls",
 ]  # fmt: skip
 
 

@@ -77,6 +77,7 @@ class Unwritten:
     def __init__(self) -> None:
         self.begun = 0
         self._started = False
+        self._stored = 0  # the newest copy that the last driver found, if it has trained nothing
         self._epoch: int | None = None  # of the first line
         self._seen: list[tuple[int, StepDone | PlanEntered]] = []  # with the epoch of its line
         self._found: list[Plan] = []  # that no line told of when they were entered
@@ -91,11 +92,13 @@ class Unwritten:
     def add(self, line: Line) -> None:
         self._epoch = line.epoch if self._epoch is None else self._epoch
         for _, event in line.events:
-            if isinstance(event, DriverStarted) and not self._started:
+            if isinstance(event, DriverStarted):
+                self._stored = max((copy.step for copy in event.durable), default=0)
+                self.begun = self.begun if self._started else self._stored
                 self._started = True
-                self.begun = max((copy.step for copy in event.durable), default=0)
             elif isinstance(event, StepDone | PlanEntered):
                 self._seen.append((line.epoch, event))
+                self._stored = 0
             elif isinstance(event, PlansFound):
                 self._found += event.plans
 
@@ -115,7 +118,7 @@ class Unwritten:
             back = isinstance(event, PlanEntered) and event.generation > generation
             newest = event.step if back else max(newest, event.step)
             generation = max(generation, event.generation)
-        return found
+        return found | set(range(newest + 1, self._stored + 1))
 
     def _was_redone(self, event: StepDone) -> bool:
         """By a later generation of which nobody may have told so."""

@@ -18,15 +18,24 @@ from elastic.worker.hosting.hosting_backend import HostingBackend
 
 
 def connect(run: RayRun, cluster: LocalCluster | None) -> bool:
-    """True = ray.init was ours."""
+    """True = ray.init was ours. Raises LostContact where nobody answers for the cluster."""
     if ray.is_initialized():
         return False
     if cluster is not None:
         cluster.connect(run.namespace)
     else:
-        ray.init(
-            run.address, namespace=run.namespace, log_to_driver=False, logging_level=logging.ERROR
-        )
+        try:
+            ray.init(
+                run.address,
+                namespace=run.namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (OSError, RuntimeError) as error:
+            raise LostContact(
+                f"run '{run.name}': the Ray cluster at {run.address} does not answer "
+                f"({type(error).__name__}: {error}); run it again when its head does"
+            ) from error
     _ray_private.mute_errors()
     return True
 

@@ -10,6 +10,7 @@ is in a file before it waits. Pure but for the log and its file; the driver's si
 from __future__ import annotations
 
 import fcntl
+import json
 import mmap
 import os
 import zlib
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from elastic.errors import PeerGarbled
 from elastic.version import PACKAGE
 
 Kind = Literal["run.model", "run.backward"]
@@ -55,6 +57,7 @@ class PartCalls:
 
     @classmethod
     def of(cls, said: Sequence[Any]) -> PartCalls:
+        """Raises ValueError, TypeError or OverflowError for what is none."""
         part, whole, n, letters, places = said
         return cls(int(part), bool(whole), int(n), str(letters), tuple(map(str, places)))
 
@@ -66,6 +69,16 @@ class PartCalls:
 
     def place(self, i: int) -> str:
         return self.places[i] if i < len(self.places) else "a line that was not kept"
+
+
+def parts_of(words: bytes, rank: int) -> list[PartCalls]:
+    """What that rank has called, as it says. Raises PeerGarbled."""
+    try:
+        return [PartCalls.of(part) for part in json.loads(words)]
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise PeerGarbled(
+            f"rank {rank} said something else than its calls ({type(error).__name__})"
+        ) from None
 
 
 @dataclass

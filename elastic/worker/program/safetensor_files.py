@@ -22,6 +22,7 @@ from elastic.storage import Storage
 from elastic.types import DTYPE_BYTES, Box
 
 NAME_MOST = 200  # characters of a bad name that an error shows
+FILE_NAME_MOST = 255  # bytes
 FILE_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 NAMES = {
@@ -175,10 +176,15 @@ def safetensor_paths(path: Path) -> list[Path]:
         MemoryError,
     ) as error:
         raise SpecError(f"{path / INDEX}: not readable ({type(error).__name__}: {error})") from None
-    bad = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    bad = [name for name in names if not isinstance(name, str) or not _is_file_name(name)]
     if bad:
         raise SpecError(f"{path / INDEX}: it names the file {str(bad[0])[:NAME_MOST]!r}: refused")
     missing = sorted(name for name in names if not (path / name).is_file())
     if missing:
         raise SpecError(f"{path / missing[0]}: missing; {INDEX} names it")
     return [path / name for name in sorted(names)]
+
+
+def _is_file_name(name: str) -> bool:
+    """Of a file beside the index, as a file system can have it."""
+    return Path(name).name == name and len(name.encode(errors="replace")) <= FILE_NAME_MOST

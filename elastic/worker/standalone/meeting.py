@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from elastic.worker.process_groups.rendezvous import (
 )
 from elastic.worker.standalone.rank_link import RankLink
 
+log = logging.getLogger(__name__)
 ADDRESS = "elastic/address"
 LOOPBACK = "127.0.0.1"
 HELLO_MOST_S, HELLO_MOST_BYTES = 10.0, 4096
@@ -98,6 +100,18 @@ class RankHello:
     @classmethod
     def of(cls, me: Started) -> RankHello:
         return cls(me.rank, me.node or socket.gethostname(), free_host_bytes())
+
+    @classmethod
+    def read(cls, text: bytes | str) -> RankHello:
+        """Raises ValueError for what no rank of this version says."""
+        try:
+            found = cls(**json.loads(text))
+        except (TypeError, RecursionError) as error:
+            raise ValueError(type(error).__name__) from error
+        kinds = [type(found.rank), type(found.node), type(found.host_bytes)]
+        if kinds != [int, str, int] or found.rank < 1:
+            raise ValueError("it has other values")
+        return found
 
 
 @dataclass(frozen=True)
@@ -228,7 +242,13 @@ def _welcomed(link: Connection, secret: str) -> RankHello | None:
         mark, text = said[:PROOF_BYTES], said[PROOF_BYTES:].decode(errors="replace")
         if hmac.compare_digest(mark, proof(secret, text)):
             link.send_bytes(proof(secret, "rank 0"))
-            return RankHello(**json.loads(text))
+            try:
+                return RankHello.read(text)
+            except ValueError as error:
+                log.warning(
+                    "a rank said of itself what is not understood (%s); all ranks need the same "
+                    "version of elastic", error
+                )  # fmt: skip
     return None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from elastic.errors import SpecError
 from elastic.ledger.journal import built, plain
 from elastic.types import Outcome, StopAsked, WorkerId
 from elastic.types.orders import WorkerOrder, WriteShard
@@ -15,6 +16,10 @@ from elastic.worker.hosting.served_session import Said
 from elastic.worker.process.beat import Beat
 
 MOST_BYTES = 1 << 28  # of a word: a plan grows with its ranks
+NO_WORD = (
+    SpecError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+SHOWN_MOST = 200  # characters of what is wrong with one
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,10 @@ class RankLink:
         try:
             serial, name, data = json.loads(text)
             word: Any = built(WORDS[name], data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise OSError(f"not a word between ranks: {error}") from error
-        return Said(int(serial), WorkerOrder(word) if isinstance(word, WriteShard) else word)
+            number = int(serial)
+        except NO_WORD as error:
+            raise OSError(f"not a word between ranks: {str(error)[:SHOWN_MOST]}") from error
+        return Said(number, WorkerOrder(word) if isinstance(word, WriteShard) else word)
 
     def close(self) -> None:
         self._connection.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
@@ -17,7 +16,7 @@ from elastic.program import Program
 from elastic.types import Job, Plan
 from elastic.types.grid import fullest_experts
 from elastic.worker.parallel.parallelize import local
-from elastic.worker.process.call_log import RULE, PartCalls, difference
+from elastic.worker.process.call_log import RULE, difference, parts_of
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Number, read
 from elastic.worker.process_groups.axis_ranges import axis_range
@@ -342,10 +341,7 @@ class Stepper(ForwardBackward):
         said = gather_words(
             [astuple(part) for part in self.script.calls.parts()], self.groups.commit
         )
-        ranks = {
-            rank: [PartCalls.of(part) for part in json.loads(words)]
-            for rank, words in enumerate(said)
-        }
+        ranks = {rank: parts_of(words, rank) for rank, words in enumerate(said)}
         raise ProgramError(
             difference(ranks)
             or f"step {self.state.step + 1}: the ranks have not made the same calls; {RULE}"

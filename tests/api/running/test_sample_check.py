@@ -76,6 +76,10 @@ def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_th
     before = Line(9.0, 1, ((0.0, START), *steps(list(range(1, n - 1)))))
     after = Line(20.0, 2, ((20.0, PlanEntered(2, n)),))
     assert sample_check.exact([before, after], one.spec) is None
+    copy = Copy(n, "durable", 1, Layout())
+    ended = Line(20.0, 2, ((20.0, replace(START, epoch=2, durable=(copy,))),))
+    assert sample_check.exact([before, ended], one.spec) is None, "it had nothing left to train"
+    assert sample_check.Unwritten.of([before, ended]).steps == {n - 1, n}
 
 
 def test_a_checkpoints_running_digest_tells_of_steps_that_no_line_tells_of(folder: Path) -> None:

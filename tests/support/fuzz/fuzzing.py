@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from support.fuzz.targets import Target
+from support.fuzz.target import Target
 
 MOST_S = 5.0  # of CPU, for one input; a slow machine counts as fast
 KEPT = 10

@@ -8,22 +8,17 @@ import lzma
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from support.fuzz import mutating
-from support.places import ROOT
+from support.fuzz import imported_targets, mutating, peer_targets, people_targets
+from support.fuzz.target import Mutate, Target
 
-from elastic.catalog.bounded_yaml import yaml_of
-from elastic.config.clusters import problems_of, read_cluster
-from elastic.config.job import job_of
-from elastic.errors import JournalDamaged, PeerGarbled, SpecError
+from elastic.errors import JournalDamaged, SpecError
 from elastic.ledger import holder, lease, parts, segments
 from elastic.ledger.journal import SEALED, Line, crc_of, parse_state, read_text, write_line
 from elastic.storage import open_storage
@@ -59,33 +54,6 @@ from elastic.worker.checkpoint.checkpoint_format import (
     root_of,
 )
 from elastic.worker.hosting.inbox import _order as read_order
-from elastic.worker.process_groups import wire
-
-Mutate = Callable[[bytes, random.Random], bytes]
-
-
-@dataclass(frozen=True)
-class Target:
-    """`read` takes an input and gives what it means. `errors`: that it declares. `kept`: does an
-    input that was changed by accident still mean what the good one does? None = nothing promises
-    that. `meaning`: changes it as what it is."""
-
-    name: str
-    seeds: Sequence[bytes]
-    read: Callable[[bytes], Any]
-    errors: tuple[type[Exception], ...]
-    meaning: Mutate | None = None
-    kept: Callable[[Any, Any], bool] | None = None
-
-    def made(self, chance: random.Random) -> tuple[bytes, bytes, bool]:
-        """A good input, one made of it, and whether by accident alone."""
-        seed = chance.choice(self.seeds)
-        kind = chance.random()
-        if kind < 0.3:
-            return seed, mutating.accident(seed, chance), True
-        if kind < 0.6 and self.meaning is not None:
-            return seed, self.meaning(seed, chance), False
-        return seed, mutating.forced(seed, self.seeds, chance), False
 
 
 def journal() -> Target:
@@ -273,69 +241,6 @@ def inbox() -> Target:
     )
 
 
-def _yaml_meaning(known: dict[bytes, Any]) -> Mutate:
-    return lambda seed, chance: mutating.as_yaml(known[seed], chance)
-
-
-def jobs() -> Target:
-    seeds = [
-        data
-        for path in sorted((ROOT / "jobs").glob("*/job.yaml"))
-        if b"\nsteps:" in b"\n" + (data := path.read_bytes())
-    ]
-    known = {seed: yaml.safe_load(seed) for seed in seeds}
-
-    def read(data: bytes) -> Any:
-        found = yaml_of(data.decode(), "job.yaml")
-        return (
-            job_of(found, Path("/jobs/x/program.py"), "job.yaml").plain()
-            if isinstance(found, dict)
-            else None
-        )
-
-    return Target("job", seeds, read, (SpecError, UnicodeDecodeError), _yaml_meaning(known))
-
-
-def clusters(folder: Path) -> Target:
-    paths = [
-        *sorted((ROOT / "cluster_configs").glob("*.yaml")),
-        *sorted((ROOT / "deploy" / "kubernetes").glob("ray*.yaml")),
-    ]
-    seeds = [path.read_bytes() for path in paths]
-    known = {seed: yaml.safe_load(seed) for seed in seeds}
-    file = folder / "cluster.yaml"
-
-    def read(data: bytes) -> Any:
-        file.write_bytes(data)
-        spec, problems = read_cluster(file)
-        return [problem.line(spec.file, spec.lines) for problem in problems + problems_of(spec)]
-
-    return Target("cluster", seeds, read, (SpecError,), _yaml_meaning(known))
-
-
-def wires() -> list[Target]:
-    numbers = json.dumps({"train_loss": 2.5, "n": 3}).encode()
-    tensors = json.dumps([["w", "float32", [4, 4]], ["b", "bfloat16", []]]).encode()
-    metas = json.dumps([[[4, 8], [8, 1], "float32", True], None]).encode()
-    addresses = json.dumps([True, [["127.0.0.1", 29500], ["", 1]], ["AAE="]]).encode()
-    readers: dict[str, tuple[bytes, Callable[[bytes, int], Any]]] = {
-        "wire-numbers": (numbers, wire.numbers),
-        "wire-tensors": (tensors, wire.empty_tensors),
-        "wire-metas": (metas, wire.tensor_metas),
-        "wire-addresses": (addresses, wire.addresses),
-    }
-    return [
-        Target(
-            name,
-            [seed],
-            partial(lambda read, data: read(data, 1), read),
-            (PeerGarbled,),
-            mutating.as_json,
-        )
-        for name, (seed, read) in readers.items()
-    ]
-
-
 @contextmanager
 def opened() -> Iterator[list[Target]]:
     """All of them, over a folder in memory where there is one."""
@@ -351,7 +256,7 @@ def opened() -> Iterator[list[Target]]:
             *markers(),
             checkpoint(root / "run"),
             inbox(),
-            jobs(),
-            clusters(root),
-            *wires(),
+            *people_targets.opened(root),
+            *imported_targets.opened(root),
+            *peer_targets.opened(),
         ]

@@ -238,6 +238,7 @@ def test_a_malicious_header_is_refused_by_name(
         (b'{"weight_map": 3}', "not readable"),
         (b"[" * 100_000, r"model\.safetensors\.index\.json: not readable \(RecursionError"),
         (b'{"weight_map": {"w": "' + b"x/" * 100_000 + b'"}}', "^.{10,500}: refused$"),
+        (b'{"weight_map": {"w": "' + b"x" * 300 + b'"}}', "^.{10,500}: refused$"),
     ],
 )
 def test_a_bad_index_is_refused_by_name(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 
+from elastic.errors import PeerGarbled
 from elastic.worker.process.call_log import (
     FILE_BYTES,
     KEPT_MOST,
@@ -16,6 +18,7 @@ from elastic.worker.process.call_log import (
     PartCalls,
     calls_in,
     difference,
+    parts_of,
 )
 
 WHOLE, UNDER_WAY = True, False
@@ -121,3 +124,13 @@ def test_calls_outlive_their_process_in_a_file(tmp_path: Path) -> None:
 def _with_n(parts: tuple[PartCalls, ...]) -> tuple[PartCalls, ...]:
     """Those that are not told apart are counted when their part is over."""
     return (*parts[:-1], replace(parts[-1], n=min(KEPT_MOST, parts[-1].n)))
+
+
+@pytest.mark.parametrize(
+    "words", [b"[1]", b"[" * 100_000, b"[[1, 2]]", b'[[1e999, 1, 1, "m", []]]']
+)
+def test_calls_that_are_none_are_the_fault_of_who_sent_them(words: bytes) -> None:
+    with pytest.raises(PeerGarbled, match="^rank 3 said something else than its calls"):
+        parts_of(words, 3)
+    one = PartCalls(4, True, 2, "mb", ("a, line 3",))
+    assert parts_of(json.dumps([astuple(one)]).encode(), 3) == [one]

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from elastic.errors import LostContact
 from elastic.types import Node, StopAsked, WorkerId
 from elastic.worker.hosting.served_session import Said
-from elastic.worker.process_groups.rendezvous import listening
+from elastic.worker.process_groups.rendezvous import listening, proof
 from elastic.worker.standalone import meeting
 from elastic.worker.standalone.meeting import RankHello, Started
 
@@ -102,6 +103,18 @@ def test_a_stranger_is_not_let_in(said: bytes, monkeypatch: pytest.MonkeyPatch) 
             link.send_bytes(said)
         mine = meeting._connection(listener.accept()[0])
         assert meeting._welcomed(mine, SECRET) is None
+
+
+@pytest.mark.parametrize(
+    "said", ["[]", "[" * 2000, '{"rank": 1}', '{"rank": 0, "node": "n", "host_bytes": 1}']
+)
+def test_a_rank_of_another_version_is_sent_away_in_words(
+    said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, theirs = Pipe()
+    theirs.send_bytes(proof(SECRET, said) + said.encode())
+    assert meeting._welcomed(mine, SECRET) is None
+    assert "all ranks need the same version of elastic" in caplog.text
 
 
 def test_nodes_are_the_launchers_and_ranks_are_counted_on_each() -> None:

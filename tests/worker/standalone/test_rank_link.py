@@ -71,8 +71,13 @@ def test_it_comes_as_it_went(word: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [pickle.dumps((0, ME)), b"[]", b'[0, "Plan", {}]', b'[0, "WorkerId", {"x": 1}]']
-)
+    "text",
+    [
+        pickle.dumps((0, ME)), b"[]", b'[0, "Plan", {}]', b'[0, "WorkerId", {"x": 1}]',
+        b'[1e999, "StopAsked", {"reason": "x"}]', b"[" * 100_000,
+        b'[0, "WorkerOrder", {"action": {"kind": "Fly"}}]',
+    ],
+)  # fmt: skip
 def test_what_is_no_word_is_as_if_the_rank_had_hung_up(text: bytes) -> None:
     mine, theirs = Pipe()
     theirs.send_bytes(text)
