@@ -34,14 +34,7 @@ def of(event: Event, view: NamedThings) -> str | None:
         case types.StepDone() | types.Decided():  # nearly all that there are
             return None
         case types.DriverStarted():
-            again = "driver attached again" if event.attached else "driver started"
-            found = (
-                f", newest checkpoint at step {max(copy.step for copy in event.durable)}"
-                if event.durable
-                else ""
-            )
-            cut = f"; {event.cut}" if event.cut else ""
-            return f"{again} (run {event.run}, epoch {event.epoch}){found}{cut}"
+            return _started(event)
         case types.NodeReady(node):
             return f"node {node.node_id} is ready: pool {node.pool}, {n_of(node.gpus, 'worker')}"
         case types.NodePrepared():
@@ -100,6 +93,17 @@ def of(event: Event, view: NamedThings) -> str | None:
             )
         case _:
             return _trouble(event)
+
+
+def _started(event: types.DriverStarted) -> str:
+    again = "driver attached again" if event.attached else "driver started"
+    found = (
+        f", newest checkpoint at step {max(copy.step for copy in event.durable)}"
+        if event.durable
+        else ""
+    )
+    cut = f"; {event.cut}" if event.cut else ""
+    return f"{again} (run {event.run}, epoch {event.epoch}){found}{cut}"
 
 
 def of_model(model: types.ModelProfile) -> list[str]:

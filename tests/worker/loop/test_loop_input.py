@@ -418,15 +418,6 @@ def test_two_ways_at_once(tmp_path: Path) -> None:
         api.run(job)
 
 
-def test_steps_must_be_said_somewhere(tmp_path: Path) -> None:
-    file = script(tmp_path, GOOD.replace("steps=3, ", ""))
-    with pytest.raises(
-        SpecError,
-        match=r"'steps' is missing; give it to elastic.loop\(steps=...\), or by --set steps=N",
-    ):
-        api.run_script(file)
-
-
 def test_a_loop_is_never_cut_into_pipeline_stages(tmp_path: Path) -> None:
     program = capture(script(tmp_path, GOOD), [], 0)
     profile = trace(program)

@@ -137,3 +137,11 @@ def test_a_data_loader_that_does_more_is_refused() -> None:
     weighted = torch.utils.data.WeightedRandomSampler([1.0] * 16, 16)
     with pytest.raises(SpecError, match="the DataLoader has a WeightedRandomSampler; the order is"):
         loop_of(torch.utils.data.DataLoader(data, sampler=weighted))
+
+
+def test_steps_must_be_said_somewhere(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(TEXT.format(keys={"global_batch": 4}))
+    said = r"'steps' is missing; give it to elastic.loop\(steps=...\), or by --set steps=N"
+    with pytest.raises(SpecError, match=said):
+        elastic.api.run_script(str(file))
