@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from elastic.program import Program
 from elastic.types import Job
+
+if TYPE_CHECKING:
+    import pytest
 
 KNOWN: dict[object, Any] = {}
 # of a job, what no trace reads

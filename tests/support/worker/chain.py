@@ -21,7 +21,7 @@ from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 def job_of(program: str, steps: int, global_batch: int = 12) -> dict[str, Any]:
     return {
         "name": "test", "program": str(PROGRAMS / program), "steps": steps,
-        "global_batch": global_batch, "seed": 7, "eval_every": 0, "eval_samples": 0,
+        "global_batch": global_batch, "seed": 7, "eval_every": 0, "eval_samples": 4,
         "clip_grad_norm": 1.0,
     }  # fmt: skip
 

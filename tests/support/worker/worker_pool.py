@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from support.waiting import until
 from support.worker.forks import FORKS
+from support.worker.prepared_once import VARIABLE, folder, prepare_once
 
 from elastic.certify.harness.place import Place
 from elastic.types import (
@@ -44,7 +45,7 @@ ON_GPU = "ELASTIC_TEST_GPU"  # `shared`: all workers on the first GPU, through N
 def environment_of(i: int) -> dict[str, str]:
     """Of worker i of a pool: on the CPU, also on a machine that has GPUs, unless it is asked for
     them."""
-    own = {"OMP_NUM_THREADS": "1"}
+    own = {"OMP_NUM_THREADS": "1", VARIABLE: folder()}
     if os.environ.get(ON_GPU) != "shared":
         return {"CUDA_VISIBLE_DEVICES": ""} | own
     shared = Place("one-gpu", i + 1, ("0",)).environments()[i]
@@ -70,6 +71,7 @@ class ServedInTests(ServedSession):
     def __init__(self, put: Any) -> None:
         gc.freeze()  # what was there before the fork is not looked at again, and so not copied
         super().__init__(put)
+        prepare_once()
 
     def __call__(self, word: Any) -> None:
         if not isinstance(word, Call):
