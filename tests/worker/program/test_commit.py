@@ -245,7 +245,7 @@ def test_a_step_that_was_rolled_back_for_may_be_skipped_the_second_time(
 SOME = [(PIPELINE, 0, 0.4), (SHARDS, 2, 0.2), (TENSOR, 3, 0.7)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.whole  # session/test_nccl_like_runs.py has a rank die within a step
 @pytest.mark.parametrize(("layout", "victim", "share"), SOME, ids=str)
 def test_a_kill_inside_a_step(
     pool: FaultyPool, tmp_path: Path, layout: Layout, victim: int, share: float

@@ -39,7 +39,7 @@ from elastic.worker.hosting.aggregate import CheckpointParts, Gather
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.whole  # test_nccl_like_runs.py bridges the same losses
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -178,6 +178,7 @@ def test_leaving_ranks_only_send_and_growth_brings_them_back(pool: Pool, tmp_pat
     loss_curve_agrees(pool, job)
 
 
+@pytest.mark.whole  # test_nccl_like_runs.py has replicas stand in
 def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
     """With dp_replicate the survivors hold every box live: no peer replica is needed and no step is
     lost."""

@@ -39,6 +39,7 @@ ONE_STEP = json.dumps(
 def job(steps: int) -> dict[str, Any]:
     return {
         "program": TINY, "steps": steps, "global_batch": BATCH, "seed": 7, "clip_grad_norm": 1.0,
+        "eval_samples": 4,
     }  # fmt: skip
 
 
@@ -84,8 +85,15 @@ def steps_now() -> None:
 @pytest.mark.parametrize(
     ("layout", "axes"),
     [
-        (Layout(pp=2, tp=2), {"pp", "tp", "bubble", "commit"}),
-        (Layout(dp_replicate=2, cp=2), {"fsdp", "dp_replicate", "cp", "commit"}),
+        (Layout(pp=2), {"pp", "bubble", "commit"}),
+        (Layout(tp=2), {"tp", "commit"}),
+        (Layout(cp=2), {"fsdp", "cp", "commit"}),
+        pytest.param(
+            Layout(dp_replicate=2, cp=2),
+            {"fsdp", "dp_replicate", "cp", "commit"},
+            marks=pytest.mark.whole,
+        ),
+        pytest.param(Layout(pp=2, tp=2), {"pp", "tp", "bubble", "commit"}, marks=pytest.mark.whole),
         pytest.param(Layout(dp_shard=4), {"fsdp", "commit"}, marks=pytest.mark.whole),
         pytest.param(Layout(cp=2, dp_shard=2), {"fsdp", "cp", "commit"}, marks=pytest.mark.whole),
     ],
@@ -96,7 +104,7 @@ def test_every_rank_says_where_its_steps_went(
 ) -> None:
     order = StartProfile(1, "one", STEPS, (0, 1, 2, 3), 1)
     trained(pool, tmp_path / "run", layout, STEPS + 2, order)
-    pool.wait(lambda: len(pool.events(RankProfiled)) == 4, "four traces")
+    pool.wait(lambda: len(pool.events(RankProfiled)) == layout.world_size, "traces")
     for event in pool.events(RankProfiled):
         assert (event.error, event.n_steps) == ("", STEPS), event
         place = tmp_path / "run" / "profiles" / "one" / f"rank-{event.rank}"
@@ -132,8 +140,8 @@ def test_steps_are_traced_without_a_difference_to_the_last_bit(pool: Pool, tmp_p
 @pytest.mark.slow
 def test_a_generation_that_is_left_ends_its_profile_with_a_word(pool: Pool, tmp_path: Path) -> None:
     """One that is traced, and one whose steps have not come; the next generation can be traced."""
-    pool.open(job(100_000), tmp_path / "run")
-    first = plan(1, Layout(dp_shard=4), pool.workers, BATCH)
+    pool.open(job(100_000), tmp_path / "run", n=2)
+    first = plan(1, Layout(dp_shard=2), pool.workers, BATCH)
     pool.enter(first)
     pool.entered(1)
     for worker in first.ranks:
@@ -141,7 +149,7 @@ def test_a_generation_that_is_left_ends_its_profile_with_a_word(pool: Pool, tmp_
         pool.order(worker, StartProfile(7, "of another generation", 3, (0,), 1))
     pool.order(first.ranks[1], StartProfile(1, "far away", 3, (1,), 90_000))
     pool.wait(lambda: len(losses(pool)) > 3, "steps that are traced")
-    second = plan(2, Layout(dp_shard=2), pool.workers, BATCH, resume=live(first))
+    second = plan(2, Layout(dp_replicate=2), pool.workers, BATCH, resume=live(first))
     pool.enter(second)
     pool.entered(2)
     told = {event.profile_id: event for event in pool.events(RankProfiled)}

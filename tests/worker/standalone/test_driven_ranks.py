@@ -123,10 +123,10 @@ def test_old_checkpoints_are_removed_by_the_policy(tmp_path: Path) -> None:
     folder = job(
         tmp_path,
         program=str(SLOW),
-        steps=40,
+        steps=20,
         durable_every=5,
         keep_last=1,
-        keep_every=20,
+        keep_every=10,
         verify_copies=False,
     )
     StandaloneRun(
@@ -136,7 +136,7 @@ def test_old_checkpoints_are_removed_by_the_policy(tmp_path: Path) -> None:
     removed = [action.uri for action in actions(lines, RemoveCopy)]
     assert removed and {e.uri for e in events(lines) if isinstance(e, CopyRemoved)} <= {*removed}
     found = checkpoint_index.find(open_storage(folder / "runs" / "tiny"))
-    assert [item.step for item in found] == [40, 20]
+    assert [item.step for item in found] == [20, 10]
     assert not {*removed} & {item.uri for item in found} and replayed(lines).identical
 
 

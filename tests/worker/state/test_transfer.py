@@ -67,7 +67,7 @@ def case_of(model: ModelProfile, old: str, new: str) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("old", LAYOUTS)
 def test_every_layout_to_every_other(movers: Movers, old: str) -> None:
     for new in LAYOUTS:

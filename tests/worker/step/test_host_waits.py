@@ -101,10 +101,10 @@ def waits(stepper: Stepper) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("job", "n_microbatches"),
     [
-        ({}, 1), ({}, 8), ({"guards": BLOCK_NORMS}, 8), ({"noise_scale": {"every": 1}}, 8),
+        ({}, 1), ({}, 4), ({"guards": BLOCK_NORMS}, 2), ({"noise_scale": {"every": 1}}, 2),
         ({"precision": "float16"}, 2), ({"precision": "bfloat16"}, 2),
     ],
-    ids=["1 microbatch", "8 microbatches", "block norms", "noise", "float16", "bfloat16"],
+    ids=["1 microbatch", "4 microbatches", "block norms", "noise", "float16", "bfloat16"],
 )  # fmt: skip
 def test_the_host_waits_once_in_a_step(job: dict[str, Any], n_microbatches: int) -> None:
     groups = Groups(0, Layout(), torch.device("cpu"), fsdp="precision" in job)
