@@ -209,10 +209,10 @@ def test_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "405b", "--gpus", "L4:8"), "activations want about"),
         ((*ON_8, "--png", "/dev/null/plan.png"), "--png /dev/null/plan.png: cannot be written"),
         (("jobs",), "jobs/job.yaml: no such file"),
-        (("jobs/gpt2_124m", "--nodes", "spot=9"), "the pool gives at most 2"),
+        (("jobs/quickstart", "--nodes", "spot=9"), "the pool gives at most 2"),
         (("jobs/gpt2_124m", "--set", "precision=int3"), "--set precision: key 'precision'"),
         (("jobs/gpt2_124m", "--score", "rows.csv"), "JOB and --score are two questions"),
-        (("jobs/gpt2_124m", "--cluster", "nowhere.yaml"), "nowhere.yaml: no such file"),
+        (("jobs/quickstart", "--cluster", "nowhere.yaml"), "nowhere.yaml: no such file"),
     ],
 )
 def test_one_line_and_exit_code_2(
