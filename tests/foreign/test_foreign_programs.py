@@ -15,6 +15,7 @@ from elastic.program import load_program
 from elastic.worker.program.calls import call_model, loss_of
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", subjects.names())
 def test_the_whole_model_trains_a_step(name: str) -> None:
     found = subjects.module(name)

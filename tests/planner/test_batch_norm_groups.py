@@ -33,6 +33,7 @@ def chosen(together: int, layout: str, n: int, *, memory: int = 0) -> Choice:
     return plan_layout(model, Job(global_batch=96, layout=layout), nodes, limits=limits)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("layout", ["auto", "auto,pp=2", "auto,microbatch_size=16", "auto,pp=3"])
 @pytest.mark.parametrize("n", [2, 3, 5, 6])
 @pytest.mark.parametrize("unit", [2, 8])

@@ -131,7 +131,7 @@ def offered(state: State) -> Offer:
     )
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_the_first_offer_is_what_a_run_enters(case: int) -> None:
     state = asked(*CASES[case])

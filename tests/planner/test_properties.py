@@ -306,7 +306,7 @@ def said(offer: Offer) -> tuple[object, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("aim", AIMS, ids=[aim.purpose for aim in AIMS])
 @pytest.mark.parametrize(
     ("pools", "model"), POOLS, ids=["8b", "mixed-small", "mixed-1b", "experts"]

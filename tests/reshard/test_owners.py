@@ -58,6 +58,7 @@ def test_a_slow_step_weighs_more_than_its_bytes() -> None:
     assert set(Counter(r for fqn, (r,) in found.items() if fqn[0] == "a").values()) == {2}
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("seed", range(40))
 def test_each_tensor_has_one_owner_in_each_stage_and_all_pieces_reach_it(seed: int) -> None:
     random = Random(seed)

@@ -72,7 +72,7 @@ def check(
     "seed", [*range(6), *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 30))]
 )
 @pytest.mark.parametrize("common", ["none", "some", "all"])
-@pytest.mark.sampled(31)
+@pytest.mark.sampled(16)
 def test_random_pairs_are_covered_exactly_once(seed: int, common: str) -> None:
     """Old ranks are new ranks, partly new ranks, or none of them; some boxes have a second holder;
     nodes have 1-4 workers."""

@@ -77,6 +77,7 @@ def test_an_announced_change_does_not_pause_for_its_groups(cause: str, fault: Fa
     assert again.identical and again.state == state
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["loss", "withdraw", "process", "hang"])
 @pytest.mark.parametrize("after_s", [0.5, 4.0, 20.0])
 def test_what_comes_while_groups_are_made_breaks_no_rule(kind: str, after_s: float) -> None:

@@ -93,8 +93,9 @@ def check(seed: int) -> Run:
     if state.phase == "stopped":
         assert any(word in state.outcome_reason for word in ("budget", "deadline")), said
         assert "last checkpoint at step" in state.outcome_reason, said
-    again = replay(run.journal.lines)
-    assert again.identical and again.state == state, f"{said}: {again.first_difference}"
+    if seed // N_BATCHES % 5 == 0:
+        again = replay(run.journal.lines)
+        assert again.identical and again.state == state, f"{said}: {again.first_difference}"
     check_pace(run, said)
     return run
 
@@ -116,7 +117,7 @@ def check_pace(run: Run, said: str) -> None:
         assert most <= 8, f"{said}: pool {pool} was asked {most} times in a minute"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))]

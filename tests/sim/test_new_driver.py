@@ -14,7 +14,7 @@ from elastic.types import DriverStarted
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", range(8))
 def test_a_new_driver_goes_on_with_what_lives(batch: int, tmp_path: Path) -> None:
     n_attached = 0

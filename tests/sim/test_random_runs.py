@@ -40,7 +40,7 @@ def check(seed: int, path: Path) -> None:
     assert not played.wrong, f"seed {seed}: {'; '.join(played.wrong)}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))]
 )
@@ -49,7 +49,7 @@ def test_random_runs_finish_within_the_rules(batch: int, tmp_path: Path) -> None
         check(seed, tmp_path / f"{seed}.jsonl")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))]
 )
@@ -59,6 +59,7 @@ def test_random_runs_in_any_weather_of_storage(batch: int, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", KEPT)
 def test_runs_that_were_wrong_once(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path / f"{seed}.jsonl")

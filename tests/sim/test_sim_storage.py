@@ -46,6 +46,7 @@ def told(played: simulated.Played, kind: type) -> list[object]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", STORAGE_KINDS)
 def test_every_moment_of_a_run_bears_it(kind: FaultKind, monkeypatch: pytest.MonkeyPatch) -> None:
     for moment, (at_s, also) in MOMENTS.items():

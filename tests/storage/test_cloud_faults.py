@@ -124,6 +124,7 @@ def test_a_passing_fault_changes_nothing(
     assert filled.exists("old") == (operation.name != "delete")
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("fault", "operation"), cases(["slow_down", "reset"]))
 def test_a_lasting_fault_is_one_clear_error(
     filled: Storage, between: FaultyProxy, fault: str, operation: CloudOperation

@@ -151,6 +151,7 @@ def test_a_passing_fault_changes_nothing(
     assert left == (2 if operation.name == "multipart begin" and fault in BEGUN else 0)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("fault", "operation"), cases(["slow_down", "reset", "wrong", "wrong_sent"])
 )

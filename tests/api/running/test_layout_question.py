@@ -140,6 +140,7 @@ def test_closing_it_early_leaves_nothing(program: Path) -> None:
     check.close()
 
 
+@pytest.mark.e2e
 def test_a_loss_that_is_a_mean_is_wrong_input_there_too(program: Path, tmp_path: Path) -> None:
     """On a cluster the driver does not open the dataset itself."""
     program.write_text(

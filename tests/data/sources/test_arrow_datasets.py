@@ -127,7 +127,7 @@ def test_chosen_rows_of_a_saved_dataset(place: Path, tmp_path: Path) -> None:
     assert [float(found[i]["score"]) for i in range(3)] == [3.5, 1.0, 5.5]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_once_per_node_whoever_asks(place: Path, tmp_path: Path, own_cache: Path) -> None:
     """Two processes at once: one converts and tokenizes, the other finds it, and both map it."""
     spec = job(place, {"dataset": "rows.jsonl", "text": "body", "tokenizer": "bytes", "seq": 50})

@@ -59,6 +59,7 @@ def larger(chance: random.Random) -> TickWorld:
     return TickWorld(TICK_S, (tuple(row),), nodes, share * n * TICK_S * nodes, 1.0, 3.0, start_s)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("seed", range(40))
 def test_it_is_what_trying_everything_finds(seed: int) -> None:
     world = small(random.Random(seed))

@@ -118,7 +118,8 @@ def test_nodes_that_get_no_notice_are_lost_all_the_same() -> None:
     assert result.done and events(result, Notice) == [] and result.causes.get("loss", 0) >= 1
 
 
-@pytest.mark.parametrize("unannounced", [0.0, 1.0])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("unannounced", [1.0, 0.0])
 def test_batches_of_steps_cost_and_take_what_single_steps_do(unannounced: float) -> None:
     """Dollars and hours within 1 %, the same generations."""
     market = {"spot": PoolMarket(day(4, 3, 1, 4), unannounced=unannounced)}
@@ -175,7 +176,7 @@ def study(policies: tuple[str, ...] = ("elastic", "greedy", "bound"), n: int = 3
 
 
 def test_a_study_is_the_same_for_any_number_of_processes() -> None:
-    alone, several = (carried_out(study(n=2), processes=k) for k in (1, 2))
+    alone, several = (carried_out(study(("greedy", "bound"), n=2), processes=k) for k in (1, 2))
     assert alone == several
 
 

@@ -13,7 +13,7 @@ from elastic.ledger.journal import Line
 from elastic.observe.accounting.accounts import account
 from elastic.types import Decision, DriverStarted, Event, PlanEntered, StepDone
 
-N_WORLDS, N_BATCHES, N_IN_UNIT = 300, 60, 4
+N_WORLDS, N_BATCHES, N_IN_UNIT = 300, 60, 2
 KEPT = (73, 1595)  # they were wrong once
 
 
