@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic import catalog
@@ -140,7 +140,7 @@ def fabric(spec: ClusterSpec) -> Iterator[Problem]:
         if known is None or known.gpus < 8 or not known.efa:
             continue
         config, place = worker.node_config, (*worker.place, "node_config", "NetworkInterfaces")
-        interfaces = config.get("NetworkInterfaces") or []
+        interfaces = _list(config.get("NetworkInterfaces"))
         n_efa = sum(
             _mapping(interface).get("InterfaceType") in EFA_KINDS for interface in interfaces
         )
@@ -182,8 +182,8 @@ def reservation(spec: ClusterSpec) -> Iterator[Problem]:
 
 def subnets_of(node_type: ClusterNodeType) -> set[str]:
     """The subnets that it names; '' among them: an interface names none."""
-    interfaces = node_type.node_config.get("NetworkInterfaces") or []
-    listed = node_type.node_config.get("SubnetIds") or []
+    interfaces = _list(node_type.node_config.get("NetworkInterfaces"))
+    listed = _list(node_type.node_config.get("SubnetIds"))
     return {str(subnet) for subnet in listed} | {
         str(_mapping(interface).get("SubnetId", "")) for interface in interfaces
     }
@@ -191,6 +191,10 @@ def subnets_of(node_type: ClusterNodeType) -> set[str]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
 
 
 RULES = (profile, metadata_service, shutdown, image, subnets, security_groups, fabric, reservation)

@@ -142,7 +142,8 @@ def _resources(pod: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, f
     """GPUs that the containers may use; where there are none: whole CPUs."""
     containers = pod.get("containers")
     limits = [
-        _mapping(_mapping(_mapping(c).get("resources")).get("limits")) for c in (containers or [])
+        _mapping(_mapping(_mapping(c).get("resources")).get("limits"))
+        for c in (containers if isinstance(containers, list) else ())
     ]
     gpus = sum(_quantity(limit.get(key)) for limit in limits for key in GPU_KEYS)
     if gpus or labels.get(ACCELERATOR_LABEL):

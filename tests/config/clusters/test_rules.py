@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from support.places import ROOT
 
 from elastic import api
@@ -477,3 +478,19 @@ def test_what_is_to_be_copied_to_the_nodes_and_is_not_there(
     below = 1
     (elsewhere,) = found()
     assert elsewhere.endswith(f"from where this was started; start `ray up` in {tmp_path}")
+
+
+@pytest.mark.parametrize("value", ["3", "subnet-1", "{a: 1}", "true"])
+def test_what_should_be_a_list_and_is_none_breaks_no_rule(tmp_path: Path, value: str) -> None:
+    data = yaml.safe_load(FAST)
+    for entry in data["available_node_types"].values():
+        entry["node_config"] |= dict.fromkeys(
+            ("SubnetIds", "NetworkInterfaces"), yaml.safe_load(value)
+        )
+    assert told(tmp_path, yaml.safe_dump(data))
+    manifest = (ROOT / "deploy" / "kubernetes" / "raycluster.yaml").read_text()
+    documents = list(yaml.safe_load_all(manifest))
+    for document in documents:
+        for group in (document.get("spec") or {}).get("workerGroupSpecs", ()):
+            group["template"]["spec"]["containers"] = yaml.safe_load(value)
+    assert told(tmp_path, yaml.safe_dump_all(documents))
