@@ -38,13 +38,6 @@ def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
         raise SpecError(
             f"{job.name}: on_demand_floor={job.on_demand_floor}, but no pool is on-demand ({kinds})"
         )
-    names = [pool.name for pool in pools]
-    for entry in job.drill:
-        if entry.add is not None and entry.add not in names:
-            raise SpecError(
-                f"{job.name}: the drill adds to pool '{entry.add}'; the pools are "
-                f"{', '.join(names)}"
-            )
 
 
 def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:

@@ -298,8 +298,6 @@ def test_fit(folder: Path) -> None:
         SpecError, match="on_demand_floor=2, but no pool is on-demand \\(a is owned, b is owned\\)"
     ):
         check_fit(load(folder, GOOD + "on_demand_floor: 2\n"), pools)
-    with pytest.raises(SpecError, match="adds to pool 'c'; the pools are a, b"):
-        check_fit(load(folder, GOOD + "drill: [{at_step: 1, add: c}]\n"), pools)
 
 
 def test_drill_file(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def check_drill(drill: Sequence[DrillSpec], pools: Sequence[Pool], embedded: boo
     for entry in drill:
         where = "the drill" + ("" if entry.at_step is None else f", at_step {entry.at_step}")
         if entry.add is not None and entry.add not in most:
-            raise SpecError(f"{where}: there is no pool '{entry.add}'; there is {', '.join(most)}")
+            raise SpecError(
+                f"{where}: no pool '{entry.add}' to add to; pools are {', '.join(most)}"
+            )
         for name in entry.nodes():
             check_market(name, pools, where)
             if name.startswith("rank:") and int(name[5:]) >= n_workers:

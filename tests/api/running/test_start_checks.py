@@ -66,6 +66,10 @@ def test_a_drill_names_nodes_that_there_can_be(entry: dict[str, object], said: s
         drill_entry({"at_step": 2, "kill": "spot-3"}),
     ]
     start_checks.check_drill(more, (spot, on_demand), embedded=True)
+    with pytest.raises(SpecError, match="at_step 3: no pool 'c' to add to; pools are spot, od"):
+        start_checks.check_drill(
+            [drill_entry({"at_step": 3, "add": "c"})], (spot, on_demand), embedded=False
+        )
 
 
 @pytest.mark.parametrize(
