@@ -61,6 +61,35 @@ def test_a_call_of_one_rank_ends_the_run_with_its_line(shell: Shell, before: boo
     assert failed[0] - max(at_s for at_s, _ in steps) < NAMED_WITHIN_S
 
 
+# how it is seen: tests/worker/process/test_call_log.py, tests/cluster/backend/test_unequal_crash.py
+@pytest.mark.whole
+def test_a_call_by_which_gloo_ends_a_process_is_named_too(shell: Shell) -> None:
+    """Blocks of two sizes: one rank's forward pass meets the backward pass of the other."""
+    text = SCRIPT.replace("BEFORE", "True")
+    text = text.replace("blocks, torch.nn.Linear(16, 1))", "blocks, torch.nn.Linear(16, 64), more)")
+    more = "more = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])"
+    text = text.replace("model = torch", f"{more}\nmodel = torch")
+    text = text.replace(
+        '"checkpoint_every": 0}', '"checkpoint_every": 0, "blocks": ["1.*", "3.*"]}'
+    )
+    text = text.replace(
+        "        if True and run",
+        "        loss = run.model(x).square().sum()\n        if True and run",
+    )
+    text = text.replace("(run.model(x) - y).square().sum()", "loss")
+    file = shell.root / "train.py"
+    file.write_text(text)
+    code, out, _ = shell.call("run", "--script", "train.py", "--local", "--run-name", "r", "--json")
+    line = text.splitlines().index("            print(run.model(x).sum())") + 1
+    said = f"step 10: rank 0 calls run.model at {file}, line {line}, rank 1 does not;"
+    summary = last_line(out)
+    assert code == 1 and said in summary["reason"], out[-2000:]
+    assert len(summary["transitions"]) == 1, "it was not tried again"
+    lines = read(Path(shell.root / "elastic_runs" / "r" / "journal.jsonl"))
+    kinds = [e.kind for one in lines for _, e in one.events if isinstance(e, WorkerFailed)]
+    assert "process" in kinds, "no process has died: the script does not show it"
+
+
 # how it is seen: tests/worker/session/test_stall_site.py; that nothing is tried again: above
 @pytest.mark.whole
 def test_a_collective_of_one_ranks_script_ends_the_run_with_its_line(shell: Shell) -> None:
