@@ -77,13 +77,11 @@ def test_small_buckets_give_the_same_bits_in_less_memory() -> None:
         assert small["left"] == large["left"] == 0
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_every_rank_can_rehearse_its_buckets_alone(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_can_rehearse_its_buckets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of which a rank gets something and sends nothing."""
     monkeypatch.setattr(owner_update, "BUCKET_BYTES", SMALL)
     job, layout = Job(steps=2, global_batch=12, optimizer=MUON), Layout(dp_replicate=2, dp_shard=2)
-    with stepping(load_program(PROGRAMS / "tiny_bare.py"), job, layout, rank) as state:
+    with stepping(load_program(PROGRAMS / "tiny_bare.py"), job, layout, 1) as state:
         state.apply({fqn: torch.ones_like(p) for fqn, p in state.local.items()}, 1.0)
         assert len(state.owner_update.buckets) > 4 and state.step == 1
 
