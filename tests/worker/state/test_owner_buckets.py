@@ -77,13 +77,22 @@ def test_small_buckets_give_the_same_bits_in_less_memory() -> None:
         assert small["left"] == large["left"] == 0
 
 
+def aborted(*_: Any) -> None:
+    raise ConnectionAbortedError
+
+
 def test_a_rank_can_rehearse_its_buckets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one of which a rank gets something and sends nothing."""
     monkeypatch.setattr(owner_update, "BUCKET_BYTES", SMALL)
     job, layout = Job(steps=2, global_batch=12, optimizer=MUON), Layout(dp_replicate=2, dp_shard=2)
     with stepping(load_program(PROGRAMS / "tiny_bare.py"), job, layout, 1) as state:
         state.apply({fqn: torch.ones_like(p) for fqn, p in state.local.items()}, 1.0)
-        assert len(state.owner_update.buckets) > 4 and state.step == 1
+        assert len(state.owner_update.buckets) > 4 and state.step == 1 and not state.dirty
+        for name, dirty in (("_fill", False), ("_take", True)):
+            with monkeypatch.context() as broken, pytest.raises(ConnectionAbortedError):
+                broken.setattr(OwnerUpdate, name, aborted)
+                state.apply({fqn: torch.ones_like(p) for fqn, p in state.local.items()}, 1.0)
+            assert state.dirty == dirty, "from the first bucket's step on it is that of no step"
 
 
 def small_buckets() -> None:
