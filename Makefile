@@ -52,7 +52,7 @@ chaos: $(STAMP)  ## random jobs under random faults (SEED=n RUNS=k MINUTES=m of 
 	@failed=; for engine in $(or $(ENGINE),virtual markets processes); do $(BIN)/python tests/chaos.py --engine $$engine $(if $(SEED),--seed $(SEED)) $(if $(RUNS),--runs $(RUNS)) $(if $(MINUTES),--minutes $(MINUTES)) || failed=1; done; [ -z "$$failed" ]
 
 bench: $(STAMP)  ## the benchmarks (hours; `--smoke` of each takes seconds)
-	@failed=; for bench in planner overhead copies reshard checkpoint recovery unequal sickness; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]
+	@failed=; for bench in planner owners overhead copies reshard checkpoint recovery unequal sickness; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]
 
 race: $(STAMP)  ## race against Ray Train and torchrun (about 17 minutes; draws race.png)
 	$(BIN)/python tests/bench/race.py --png race.png

@@ -3,13 +3,18 @@ values to the owners, new values back. Integers only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from elastic.reshard.rank_boxes import Placed, Region, owners, placements, region
-from elastic.types import Layout, ModelProfile, TensorSpec
+from elastic.types import DTYPE_BYTES, Layout, ModelProfile, TensorSpec
 from elastic.types.grid import Coordinates, coordinates, stage_ranks
 from elastic.types.replacing import replace
+
+# of whole tensors and their gradients at an owner: long enough to be sent at a link's full rate
+BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,27 @@ class SteppedWhole:
     gives: bool
     sources: tuple[tuple[int, Region], ...] = ()
     targets: tuple[tuple[int, Region], ...] = ()
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the tensor and its gradient at the owner."""
+        return 2 * prod(self.spec.shape) * DTYPE_BYTES[self.spec.dtype]
+
+
+def in_buckets(stepped: Sequence[SteppedWhole], most_bytes: int) -> list[tuple[SteppedWhole, ...]]:
+    """What is gathered, stepped and sent back together, the same on all ranks of the stage. Each
+    owner has about the same part of its tensors in each bucket, so that no bucket waits for one of
+    them: at most `most_bytes` of tensors and gradients, and one tensor more."""
+    totals: Counter[int] = Counter()
+    for one in stepped:
+        totals[one.owner] += one.whole_bytes
+    n = max((-(-total // most_bytes) for total in totals.values()), default=0)
+    buckets: list[list[SteppedWhole]] = [[] for _ in range(n)]
+    before: Counter[int] = Counter()
+    for one in stepped:
+        buckets[before[one.owner] * n // max(1, totals[one.owner])].append(one)
+        before[one.owner] += one.whole_bytes
+    return [tuple(bucket) for bucket in buckets if bucket]
 
 
 def stepped_whole(

@@ -59,6 +59,7 @@ SMOKES = (
     Smoke("spot_policy"),
     Smoke("reshard"),
     Smoke("radosgw"),
+    Smoke("owners"),
     Smoke("copies", long=True),
     Smoke("planner_cpu", long=True),
     Smoke("overhead", without=("small", "watched.*"), long=True),

@@ -129,7 +129,10 @@ OTHERS = {
         "trap ": "cluster/notices/test_sources.py::test_a_trap_on_sigterm_writes_the_file",
     },
     "optimization.md": {
-        "def optimizers": "worker/session/test_pages_trained.py::test_two_optimizers_in_their_layouts"
+        "def optimizers": "worker/session/test_pages_trained.py::test_two_optimizers_in_their_layouts",
+        "# muon/program.py": "docs/test_optimisation_page.py::test_muon_and_adamw_are_asked_for_as_the_page_says",
+        "# muon/job.yaml": "docs/test_optimisation_page.py::test_muon_and_adamw_are_asked_for_as_the_page_says",
+        "torchrun --standalone": "docs/test_optimisation_page.py::test_muon_and_adamw_are_asked_for_as_the_page_says",
     },
     "program.md": {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",

@@ -4,6 +4,7 @@ there are."""
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from elastic.config.optimization import Guards
 from elastic.errors import ElasticError
 from elastic.program import load_program
 from elastic.types import Job
+from elastic.worker.__main__ import parser
 from elastic.worker.program.guards import MEMORY
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
@@ -121,3 +123,25 @@ def test_the_page_names_what_passes_and_what_is_refused(name: str) -> None:
 def test_the_page_is_linked() -> None:
     assert "(optimization.md)" in (ROOT / "docs" / "program.md").read_text()
     assert JobOptimizer({"path": "torch.optim.AdamW"}).parts[""].kind is torch.optim.AdamW
+
+
+def test_muon_and_adamw_are_asked_for_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    monkeypatch.chdir(tmp_path)
+    Path("muon").mkdir()
+    for language, name, body in re.findall(
+        r"^```(python|yaml)\n# (muon/\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL
+    ):
+        assert name.endswith(".py" if language == "python" else ".yaml")
+        Path(name).write_text(body)
+    found = []
+    for line in re.findall(r"^torchrun .*$", TEXT, re.MULTILINE):
+        words = shlex.split(line)
+        given = parser().parse_args(words[words.index("elastic.worker") + 1 :])
+        job = Job.from_plain(load_job(given.job, given.overrides).plain())
+        assert job.steps * job.global_batch * 128 == 153_600 and "153,600 tokens" in TEXT
+        profile = trace(with_job(load_program(tmp_path / "muon" / "program.py"), job))
+        found.append({kept.name for kept in profile.optimizers if kept.owned or kept.entries})
+    assert found == [{"muon", "adamw"}, {""}]

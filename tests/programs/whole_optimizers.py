@@ -1,4 +1,4 @@
-"""Optimizers of a user's own that look at whole tensors: LAMB, and one like Shampoo."""
+"""Optimizers of a user's own that look at whole tensors: LAMB, LARS, one like Shampoo, SOAP."""
 
 import torch
 
@@ -70,6 +70,66 @@ class Shampoo(EachTensor):
         return vectors @ (values.clamp_min(eps) ** -0.25).diag() @ vectors.T
 
 
+class Lars(EachTensor):
+    """Momentum of gradients that have the norm of their matrix, times `trust` (You et al. 2017)."""
+
+    def __init__(self, params, lr=1.0, momentum=0.9, weight_decay=1e-4, trust=1e-2):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(params, defaults)
+
+    def _step(self, p, group):
+        state, update = self.state[p], p.grad + group["weight_decay"] * p
+        if p.ndim > 1:
+            norms = p.grad.norm() + group["weight_decay"] * p.norm()
+            update = update * (group["trust"] * p.norm() / norms.clamp_min(1e-12))
+        if not state:
+            state["momentum"] = torch.zeros_like(p)
+        state["momentum"].mul_(group["momentum"]).add_(update)
+        p.sub_(state["momentum"], alpha=group["lr"])
+
+
+class Soap(EachTensor):
+    """Adam in the eigenbases of Shampoo's factors, which follow them by one QR iteration every
+    `every` steps (Vyas et al. 2024). The factors begin with eigenvalues up to `apart`, all of them
+    distinct; 0 is SOAP as it was published, whose first factors have as many eigenvalues of 0 as
+    the gradient has ranks too few: which of their bases is found, rounding decides."""
+
+    def __init__(self, params, lr=3e-3, beta=0.95, eps=1e-8, every=2, apart=1e-3):
+        defaults = {"lr": lr, "beta": beta, "eps": eps, "every": every, "apart": apart}
+        super().__init__(params, defaults)
+
+    def _step(self, p, group):
+        state, grad, rest = self.state[p], p.grad, 1 - group["beta"]
+        if not state:
+            sizes = p.shape if p.ndim == 2 else ()
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            apart = [torch.linspace(0, group["apart"], n).to(p).diag() for n in sizes]
+            state["factors"] = [f.lerp(g, rest) for f, g in zip(apart, self._outer(grad))]
+            state["bases"] = [torch.linalg.eigh(f)[1].flip(1) for f in state["factors"]]
+            return
+        state["step"] += 1
+        bases, moment = state["bases"], state["exp_avg"].lerp_(grad, rest)
+        state["exp_avg_sq"].lerp_(self._turned(grad, bases).square(), rest)
+        update = self._turned(moment, bases) / (state["exp_avg_sq"].sqrt() + group["eps"])
+        seen = 1 - group["beta"] ** state["step"]  # both moments begin as 0
+        back = self._turned(update, [basis.T for basis in bases])
+        p.sub_(back, alpha=group["lr"] * seen**0.5 / seen)
+        for factor, one in zip(state["factors"], self._outer(grad)):
+            factor.lerp_(one, rest)
+        if state["step"] % group["every"] == 0:
+            for dim, (factor, basis) in enumerate(zip(state["factors"], bases)):
+                product = factor @ basis
+                order = (basis * product).sum(0).argsort(descending=True)
+                state["exp_avg_sq"] = state["exp_avg_sq"].index_select(dim, order)
+                bases[dim] = torch.linalg.qr(product[:, order])[0]
+
+    def _outer(self, grad):
+        return (grad @ grad.T, grad.T @ grad) if grad.ndim == 2 else ()
+
+    def _turned(self, grad, bases):
+        return bases[0].T @ grad @ bases[1] if bases else grad
+
+
 class Together(torch.optim.SGD):
     """Clips all gradients together."""
 
@@ -111,3 +171,16 @@ class Numpy(torch.optim.SGD):
                 rows = p.grad.reshape(len(p) if p.ndim else 1, -1).numpy().astype("float64")
                 self.state[p]["norms"] = torch.from_numpy((rows**2).sum(1))
                 p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+class Stateful(torch.optim.SGD):
+    """Counts its steps on the object."""
+
+    n_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.n_steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"] / self.n_steps)

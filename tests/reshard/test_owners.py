@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from support.reshard.reshard_cases import OWNED, elements, random_cut, random_model
 
-from elastic.reshard.owner_exchange import stepped_whole
+from elastic.reshard.owner_exchange import SteppedWhole, in_buckets, stepped_whole
 from elastic.reshard.owners import jump, shared_out
 from elastic.reshard.rank_boxes import boxes, owners
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
@@ -56,6 +56,32 @@ def test_a_slow_step_weighs_more_than_its_bytes() -> None:
     model = ModelProfile(1, 0, tuple(specs), (heavy, light))
     found = owners(model, Layout(dp_shard=5), ())
     assert set(Counter(r for fqn, (r,) in found.items() if fqn[0] == "a").values()) == {2}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buckets_are_alike_for_each_owner_and_no_larger_than_they_may_be(seed: int) -> None:
+    random = Random(seed)
+    stepped = [
+        SteppedWhole(TensorSpec(f"w{i}", (random.randint(1, 40), 8), "float32"), owner, None, False)
+        for i in range(random.randint(1, 60))
+        for owner in [random.randrange(5)]
+    ]
+    most = random.choice([64, 1000, 10_000, 1 << 30])
+    buckets = in_buckets(stepped, most)
+    assert Counter(one.spec.fqn for bucket in buckets for one in bucket) == Counter(
+        one.spec.fqn for one in stepped
+    ), "each once"
+    largest = max(one.whole_bytes for one in stepped)
+    totals = Counter[int]()
+    for one in stepped:
+        totals[one.owner] += one.whole_bytes
+    assert len(buckets) <= -(-max(totals.values()) // most)
+    for bucket in buckets:
+        for owner, total in totals.items():
+            here = sum(one.whole_bytes for one in bucket if one.owner == owner)
+            assert here < most + largest
+            assert here < total / -(-max(totals.values()) // most) + largest
+    assert in_buckets([], most) == []
 
 
 @pytest.mark.sampled(16)

@@ -27,6 +27,7 @@ from elastic.planner.cost.kernels import Kernels
 from elastic.planner.cost.memory import HeldBytes, Step, held, zero_stage
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.stage_balance import balanced, loads_at
+from elastic.reshard.owner_exchange import BUCKET_BYTES
 from elastic.types import Layout, SampleProfile
 
 GRADIENT_BYTES = 4  # of an element, as gradients are summed
@@ -173,7 +174,9 @@ def optimizer_s(site: Site, work: ModelCost, layout: Layout) -> float:
 def owners_s(site: Site, work: ModelCost, layout: Layout) -> float:
     """What is stepped whole (elastic/worker/state/owner_update.py): a rank sends its piece of the
     gradients and values that owners of its replica gather, and gets the values of its shard; the
-    busiest owner has its share of the FLOPs, or the largest tensor's."""
+    busiest owner has its share of the FLOPs, or the largest tensor's. Of several buckets the first
+    one's way there and the last one's way back are waited for; else the longer of the two counts,
+    what is sent or what is computed."""
     if not work.whole:
         return 0.0
     n, stage = layout.world_size // layout.pp, work.whole / layout.pp
@@ -181,8 +184,10 @@ def owners_s(site: Site, work: ModelCost, layout: Layout) -> float:
     gathered = exchange_s(site.links, 2 * shard / layout.dp_replicate, group)
     gpu = site.chip.gpu
     rate = gpu.peak("float32") * (gpu.reached or 1.0) * site.kernels.matmul
-    busiest = max(work.whole_flop / layout.pp / n, work.most_flop)
-    return gathered + exchange_s(site.links, shard, group) + busiest / rate
+    busiest = max(work.whole_flop / layout.pp / n, work.most_flop) / rate
+    sent = gathered + exchange_s(site.links, shard, group)
+    waited = sent / max(1, ceil(2 * stage / n / BUCKET_BYTES))
+    return waited + max(busiest, sent - waited)
 
 
 def slowest_stage(

@@ -178,6 +178,11 @@ class Groups:
         return self._formed
 
     @property
+    def pretended(self) -> bool:
+        """There are no other ranks: a rehearsal."""
+        return isinstance(self.transport, Pretended)
+
+    @property
     def data_parallel(self) -> list[dist.ProcessGroup]:
         """Of the ranks that have other samples, or parts of them, the innermost first."""
         return [group for name, _, group in reversed(self._axes) if name != "tp"]

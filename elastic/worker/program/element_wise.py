@@ -314,13 +314,29 @@ def _check_alone(
     for spec in whole.specs:
         if whole.optimizers.of[spec.fqn] in names:
             alone = _Dry(program, every, [spec], WHOLE)
+            optimizer = alone.optimizers.owner(spec.fqn)
+            before = _numbers(optimizer)
             for number in range(DRY_STEPS):
                 alone.step(number)
+            changed = [
+                key for key, value in _numbers(optimizer).items() if value != before.get(key)
+            ]
+            if changed:
+                raise ProgramError(
+                    f"{whole.name(spec.fqn)}: a step changes its attribute '{changed[0]}', which "
+                    f"belongs to no parameter and cannot be moved between ranks; {ONLY}"
+                )
             if not _close(whole.named[spec.fqn], alone.named[spec.fqn]):
                 raise ProgramError(
                     f"{whole.name(spec.fqn)}: the step of {spec.fqn} depends on other parameters, "
                     f"or on random numbers; {ONLY}"
                 )
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of the object itself."""
+    kept = vars(optimizer).items()
+    return {k: v for k, v in kept if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 def with_kept(specs: Sequence[TensorSpec], kept: OptimizerEntries) -> tuple[TensorSpec, ...]:

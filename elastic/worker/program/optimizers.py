@@ -21,6 +21,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 Optimizer = torch.optim.Optimizer
 MUON: type[Optimizer] = torch.optim.Muon
 FUSED = ("Adam", "AdamW")  # of torch.optim, on CUDA, where the job does not say otherwise
+NO_SETTINGS = ("params", "param_names")  # of what stands in a group
 OWN_KEYS = ("path", "no_decay", "parameters")
 MATRICES = "matrices"  # of two dimensions, in the blocks: neither an embedding nor the head
 MUON_ADAMW = "muon+adamw"
@@ -114,11 +115,44 @@ class Optimizers:
             if name not in self.whole:
                 optimizer.step()
 
-    def step_whole(self) -> None:
-        """Of those that step whole tensors."""
+    def settings(self) -> list[dict[str, Any]]:
+        """Of each group, as they are now: copies, where a step may change them in place."""
+        return [
+            {k: _copied(v) for k, v in group.items() if k not in NO_SETTINGS}
+            for group in self.groups
+        ]
+
+    def step_whole(
+        self, tensors: Iterable[nn.Parameter], settings: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        """Of those that step whole tensors: these tensors only, also where they are none. Where a
+        step of the training is several of these, all begin with the `settings` of the first: one
+        that counts steps there counts one."""
+        for group, values in zip(self.groups, settings, strict=False):
+            for key in group.keys() - values.keys() - set(NO_SETTINGS):
+                del group[key]
+            group.update({k: _copied(v) for k, v in values.items()})
+        wanted = {id(tensor) for tensor in tensors}
         for name, optimizer in self.each.items():
             if name in self.whole:
-                optimizer.step()
+                _step_some(optimizer, wanted)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _step_some(optimizer: Optimizer, wanted: Collection[int]) -> None:
+    """As if it had been made for these tensors only."""
+    groups = optimizer.param_groups
+    every = [group["params"] for group in groups]
+    for group, params in zip(groups, every, strict=True):
+        group["params"] = [parameter for parameter in params if id(parameter) in wanted]
+    try:
+        optimizer.step()
+    finally:
+        for group, params in zip(groups, every, strict=True):
+            group["params"] = params
 
 
 def _called(program: Program, wholes: Mapping[str, nn.Parameter]) -> object:

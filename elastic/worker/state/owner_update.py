@@ -2,16 +2,19 @@
 
 Gradients and values of a tensor's pieces go to its owner, the optimizer steps the whole tensor
 there, and the new values go to all that have a piece of it: one all-to-all each way over the
-pipeline stage. The whole tensors exist only meanwhile (a parameter that the owner holds whole
-anyway is stepped where it is). What the optimizer keeps lies in the owner's boxes and is given to
-it anew for each step, so that whatever fills or moves boxes needs to know nothing of it.
+pipeline stage, for some tensors after the others (buckets). While a bucket is stepped, the next one
+comes and the values of the one before go back; so whole tensors and messages take the memory of a
+few buckets, however large the model is (a parameter that the owner holds whole anyway is stepped
+where it is). What the optimizer keeps lies in the owner's boxes and is given to it anew for each
+step, so that whatever fills or moves boxes needs to know nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.errors import ProgramError
-from elastic.reshard.owner_exchange import SteppedWhole, stepped_whole
+from elastic.reshard.owner_exchange import BUCKET_BYTES, SteppedWhole, in_buckets, stepped_whole
 from elastic.reshard.rank_boxes import Region
 from elastic.types import Layout, ModelProfile
 from elastic.worker.process_groups.groups import Groups
@@ -73,6 +76,33 @@ def _piece_bytes(one: SteppedWhole, part: Region) -> int:
 
 def _part(whole: torch.Tensor, part: Region) -> torch.Tensor:
     return whole[tuple(slice(o, o + n) for o, n in zip(*part, strict=True))]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What this rank sends to each and gets from each, in one exchange."""
+
+    sent: tuple[Letter, ...]
+    got: tuple[Letter, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are stepped together: those that this rank owns, and its messages of all, before
+    the step and after it."""
+
+    owned: Mapping[str, SteppedWhole]
+    to_owners: Ways
+    from_owners: Ways
+
+
+@dataclass
+class Flight:
+    """An exchange under way; `sent` must stay as it is until it has ended."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    work: dist.Work | None  # None = there is nobody else
 
 
 @dataclass
@@ -131,49 +161,64 @@ class OwnerUpdate:
     # --------------------------------------------------------------------------------- the messages
 
     @cached_property
-    def _to_owners(self) -> tuple[list[Letter], list[Letter]]:
-        """What this rank sends to each and gets from each, before the step."""
+    def buckets(self) -> list[Bucket]:
+        return [
+            Bucket(
+                {one.spec.fqn: one for one in some if one.owner == self.me},
+                self._to_owners(some),
+                self._from_owners(some),
+            )
+            for some in in_buckets(self.stepped, BUCKET_BYTES)
+        ]
+
+    def _to_owners(self, some: Iterable[SteppedWhole]) -> Ways:
+        """Before the step."""
         sends: list[list[tuple[SteppedWhole, Region]]] = [[] for _ in range(self.n)]
         gets: list[list[tuple[SteppedWhole, Region]]] = [[] for _ in range(self.n)]
-        for one in self.stepped:
+        for one in some:
             if one.owner == self.me and not self._in_place(one):
                 for k, part in one.sources:
                     gets[k].append((one, part))
             if one.mine is not None and one.gives and not self._alone(one):
                 sends[one.owner].append((one, one.mine))
-        return _letters(sends, 2), _letters(gets, 2)
+        return Ways(_letters(sends, 2), _letters(gets, 2))
 
     def _alone(self, one: SteppedWhole) -> bool:
         """The owner has it whole, and it is this rank."""
         return one.owner == self.me and self._in_place(one)
 
-    @cached_property
-    def _from_owners(self) -> tuple[list[Letter], list[Letter]]:
-        """As `_to_owners`, after the step; what the owner has itself is copied."""
+    def _from_owners(self, some: Iterable[SteppedWhole]) -> Ways:
+        """After the step; what the owner has itself is copied."""
         sends: list[list[tuple[SteppedWhole, Region]]] = [[] for _ in range(self.n)]
         gets: list[list[tuple[SteppedWhole, Region]]] = [[] for _ in range(self.n)]
-        for one in self.stepped:
+        for one in some:
             for k, part in one.targets:
                 if k != self.me:
                     sends[k].append((one, part))
             if one.mine is not None and one.owner != self.me:
                 gets[one.owner].append((one, one.mine))
-        return _letters(sends, 1), _letters(gets, 1)
+        return Ways(_letters(sends, 1), _letters(gets, 1))
 
-    def _exchange(
-        self, send: torch.Tensor, ways: tuple[list[Letter], list[Letter]]
-    ) -> torch.Tensor:
-        sent, got = ([letter.n_bytes for letter in letters] for letters in ways)
+    def _begun(self, send: torch.Tensor, ways: Ways) -> Flight:
+        sent, got = ([one.n_bytes for one in letters] for letters in (ways.sent, ways.got))
         # zeros: in a rehearsal nothing comes
         received = torch.zeros(sum(got), dtype=torch.uint8, device=send.device)
-        if self.n == 1:
-            return received
+        # torch's pretended exchange refuses a bucket of which a rank only gets something
+        if self.n == 1 or self.groups.pretended:
+            return Flight(send, received, None)
         assert self.groups.stage is not None, "the groups were made without that of a stage"
-        dist.all_to_all_single(received, send, got, sent, group=self.groups.stage)
-        if received.is_cuda:
-            torch.cuda.current_stream(received.device).synchronize()
-        self.groups.check()  # else what an aborted kernel has left could pass for values
-        return received
+        work = dist.all_to_all_single(
+            received, send, got, sent, group=self.groups.stage, async_op=True
+        )
+        return Flight(send, received, work)
+
+    def _arrived(self, flight: Flight) -> torch.Tensor:
+        if flight.work is not None:
+            flight.work.wait()
+            if flight.received.is_cuda:
+                torch.cuda.current_stream(flight.received.device).synchronize()
+            self.groups.check()  # else what an aborted kernel has left could pass for values
+        return flight.received
 
     def _buffer(self, letters: Sequence[Letter]) -> torch.Tensor:
         n_bytes = sum(letter.n_bytes for letter in letters)
@@ -181,13 +226,38 @@ class OwnerUpdate:
 
     # ------------------------------------------------------------------------------------- the step
 
-    @torch.no_grad()
     def gather(self, gradients: Gradients) -> None:
-        """Fills the whole tensors and their gradients at their owners. Changes nothing of the
-        training state."""
-        ways = self._to_owners
-        send = self._buffer(ways[0])
-        for letter, own in _cut(ways[0], send):
+        """The whole tensors of the first bucket and their gradients are at their owners. Changes
+        nothing of the training state."""
+        for bucket in self.buckets[:1]:
+            self._fill(bucket, self._send(bucket, gradients), gradients)
+
+    def step(self, gradients: Gradients, optimizers: Optimizers) -> None:
+        """The optimizers' step of all buckets, after `gather`. Raises ProgramError where one keeps
+        another thing than it did in the trial."""
+        coming: list[tuple[Bucket, Flight]] = []
+        going: list[tuple[Bucket, Flight]] = []
+        settings = optimizers.settings()
+        for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
+            if following is not None:
+                coming.append((following, self._send(following, gradients)))
+            self._step(bucket, optimizers, settings)
+            while going:
+                self._take(*going.pop())
+            going.append((bucket, self._give(bucket)))
+            while coming:
+                self._fill(*coming.pop(), gradients)
+        while going:
+            self._take(*going.pop())
+        if not self.buckets:
+            optimizers.step_whole(())
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket, gradients: Gradients) -> Flight:
+        """Gradients and values, to the owners."""
+        ways = bucket.to_owners
+        send = self._buffer(ways.sent)
+        for letter, own in _cut(ways.sent, send):
             there = [one.spec.fqn in gradients for one, _ in letter.pieces]
             own[: len(there)] = torch.tensor(there, dtype=torch.uint8)
             for one, _, (gradient, value) in letter.views(own):
@@ -196,14 +266,17 @@ class OwnerUpdate:
                     gradient.copy_(gradients[one.spec.fqn])
                 else:
                     gradient.zero_()
-        received = self._exchange(send, ways)
-        del send
-        for fqn, one in self.owned.items():
+        return self._begun(send, ways)
+
+    @torch.no_grad()
+    def _fill(self, bucket: Bucket, coming: Flight, gradients: Gradients) -> None:
+        received = self._arrived(coming)
+        for fqn, one in bucket.owned.items():
             whole = self.wholes[fqn]
             whole.grad = gradients.get(fqn) if self._in_place(one) else None
             if not self._in_place(one):
                 whole.data = whole.data.new_empty(one.spec.shape)
-        for letter, own in _cut(ways[1], received):
+        for letter, own in _cut(bucket.to_owners.got, received):
             there = own[: len(letter.pieces)].tolist()
             for (one, part, (gradient, value)), has in zip(letter.views(own), there, strict=True):
                 whole = self.wholes[one.spec.fqn]
@@ -213,15 +286,15 @@ class OwnerUpdate:
                         whole.grad = torch.zeros_like(whole)
                     _part(whole.grad, part).copy_(gradient)
 
-    def step(self, optimizers: Optimizers) -> None:
-        """The optimizers' step of what this rank owns. Raises ProgramError where one keeps another
-        thing than it did in the trial."""
-        for fqn in self.owned:
+    def _step(
+        self, bucket: Bucket, optimizers: Optimizers, settings: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for fqn in bucket.owned:
             state = self._state(fqn)
             if state is not None:
                 optimizers.owner(fqn).state[self.wholes[fqn]] = state
-        optimizers.step_whole()
-        for fqn in self.owned:
+        optimizers.step_whole((self.wholes[fqn] for fqn in bucket.owned), settings)
+        for fqn in bucket.owned:
             self._keep(fqn, optimizers)
 
     def _state(self, fqn: str) -> dict[Any, Any] | None:
@@ -248,29 +321,34 @@ class OwnerUpdate:
         kept[BEGUN].copy_(torch.tensor(there, dtype=torch.uint8))
 
     @torch.no_grad()
-    def scatter(self) -> None:
-        """New values to all that have a piece. Nothing of the others' is changed before all of it
-        has come."""
-        ways = self._from_owners
-        send = self._buffer(ways[0])
-        for letter, own in _cut(ways[0], send):
+    def _give(self, bucket: Bucket) -> Flight:
+        """New values, to all that have a piece; the whole tensors are given up."""
+        ways = bucket.from_owners
+        send = self._buffer(ways.sent)
+        for letter, own in _cut(ways.sent, send):
             for one, part, (value,) in letter.views(own):
                 value.copy_(_part(self.wholes[one.spec.fqn], part))
-        received = self._exchange(send, ways)
-        for letter, own in _cut(ways[1], received):
-            for one, _, (value,) in letter.views(own):
-                self.local[one.spec.fqn].copy_(value)
-        for fqn, one in self.owned.items():
+        for fqn, one in bucket.owned.items():
             whole = self.wholes[fqn]
             whole.grad = None
             if not self._in_place(one):
                 if one.mine is not None:
                     self.local[fqn].copy_(_part(whole, one.mine))
                 whole.data = self._empty(one)
+        return self._begun(send, ways)
+
+    @torch.no_grad()
+    def _take(self, bucket: Bucket, going: Flight) -> None:
+        received = self._arrived(going)
+        for letter, own in _cut(bucket.from_owners.got, received):
+            for one, _, (value,) in letter.views(own):
+                self.local[one.spec.fqn].copy_(value)
 
 
-def _letters(each: list[list[tuple[SteppedWhole, Region]]], copies: int) -> list[Letter]:
-    return [Letter(tuple(pieces), copies) for pieces in each]
+def _letters(
+    each: Iterable[Iterable[tuple[SteppedWhole, Region]]], copies: int
+) -> tuple[Letter, ...]:
+    return tuple(Letter(tuple(pieces), copies) for pieces in each)
 
 
 def _cut(letters: Sequence[Letter], buffer: torch.Tensor) -> Iterator[tuple[Letter, torch.Tensor]]:

@@ -330,8 +330,7 @@ class TrainState:
             self.owner_update.gather(gradients)  # where it is broken off, nothing has changed yet
         self.dirty = True
         if self.profile.by_owners:
-            self.owner_update.step(self.optimizers)
-            self.owner_update.scatter()
+            self.owner_update.step(gradients, self.optimizers)
         for fqn, gradient in gradients.items():
             self.local[fqn].grad = gradient
         self.optimizers.step()

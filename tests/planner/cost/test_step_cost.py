@@ -123,6 +123,13 @@ def test_owners_gather_step_and_give_back() -> None:
     assert alone == pytest.approx(8 * 2e11 / rate)
     assert cost.owners_s(SITE, work, Layout(dp_shard=64)) > 2e11 / rate, "one owner has one tensor"
     assert cost.owners_s(SITE, WORK, Layout(dp_shard=8)) == 0.0
+    half = replace(work, whole=4 * work.whole, whole_flop=0.0, most_flop=1e-9)
+    sent = expected(4 * 2**24, 1, 0.0)
+    assert cost.owners_s(SITE, half, Layout(dp_shard=8)) == pytest.approx(sent, rel=0.01)
+    both = replace(half, whole_flop=8 * sent * rate)
+    assert cost.owners_s(SITE, both, Layout(dp_shard=8)) == pytest.approx(1.25 * sent, rel=0.01), (
+        "four buckets: all but the first way there and the last way back is behind the products"
+    )
     whole = cost.LayoutCost.of(SITE, work, Layout(), step=STEP)
     assert whole.optimizer == alone + cost.optimizer_s(SITE, work, Layout())
 

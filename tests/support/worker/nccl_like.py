@@ -223,12 +223,14 @@ class NcclLike(dist.ProcessGroup):
             return False
 
     def _run(
-        self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any
-    ) -> dist.Work:
+        self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any,
+        on_device: bool = False,
+    ) -> dist.Work:  # fmt: skip
+        """`on_device`: whatever the tensors are."""
         tensors, filled = [*_flat(inputs), *_flat(outputs)], _flat(outputs)
         if NcclLike.before is not None:
             NcclLike.before(self)
-        if self.from_host or in_host_memory(tensors):
+        if self.from_host or (not on_device and in_host_memory(tensors)):
             return call(self.host)
         if NcclLike.lost:
             raise torch.AcceleratorError(MADE_UP)
@@ -276,7 +278,7 @@ class NcclLike(dist.ProcessGroup):
         self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> dist.Work:
         return self._run(
-            lambda to: to.alltoall_base(output, given, out_sizes, in_sizes), given, output
+            lambda to: to.alltoall_base(output, given, out_sizes, in_sizes), given, output, True
         )
 
     alltoall_base = all_to_all_single

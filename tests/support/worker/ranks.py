@@ -30,10 +30,12 @@ def _serve(
     pipe.recv()  # stays until all have answered: the end of a process ends its connections
 
 
-def on_ranks(function: Callable[..., Any], n: int, *arguments: Any) -> list[Any]:
+def on_ranks(
+    function: Callable[..., Any], n: int, *arguments: Any, within_s: float = WITHIN_S
+) -> list[Any]:
     """What a module's `function(rank, n, store, *arguments)` has returned on each rank; `store`:
     host and port."""
-    store = host_store("127.0.0.1", WITHIN_S)
+    store = host_store("127.0.0.1", within_s)
     found = []
     with ExitStack() as ended:
         pipes = []
@@ -49,6 +51,6 @@ def on_ranks(function: Callable[..., Any], n: int, *arguments: Any) -> list[Any]
             ended.callback(process.kill)
             pipes.append(mine)
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(WITHIN_S), f"rank {rank} has not answered"
+            assert pipe.poll(within_s), f"rank {rank} has not answered"
             found.append(pipe.recv())
     return found

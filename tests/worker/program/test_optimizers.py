@@ -100,6 +100,12 @@ def test_what_an_optimizer_keeps_and_begins_with(
             r"optimizer Elsewhere: it keeps state that belongs to no parameter \('\w+'\)",
         ),
         (
+            "whole_optimizers.Stateful",
+            {"lr": 0.1},
+            r"optimizer Stateful: a step changes its attribute 'n_steps', which belongs to no "
+            "parameter",
+        ),
+        (
             "odd_optimizers.Talking",
             {"lr": 0.1},
             r"optimizer Talking: it communicates \(ValueError: Default process group",

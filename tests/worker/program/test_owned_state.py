@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from elastic.errors import ProgramError
-from elastic.types import Layout, OwnedEntry
+from elastic.program import Program
+from elastic.types import Layout, OwnedEntry, TensorSpec
+from elastic.worker.program.optimizers import Optimizers
 from elastic.worker.program.owned.state_form import BEGUN, StateForm, form_of
 from elastic.worker.session.generation import Generation
 
@@ -127,3 +129,34 @@ def test_a_step_that_needs_the_others_is_not_rolled_forward_to(
         device_lost=False,
     )
     assert Generation.pending_step.fget(generation) == step
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its settings, as a script's optimizer may."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["n"] = group.get("n", 0) + 1
+        return super().step(closure)
+
+
+def test_a_step_in_several_parts_is_one_step() -> None:
+    specs = [TensorSpec(name, (2,), "float32") for name in "abc"]
+    program = Program(
+        model=torch.nn.Identity,
+        loss=lambda output, batch: output.sum(),
+        optimizer=lambda named: Counting([p for _, p in named], lr=1.0),
+    )
+    tensors = {name: torch.nn.Parameter(torch.ones(2)) for name in "ab"}
+    optimizers = Optimizers(program, specs, tensors, whole={""})
+    for tensor in tensors.values():
+        tensor.grad = torch.ones(2)
+    for step in (1, 2):
+        settings = optimizers.settings()
+        optimizers.step_whole([tensors["a"]], settings)
+        assert [float(t.detach()[0]) for t in tensors.values()] == [1.0 - step, 2.0 - step]
+        optimizers.step_whole([], settings)
+        optimizers.step_whole([tensors["b"]], settings)
+        (group,) = optimizers.groups
+        assert (group["n"], group["params"]) == (step, list(tensors.values()))
+        assert [float(t.detach()[0]) for t in tensors.values()] == [1.0 - step] * 2
