@@ -77,6 +77,7 @@ def digests_agree(pool: Pool, generation: int) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_through_a_loss_and_a_live_change(pool: Pool, tmp_path: Path, name: str) -> None:
     job = job_of("tiny_bare.py", STEPS) | {"optimizer": OPTIMIZERS[name], "check_numbers_every": 2}
