@@ -37,7 +37,7 @@ PARTS_OF_A_BENCH = {"bare", "race_picture"}  # named in the docs, but no benches
 @dataclass(frozen=True)
 class Smoke:
     """`words`: what stands behind `--json --smoke`; `without`: documented figures of parts that are
-    not run; `long`: in the whole tier: it takes ten seconds or more."""
+    not run; `long`: in the whole tier: it takes five seconds or more."""
 
     bench: str
     words: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ SMOKES = (
     Smoke("planner_fit", ("--half",), ("all.*", "median_abs_err")),
     Smoke("unequal_plan"),
     Smoke("scale", long=True),
-    Smoke("month"),
+    Smoke("month", long=True),
     Smoke("simulate"),
     Smoke("spot_policy"),
     Smoke("reshard", long=True),
