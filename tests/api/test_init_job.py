@@ -112,8 +112,9 @@ def test_what_is_none_is_refused_by_name(wrong: NewJob, said: str) -> None:
     assert not list(Path().iterdir())
 
 
-@pytest.mark.e2e
-@pytest.mark.sampled(1)  # that each is planned, for which its program is built: above
+# that each is planned, for which its program is built: above; that such a job runs from the wheel:
+# tests/deploy/test_wheel.py
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_each_kind_trains_on_this_machine(
     kind: str, capsys: pytest.CaptureFixture[str], empty: Path

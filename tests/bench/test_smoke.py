@@ -37,7 +37,7 @@ PARTS_OF_A_BENCH = {"bare", "race_picture"}  # named in the docs, but no benches
 @dataclass(frozen=True)
 class Smoke:
     """`words`: what stands behind `--json --smoke`; `without`: documented figures of parts that are
-    not run; `long`: in the whole tier: it takes a quarter of a minute or more."""
+    not run; `long`: in the whole tier: it takes five seconds or more."""
 
     bench: str
     words: tuple[str, ...] = ()
@@ -49,15 +49,15 @@ class Smoke:
 
 
 SMOKES = (
-    Smoke("planner"),
+    Smoke("planner", long=True),
     Smoke("planner_fit", without=("fitted_*", "unseen_*")),
     Smoke("planner_fit", ("--half",), ("all.*", "median_abs_err")),
     Smoke("unequal_plan"),
-    Smoke("scale"),
-    Smoke("month"),
+    Smoke("scale", long=True),
+    Smoke("month", long=True),
     Smoke("simulate"),
     Smoke("spot_policy"),
-    Smoke("reshard"),
+    Smoke("reshard", long=True),
     Smoke("radosgw"),
     Smoke("owners"),
     Smoke("copies", long=True),

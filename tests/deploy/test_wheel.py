@@ -130,7 +130,7 @@ def test_a_job_of_ones_own_runs_and_is_planned(there: Path, own: Path) -> None:
     assert run([elastic, "--version"], own).split()[-1] == __version__
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_what_init_writes_is_checked_and_planned(there: Path, tmp_path: Path) -> None:
     """Each kind and each place, in one process of the environment that has the wheel alone; all
     pairs: tests/api/test_init_job.py."""

@@ -93,7 +93,9 @@ def test_unequal_gpus_get_what_the_table_says() -> None:
         assert not found.rejected or f"not {found.rejected[0]}" in PAGE
 
 
-@pytest.mark.e2e
+# its program in each layout: test_pages_in_layouts.py; such a command:
+# tests/worker/standalone/test_standalone_run.py
+@pytest.mark.whole
 def test_the_command_has_the_losses_of_one_rank(folder: Path) -> None:
     command = block("layouts.md", "shell").split()
     assert command[0] == "torchrun"

@@ -26,7 +26,8 @@ def test_the_table_names_keys_of_a_job_and_which_a_layout_may_say() -> None:
     assert {key for key, layout in rows if layout} == set(LAYOUT_OPTIONS) & {key for key, _ in rows}
 
 
-@pytest.mark.e2e
+# such a command: tests/worker/standalone/test_standalone_run.py; its layout's options: test_zero_stages.py
+@pytest.mark.whole
 def test_the_command_runs(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
         f"name: page\nprogram: program.py\nsteps: 3\nglobal_batch: 12\nstorage: {tmp_path}/runs\n"

@@ -268,7 +268,7 @@ def on_small_cluster(folder: Path, name: str) -> None:
     change(folder, name, "num_workers=(2, 6)", "num_workers=2")
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # fit() in a run: tests/e2e/test_elastic_trainer.py; its session: tests/cluster/ray_train
 def test_the_train_function_on_a_cluster_of_the_scripts_own(folder: Path) -> None:
     """`ray.init()` in it, as on the page; no line of the file runs in any other process, or
     twice."""

@@ -143,6 +143,8 @@ def test_the_driver_and_a_node_are_lost_at_once(on_cluster: Shell) -> None:
     assert pids == {frozenset(there["x"])}, "a survivor was restarted"
 
 
+# on the same nodes with a session of the test's: tests/cluster/backend/test_attach.py
+@pytest.mark.whole
 def test_without_a_driver_the_workers_save_and_leave(on_cluster: Shell) -> None:
     shell = on_cluster
     name = shell.job(

@@ -1,6 +1,6 @@
 """ElasticTrainer(...).fit() with a Program, on Arrow, JSON lines and Parquet that the library
-`datasets` reads and that are tokenized once: through a kill and a growth, and what its Result holds.
-(A notice, as of any run: the scenario "main path".)"""
+`datasets` reads and that are tokenized once: through a kill, and what its Result holds.
+(A growth and a notice, as of any run: the scenario "main path".)"""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ def written(folder: Path) -> dict[str, Any]:
     return {"train": {"mixture": mixture, **more}, "cache": str(folder / "cache")}
 
 
-def test_fit_through_a_kill_and_a_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drill = [{"at_step": 8, "kill": "any-spot"}, {"at_step": 12, "add": "spot"}]
+@pytest.mark.parametrize("grows", [False, pytest.param(True, marks=pytest.mark.whole)])
+def test_fit_through_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
+    drill: list[dict[str, Any]] = [{"at_step": 8, "kill": "any-spot"}]
+    drill += [{"at_step": 12, "add": "spot"}] * grows
     job = {
         "steps": STEPS, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0, "peer_every": 4,
         "durable_every": 0, "eval_every": 20, "pools": POOLS[:1], "budget_usd": 1000,
@@ -92,7 +94,8 @@ def test_fit_through_a_kill_and_a_growth(tmp_path: Path, monkeypatch: pytest.Mon
     )
     alone = _as_alone(lines, tmp_path, monkeypatch)
     went_on_as_if_nothing_happened(summary, lines, STEPS)
-    assert {t["cause"] for t in summary["transitions"]} == {"start", "loss", "growth"}
+    causes = {t["cause"] for t in summary["transitions"]}
+    assert causes == {"start", "loss", *["growth"] * grows}
     asked = [e.drill for e in events(lines, DrillAsked)]
     survivors_kept_their_processes(lines, {n for d in asked for n in d.get("kill", ())})
     assert any(len({r.node_id for r in p.ranks}) < len(p.ranks) for p in plans(lines)), (

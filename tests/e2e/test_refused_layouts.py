@@ -10,8 +10,9 @@ from support.e2e.shell import Shell
 from support.places import FOREIGN
 
 
-@pytest.mark.e2e
-@pytest.mark.sampled(1)  # what is said of each program: tests/foreign/test_foreign_layouts.py
+# what is said of each program: tests/foreign/test_foreign_layouts.py; that a command refuses it:
+# tests/certify/checks/test_job_check.py
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("program", "layout", "said"),
     [

@@ -100,6 +100,7 @@ def test_two_hundred_events(tmp_path: Path, before: Before) -> None:
     )
 
 
+@pytest.mark.whole  # as the runs are that it is looked for in
 def test_each_kind_of_leak_is_seen(before: Before) -> None:
     with LocalCluster((str(ROOT),)) as cluster:
         cluster.add(NodeOrder("stays", 1, {"elastic-node": "stays"})).result(START_MOST_S)

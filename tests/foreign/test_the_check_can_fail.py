@@ -105,7 +105,8 @@ def test_what_is_broken_is_found(
     assert axis not in (wrong.get("equal") or {}) and re.search(says, why), why
 
 
-@pytest.mark.e2e
+# which blocks are left out: tests/worker/equivalence/test_small_copy.py
+@pytest.mark.whole
 def test_a_large_model_is_compared_on_a_copy_with_fewer_blocks(tmp_path: Path) -> None:
     """On every axis; and a plan for tp that is wrong is found there."""
     (whole,) = found_with(LARGE, tmp_path, asked("prenorm_rope", ["dp", "tp", "cp", "pp"]))

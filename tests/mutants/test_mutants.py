@@ -151,7 +151,7 @@ def test_the_runner_tells_what_is_caught_by_whom(
     )
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # the runner is no part of CI
 def test_a_fault_that_is_no_longer_caught_is_an_error(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +162,7 @@ def test_a_fault_that_is_no_longer_caught_is_an_error(
     assert results(project)["caught"]["now"]["how"] == "failed", "it stays recorded as caught"
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # the runner is no part of CI
 def test_the_word_of_a_test_that_fails_anyway_counts_for_nothing(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,7 +209,7 @@ def test_a_list_that_does_not_fit_is_refused(
     assert says in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # the runner is no part of CI
 def test_code_that_was_compiled_before_is_never_run(project: Path) -> None:
     """Faults of one size follow each other within a second; Python tells compiled code by size and
     second."""
@@ -227,7 +227,7 @@ def test_code_that_was_compiled_before_is_never_run(project: Path) -> None:
         )
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # the runner is no part of CI
 def test_a_hang_counts_as_caught_and_ends(project: Path) -> None:
     with Copy(project) as copy:
         copy.seed(
@@ -239,7 +239,7 @@ def test_a_hang_counts_as_caught_and_ends(project: Path) -> None:
         assert (found.test, found.how) == ("tests/test_code.py::test_the_limit", "timeout")
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # the runner is no part of CI
 def test_one_that_takes_all_memory_is_ended(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeded, "MOST_BYTES", 200 << 20)
     monkeypatch.setattr(seeded, "LOOK_S", 0.02)
@@ -263,7 +263,7 @@ def test_one_that_takes_all_memory_is_ended(project: Path, monkeypatch: pytest.M
         )
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # the runner is no part of CI
 def test_the_test_that_caught_it_last_is_tried_first_and_may_have_gone(project: Path) -> None:
     fault = Fault(
         "late",

@@ -47,7 +47,8 @@ def test_certify_says_it_of_each_axis_and_fails_where_the_job_names_one_that_is_
     )
 
 
-@pytest.mark.e2e
+# that an answer is kept: tests/api/running/test_layout_question.py; the program: test_pages_in_layouts
+@pytest.mark.whole
 def test_plan_compares_values_where_it_is_asked_to_and_keeps_the_answer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

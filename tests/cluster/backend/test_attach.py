@@ -124,7 +124,9 @@ class Sign:
         """There is nothing to release."""
 
 
-@pytest.mark.parametrize("seen_by", ["the lease", "nobody yet"])
+@pytest.mark.parametrize(
+    "seen_by", [pytest.param("the lease", marks=pytest.mark.whole), "nobody yet"]
+)
 def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(
     stage: Make, seen_by: str
 ) -> None:
@@ -149,15 +151,6 @@ def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(
     assert [second.backend.worker_group.pid(worker) for worker in workers] == pids
     second.backend.execute(Stop("stopped", "enough"))
     wait_gone(pids)
-
-
-def test_attaching_reports_prepared_nodes(stage: Make) -> None:
-    first = stage(embedded=False, pools=(POOL,), name="idle")
-    prepared(first)
-    drop(first)
-    second = stage(embedded=False, pools=(POOL,), name="idle", attach=True, epoch=2)
-    seen = {second.wait(NodePrepared).node_id for _ in range(2)}
-    assert seen == {"x", "y"}
 
 
 def test_without_attach_old_workers_end(stage: Make) -> None:
@@ -185,7 +178,6 @@ def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
     assert living(pids) == pids
 
 
-@pytest.mark.whole
 def test_orphans_save_and_end(stage: Make, tmp_path) -> None:
     # what orders are made of: imported later it would outlast the short lease
     torch = "elastic.worker.session.generation"

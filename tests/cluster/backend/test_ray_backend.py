@@ -106,6 +106,8 @@ def test_a_killed_node_is_lost_before_ray_says_so(
     on.wait(StepDone)  # the other continues
 
 
+# which neighbors are asked, and when one is believed: tests/cluster/workers/test_admission_links.py
+@pytest.mark.whole
 def test_a_newcomer_is_not_refused_for_a_neighbor_that_dies(stage: Make) -> None:
     on = stage(job={"unreached": {"spot-2": "spot-1"}})
     (neighbor,) = on.nodes(1)

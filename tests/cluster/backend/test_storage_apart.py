@@ -41,6 +41,8 @@ def test_a_folder_of_each_host_is_refused(stage: Make, tmp_path: Path) -> None:
     assert not [file for file in tmp_path.rglob("admission/*") if file.is_file()]
 
 
+# the shell's part: tests/cluster/workers/test_admission_links.py
+@pytest.mark.whole
 def test_a_run_whose_first_node_is_elsewhere_is_refused(stage: Make) -> None:
     on = stage(embedded=False, pools=(POOL,), session=FAR)
     for _ in range(2):

@@ -120,6 +120,8 @@ def outer_address() -> str | None:
     return next((address for address in every if not address.startswith("127.")), None)
 
 
+# each token is new, and gone afterwards: test_token_file.py
+@pytest.mark.whole
 def test_clusters_one_after_the_other_have_tokens_of_their_own_and_leave_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

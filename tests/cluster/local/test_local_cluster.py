@@ -35,6 +35,7 @@ def wait_removed(folder: str) -> None:
     until(lambda: not Path(folder).exists(), f"the end of the folder {folder}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_that_dies_leaves_nothing(number: int) -> None:
     words = [sys.executable, "-c", DRIVER]
@@ -56,6 +57,7 @@ def kill_cluster_process(cluster: LocalCluster) -> None:
     os.kill(processes.descendants(cluster.pid)[0], signal.SIGKILL)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", [LocalCluster.close, kill_supervisor, kill_cluster_process])
 def test_no_end_leaves_anything(end: Callable[[LocalCluster], None]) -> None:
     with LocalCluster() as cluster:

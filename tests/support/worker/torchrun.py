@@ -62,10 +62,14 @@ def started(words: list[str], log: Path, **environ: str) -> Iterator[subprocess.
             yield process
 
 
-def run(n: int, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
+def run(n: int, folder: Path, *more: str, **environ: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, the last line, and what was said."""
     ended = subprocess.run(
-        command(n, folder, *more), capture_output=True, text=True, env=environment(), timeout=3000
+        command(n, folder, *more),
+        capture_output=True,
+        text=True,
+        env=environment(**environ),
+        timeout=3000,
     )
     lines = ended.stdout.strip().splitlines()
     return ended.returncode, json.loads(lines[-1]) if lines else {}, ended.stderr

@@ -93,7 +93,8 @@ def test_names_stay() -> None:
     assert list(block.state_dict()) == names
 
 
-@pytest.mark.e2e
+# full: test_axes.py; both: test_keyed_draws.py; what each computes: above
+@pytest.mark.whole
 def test_each_mode_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     """The mode is a matter of the layout: it changes on the way, with gradient accumulation."""
     layouts = [

@@ -33,8 +33,8 @@ PRODUCT = [
 ]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.e2e
+# the model of huggingface.md in its layouts: tests/docs/test_pages_in_layouts.py
+@pytest.mark.whole
 @pytest.mark.parametrize("name", COVER)
 def test_losses_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     follow(pool, tmp_path, name, COVER[name])

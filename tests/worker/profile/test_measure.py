@@ -316,7 +316,7 @@ from elastic.worker.profile import measure, measured_groups, measured_ops, measu
 """
 
 
-@pytest.mark.e2e
+@pytest.mark.whole  # what imports what: the import contracts
 def test_measuring_needs_neither_ray_nor_pydantic() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -40,6 +40,8 @@ def pool(nccl_pool: NcclLikePool) -> Iterator[NcclLikePool]:
     nccl_pool.revive()
 
 
+# on gloo: test_chain.py; other layouts than before on this group: below, and test_nccl_like_faults.py
+@pytest.mark.whole
 def test_a_chain_of_layouts_follows_one_process(pool: NcclLikePool, tmp_path: Path) -> None:
     layouts = [
         Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2), Layout(pp=4),

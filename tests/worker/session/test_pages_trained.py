@@ -71,6 +71,7 @@ def test_two_optimizers_in_their_layouts(pool: Pool, tmp_path: Path) -> None:
     passes(pool, tmp_path, [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_replicate=2)])
 
 
+@pytest.mark.whole  # its layouts: tests/docs/test_pages_in_layouts.py; live moves: test_chain.py
 def test_the_program_of_program_md_in_every_layout_that_it_names(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -120,6 +121,8 @@ def test_weights_of_a_folder_in_its_layouts(pool: Pool, tmp_path: Path) -> None:
     )
 
 
+# that plain DCP reads copies: tests/worker/standalone/test_standalone_run.py
+@pytest.mark.whole
 def test_plain_dcp_loads_a_copy(pool: Pool, tmp_path: Path) -> None:
     """checkpoints.md: a copy of a layout that cuts every tensor."""
     job = job_with(PROGRAMS / "tiny.py", 8)

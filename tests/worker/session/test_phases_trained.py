@@ -57,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("boundary", "name", "layout"), CASES, ids=str)
 def test_a_fault_about_a_boundary(
     pool: FaultyPool, tmp_path: Path, boundary: int, name: str, layout: Layout

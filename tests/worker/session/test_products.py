@@ -18,18 +18,25 @@ from elastic.types import Evaluated, Layout, Quiesced, StepDone, WorkerFailed
 pytestmark = pytest.mark.slow
 STEPS = 6
 CASES = [
-    ("tiny.py", Layout(dp_replicate=2, dp_shard=2), 12),
-    ("tiny.py", Layout(dp_replicate=2, tp=2), 12),
     ("tiny.py", Layout(dp_shard=4), 13),  # shares 4, 3, 3, 3
     ("tiny.py", Layout(pp=4), 12),
     ("tiny_tied.py", Layout(pp=2, dp_shard=2), 12),
     ("tiny_tied.py", Layout(pp=2, tp=2), 12),
+]
+# also: dp_replicate in test_chain.py and test_keyed_draws.py, this program's tp in test_axes.py
+MORE = [
+    ("tiny.py", Layout(dp_replicate=2, dp_shard=2), 12),
+    ("tiny.py", Layout(dp_replicate=2, tp=2), 12),
     ("tiny_vocab.py", Layout(dp_shard=2, tp=2), 12),
 ]
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("program", "layout", "batch"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("program", "layout", "batch"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.whole) for case in MORE)],
+    ids=str,
+)
 def test_losses_and_validation_are_those_of_one_process(
     pool: Pool, tmp_path: Path, program: str, layout: Layout, batch: int
 ) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.child import child
+from support.observe.read_trackers import WHERE, read_back
+from support.observe.scraped import scraped
 from support.places import PROGRAMS, ROOT
 from support.reference import train
 from support.waiting import until
@@ -41,6 +45,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic.config.job import JobSpec, load_job
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease, Times, newest
+from elastic.observe.metrics.step_rows import read_rows
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import Layout, StepDone, parse_layout
@@ -99,19 +104,37 @@ def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(
     assert "run 'tiny' is done (12 steps)" in said
 
 
+@pytest.fixture
+def without_ray(tmp_path: Path) -> Path:
+    """A folder that comes before the installed packages: ray cannot be imported."""
+    (tmp_path / "hidden" / "ray").mkdir(parents=True)
+    (tmp_path / "hidden/ray/__init__.py").write_text("raise ImportError('no ray here')\n")
+    return tmp_path / "hidden"
+
+
 @pytest.mark.e2e
-def test_two_ranks_are_profiled_stop_at_sigterm_and_go_on_as_another_layout(
-    tmp_path: Path, alone: list[float]
+def test_two_ranks_are_watched_stop_at_sigterm_and_go_on_as_another_layout(
+    tmp_path: Path, without_ray: Path
 ) -> None:
-    folder = job(tmp_path, program=str(SLOW), steps=100_000, durable_every=0)
+    """Profiled, told to a tracker, scraped by Prometheus; Ray is not there."""
+    store = tmp_path / "mlflow"
+    trackers = ["mlflow"] if find_spec("mlflow") else []
+    own = WHERE["mlflow"](store) | {"PYTHONPATH": f"{ROOT}:{without_ray}"}
+    folder = job(
+        tmp_path, program=str(SLOW), steps=100_000, durable_every=0, metrics_port=0,
+        trackers=trackers,
+    )  # fmt: skip
     slow = train(
         load_program(SLOW), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12
     ).losses
     log, place = tmp_path / "log", str(folder / "runs" / "tiny")
-    with started(command(2, folder, "--layout", "tp=2"), log) as process:
+    with started(command(2, folder, "--layout", "tp=2"), log, **own) as process:
         until(lambda: 5 in losses(log.read_text()) or process.poll() is not None, log.read_text)
         ranks = ranks_of(process.pid)
         assert len(ranks) == 2, log.read_text()
+        (url,) = re.findall(r"run tiny: metrics for Prometheus: (http\S+)", log.read_text())
+        until(lambda: scraped(url).get("elastic_step", 0) > 4, log.read_text)
+        assert scraped(url)["elastic_workers"] == 2
         asked = ("--steps", "2", "--ranks", "1", "--json")
         (one,) = json.loads(elastic("profile", place, *asked))["ranks"]
         assert (one["rank"], one["at"]) == (1, "tp 1/2") and {"tp", "compute"} <= set(one["parts"])
@@ -122,9 +145,8 @@ def test_two_ranks_are_profiled_stop_at_sigterm_and_go_on_as_another_layout(
     assert "stopped: another rank was told to stop; saved at step" in said
     at = max(losses(said))
     assert checkpoint_index.find(open_storage(folder / "runs" / "tiny"))[0].step == at
-    code, last, said = run(
-        2, folder, "--layout", "dp_shard=2", "--set", f"steps={at + 4}", "--set", "durable_every=2"
-    )
+    more = ("--layout", "dp_shard=2", "--set", f"steps={at + 4}", "--set", "durable_every=2")
+    code, last, said = run(2, folder, *more, **own)
     assert code == 0, said
     assert last["resumed_at"] == at
     assert f"resumes from step {at}" in said
@@ -132,6 +154,12 @@ def test_two_ranks_are_profiled_stop_at_sigterm_and_go_on_as_another_layout(
         if step <= len(slow):
             assert abs(loss - slow[step - 1]) < 1e-4
     assert sorted(losses(said)) == list(range(at + 1, at + 5))
+    all_steps = list(range(1, at + 5))
+    rows = read_rows((Path(place) / "metrics.csv").read_text())
+    assert [row["step"] for row in rows] == all_steps
+    for library in trackers:
+        (told,) = read_back(library, store, "tiny").values()
+        assert [step for step, _ in told["train/train_loss"]] == all_steps
     replayed = json.loads(elastic("replay", place, "--json"))
     assert replayed["identical"] and not replayed["reworded"]
     why = elastic("why", place, "--all")
@@ -416,19 +444,6 @@ def test_bad_input_is_one_line_and_code_2(
     shown = capfd.readouterr()
     assert shown.out == "" and says in shown.err
     assert len(shown.err.splitlines()) == 1, shown.err
-
-
-@pytest.mark.e2e
-def test_no_ray_is_needed() -> None:
-    code = (
-        "import sys; sys.modules['ray'] = None\nimport elastic.worker.standalone.standalone_run, "
-        "elastic.worker.__main__\nprint([m for m in sys.modules if "
-        "m.startswith(('elastic.cluster', 'ray.'))])"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300
-    )
-    assert ended.stdout.strip() == "[]", ended.stderr
 
 
 def left_readers() -> list[int]:

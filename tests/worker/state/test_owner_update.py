@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Any] = {
     "soap": {"path": f"{OWN}.Soap"},
 }
 CASES = [
-    pytest.param(name, marks=[pytest.mark.whole] if name in ("lars", "soap") else [])
+    pytest.param(name, marks=[] if name in ("muon", "shampoo") else [pytest.mark.whole])
     for name in OPTIMIZERS
 ]
 CHAINS = {  # at first, after a loss, after a notice or growth

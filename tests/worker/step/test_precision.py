@@ -38,7 +38,9 @@ def test_bfloat16_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     assert [e.step for e in steps] == list(range(1, job["steps"] + 1))
 
 
-@pytest.mark.e2e
+# that no rank applies such a step: test_loss_scale.py; skipped steps in a chain of layouts:
+# tests/worker/program/test_guards.py
+@pytest.mark.whole
 def test_float16_skips_alike_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     """Some steps overflow: every layout skips the same ones and continues with the same scale,
     which is in the checkpoint."""

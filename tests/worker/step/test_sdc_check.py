@@ -28,6 +28,8 @@ LAYOUTS = [
     dp_shard=2), Layout(dp_replicate=3), Layout(pp=2, tp=2),
 ]  # fmt: skip
 
+NAMED = [(LAYOUTS[0], True), (Layout(dp_replicate=3), False)]  # in `make test`
+
 
 def rows(losses: list[float], **more: Any) -> list[SdcRow]:
     return [SdcRow(loss, **more) for loss in losses]
@@ -247,14 +249,18 @@ def run(pool: Pool, job: dict[str, Any], folder: Path, layout: Layout) -> list[S
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("program", ["tiny.py", "tiny_dropout.py"])
-@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp_shard=2, cp=2)], ids=str)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("layout", "program"),
+    [
+        *((layout, name) for layout in LAYOUTS for name in ("tiny.py", "tiny_dropout.py")),
+        (Layout(dp_shard=2, cp=2), "tiny.py"),  # the other one's model does not cut sequences
+    ],
+    ids=str,
+)
 def test_the_check_leaves_no_trace(
     pool: Pool, tmp_path: Path, layout: Layout, program: str
 ) -> None:
-    if layout.cp > 1 and program != "tiny.py":
-        pytest.skip("its model does not cut sequences")
     job = job_of(program, steps=8, global_batch=16 if layout.pp > 1 else 12)
     found = []
     for every in (0, 1, 2):
@@ -266,9 +272,19 @@ def test_the_check_leaves_no_trace(
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("see", [True, False], ids=["known", "loss"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "see"),
+    [
+        pytest.param(
+            layout,
+            see,
+            id=f"{layout}-{'known' if see else 'loss'}",
+            marks=[] if (layout, see) in NAMED else [pytest.mark.whole],
+        )
+        for layout in LAYOUTS
+        for see in (True, False)
+    ],
+)
 def test_the_rank_that_computes_wrong_numbers_is_named(
     pool: Pool, tmp_path: Path, layout: Layout, see: bool
 ) -> None:
