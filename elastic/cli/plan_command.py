@@ -21,6 +21,7 @@ from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.api.simulate import Simulation, simulate
 from elastic.cli.parser import show, verb
+from elastic.config.clusters import load_cluster
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables, simulated
 from elastic.observe.plans.phase_table import phase_table
@@ -337,6 +338,8 @@ def _check_shown(given: argparse.Namespace, question: str) -> None:
 
 
 def _subject(given: argparse.Namespace) -> Subject:
+    if given.cluster is not None:
+        load_cluster(given.cluster)  # what is wrong there is said before a model is built and tried
     if given.model:
         found = model_source.of_model(given.model, given.batch or 0, given.precision or "bfloat16")
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic.api.planning import model_source
 from elastic.api.planning.model_source import OF_JOB, OWN_POOLS, of_model
 from elastic.api.planning.plan_nodes import of_asked, of_pool
 from elastic.api.planning.quantities import gpus_of
@@ -278,3 +279,14 @@ def test_a_step_that_feeds_fewer_ranks_than_there_are_workers_is_told(
         notes = as_json(capsys, *few, "--set", enough)["notes"]
         assert not any("(global_batch)" in note for note in notes)
     assert not fed(Job(global_batch=2, layout="dp_shard=2"), 4), "it is asked for"
+
+
+def test_a_cluster_file_is_read_before_a_model_is_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built(*arguments: Any, **more: Any) -> None:
+        raise AssertionError("built")
+
+    monkeypatch.setattr(model_source, "of_job", built)
+    code, out, err = called(capsys, "jobs/quickstart", "--cluster", "nowhere.yaml")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "nowhere.yaml: no such file" in err
