@@ -12,6 +12,7 @@ from support.sim.scenario import MODEL
 from elastic.driver import drive
 from elastic.ledger.journal import MemoryJournal
 from elastic.sim.sim_backend import Delays, Fault, SimBackend
+from elastic.text import n_of
 from elastic.types import CopyStored, DriverStarted, EnterPlan, Job, Pool, SetCadence, StepDone
 
 pytestmark = pytest.mark.slow
@@ -86,7 +87,7 @@ def test_the_cadence_follows_the_cost_and_does_not_swing() -> None:
             if isinstance(action, SetCadence)
         ]
         assert [action.peer_every for action, _ in changes] == [expected]
-        assert f"peer replicas every {expected} steps instead of 5" in changes[0][1]
+        assert f"peer replicas every {n_of(expected, 'step')} instead of 5" in changes[0][1]
         assert "ms and takes" in changes[0][1]
         plan = max(state.plans.values(), key=lambda plan: plan.generation)
         assert plan.peer_every == expected, "replayed from the journal it is the same"
