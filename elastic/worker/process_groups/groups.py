@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -29,7 +28,7 @@ import torch.distributed as dist
 # out about a mesh, and meshes compare equal without their groups: a cached mesh finds its groups by
 # the names that it was made with.
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -235,25 +234,16 @@ class Groups:
         self._formed = True
 
     def _form(self, at: Rendezvous, me: int) -> None:
-        (host, port), secret, n_participants = at.store, at.secret, len(at.participants)
+        secret, n_participants = at.secret, len(at.participants)
         timeout = timedelta(seconds=at.timeout_s)
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
-        # a store that is gone refuses at once; TCPStore would retry
-        with socket.create_connection(at.store, timeout=CONNECT_S) as there:
-            interface = interface_of(there.getsockname()[0])
-        if interface is not None:  # the way to the store is the way to the others
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        tcp = TCPStore(
-            host,
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=CONNECT_S),
-            wait_for_workers=False,
-        )
-        tcp.set_timeout(timeout)
         # known to `abort` from here on: a connection that it shuts while it is made is made again
-        self._store_port = port
+        self._store_port = at.store[1]
+        tcp, here = rendezvous.connect_store(at.store, lambda: self._aborted)
+        if (interface := interface_of(here)) is not None:  # the way to the store is that to others
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        tcp.set_timeout(timeout)
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
         self._store, self._secret = (

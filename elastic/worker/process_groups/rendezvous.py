@@ -15,9 +15,11 @@ import logging
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from elastic.worker.process.environment import DEFAULTS
 
@@ -28,6 +30,8 @@ os.environ.setdefault("RES_OPTIONS", DEFAULTS["RES_OPTIONS"])
 SECRET_BYTES = PROOF_BYTES = 32
 BACKLOG = 4096
 STORE_S = 300.0  # torch's own default
+# for a connection to a store to be seen, for one try of torch's to make one, and for all of them
+ANSWERS_S, TRY_S, CONNECT_MOST_S = 5.0, 1.0, 15.0
 
 
 def new_secret() -> str:
@@ -48,6 +52,29 @@ def host_store(host: str, timeout_s: float = STORE_S) -> TCPStore:
         host, port, is_master=True, timeout=timeout, wait_for_workers=False,
         master_listen_fd=listener.detach()
     )  # fmt: skip
+
+
+def connect_store(at: tuple[str, int], aborted: Callable[[], bool]) -> tuple[TCPStore, str]:
+    """The store that somebody else hosts, and this machine's address on the way to it.
+
+    A store that is gone refuses at once, but TCPStore asks again for twice its timeout and more,
+    and nothing frees it: so its tries are short, and each comes behind a look of our own. Raises
+    ConnectionError where the store is gone, ConnectionAbortedError when the generation was
+    aborted."""
+    ends_s = time.monotonic() + CONNECT_MOST_S
+    while True:
+        with socket.create_connection(at, timeout=ANSWERS_S) as there:
+            here = str(there.getsockname()[0])
+        if aborted():
+            raise ConnectionAbortedError("the generation was aborted before it met")
+        try:
+            timeout = timedelta(seconds=TRY_S)
+            store = TCPStore(*at, is_master=False, timeout=timeout, wait_for_workers=False)
+        except DistError:
+            if time.monotonic() > ends_s:
+                raise
+        else:
+            return store, here
 
 
 def listening(host: str) -> socket.socket:

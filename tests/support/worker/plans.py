@@ -24,9 +24,11 @@ def plan(
     the model."""
     unit = more.pop("together", 1)
     layers = shares(more.pop("n_blocks", N_BLOCKS), layout.n_stages)
-    # under tensor parallelism a pass costs tenfold, and schedules are the same
-    rounds = 1 if layout.tp > 1 or global_batch % (2 * layout.pp * unit) else 2
-    full = 1 if layout.pp == 1 else rounds * layout.pp
+    full = 1
+    if layout.pp > 1:
+        # under tensor parallelism a pass costs tenfold, and schedules are the same
+        once = layout.tp > 1 or global_batch % (2 * layout.pp * unit) > 0
+        full = layout.pp if once else 2 * layout.pp
     fewest = microbatches(global_batch, layout, unit) if layout.microbatch_size else full
     m = more.pop("n_microbatches", fewest)
     ranks = tuple(workers[: layout.world_size])

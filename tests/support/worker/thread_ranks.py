@@ -22,7 +22,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from elastic.types import Layout
 from elastic.types.grid import ROW
-from elastic.worker.process_groups import groups
+from elastic.worker.process_groups, rendezvous import groups
 from elastic.worker.process_groups.groups import Groups
 
 TIMEOUT_S = 300.0
@@ -113,7 +113,7 @@ def joined(n: int, layout: Layout | None = None, secret: str = "secret") -> Iter
     ranks = Ranks([Groups(1, layout or layout_of(n), torch.device("cpu")) for _ in range(n)])
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
-        mock.patch.object(groups, "TCPStore", return_value=ranks.store),
+        mock.patch.object(rendezvous, "TCPStore", return_value=ranks.store),
         mock.patch.object(groups, "listening", return_value=[]),
         mock.patch.object(groups, "inodes", return_value=set()),
     ):

@@ -20,7 +20,7 @@ from support.waiting import until
 from support.worker.ranks import meeting
 
 from elastic.types import Layout
-from elastic.worker.process_groups import groups
+from elastic.worker.process_groups import groups, rendezvous
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.transport import is_collective_error
 
@@ -59,21 +59,41 @@ def left(thread: threading.Thread, found: list[BaseException | None], of: Groups
     assert is_collective_error(found[0]), found
 
 
-@pytest.mark.parametrize("name", ["TCPStore", "PrefixStore"])
+@pytest.mark.parametrize(("place", "name"), [(rendezvous, "TCPStore"), (groups, "PrefixStore")])
 def test_the_order_comes_between_two_connections(
-    name: str, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+    place: Any, name: str, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has looked at the sockets that there were; the wait begins on one that comes after."""
     of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
-    real: Any = getattr(groups, name)
+    real: Any = getattr(place, name)
 
     def first_the_order(*words: Any, **more: Any) -> Any:
         of.abort()
         return real(*words, **more)
 
-    monkeypatch.setattr(groups, name, first_the_order)
+    monkeypatch.setattr(place, name, first_the_order)
     found: list[BaseException | None] = []
     left(met(of, store, found), found, of)
+
+
+def test_a_store_that_goes_while_it_is_connected_to_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it does when a generation is aborted just then. torch asks on for twice its timeout and
+    more: a worker that is still at it after 5 s is taken for dead."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        real: Any = rendezvous.TCPStore
+
+        def first_it_goes(*words: Any, **more: Any) -> Any:
+            server.close()
+            return real(*words, **more)
+
+        monkeypatch.setattr(rendezvous, "TCPStore", first_it_goes)
+        monkeypatch.setattr(rendezvous, "TRY_S", rendezvous.TRY_S / 5)
+        began_s = time.monotonic()
+        with pytest.raises(ConnectionError):
+            rendezvous.connect_store(server.getsockname(), lambda: False)
+        assert time.monotonic() - began_s < 5.0
 
 
 def test_the_order_comes_before_the_group_is_made(
