@@ -22,7 +22,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from elastic.types import Layout
 from elastic.types.grid import ROW
-from elastic.worker.process_groups, rendezvous import groups
+from elastic.worker.process_groups import groups, rendezvous
 from elastic.worker.process_groups.groups import Groups
 
 TIMEOUT_S = 300.0
