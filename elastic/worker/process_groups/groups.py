@@ -240,7 +240,7 @@ class Groups:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
         # known to `abort` from here on: a connection that it shuts while it is made is made again
         self._store_port = at.store[1]
-        tcp, here = rendezvous.connect_store(at.store, lambda: self._aborted)
+        tcp, here = rendezvous.connect_store(*at.store, lambda: self._aborted)
         if (interface := interface_of(here)) is not None:  # the way to the store is that to others
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         tcp.set_timeout(timeout)

@@ -54,7 +54,7 @@ def host_store(host: str, timeout_s: float = STORE_S) -> TCPStore:
     )  # fmt: skip
 
 
-def connect_store(at: tuple[str, int], aborted: Callable[[], bool]) -> tuple[TCPStore, str]:
+def connect_store(host: str, port: int, aborted: Callable[[], bool]) -> tuple[TCPStore, str]:
     """The store that somebody else hosts, and this machine's address on the way to it.
 
     A store that is gone refuses at once, but TCPStore asks again for twice its timeout and more,
@@ -63,13 +63,13 @@ def connect_store(at: tuple[str, int], aborted: Callable[[], bool]) -> tuple[TCP
     aborted."""
     ends_s = time.monotonic() + CONNECT_MOST_S
     while True:
-        with socket.create_connection(at, timeout=ANSWERS_S) as there:
+        with socket.create_connection((host, port), timeout=ANSWERS_S) as there:
             here = str(there.getsockname()[0])
         if aborted():
             raise ConnectionAbortedError("the generation was aborted before it met")
         try:
             timeout = timedelta(seconds=TRY_S)
-            store = TCPStore(*at, is_master=False, timeout=timeout, wait_for_workers=False)
+            store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         except DistError:
             if time.monotonic() > ends_s:
                 raise

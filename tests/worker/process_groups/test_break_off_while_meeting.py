@@ -92,7 +92,7 @@ def test_a_store_that_goes_while_it_is_connected_to_is_not_waited_for(
         monkeypatch.setattr(rendezvous, "TRY_S", rendezvous.TRY_S / 5)
         began_s = time.monotonic()
         with pytest.raises(ConnectionError):
-            rendezvous.connect_store(server.getsockname(), lambda: False)
+            rendezvous.connect_store(*server.getsockname(), lambda: False)
         assert time.monotonic() - began_s < 5.0
 
 
