@@ -59,7 +59,7 @@ SMOKES = (
     Smoke("spot_policy"),
     Smoke("reshard", long=True),
     Smoke("radosgw"),
-    Smoke("owners"),
+    Smoke("owners", long=True),
     Smoke("copies", long=True),
     Smoke("planner_cpu", long=True),
     Smoke("overhead", without=("small", "watched.*"), long=True),
