@@ -17,7 +17,7 @@ SOURCES: dict[str, str] = {
 }
 
 
-LONG_S = 1.0  # of a phase of a change that is told
+LONG_S = 1.0  # of a phase of a change that is reported
 
 
 class NamedThings(Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 
-from elastic.cluster.ray.processes import die_with_parent
+from elastic.worker.process.environment import die_with_parent
 
 
 def main(folder: str, name: str, address: str) -> int:

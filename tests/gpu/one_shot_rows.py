@@ -17,7 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from elastic.cluster.ray.processes import die_with_parent, end_tree
+from elastic.cluster.ray.processes import end_tree
+from elastic.worker.process.environment import die_with_parent
 
 HERE = Path(__file__).resolve().parent
 TEXT_MOST = 600

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.certify.tasks import Failed, Limit
-from elastic.cluster.ray.processes import die_with_parent
+from elastic.worker.process.environment import die_with_parent
 
 # that a check sets itself
 LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR")

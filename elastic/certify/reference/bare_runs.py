@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from elastic.certify.harness.place import Place, free_port
-from elastic.cluster.ray.processes import die_with_parent
 from elastic.scenarios.limit import Failed, Limit
+from elastic.worker.process.environment import die_with_parent
 
 MOST_S = 90.0
 WIRE_BYTES = 16 << 20

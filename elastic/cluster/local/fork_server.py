@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cluster.ray import processes
-from elastic.worker.process.environment import settle
+from elastic.worker.process.environment import die_with_parent, settle
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ def _flush() -> None:
 
 
 def main(folder: str, parent: int) -> None:
-    processes.die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getppid() != parent:
         return

@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic.ledger.holder import started as started
 from elastic.ledger.holder import stat
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 WATCH_S = 1.0  # between looks at a process that another one ends with
 STAND_BACK = 4  # nice value of what prepares beside others that train on the same cores
 
@@ -90,11 +90,6 @@ def adopt_orphans() -> None:
     """Processes below this one whose parent ends become this one's children (and not those of
     process 1)."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def die_with_parent() -> None:
-    """SIGKILL when the thread that started this process ends, whatever this one does."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def raylet() -> int:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.nodes.providers import RayNode, living
 from elastic.cluster.ray import _ray_private, processes
 from elastic.cluster.ray.address import check_reachable, unreachable
-from elastic.worker.process.environment import settle
+from elastic.worker.process.environment import die_with_parent, settle
 
 NAMESPACE = "elastic-outposts"
 POLL_S = 0.5
@@ -151,7 +151,7 @@ def _command(
     process = subprocess.Popen(
         [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment},
-        start_new_session=True, preexec_fn=processes.die_with_parent,
+        start_new_session=True, preexec_fn=die_with_parent,
     )  # fmt: skip
     try:
         out, _ = process.communicate(timeout=most_s)

@@ -73,7 +73,7 @@ def fork_server() -> None:
     patch.setattr(made.gc, "disable", lambda: None)
     patch.setattr(made.gc, "freeze", lambda: None)
     patch.setattr(made.signal, "signal", lambda *_: None)
-    patch.setattr(made.processes, "die_with_parent", lambda: None)
+    patch.setattr(made, "die_with_parent", lambda: None)
     try:
         with pytest.raises(Ends):
             made.main("", os.getppid())

@@ -188,7 +188,7 @@ with open(f"{sys.argv[2]}/{rank}.json", "w") as file:
 """
 
 
-# a group that was there, and what is told of copies, in one process: test_standalone_run.py
+# a group that was there, and what is said of copies, in one process: test_standalone_run.py
 @pytest.mark.whole
 def test_inside_another_trainer_all_ranks_are_told_the_same(tmp_path: Path) -> None:
     folder = job(tmp_path, program=str(SLOW), durable_every=5)
