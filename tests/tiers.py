@@ -28,7 +28,7 @@ from support.scene_tools import missing_tools
 
 ROOT = Path(__file__).resolve().parents[1]
 SELECTED = {
-    "unit": "not e2e and not whole and not gpu", "e2e": "e2e " "and " "not " "whole and not " "gpu",
+    "unit": "not e2e and not whole and not gpu", "e2e": "e2e and not whole and not gpu",
     "whole": "whole and not gpu"
 }  # fmt: skip
 # Processes of pytest-xdist; which runs what: support/scheduling.py. Those of e2e wait for starts,

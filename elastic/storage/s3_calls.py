@@ -52,7 +52,7 @@ ACTIONS = {
     "PutObject": "s3:PutObject", "CreateMultipartUpload": "s3:PutObject",
     "UploadPart": "s3:PutObject", "CompleteMultipartUpload": "s3:PutObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload", "GetObject": "s3:GetObject",
-    "HeadObject": "s3:GetObject (and s3:ListBucket, else " "a missing key " "looks forbidden)",
+    "HeadObject": "s3:GetObject (and s3:ListBucket, else a missing key looks forbidden)",
     "ListObjectsV2": "s3:ListBucket", "ListMultipartUploads": "s3:ListBucketMultipartUploads",
     "DeleteObject": "s3:DeleteObject", "DeleteObjects": "s3:DeleteObject",
 }  # fmt: skip

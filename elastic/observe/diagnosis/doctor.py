@@ -12,9 +12,9 @@ from elastic.observe.diagnosis.verdicts import RunVerdict, percent
 from elastic.observe.run_view import View
 
 TROUBLES = {
-    "NodeLost": "nodes lost", "WorkerFailed": "worker " "failures", "Silent": "silent workers",
+    "NodeLost": "nodes lost", "WorkerFailed": "worker failures", "Silent": "silent workers",
     "PlanFailed": "failed plans", "DigestChecked": "content that differs",
-    "CopyFailed": "checkpoints " "not " "made", "CopyDamaged": "damaged copies",
+    "CopyFailed": "checkpoints not made", "CopyDamaged": "damaged copies",
     "RequestFailed": "requests without a node", "WrongNumbers": "silent data corruption",
 }  # fmt: skip
 

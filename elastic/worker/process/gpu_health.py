@@ -35,9 +35,9 @@ XID_WAIT_MS = 500
 # Xid errors after which the GPU must be reset, with all processes on it ("XID Errors",
 # docs.nvidia.com/deploy)
 LOST = {
-    62: "its microcontroller has halted", 79: "it has " "fallen off " "the bus",
+    62: "its microcontroller has halted", 79: "it has fallen off the bus",
     95: "an uncontained memory error", 119: "its system processor does not answer",
-    120: "an " "error " "of " "its " "system processor", 140: "an unrecovered memory error",
+    120: "an error of its system processor", 140: "an unrecovered memory error",
 }  # fmt: skip
 CORRECTED, UNCORRECTED, VOLATILE, LINK_REPLAYS, LINK_RECOVERIES = 0, 1, 0, 0, 1
 Counters = dict[str, int]
