@@ -22,21 +22,19 @@ CHAIN = [
     "dp_shard=4,ep=4,activation_checkpointing=full", "pp=4,schedule=gpipe",
     "dp_shard=3,activation_checkpointing=selective", "pp=2,tp=2",
 ]  # fmt: skip
-OPTIMIZERS = [
-    {"path": "torch.optim.SGD", "lr": 5e-4, "momentum": 0.9},
-    {"path": "muon+adamw", "lr": 5e-4},
-]
+# at rates with which rounding in float32, and in Muon in bfloat16, becomes 4e-3 and 3e-2 of a loss
+OPTIMIZERS = [{"path": "torch.optim.AdamW", "lr": 3e-3}, {"path": "muon+adamw", "lr": 1e-2}]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "muon+adamw"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "muon+adamw"])
 def test_all_of_it_follows_one_process_through_layouts(
     pool: Pool, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
-    job = job_of("tiny_together.py", 2 * len(CHAIN) + 2, BATCH)
+    job = job_of("tiny_together_double.py", 2 * len(CHAIN) + 2, BATCH)
     job |= {"optimizer": optimizer, "batch_norm": {"group": GROUP}}
     how = {"every": 2, "n_blocks": N_BLOCKS, "together": GROUP}
     alone = pass_through(pool, job, tmp_path / "one", [Layout()], **how)
     steps = pass_through(pool, job, tmp_path / "many", list(map(parse_layout, CHAIN)), **how)
     assert {e.generation for e in steps} == set(range(1, len(CHAIN) + 1))
     assert [e.tokens for e in steps] == [e.tokens for e in alone]
-    assert [e.train_loss for e in steps] == pytest.approx([e.train_loss for e in alone], abs=1e-4)
+    assert [e.train_loss for e in steps] == pytest.approx([e.train_loss for e in alone], abs=1e-12)
