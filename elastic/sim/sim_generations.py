@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from elastic.sim.gpu_speeds import FORWARD, Paces, step_s
@@ -142,6 +142,10 @@ class Generations(Breaks):
                 self._cut_short(source)
         elif not group.ended:
             self._transition(group)
+
+    def _parted_s(self, workers: Collection[WorkerId]) -> float:
+        """Until all of these are reached, by the driver and by each other."""
+        return self._cut_s(workers)
 
     def _job_of(self, plan: Plan) -> Job:
         """In the phase of the plan."""
@@ -427,7 +431,7 @@ class Generations(Breaks):
         plan = group.plan
         if group.ended:
             return
-        if (wait_s := self._cut_s(plan.ranks)) > 0:
+        if (wait_s := self._parted_s(plan.ranks)) > 0:
             self._after(wait_s, lambda: self._acknowledged(group, step))
             return
         self._hold_copies(group, step)

@@ -34,7 +34,8 @@ class DriverStarted(Event):
     as new as each look): likewise. `bounds_deaths`: processes that die one after another while no
     step is done end the run (else nodes are replaced for ever): likewise. `saves_in_any`: what only
     memory holds when a run is to stop is saved in whatever layout the nodes that are there can
-    enter (else in one that the job allows): likewise.
+    enter (else in one that the job allows): likewise. `leaves_out`: of nodes that reach the driver
+    and not each other some are left out (else attempts to meet end the run): likewise.
     """
 
     run: str
@@ -53,6 +54,7 @@ class DriverStarted(Event):
     dates_budget: bool = False
     bounds_deaths: bool = False
     saves_in_any: bool = False
+    leaves_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -341,7 +343,8 @@ class CopyRemoved(Event):
 class WorkerFailed(Event):
     """A worker raised or its process is gone. The process lives unless `kind` is 'process'.
 
-    collective: a peer went away. program: the user's code raised. out_of_memory: with
+    collective: a peer went away; `unreached`: the nodes that did not answer this worker when its
+    generation met, where that is why. program: the user's code raised. out_of_memory: with
     `measured_bytes`. not_finite: the loss or the gradients of `step` are no numbers. guard: another
     guard has tripped at `step`. In both cases the step was not applied, every rank says the same,
     and `do` is what the job's guard wants: rollback or stop. layout: the generation has entered,
@@ -360,6 +363,7 @@ class WorkerFailed(Event):
     step: int = 0
     guard: str = ""
     do: str = ""
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ infrastructure."""
 
 from __future__ import annotations
 
+from elastic.policy.faults import unreached
 from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State
 
@@ -17,7 +18,9 @@ LAYOUTS_MOST = 6  # that compute something else than the one before although the
 
 def wait_s(state: State) -> float:
     """How long to wait before the next attempt after an error of the infrastructure: 1, 2, 4, 8, 16
-    s."""
+    s; longer for nodes that do not reach each other."""
+    if unreached.apart(state):
+        return unreached.WAIT_S
     return float(2 ** min(state.retries, 4))
 
 
@@ -33,11 +36,11 @@ def gave_up(state: State) -> str:
     if failure is None:
         return ""
     most = SCRIPTS_MOST if state.job.restarted else INFRASTRUCTURE_MOST
-    if failure.cause == "infrastructure" and state.retries >= most:
-        return (
-            f"{state.retries} attempts in a row made no progress past step {state.best_step}; the "
-            f"last one: {failure.reason}"
-        )
+    waits = failure.at_s < unreached.waited_until_s(state)
+    if failure.cause == "infrastructure" and state.retries >= most and not waits:
+        tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"
+        parts = (tried, unreached.waited_for(state), f"the last one: {failure.reason}")
+        return "; ".join(part for part in parts if part)
     # guards count for themselves
     if failure.cause == "rollback" and state.rollbacks - len(state.rolled_back) > ROLLBACKS_MOST:
         return f"{state.rollbacks} roll-backs; the last one: {failure.reason}"
