@@ -18,7 +18,7 @@ from elastic.policy import (
 from elastic.policy.copies import cadence, recovery
 from elastic.policy.copies.retention import retention
 from elastic.policy.faults import corruption, retries, unreached
-from elastic.policy.faults.left_out import left_out
+from elastic.policy.faults.left_out import left_out, newcomer
 from elastic.policy.plans import choice_of, enter, from_where, never, with_rehearsals
 from elastic.policy.pools import drain, hazard, limits
 from elastic.policy.pools.capacity import capacity, missing_capacity, potential, together
@@ -346,7 +346,7 @@ def _running(state: State, now_s: float) -> Decision | None:
     leaving = [going[name] for name in plan.nodes if name in going] if going else []
     if not leaving and (wait := forming_groups.waiting(state, now_s)):
         return wait
-    found = phases.next_phase(state, now_s, bool(leaving))
+    found = newcomer(state, now_s) or phases.next_phase(state, now_s, bool(leaving))
     if found is None and leaving:
         found = _with_notice(state, now_s, leaving)
     return forming_groups.first(state, now_s, found or _changing(state, now_s, plan))

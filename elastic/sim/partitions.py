@@ -41,7 +41,7 @@ class Partitions(Generations):
         until_s = self._now_s + fault.lasts_s
         self._apart_until_s[one, other] = max(until_s, self._apart_until_s.get((one, other), 0.0))
         for group in self._groups.values():
-            if group.entered and not group.ended and self._apart(group.members):
+            if group.entered and not group.ended and self._apart(group.plan.ranks):
                 self._watch_apart(group, fault)
 
     def _apart(self, workers: Collection[WorkerId]) -> list[tuple[str, str]]:
@@ -68,6 +68,20 @@ class Partitions(Generations):
 
         self._after(self.delays.silent_s, looked)
 
+    def _formed(self, forming: SimGeneration) -> None:
+        if not self._apart(forming.members):
+            super()._formed(forming)
+            return
+
+        def told() -> None:
+            if self._forming is forming and (pairs := self._apart(forming.members)):
+                error = " does not reach ".join(pairs[0])
+                self._tell(GroupsFormed(forming.plan.generation, 0.0, error, pairs[0]))
+            elif self._forming is forming:
+                super(Partitions, self)._formed(forming)
+
+        self._after(self.delays.meet_s, told)
+
     def _did_not_meet(self, group: SimGeneration) -> None:
         """The workers have waited for each other as long as they do, and say whom they miss."""
         pairs = self._apart(group.members)
@@ -89,7 +103,7 @@ class Partitions(Generations):
         machine, self._cut_once = self._machines[node_id], True
         machine.cut_until_s = max(machine.cut_until_s, self._now_s + fault.lasts_s)
         for group in self._groups.values():
-            if not group.ended and any(worker.node_id == node_id for worker in group.members):
+            if not group.ended and any(worker.node_id == node_id for worker in group.needed):
                 self._watch(group, fault)
         workers = (
             [WorkerId(node_id, k) for k in range(machine.node.gpus)] if machine.prepared else []
@@ -107,7 +121,7 @@ class Partitions(Generations):
         def looked() -> None:
             cut = [
                 worker
-                for worker in sorted(group.members)
+                for worker in sorted(group.needed)
                 if self._lives(worker) and self._cut_s([worker]) > 0
             ]
             if group.ended or not cut:

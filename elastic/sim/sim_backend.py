@@ -169,7 +169,7 @@ class SimBackend(Partitions):
         elif fault.kind in ("hang", "stall"):
             self._machines[node_id].hung = True
             for group in self._running():
-                if group.members & {
+                if group.needed & {
                     WorkerId(node_id, k) for k in range(self._machines[node_id].node.gpus)
                 }:
                     self._unanswered(

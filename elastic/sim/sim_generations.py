@@ -176,10 +176,13 @@ class Generations(Breaks):
             if self._forming is forming and all(
                 self._answers(worker) for worker in forming.members
             ):
-                forming.entered = True
-                self._tell(GroupsFormed(action.plan.generation, self._set_up_s(action.plan)))
+                self._formed(forming)
 
         self._after(self._set_up_s(action.plan), made)
+
+    def _formed(self, forming: SimGeneration) -> None:
+        forming.entered = True
+        self._tell(GroupsFormed(forming.plan.generation, self._set_up_s(forming.plan)))
 
     def _drop_groups(self, action: DropGroups) -> None:
         self._forming = None

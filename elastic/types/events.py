@@ -162,24 +162,27 @@ class PlanEntered(Event):
 @dataclass(frozen=True)
 class GroupsMade(Event):
     """A participant of a generation that may come has its process groups, or could not make them
-    (`error`). `port`: of the store at which it met the others. Goes from worker to backend, which
-    tells the policy GroupsFormed."""
+    (`error`; `unreached`: nodes that did not answer it, where that is why). `port`: of the store at
+    which it met the others. Goes from worker to backend, which tells the policy GroupsFormed."""
 
     generation: int
     port: int
     participant: int
     seconds: float = 0.0
     error: str = ""
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GroupsFormed(Event):
     """The process groups that FormGroups has asked for are made on all participants, the last one
-    `seconds` after it began; or they are not, and `error` says why."""
+    `seconds` after it began; or they are not, and `error` says why. `apart`: a node, and those that
+    did not answer it, where that is why."""
 
     generation: int
     seconds: float = 0.0
     error: str = ""
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -373,7 +376,8 @@ class Quiesced(Event):
 
     `commit`: what its last commit all-reduce gave it (that of step `step`). `pending_step`: it
     holds the reduced gradients of this step, but the commit broke before it had the result; -1 =
-    none.
+    none. `earlier`: steps before `step`, the newest last, and what is to be told of each. Goes from
+    worker to backend, which tells the policy those that nobody has reported.
     """
 
     worker: WorkerId
@@ -382,6 +386,7 @@ class Quiesced(Event):
     holdings: tuple[Holding, ...] = ()
     commit: tuple[float, ...] = ()
     pending_step: int = -1
+    earlier: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

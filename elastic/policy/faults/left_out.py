@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.policy.copies import recovery
-from elastic.policy.faults.unreached import Pair, apart
+from elastic.policy.faults.unreached import Pair, apart, kept_out_s
 from elastic.policy.plans import choice_of, from_where
 from elastic.policy.pools import drain
 from elastic.policy.state.state import Apart, State
@@ -41,8 +41,30 @@ def left_out(state: State, now_s: float) -> Decision | None:
     for name in names:
         why = _why(name, [one for one in found if name in one.nodes])
         actions += [Quarantine(name, why), ReleaseNode(name)]
-        reasons.append(f"node {name} is quarantined: {why}")
+        reasons.append(f"node {name} is quarantined: {why}; {_back(state, name)}")
     return Decision(tuple(actions), "; ".join((*reasons, _cost(state, names))))
+
+
+def newcomer(state: State, now_s: float) -> Decision | None:
+    """A node that the running plan does not use, and that one of it has not reached when their
+    groups were made ahead: it is left out before anybody waits for it."""
+    plan = state.plan
+    if not state.apart or plan is None or state.target is not None:
+        return None
+    for one in state.apart:
+        used, *others = sorted(one.nodes, key=lambda name: name not in plan.workers_per_node)
+        node = state.nodes.get(others[0])
+        if not (set(plan.nodes) & {used}) or others[0] in plan.workers_per_node:
+            continue
+        if node is not None and node.status == "prepared":
+            why = f"{node.node_id} and {used}, which trains, do not reach each other"
+            text = f"node {node.node_id} is quarantined: {why}; {_back(state, node.node_id)}"
+            return Decision((Quarantine(node.node_id, why), ReleaseNode(node.node_id)), text)
+    return None
+
+
+def _back(state: State, name: str) -> str:
+    return f"should it come back, it is not used before {kept_out_s(state, name):.0f} s from now"
 
 
 def _why(name: str, found: Sequence[Apart]) -> str:

@@ -13,6 +13,7 @@ PROCESS_MOST = 3  # replacements per node and hour
 DEATHS_MOST = 8  # generations in a row without progress in which a process died, on several nodes
 SILENT_MOST = 2  # times that a node stalls, per hour
 ROLLBACKS_MOST = 2
+LEFT_OUT_MOST = 8  # times in a row that nodes are left out for others that they do not reach
 LAYOUTS_MOST = 6  # that compute something else than the one before although they have no new axis
 
 
@@ -31,6 +32,11 @@ def gave_up(state: State) -> str:
         return (
             f"processes died {len(state.deaths)} times in a row, on {', '.join(nodes)}, and no "
             f"step was done past {state.best_step}; the last one: {state.death}"
+        )
+    if len(state.left_out_behind) > LEFT_OUT_MOST:
+        return (
+            f"{LEFT_OUT_MOST} times in a row nodes were left out that others do not reach, and no "
+            f"step was done past {state.best_step}"
         )
     failure = state.aborting.failure if state.aborting else None
     if failure is None:

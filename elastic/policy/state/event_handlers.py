@@ -393,6 +393,7 @@ def _stepped(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State
         state, **_bill(state, at_s), **_timed(state, plan, event, at_s=at_s), step=event.step,
         best_step=max(state.best_step, event.step), last_step=event, last_step_at_s=at_s,
         retries=0 if progress else state.retries,
+        left_out_behind=() if progress else state.left_out_behind,
         deaths=() if event.step > state.death_step else state.deaths,
         digests=digested(state.digests, event),
         losses=with_loss(state.losses, event) if same else state.losses,

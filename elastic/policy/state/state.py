@@ -362,6 +362,10 @@ class State:
     death_step: int = 0
     death_generation: int = 0
     apart: tuple[Apart, ...] = ()  # in order of their names; until they have met
+    # generations behind which nodes were left out for that, in a row without progress
+    left_out_behind: tuple[int, ...] = ()
+    # nodes that were -> how often, and until when they are not prepared should they come back
+    kept_out: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     rollbacks: int = 0
     rolled_back: tuple[tuple[str, int], ...] = ()  # guards and the steps that were rolled back for
     n_skipped: int = 0  # steps that a guard has skipped

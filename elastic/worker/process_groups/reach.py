@@ -32,6 +32,7 @@ LATE_S = 10.0  # that a meeting may take until somebody looks, and between two l
 ANSWER_S = 10.0
 ANSWERS = (0, ECONNREFUSED)
 LOOK_MS = 100
+ENDED_MOST_S = 2.0  # for whoever looks, when the meeting has ended
 
 
 class PeersUnreached(ConnectionError):
@@ -59,6 +60,7 @@ class Reach:
         self._cut_off = cut_off
         self._done = threading.Event()
         self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
         self._place = ""
         self.unreached: tuple[str, ...] = ()
 
@@ -77,12 +79,15 @@ class Reach:
         self._place = place
         port = self._listener.getsockname()[1]
         store.set(_key(self._me), f"{here} {port}")
-        threading.Thread(target=self._watch, name="reach", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="reach", daemon=True)
+        self._thread.start()
         return inode(self._listener.fileno())
 
     def end(self) -> None:
         """All have met, or nobody waits any more."""
         self._done.set()
+        if self._thread is not None:
+            self._thread.join(ENDED_MOST_S)
         if self._listener is not None:
             self._listener.close()
 

@@ -106,6 +106,7 @@ class Session:
         # the generation left last was, by an error in the middle of something
         self._unfinished = False
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
+        self._done: tuple[tuple[int, tuple[float, ...]], ...] = ()  # and of those before
         # generation, step, commit: to be applied
         self._forward: tuple[int, int, tuple[float, ...]] | None = None
         self._aborted = 0  # generations up to this one are aborted
@@ -396,7 +397,7 @@ class Session:
         try:
             self._wait_for_peers(generation)
             generation.enter()
-            self._commit = ()
+            self._commit = self._done = ()
             if generation.rank is None:
                 place.keep([])
             else:
@@ -408,6 +409,7 @@ class Session:
             generation.close()
             if generation.stepper is not None:
                 self._commit = generation.stepper.committed
+                self._done = tuple(generation.stepper.done)
                 self._broken = generation if generation.pending_step >= 0 else None
             with self._lock:
                 self._generation = None
@@ -494,6 +496,7 @@ class Session:
             tuple(h.holding(self.me) for h in held),
             self._commit,
             pending_step,
+            tuple(one for one in self._done if one[0] < step),
         )
 
 

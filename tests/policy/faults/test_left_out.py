@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from support.policy.story import Story, durable, orders, plan_of, stopped
 
-from elastic.policy.faults.retries import INFRASTRUCTURE_MOST
-from elastic.policy.faults.unreached import WAIT_MOST_S, WAIT_S
+from elastic.policy.faults.retries import INFRASTRUCTURE_MOST, LEFT_OUT_MOST
+from elastic.policy.faults.unreached import WAIT_MOST_S, WAIT_S, kept_out_s
 from elastic.types import (
     Decision,
+    Node,
     NodeLost,
+    NodeReady,
     Plan,
     Pool,
+    Prepare,
     Quarantine,
     ReleaseNode,
     Stop,
@@ -93,8 +96,11 @@ def test_one_of_two_is_left_out_after_the_second_attempt_and_the_other_continues
     assert orders(decision, ReleaseNode) == [ReleaseNode("s1")]
     assert decision.reason.startswith("node s1 is quarantined: s1 and s2 do not reach each other")
     assert made.state.apart == ()
-    going = plan_of(made.tick(after_s=20))
-    assert [worker.node_id for worker in going.ranks] == ["s2"]
+    entering = made.tick()
+    going = plan_of(entering)
+    assert [worker.node_id for worker in going.ranks] == ["s2"], "at once: the cause is gone"
+    assert "node s1 is left out: s1 and s2 do not reach each other" in entering.reason
+    assert made.state.retries == 0
 
 
 def test_what_only_the_left_out_node_holds_counts_as_lost_and_that_is_said() -> None:
@@ -170,6 +176,39 @@ def test_where_the_rest_cannot_train_all_are_waited_for_a_while_and_then_the_run
     assert made.now_s > began_s + WAIT_MOST_S
     stop = stopped(made)
     assert stop.outcome == "failed" and said in stop.reason and aside(made) == []
+
+
+def test_one_that_comes_back_under_its_name_is_used_again_later_and_later() -> None:
+    made = story("s1", "s2", "s3")
+    assert "not used before 300 s from now" in apart(made, ("s1", "s2")).reason
+    left_s = made.now_s
+    made.tick()
+    made.entered()
+    made.steps(1)
+    made.tick(NodeLost("s1", "released"))
+    back = made.tick(NodeReady(Node("s1", "spot", 1)))
+    assert not orders(back, Prepare) and back.wake_at_s == left_s + 300
+    again = made.tick(after_s=left_s + 300 - made.now_s)
+    assert [order.node_id for order in orders(again, Prepare)] == ["s1"]
+    assert [kept_out_s(made.state, name) for name in ("s1", "s2")] == [600, 300]
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_nodes_are_not_left_out_for_ever(progress: bool) -> None:
+    made = story("s1", "s2", "s3")
+    apart(made, ("s1", "s2"))
+    assert made.state.left_out_behind == (3,)
+    made.state = replace(made.state, left_out_behind=tuple(range(LEFT_OUT_MOST)))
+    made.tick()
+    made.entered()
+    made.steps(5 if progress else 4)
+    assert made.state.plan is not None
+    breaks(made, made.state.plan)
+    attempt(made, ("s2", "s3"))
+    attempt(made, ("s2", "s3"))
+    made.tick()
+    assert aside(made) == ["s1", "s2"]
+    assert (made.state.phase == "failed") is not progress
 
 
 def test_as_soon_as_others_come_one_is_left_out() -> None:

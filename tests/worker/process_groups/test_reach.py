@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
+from errno import EINPROGRESS
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import reach
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.reach import PeersUnreached, Reach, unanswered
+from elastic.worker.process_groups.sockets import inodes, shut
 from elastic.worker.session.worker_errors import kind_of, text_of
 
 
@@ -58,6 +61,20 @@ def test_who_listens_and_who_has_gone_has_answered(silent: tuple[str, int]) -> N
         }  # fmt: skip
         assert unanswered(addresses, 0.3, lambda: False) == ("cut-off",)
         assert unanswered({"there": there.getsockname()}, 60.0, lambda: False) == ()
+
+
+def test_an_abort_ends_a_connection_that_nobody_answers(silent: tuple[str, int]) -> None:
+    """gloo would wait for it for two minutes."""
+    before = inodes()
+    with socket.socket() as waits, select.epoll() as poll:
+        waits.setblocking(False)
+        assert waits.connect_ex(silent) == EINPROGRESS
+        poll.register(waits, select.EPOLLOUT)
+        assert poll.poll(0.1) == [], "nobody answers"
+        shut(before, (), 0, at_once=False)
+        assert poll.poll(0.1) == [], "once all have met none of theirs is under way"
+        shut(before, (), 0, at_once=True)
+        assert poll.poll(10)
 
 
 def test_only_the_first_participant_of_a_node_looks(store: dist.TCPStore) -> None:
