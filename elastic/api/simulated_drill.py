@@ -72,6 +72,7 @@ def simulate_drill(
         attached=False,
         paid_until_s=None,
         expects_measured=True,
+        leaves_out=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

@@ -29,6 +29,8 @@ OPTIONS = {
 }
 Sides = Literal["driver", "nodes", "storage"]
 SIDES: tuple[Sides, ...] = ("driver", "nodes", "storage")
+EACH_OTHER = "each-other"
+From = Sides | Literal["each-other"] | Annotated[list[Sides], Field(min_length=1)]
 PARTITION_S, PARTITION_MOST_S = 30.0, 3600.0
 NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]{1,6}")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
@@ -39,14 +41,15 @@ class DrillSpec(Strict):
 
     hang: the node's processes are stopped (SIGSTOP). partition: for `for_s` seconds they reach
     neither the driver nor their peers nor storage, or only those of `from` not; they work all the
-    while. stall: they answer, and their training stalls. corrupt: what they compute is wrong. slow:
-    they take `factor` times as long as they would (1 = as before); with `unit_s` each forward and
-    backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`:
-    each pass by up to that part more or less. device_error: their next forward pass raises a CUDA
-    error, and so does everything after it; `place`: not the forward pass, but the backward pass,
-    the optimizer, a host copy for the peers, or the next transfer of the state. `gpu`: of the
-    node's workers only this one. wrong_layout: from now on the layouts that the run changes to
-    compute something else than the one it has (of no node; for trials of the checks against that).
+    while (`from: each-other`, of two nodes or more: they reach everybody else). stall: they answer,
+    and their training stalls. corrupt: what they compute is wrong. slow: they take `factor` times
+    as long as they would (1 = as before); with `unit_s` each forward and backward pass of one
+    sample through one block takes unit_s x factor seconds at least; `jitter`: each pass by up to
+    that part more or less. device_error: their next forward pass raises a CUDA error, and so does
+    everything after it; `place`: not the forward pass, but the backward pass, the optimizer, a host
+    copy for the peers, or the next transfer of the state. `gpu`: of the node's workers only this
+    one. wrong_layout: from now on the layouts that the run changes to compute something else than
+    the one it has (of no node; for trials of the checks against that).
     """
 
     at_step: int | None = Field(None, ge=0, le=STEPS_MOST)
@@ -67,7 +70,7 @@ class DrillSpec(Strict):
     jitter: float | None = Field(None, ge=0, lt=1)
     gpu: int | None = Field(None, ge=0, le=NODES_MOST)
     for_s: float | None = Field(None, gt=0, le=PARTITION_MOST_S)
-    cut_from: Sides | Annotated[list[Sides], Field(min_length=1)] | None = Field(None, alias="from")
+    cut_from: From | None = Field(None, alias="from")
     place: Literal["forward", "backward", "optimizer", "host_copy", "move"] | None = None
 
     @model_validator(mode="after")
@@ -89,6 +92,8 @@ class DrillSpec(Strict):
             raise ValueError("slow needs a factor, such as 2.0")
         if self.slow is not None and self.unit_s is None and (self.factor or 1) < 1:
             raise ValueError(f"factor={self.factor}: nothing can be made faster than it is")
+        if self.cut_from == EACH_OTHER and len(set(self.nodes())) < 2:
+            raise ValueError("from: each-other needs a list of two nodes or more")
         for name in self.nodes():
             if not name or (name.startswith(("any", "rank")) and not NODE_WORD.fullmatch(name)):
                 raise ValueError(f"'{name}' names no node; it may be {NODE_WORDS}")

@@ -17,7 +17,8 @@ from elastic.policy import (
 )  # fmt: skip
 from elastic.policy.copies import cadence, recovery
 from elastic.policy.copies.retention import retention
-from elastic.policy.faults import corruption, retries
+from elastic.policy.faults import corruption, retries, unreached
+from elastic.policy.faults.left_out import left_out, newcomer
 from elastic.policy.plans import choice_of, enter, from_where, never, with_rehearsals
 from elastic.policy.pools import drain, hazard, limits
 from elastic.policy.pools.capacity import capacity, missing_capacity, potential, together
@@ -75,6 +76,7 @@ def decide(state: State, now_s: float) -> Decision:
         _breaking_off,
         corruption.put_aside,
         _waiting_for_survivors,
+        left_out,
         _rolling_forward,
         stopping.save_and_stop,
         _entering,
@@ -216,10 +218,11 @@ def _starting(state: State, now_s: float) -> Decision | None:
     if failure and failure.cause == "infrastructure" and state.aborting:
         at_s = state.aborting.at_s + retries.wait_s(state)
         if now_s < at_s:
+            waited_for = unreached.waited_for(state)
             return Decision(
                 (),
                 f"attempt {state.retries + 2} after {retries.wait_s(state):.0f} s: "
-                f"{failure.reason}",
+                f"{failure.reason}" + (f"; {waited_for}" if waited_for else ""),
                 at_s,
             )
     try:
@@ -343,7 +346,7 @@ def _running(state: State, now_s: float) -> Decision | None:
     leaving = [going[name] for name in plan.nodes if name in going] if going else []
     if not leaving and (wait := forming_groups.waiting(state, now_s)):
         return wait
-    found = phases.next_phase(state, now_s, bool(leaving))
+    found = newcomer(state, now_s) or phases.next_phase(state, now_s, bool(leaving))
     if found is None and leaving:
         found = _with_notice(state, now_s, leaving)
     return forming_groups.first(state, now_s, found or _changing(state, now_s, plan))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic.policy.faults import unreached
 from elastic.policy.plans import gpu_bytes, on_gpus
 from elastic.policy.state.state import Forming, State, standing_of
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, running_bytes, set_up_bytes
@@ -160,6 +161,9 @@ def _formed(state: State, event: GroupsFormed, at_s: float) -> State:
     if forming is None or forming.ended or event.generation != forming.plan.generation:
         return state
     setup_s = state.setup_s if event.error else event.seconds
+    if event.apart:
+        node_id, *others = event.apart
+        state = unreached.told(state, node_id, others, generation=event.generation, at_s=at_s)
     return replace(
         state, forming=replace(forming, seconds=event.seconds, error=event.error), setup_s=setup_s
     )

@@ -1,12 +1,17 @@
 """Simulated partitions: a node that neither the driver nor its peers reach for some time, and that
-works all the while.
+works all the while; and two nodes that do not reach each other, while the driver reaches both.
 
 Its connections stand, so nothing is lost when it is back: a step that waited continues, an order
 arrives, and what its workers had to say is heard. Unless the driver has ended them meanwhile: they
-obey that before anything else of them is heard.
+obey that before anything else of them is heard. A generation that two nodes which are apart are in
+waits likewise, until the driver finds that nobody makes progress; and one that is to meet then does
+not.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
 
 from elastic.sim.scripted_faults import Fault
 from elastic.sim.sim_breaks import SimGeneration
@@ -27,11 +32,78 @@ from elastic.types import (
 class Partitions(Generations):
     """Generations whose nodes may be cut off."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._apart_until_s: dict[tuple[str, str], float] = {}
+
+    def _part(self, one: str, other: str, fault: Fault) -> None:
+        """From now on these two do not reach each other."""
+        until_s = self._now_s + fault.lasts_s
+        self._apart_until_s[one, other] = max(until_s, self._apart_until_s.get((one, other), 0.0))
+        for group in self._groups.values():
+            if group.entered and not group.ended and self._apart(group.plan.ranks):
+                self._watch_apart(group, fault)
+
+    def _apart(self, workers: Collection[WorkerId]) -> list[tuple[str, str]]:
+        nodes = {worker.node_id for worker in workers}
+        return [
+            pair
+            for pair, until_s in self._apart_until_s.items()
+            if until_s > self._now_s and nodes.issuperset(pair)
+        ]
+
+    def _apart_s(self, workers: Collection[WorkerId]) -> float:
+        """Until all of them reach each other."""
+        if not self._apart_until_s:
+            return 0.0
+        return max((self._apart_until_s[p] - self._now_s for p in self._apart(workers)), default=0)
+
+    def _parted_s(self, workers: Collection[WorkerId]) -> float:
+        return max(super()._parted_s(workers), self._apart_s(workers))
+
+    def _watch_apart(self, group: SimGeneration, fault: Fault) -> None:
+        def looked() -> None:
+            if not group.ended and self._apart(group.plan.ranks):
+                self._break(group, fault.moment)
+
+        self._after(self.delays.silent_s, looked)
+
+    def _formed(self, forming: SimGeneration) -> None:
+        if not self._apart(forming.members):
+            super()._formed(forming)
+            return
+
+        def told() -> None:
+            if self._forming is forming and (pairs := self._apart(forming.members)):
+                error = " does not reach ".join(pairs[0])
+                self._tell(GroupsFormed(forming.plan.generation, 0.0, error, pairs[0]))
+            elif self._forming is forming:
+                super(Partitions, self)._formed(forming)
+
+        self._after(self.delays.meet_s, told)
+
+    def _did_not_meet(self, group: SimGeneration) -> None:
+        """The workers have waited for each other as long as they do, and say whom they miss."""
+        pairs = self._apart(group.members)
+        if group.ended or not pairs:
+            self._entered(group)
+            return
+        group.ended = True
+        for one, other in pairs:
+            worker = min(worker for worker in group.members if worker.node_id == one)
+            if self._answers(worker):
+                error = f"{one} does not reach {other}"
+                self._tell(
+                    WorkerFailed(
+                        worker, group.plan.generation, "collective", error, unreached=(other,)
+                    )
+                )
+
     def _cut(self, node_id: str, fault: Fault) -> None:
         machine, self._cut_once = self._machines[node_id], True
         machine.cut_until_s = max(machine.cut_until_s, self._now_s + fault.lasts_s)
         for group in self._groups.values():
-            if not group.ended and any(worker.node_id == node_id for worker in group.members):
+            if not group.ended and any(worker.node_id == node_id for worker in group.needed):
                 self._watch(group, fault)
         workers = (
             [WorkerId(node_id, k) for k in range(machine.node.gpus)] if machine.prepared else []
@@ -49,7 +121,7 @@ class Partitions(Generations):
         def looked() -> None:
             cut = [
                 worker
-                for worker in sorted(group.members)
+                for worker in sorted(group.needed)
                 if self._lives(worker) and self._cut_s([worker]) > 0
             ]
             if group.ended or not cut:
@@ -80,13 +152,18 @@ class Partitions(Generations):
         wait_s = self._cut_s(group.members)
         if wait_s > 0 and not group.ended:
             self._after(wait_s, lambda: self._entered(group))
+        elif not group.ended and (apart_s := self._apart_s(group.members)) > 0:
+            meet_s = min(apart_s, self.delays.meet_s)
+            self._after(meet_s, lambda: self._did_not_meet(group))
         else:
             super()._entered(group)
 
     def _step(self, group: SimGeneration) -> None:
         """Ranks that are all cut off together step on; what they say is heard later."""
         ranks, wait_s = group.plan.ranks, self._cut_s(group.plan.ranks)
-        if wait_s > 0 and not group.ended and len({worker.node_id for worker in ranks}) > 1:
+        several = len({worker.node_id for worker in ranks}) > 1
+        wait_s = max(wait_s if several else 0.0, self._apart_s(ranks))
+        if wait_s > 0 and not group.ended:
             self._after(wait_s, lambda: self._step(group))
         else:
             super()._step(group)

@@ -12,7 +12,7 @@ FaultKind = Literal[
     "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought",
     "slow", "crash", "refuse", "price", "add", "stop", "throttle", "jitter", "drift",
     "wrong_numbers", "stall", "wrong_layout", "device", "return", "partition", "storage", "full",
-    "damage", "driver", "freeze", "slow_storage", "throttled", "read_only", "past",
+    "damage", "driver", "freeze", "slow_storage", "throttled", "read_only", "past", "apart",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -35,6 +35,7 @@ class Delays:
     detect_s: float = 0.2
     confirm_s: float = 2.0
     silent_s: float = 6.0
+    meet_s: float = 5.0  # after which a node that does not answer is told of, while a group meets
     quiesce_s: float = 0.1
     release_s: float = 0.5
     changes_s: Mapping[str, float] = field(default_factory=dict)
@@ -74,7 +75,8 @@ class Fault:
             memory, nothing else.
     return: of a node, which is lost and stands again under its name `lasts_s` later. partition:
             neither the driver nor its
-    peers reach a node for `lasts_s`; then it is back with what it holds. storage: it answers
+    peers reach a node for `lasts_s`; then it is back with what it holds. apart: for so long that
+    node and the next one do not reach each other, and the driver reaches both. storage: it answers
     nothing for `lasts_s`; what is read or written takes so much longer. slow_storage: each answer
     takes `amount` seconds more for `lasts_s`. throttled: it refuses nearly everything for
     `lasts_s`, which is retried. read_only: it refuses each write. past: a driver that comes in that

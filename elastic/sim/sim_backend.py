@@ -163,10 +163,13 @@ class SimBackend(Partitions):
             )
         elif fault.kind == "partition":
             self._cut(node_id, fault)
+        elif fault.kind == "apart" and len(alive) > 1:
+            other = alive[(fault.which + 1) % len(alive)]
+            self._part(min(node_id, other), max(node_id, other), fault)
         elif fault.kind in ("hang", "stall"):
             self._machines[node_id].hung = True
             for group in self._running():
-                if group.members & {
+                if group.needed & {
                     WorkerId(node_id, k) for k in range(self._machines[node_id].node.gpus)
                 }:
                     self._unanswered(

@@ -53,6 +53,11 @@ class SimGeneration:
     def members(self) -> set[WorkerId]:
         return set(self.plan.ranks) | {h.worker for h in self.plan.resume.holdings}
 
+    @property
+    def needed(self) -> set[WorkerId]:
+        """Who only sends has left when it is entered."""
+        return set(self.plan.ranks) if self.entered else self.members
+
 
 class Breaks(SimMachines):
     """Generations that break. `violations`: orders that the contract forbids, as found."""
@@ -79,8 +84,7 @@ class Breaks(SimMachines):
             self._commits.pop(worker, None)
             self._pending.pop(worker, None)
         for group in self._groups.values():
-            needed = set(group.plan.ranks) if group.entered else group.members
-            if not group.ended and needed & workers:
+            if not group.ended and group.needed & workers:
                 self._break(group, moment)
 
     def _lose_device(self, worker: WorkerId, moment: Moment) -> None:
@@ -91,7 +95,7 @@ class Breaks(SimMachines):
         generation = max((group.plan.generation for group in running), default=0)
         self._without_device.add(worker)
         for group in self._groups.values():
-            if not group.ended and worker in (group.plan.ranks if group.entered else group.members):
+            if not group.ended and worker in group.needed:
                 self._break(group, moment)
         self._held[worker] = tuple(h for h in self._held.get(worker, ()) if h.kind == "peer")
         self._commits.pop(worker, None)
@@ -154,7 +158,7 @@ class Breaks(SimMachines):
     def _unanswered(self, group: SimGeneration, why: str = "") -> None:
         """Somebody in the group no longer answers: the others wait until he is found silent."""
         group.ended = True
-        for worker in sorted(group.members):
+        for worker in sorted(group.needed):
             if self._lives(worker) and not self._answers(worker):
                 silent = Silent(
                     worker, group.plan.generation, "stepping", self.delays.silent_s, why

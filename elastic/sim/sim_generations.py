@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from elastic.sim.gpu_speeds import FORWARD, Paces, step_s
@@ -143,6 +143,10 @@ class Generations(Breaks):
         elif not group.ended:
             self._transition(group)
 
+    def _parted_s(self, workers: Collection[WorkerId]) -> float:
+        """Until all of these are reached, by the driver and by each other."""
+        return self._cut_s(workers)
+
     def _job_of(self, plan: Plan) -> Job:
         """In the phase of the plan."""
         return self.job.in_phase(plan.phase)
@@ -172,10 +176,13 @@ class Generations(Breaks):
             if self._forming is forming and all(
                 self._answers(worker) for worker in forming.members
             ):
-                forming.entered = True
-                self._tell(GroupsFormed(action.plan.generation, self._set_up_s(action.plan)))
+                self._formed(forming)
 
         self._after(self._set_up_s(action.plan), made)
+
+    def _formed(self, forming: SimGeneration) -> None:
+        forming.entered = True
+        self._tell(GroupsFormed(forming.plan.generation, self._set_up_s(forming.plan)))
 
     def _drop_groups(self, action: DropGroups) -> None:
         self._forming = None
@@ -427,7 +434,7 @@ class Generations(Breaks):
         plan = group.plan
         if group.ended:
             return
-        if (wait_s := self._cut_s(plan.ranks)) > 0:
+        if (wait_s := self._parted_s(plan.ranks)) > 0:
             self._after(wait_s, lambda: self._acknowledged(group, step))
             return
         self._hold_copies(group, step)

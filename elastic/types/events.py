@@ -34,7 +34,8 @@ class DriverStarted(Event):
     as new as each look): likewise. `bounds_deaths`: processes that die one after another while no
     step is done end the run (else nodes are replaced for ever): likewise. `saves_in_any`: what only
     memory holds when a run is to stop is saved in whatever layout the nodes that are there can
-    enter (else in one that the job allows): likewise.
+    enter (else in one that the job allows): likewise. `leaves_out`: of nodes that reach the driver
+    and not each other some are left out (else attempts to meet end the run): likewise.
     """
 
     run: str
@@ -53,6 +54,7 @@ class DriverStarted(Event):
     dates_budget: bool = False
     bounds_deaths: bool = False
     saves_in_any: bool = False
+    leaves_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,24 +162,27 @@ class PlanEntered(Event):
 @dataclass(frozen=True)
 class GroupsMade(Event):
     """A participant of a generation that may come has its process groups, or could not make them
-    (`error`). `port`: of the store at which it met the others. Goes from worker to backend, which
-    tells the policy GroupsFormed."""
+    (`error`; `unreached`: nodes that did not answer it, where that is why). `port`: of the store at
+    which it met the others. Goes from worker to backend, which tells the policy GroupsFormed."""
 
     generation: int
     port: int
     participant: int
     seconds: float = 0.0
     error: str = ""
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GroupsFormed(Event):
     """The process groups that FormGroups has asked for are made on all participants, the last one
-    `seconds` after it began; or they are not, and `error` says why."""
+    `seconds` after it began; or they are not, and `error` says why. `apart`: a node, and those that
+    did not answer it, where that is why."""
 
     generation: int
     seconds: float = 0.0
     error: str = ""
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -341,7 +346,8 @@ class CopyRemoved(Event):
 class WorkerFailed(Event):
     """A worker raised or its process is gone. The process lives unless `kind` is 'process'.
 
-    collective: a peer went away. program: the user's code raised. out_of_memory: with
+    collective: a peer went away; `unreached`: the nodes that did not answer this worker when its
+    generation met, where that is why. program: the user's code raised. out_of_memory: with
     `measured_bytes`. not_finite: the loss or the gradients of `step` are no numbers. guard: another
     guard has tripped at `step`. In both cases the step was not applied, every rank says the same,
     and `do` is what the job's guard wants: rollback or stop. layout: the generation has entered,
@@ -360,6 +366,7 @@ class WorkerFailed(Event):
     step: int = 0
     guard: str = ""
     do: str = ""
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -369,7 +376,8 @@ class Quiesced(Event):
 
     `commit`: what its last commit all-reduce gave it (that of step `step`). `pending_step`: it
     holds the reduced gradients of this step, but the commit broke before it had the result; -1 =
-    none.
+    none. `earlier`: steps before `step`, the newest last, and what is to be told of each. Goes from
+    worker to backend, which tells the policy those that nobody has reported.
     """
 
     worker: WorkerId
@@ -378,6 +386,7 @@ class Quiesced(Event):
     holdings: tuple[Holding, ...] = ()
     commit: tuple[float, ...] = ()
     pending_step: int = -1
+    earlier: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,10 @@ class InjectFault(Action):
 @dataclass(frozen=True)
 class Isolate(Action):
     """A drill: for so long the worker does not reach its peers, or storage. The connections to its
-    peers break, and a generation that is ordered meanwhile is entered afterwards."""
+    peers break, and a generation that is ordered meanwhile is entered afterwards. `apart_from`:
+    only the peers on these nodes; a generation that has such does not meet."""
 
     for_s: float
     nodes: bool = False
     storage: bool = False
+    apart_from: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from elastic.driver import drive
 from elastic.ledger.journal import MemoryJournal
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
-from elastic.sim.scripted_faults import Fault, Moment
+from elastic.sim.scripted_faults import Delays, Fault, Moment
 from elastic.sim.sim_backend import SimBackend
 from elastic.types import (
     DriverStarted,
@@ -21,7 +21,9 @@ from elastic.types import (
     NodePrepared,
     OptimizerSpec,
     Plan,
+    PlanEntered,
     Pool,
+    Quarantine,
     RollForward,
     Silent,
     StepDone,
@@ -155,3 +157,64 @@ def test_an_idle_node_that_is_cut_off_is_prepared_anew() -> None:
         if event.node_id == silent.worker.node_id
     ]
     assert len(prepared_s) == 2 and prepared_s[1] >= AT_S + 9.0
+
+
+def leaves_out(
+    *faults: Fault, n_nodes: int = 3, forms_ahead: bool = False, **changes: Any
+) -> MemoryJournal:
+    pools = (Pool("p", max_nodes=n_nodes, usd_per_node_h=1.0, market_type="spot"),)
+    job = JOB | {"steps": 200} | changes
+    delays = Delays(groups_s=1.0 if forms_ahead else 0.0)
+    backend = SimBackend(pools, Job.from_plain(job), faults, delays=delays)
+    journal = MemoryJournal()
+    start = DriverStarted("r", 1, job, pools, MODEL, forms_ahead=forms_ahead, leaves_out=True)
+    state = drive(backend, journal, start)
+    assert backend.violations == [] and replay(journal.lines).identical
+    assert state.phase == "succeeded"
+    done = [event.step for _, event in told(journal, StepDone)]
+    assert sorted(set(done)) == list(range(1, 201))
+    return journal
+
+
+def aside(journal: MemoryJournal) -> list[Quarantine]:
+    actions = [a for line in journal.lines if line.decision for a in line.decision.actions]
+    return [action for action in actions if isinstance(action, Quarantine)]
+
+
+def test_of_two_nodes_that_do_not_reach_each_other_one_is_left_out_and_replaced() -> None:
+    journal = leaves_out(Fault(AT_S, "apart", 1, lasts_s=1200.0))
+    (one,) = aside(journal)
+    met = [
+        plan
+        for _, event in told(journal, PlanEntered)
+        for plan in plans(journal)
+        if plan.generation == event.generation
+    ]
+    left_s = next(
+        line.at_s for line in journal.lines if line.decision and one in line.decision.actions
+    )
+    assert left_s < AT_S + 60.0, "not after ten minutes"
+    assert "do not reach each other" in one.reason
+    assert [len(plan.nodes) for plan in met] == [3, 2, 3], "two continue, and another one comes"
+    assert not any(one.node_id in plan.nodes for plan in met[1:])
+
+
+@pytest.mark.parametrize("lasts_s", [3.0, 9.0])
+def test_a_cut_between_two_nodes_that_is_short_leaves_nobody_out(lasts_s: float) -> None:
+    assert aside(leaves_out(Fault(AT_S, "apart", 1, lasts_s=lasts_s))) == []
+
+
+def test_a_newcomer_that_a_node_of_the_plan_does_not_reach_is_left_out_while_that_trains() -> None:
+    """Its groups are made ahead: nobody has paused for it, and another one comes in its place."""
+    journal = leaves_out(
+        Fault(60.0, "loss", 1), Fault(68.0, "apart", 2, lasts_s=1200.0), forms_ahead=True
+    )
+    (one,) = aside(journal)
+    assert "which trains, do not reach each other" in one.reason
+    assert [len(plan.nodes) for plan in plans(journal)] == [3, 2, 3]
+    assert one.node_id not in plans(journal)[-1].nodes
+
+
+def test_what_cannot_train_without_waits_for_the_link() -> None:
+    journal = leaves_out(Fault(AT_S, "apart", 0, lasts_s=300.0), n_nodes=2, layout="dp_shard=2")
+    assert aside(journal) == []

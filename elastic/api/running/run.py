@@ -264,6 +264,7 @@ class JobRun:
             dates_budget=True,
             bounds_deaths=True,
             saves_in_any=True,
+            leaves_out=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

@@ -12,7 +12,15 @@ from typing import Any, Protocol
 from elastic.cluster.backend import drills
 from elastic.cluster.nodes.providers import NodeProvider
 from elastic.cluster.notices.merged_notices import DRILL
-from elastic.config.drill import ON_NODES, ON_WORKERS, PARTITION_S, SIDES, Scene, resolve
+from elastic.config.drill import (
+    EACH_OTHER,
+    ON_NODES,
+    ON_WORKERS,
+    PARTITION_S,
+    SIDES,
+    Scene,
+    resolve,
+)
 from elastic.errors import SpecError
 from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder
@@ -69,7 +77,8 @@ class DrillRunner:
             names = resolve(entry[kind], Scene(plan, markets, frozenset(self._deadlines)))
         except SpecError as error:
             return [DrillAsked({**entry, "error": str(error)})]
-        events: list[Event] = [DrillAsked({**entry, kind: list(names)})]
+        entry = {**entry, kind: list(names)}
+        events: list[Event] = [DrillAsked(entry)]
         for node_id in names:
             if kind in ON_WORKERS:
                 events += self._inject(node_id, kind, entry)
@@ -102,6 +111,8 @@ class DrillRunner:
 
     def _partition(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
         """Its workers leave their peers and storage alone, and then this driver them."""
+        if entry.get("from") == EACH_OTHER:
+            return self._apart(node_id, entry)
         for_s, sides = entry.get("for_s", PARTITION_S), entry.get("from", SIDES)
         sides = [sides] if isinstance(sides, str) else sides
         nodes, storage = "nodes" in sides, "storage" in sides
@@ -111,11 +122,15 @@ class DrillRunner:
         cut = [self.worker_group.order(worker, order) for worker in workers]
         if "driver" in sides:
             cut.append(self.worker_group.cut(node_id, for_s))
-        return (
-            []
-            if any(cut)
-            else [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be cut off"})]
-        )
+        return [] if any(cut) else [_not_cut_off(node_id, entry)]
+
+    def _apart(self, node_id: str, entry: Mapping[str, Any]) -> list[Event]:
+        """Its workers leave those of the other nodes of the entry alone."""
+        others = tuple(name for name in entry["partition"] if name != node_id)
+        order = WorkerOrder(Isolate(entry.get("for_s", PARTITION_S), apart_from=others))
+        workers = self.worker_group.workers(node_id) if self.own_code else []
+        cut = [self.worker_group.order(worker, order) for worker in workers]
+        return [] if any(cut) else [_not_cut_off(node_id, entry)]
 
     def _wrong_layout(self, entry: Mapping[str, Any]) -> list[Event]:
         """Told to all workers that there are: which of them are in the next layout is not known
@@ -164,3 +179,7 @@ class DrillRunner:
 
     def _pool(self, node_id: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == self.nodes[node_id].pool)
+
+
+def _not_cut_off(node_id: str, entry: Mapping[str, Any]) -> DrillAsked:
+    return DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be cut off"})

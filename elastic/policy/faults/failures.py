@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.policy import restarts
-from elastic.policy.faults import refused_layouts
+from elastic.policy.faults import refused_layouts, unreached
 from elastic.policy.state.layered import with_entry, with_member, without_entry, without_member
 from elastic.policy.state.state import Failure, State
 from elastic.text import gib
@@ -168,6 +168,10 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
     worker, kind = event.worker, event.kind
     text = f"worker {worker}: {event.error}"
     current = state.is_current(event.generation)
+    if event.unreached:
+        state = unreached.told(
+            state, worker.node_id, event.unreached, generation=event.generation, at_s=at_s
+        )
     if kind == "process":
         # a process that took part in entering this generation did not die in an older one
         plan = state.plan
@@ -288,13 +292,14 @@ def _with_failure(state: State, name: str, at_s: float, *, counts: bool = True) 
 
 
 def without_faults(state: State, node_id: str) -> dict[str, Any]:
-    """Fields of the state in which nothing is known against this node's devices: it is gone, or
-    another one."""
+    """Fields of the state in which nothing is known against this node's devices and links: it is
+    gone, or another one."""
     return {
         "faulty": {
             worker: why for worker, why in state.faulty.items() if worker.node_id != node_id
         },
         "short": {name: why for name, why in state.short.items() if name != node_id},
+        "apart": tuple(one for one in state.apart if node_id not in one.nodes),
     }
 
 

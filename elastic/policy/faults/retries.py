@@ -3,6 +3,7 @@ infrastructure."""
 
 from __future__ import annotations
 
+from elastic.policy.faults import unreached
 from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State
 
@@ -12,12 +13,15 @@ PROCESS_MOST = 3  # replacements per node and hour
 DEATHS_MOST = 8  # generations in a row without progress in which a process died, on several nodes
 SILENT_MOST = 2  # times that a node stalls, per hour
 ROLLBACKS_MOST = 2
+LEFT_OUT_MOST = 8  # times in a row that nodes are left out for others that they do not reach
 LAYOUTS_MOST = 6  # that compute something else than the one before although they have no new axis
 
 
 def wait_s(state: State) -> float:
     """How long to wait before the next attempt after an error of the infrastructure: 1, 2, 4, 8, 16
-    s."""
+    s; longer for nodes that do not reach each other."""
+    if unreached.apart(state):
+        return unreached.WAIT_S
     return float(2 ** min(state.retries, 4))
 
 
@@ -29,15 +33,20 @@ def gave_up(state: State) -> str:
             f"processes died {len(state.deaths)} times in a row, on {', '.join(nodes)}, and no "
             f"step was done past {state.best_step}; the last one: {state.death}"
         )
+    if len(state.left_out_behind) > LEFT_OUT_MOST:
+        return (
+            f"{LEFT_OUT_MOST} times in a row nodes were left out that others do not reach, and no "
+            f"step was done past {state.best_step}"
+        )
     failure = state.aborting.failure if state.aborting else None
     if failure is None:
         return ""
     most = SCRIPTS_MOST if state.job.restarted else INFRASTRUCTURE_MOST
-    if failure.cause == "infrastructure" and state.retries >= most:
-        return (
-            f"{state.retries} attempts in a row made no progress past step {state.best_step}; the "
-            f"last one: {failure.reason}"
-        )
+    waits = failure.at_s < unreached.waited_until_s(state)
+    if failure.cause == "infrastructure" and state.retries >= most and not waits:
+        tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"
+        parts = (tried, unreached.waited_for(state), f"the last one: {failure.reason}")
+        return "; ".join(part for part in parts if part)
     # guards count for themselves
     if failure.cause == "rollback" and state.rollbacks - len(state.rolled_back) > ROLLBACKS_MOST:
         return f"{state.rollbacks} roll-backs; the last one: {failure.reason}"

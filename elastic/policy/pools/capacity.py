@@ -56,6 +56,10 @@ def _prepare(state: State, now_s: float) -> Decision:
             reasons.append(f"node {node.node_id} of pool {node.pool} is released, {why}")
             continue
         since_s = state.preparing.get(node.node_id)
+        out = state.kept_out.get(node.node_id)  # others did not reach it
+        if out is not None and now_s < out[1]:
+            wakes.append(out[1])
+            continue
         if node.node_id in state.short and node.node_id in living:
             continue  # others of its workers have a part in a generation: not now
         if since_s is not None and now_s < since_s + PREPARE_MOST_S:

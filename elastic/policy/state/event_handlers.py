@@ -14,7 +14,7 @@ from typing import Any
 from elastic.config.fingerprint import KEY
 from elastic.policy import profiling, restarts
 from elastic.policy.copies.retention import HANDLERS as COPIES
-from elastic.policy.faults import refused_layouts
+from elastic.policy.faults import refused_layouts, unreached
 from elastic.policy.faults.corruption import HANDLERS as SUSPECTS
 from elastic.policy.faults.corruption import corrupted, without_copies
 from elastic.policy.faults.failures import (
@@ -115,7 +115,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "billed_at_s": at_s, "forms_ahead": event.forms_ahead,
         "expects_measured": event.expects_measured, "spends_slack": event.spends_slack,
         "dates_budget": event.dates_budget, "bounds_deaths": event.bounds_deaths,
-        "saves_in_any": event.saves_in_any,
+        "saves_in_any": event.saves_in_any, "leaves_out": event.leaves_out,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
@@ -335,6 +335,7 @@ def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:
             probes=refused_layouts.until(state.probes, event.step), peer=None, below_step=None,
             last_step=None, shares_ordered=None, n_copies_timed=0,
             move_pace=paced(state, target, event),
+            apart=unreached.after_meeting(state, target.nodes_taking_part),
         ),
         *target.nodes,
     )  # fmt: skip
@@ -392,6 +393,7 @@ def _stepped(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State
         state, **_bill(state, at_s), **_timed(state, plan, event, at_s=at_s), step=event.step,
         best_step=max(state.best_step, event.step), last_step=event, last_step_at_s=at_s,
         retries=0 if progress else state.retries,
+        left_out_behind=() if progress else state.left_out_behind,
         deaths=() if event.step > state.death_step else state.deaths,
         digests=digested(state.digests, event),
         losses=with_loss(state.losses, event) if same else state.losses,

@@ -107,6 +107,16 @@ class Aborting:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """Two nodes that did not reach each other when these generations met, one after another;
+    `since_s`: when that was told first."""
+
+    nodes: tuple[str, str]
+    since_s: float
+    generations: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Forming:
     """Process groups that are made ahead for a plan that may come. `since_s`: since when any are;
     `nodes`: see standing_of."""
@@ -246,6 +256,7 @@ class State:
     dates_budget: bool = False  # see DriverStarted
     bounds_deaths: bool = False  # see DriverStarted
     saves_in_any: bool = False  # see DriverStarted
+    leaves_out: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
@@ -350,6 +361,11 @@ class State:
     death: str = ""
     death_step: int = 0
     death_generation: int = 0
+    apart: tuple[Apart, ...] = ()  # in order of their names; until they have met
+    # generations behind which nodes were left out for that, in a row without progress
+    left_out_behind: tuple[int, ...] = ()
+    # nodes that were -> how often, and until when they are not prepared should they come back
+    kept_out: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     rollbacks: int = 0
     rolled_back: tuple[tuple[str, int], ...] = ()  # guards and the steps that were rolled back for
     n_skipped: int = 0  # steps that a guard has skipped

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
-from elastic.config.drill import Scene, resolve
+from elastic.config.drill import EACH_OTHER, PARTITION_S, Scene, resolve
 from elastic.driver import drive
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line, MemoryJournal
@@ -34,7 +35,6 @@ FAULTS: Mapping[str, FaultKind] = {
     "device_error": "device",
 }  # fmt: skip
 KNOWN = (*FAULTS, "add")
-PARTITION_S = 30.0
 ANSWER_S = 0.05  # of the embedded cluster: it looks so often
 GIVEN_UP_TIMES = 40.0  # the time of all steps, after which a run that is stuck is given up
 
@@ -130,6 +130,11 @@ class DrilledBackend(SimBackend):
             self._tell(DrillAsked({**entry, "error": str(error)}))
             return
         self._tell(DrillAsked({**entry, kind: list(names)}))
+        if entry.get("from") == EACH_OTHER:
+            fault = Fault(self._now_s, "apart", lasts_s=entry.get("for_s", PARTITION_S))
+            for pair in combinations(sorted(names), 2):
+                self._part(*pair, fault)
+            return
         for name in names:
             self._hit(name, kind, entry)
 

@@ -103,7 +103,7 @@ class Gather:
             case CopyFailed():
                 return self._copy_failed(event)
             case GroupsMade():
-                return self._groups_made(event)
+                return self._groups_made(worker, event)
             case DigestPart():
                 return self._digest(event)
             case _:
@@ -166,7 +166,7 @@ class Gather:
         self._failed = {known for known in self._failed if known[0] >= event.generation - 1} | {key}
         return [event]
 
-    def _groups_made(self, event: GroupsMade) -> list[Event]:
+    def _groups_made(self, worker: WorkerId, event: GroupsMade) -> list[Event]:
         generation, port, n = self._formed
         if (event.generation, event.port) != (generation, port):
             return []
@@ -174,7 +174,8 @@ class Gather:
         if len(self._made) < n and not event.error:
             return []
         self._formed = (0, 0, 0)
-        return [GroupsFormed(generation, max(self._made.values()), event.error)]
+        apart = (worker.node_id, *event.unreached) if event.unreached else ()
+        return [GroupsFormed(generation, max(self._made.values()), event.error, apart)]
 
     def _digest(self, event: DigestPart) -> list[Event]:
         parts = self._digests.setdefault(event.generation, {})

@@ -46,6 +46,7 @@ from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import rendezvous, wire
 from elastic.worker.process_groups.control_tree import Control, Pairs, connect
 from elastic.worker.process_groups.network_interfaces import interface_of
+from elastic.worker.process_groups.reach import Reach
 from elastic.worker.process_groups.sockets import address_of, inodes, knock, listening, shut
 from elastic.worker.process_groups.transport import (
     Host,
@@ -220,20 +221,26 @@ class Groups:
         `abort` frees it. Other groups may be in use meanwhile: nothing here is known to torch
         before `join`.
 
-        Raises PeerGarbled where somebody came who does not know the secret."""
+        Raises PeerGarbled where somebody came who does not know the secret, PeersUnreached where
+        nodes that have come do not answer this one."""
         self._n_participants = len(at.participants)
         _forming[:] = [self.generation]
         self._before = inodes()  # known to `abort`: it must not knock at what others listen at
         self._joining.set()
+        reach = Reach(at, me, self.abort)
         try:
-            self._form(at, me)
+            self._form(at, me, reach)
+        except Exception:
+            reach.check()
+            raise
         finally:
             self._joining.clear()
+            reach.end()
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted while it met")
         self._formed = True
 
-    def _form(self, at: Rendezvous, me: int) -> None:
+    def _form(self, at: Rendezvous, me: int, reach: Reach) -> None:
         secret, n_participants = at.secret, len(at.participants)
         timeout = timedelta(seconds=at.timeout_s)
         if self._aborted:
@@ -246,10 +253,10 @@ class Groups:
         tcp.set_timeout(timeout)
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
-        self._store, self._secret = (
-            PrefixStore(rendezvous.place(self.generation, secret), tcp),
-            secret,
-        )
+        place = rendezvous.place(self.generation, secret)
+        self._store, self._secret = PrefixStore(place, tcp), secret
+        if (listens := reach.begin(self._store, place, here)) is not None:
+            self._before.add(listens)
         self._make_world(me, n_participants, timeout)
         if me < self.layout.world_size:
             self._make_groups(me, timeout)

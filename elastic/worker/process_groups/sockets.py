@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 KNOCK_S = 0.2
+SYN_SENT = 2  # of the states of a TCP connection in the kernel (netinet/tcp.h)
 LOOK_S = 0.001
 LET_GO_MOST_S = 0.25  # gloo's thread needs microseconds, on a busy machine milliseconds
 HOLD_S = 0.5  # for which what a peer sends is taken before it learns of the end
@@ -100,7 +101,10 @@ def shut(
             if inode(fd) in skip:
                 continue
             sock = _duplicate(fd)
-            if not _is_of(sock, addresses, store_port):
+            if at_once and _connecting(sock):
+                with sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+            elif not _is_of(sock, addresses, store_port):
                 sock.close()
             elif at_once or sock.getpeername()[1] == store_port:
                 with sock:
@@ -128,6 +132,13 @@ def shut_new(skip: Collection[int]) -> None:
                 with _duplicate(fd) as sock:
                     if sock.family in (socket.AF_INET, socket.AF_INET6):
                         sock.shutdown(socket.SHUT_RDWR)
+
+
+def _connecting(sock: socket.socket) -> bool:
+    """Is it a TCP connection that the other end has not answered yet?"""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+        return False
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == SYN_SENT
 
 
 def _is_of(sock: socket.socket, addresses: Collection[tuple[str, int]], store_port: int) -> bool:

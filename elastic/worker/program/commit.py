@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.data.order import digest_text
 from elastic.types import Event, GuardTripped, PlanEntered, Quiesced, StepDone
+
+# steps of which a rank can tell afterwards: those that rank 0 has done, and had no time to report
+KEPT_COMMITS = 16
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,10 @@ class Commit:
         """As the driver keeps it, for ranks that missed it."""
         sums = (self.square_norm, self.loss_sum, self.tokens)
         return (*sums, *map(float, self.samples), float(self.overflowed), *self.block_square_norms)
+
+    def told(self, *, skipped: bool) -> tuple[float, ...]:
+        """Of it, as much as the report of a step needs."""
+        return replace(self, overflowed=self.overflowed or skipped, block_square_norms=()).numbers
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Commit:
@@ -106,7 +113,7 @@ class StepReports:
             case StepDone():
                 return self._step(event)
             case Quiesced():
-                return [*self._untold(event), event]
+                return [*self._untold(event), replace(event, earlier=())]
             case GuardTripped():
                 if event.do == "skip":
                     self.skipped[event.generation] = event.step
@@ -122,10 +129,20 @@ class StepReports:
         return [event]
 
     def _untold(self, event: Quiesced) -> list[Event]:
+        """The steps up to the one that this worker has left with."""
         live = next((h for h in event.holdings if h.kind == "live"), None)
-        if live is None or not event.commit or self.steps.get(live.generation) != live.step - 1:
+        if live is None or not event.commit:
             return []
-        skipped = self.skipped.get(live.generation) == live.step
-        return self._step(
-            step_done(live.generation, live.step, Commit.of(event.commit), skipped=skipped)
-        )
+        commits = {**dict(event.earlier), live.step: event.commit}
+        told = self.steps.get(live.generation, live.step)
+        untold = range(told + 1, live.step + 1)
+        if not all(step in commits for step in untold):
+            return []
+        skipped = self.skipped.get(live.generation)
+        return [
+            found
+            for step in untold
+            for found in self._step(
+                step_done(live.generation, step, Commit.of(commits[step]), skipped=skipped == step)
+            )
+        ]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from elastic.types import GroupsMade
 from elastic.worker.process.side_stream import SideStream, on_device
 from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.reach import PeersUnreached
 from elastic.worker.session.worker_errors import text_of
 from elastic.worker.session.workplace import EnterOrder
 
@@ -67,6 +68,7 @@ class GroupsAhead:
     def _make(self) -> None:
         order, at, device = self.order, self.order.rendezvous, self.groups.device
         began, error = time.monotonic(), ""
+        unreached: tuple[str, ...] = ()
         try:
             # on a stream of its own: the training's must not wait for ranks that set up their
             # groups later
@@ -74,6 +76,7 @@ class GroupsAhead:
                 self.groups.form(at, order.me)
         except Exception as failed:  # noqa: BLE001 - whatever it was, the groups are made again when the generation is entered
             error = text_of(failed)
+            unreached = failed.unreached if isinstance(failed, PeersUnreached) else ()
         with self._lock:
             if self._dropped:
                 return
@@ -81,8 +84,5 @@ class GroupsAhead:
             log.warning(
                 "the groups of generation %d were not made ahead: %s", self.generation, error
             )
-        self.report(
-            GroupsMade(
-                self.generation, at.store[1], order.me, round(time.monotonic() - began, 4), error
-            )
-        )
+        seconds = round(time.monotonic() - began, 4)
+        self.report(GroupsMade(self.generation, at.store[1], order.me, seconds, error, unreached))

@@ -51,6 +51,7 @@ from elastic.worker.process.cuda_errors import holds_lost, is_assert
 from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import Doing
 from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.process_groups.reach import ANSWER_S, LATE_S, PeersUnreached
 from elastic.worker.session.generation import Generation, groups_of
 from elastic.worker.session.groups_ahead import GroupsAhead
 from elastic.worker.session.layout_probe import LayoutDiffers
@@ -105,6 +106,7 @@ class Session:
         # the generation left last was, by an error in the middle of something
         self._unfinished = False
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
+        self._done: tuple[tuple[int, tuple[float, ...]], ...] = ()  # and of those before
         # generation, step, commit: to be applied
         self._forward: tuple[int, int, tuple[float, ...]] | None = None
         self._aborted = 0  # generations up to this one are aborted
@@ -158,8 +160,8 @@ class Session:
                     self.place.saving.write_for(plan, step, rank)
             case InjectFault(fault, factor, unit_s, jitter, place):
                 self._faults.inject_fault(fault, factor, unit_s, jitter=jitter, place=place)
-            case Isolate(for_s, nodes, storage):
-                self._isolate(for_s, nodes, storage)
+            case Isolate() as cut:
+                self._isolate(cut)
             case action:
                 raise InternalError(f"{type(action).__name__} is no order to a worker")
 
@@ -197,12 +199,12 @@ class Session:
             self._ahead = None
         ahead.drop()
 
-    def _isolate(self, for_s: float, nodes: bool, storage: bool) -> None:
-        self._cut.begin(for_s, nodes, storage)
+    def _isolate(self, cut: Isolate) -> None:
+        self._cut.begin(cut.for_s, cut.nodes, cut.storage, apart_from=cut.apart_from)
         place, running = self.place, self._generation
-        if storage and place is not None and not isinstance(place.storage, CutStorage):
+        if cut.storage and place is not None and not isinstance(place.storage, CutStorage):
             place.storage = CutStorage(place.storage, self._cut)  # type: ignore[assignment]
-        if nodes and running is not None:
+        if running is not None and (cut.nodes or running.order.nodes & set(cut.apart_from)):
             running.groups.abort()
             self._drop_groups(running.number + 1)
 
@@ -393,9 +395,9 @@ class Session:
             generation.groups.close()
             return
         try:
-            self._cut.wait_for_peers(lambda: generation.groups.aborted or self._closed)
+            self._wait_for_peers(generation)
             generation.enter()
-            self._commit = ()
+            self._commit = self._done = ()
             if generation.rank is None:
                 place.keep([])
             else:
@@ -407,12 +409,24 @@ class Session:
             generation.close()
             if generation.stepper is not None:
                 self._commit = generation.stepper.committed
+                self._done = tuple(generation.stepper.done)
                 self._broken = generation if generation.pending_step >= 0 else None
             with self._lock:
                 self._generation = None
                 self._put(self._quiesced(number))
                 if self._aborted > number:  # asked for while this one was still ending
                     self._put(self._quiesced(self._aborted))
+
+    def _wait_for_peers(self, generation: Generation) -> None:
+        """Where a drill has cut this worker off; as long as a real meeting would take."""
+
+        def given_up() -> bool:
+            return generation.groups.aborted or self._closed
+
+        self._cut.wait_for_peers(given_up)
+        nodes = generation.order.nodes
+        if unreached := self._cut.wait_for_nodes(nodes, LATE_S + ANSWER_S, given_up):
+            raise PeersUnreached(self.me.node_id, unreached)
 
     def _forget_broken(self) -> None:
         """Nothing of a generation is in memory when the next state is built but what is held:
@@ -446,7 +460,8 @@ class Session:
             generation.lose_device()
         if trip is None and kind != "layout":
             generation.break_off()
-        if kind == "collective" and number <= self._aborted:
+        unreached = isinstance(error, PeersUnreached)
+        if kind == "collective" and number <= self._aborted and not unreached:
             return
         if isinstance(error, Damaged):
             self._put(CopyDamaged(generation.plan.resume.uri, str(error)))
@@ -458,6 +473,8 @@ class Session:
             self.me, number, kind, text_of(error), memory if kind == "out_of_memory" else 0
         )
         failed = replace(failed, step=error.step) if isinstance(error, LayoutDiffers) else failed
+        if isinstance(error, PeersUnreached):
+            failed = replace(failed, unreached=error.unreached)
         if generation.device_lost:
             failed = replace(
                 failed, step=generation.next_step, do="retry" if is_assert(error) else ""
@@ -479,6 +496,7 @@ class Session:
             tuple(h.holding(self.me) for h in held),
             self._commit,
             pending_step,
+            tuple(one for one in self._done if one[0] < step),
         )
 
 

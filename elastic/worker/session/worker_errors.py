@@ -19,6 +19,7 @@ from elastic.errors import (
 from elastic.types import FailureKind
 from elastic.user_frames import log_text, raised_at
 from elastic.worker.process.cuda_errors import ASSERT, MEMORY, cuda_error, device_lost
+from elastic.worker.process_groups.reach import PeersUnreached
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.session.layout_probe import LayoutDiffers
 from elastic.worker.step.faulty_rank import Tripped
@@ -73,7 +74,7 @@ def text_of(error: BaseException) -> str:
     # gloo: its source line, its advice
     line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0]
     line = line[:600]
-    if isinstance(error, SpecError | ProgramError | StateLost):
+    if isinstance(error, SpecError | ProgramError | StateLost | PeersUnreached):
         return str(error)
     if is_collective_error(error):
         return line

@@ -42,6 +42,11 @@ class EnterOrder:
     me: int
     rendezvous: Rendezvous
 
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Those of all participants."""
+        return frozenset(worker.node_id for worker in self.rendezvous.participants)
+
     @classmethod
     def of(cls, plan: Plan, order: WorkerOrder, worker: WorkerId) -> EnterOrder:
         if order.rendezvous is None:

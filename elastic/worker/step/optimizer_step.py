@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
@@ -22,7 +23,7 @@ from elastic.worker.process.readback import Number, read
 from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.wire import gather_words
-from elastic.worker.program.commit import Commit
+from elastic.worker.program.commit import KEPT_COMMITS, Commit
 from elastic.worker.program.guards import GuardMemory, Trip, judge, trip_of
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.state.train_state import TrainState
@@ -81,6 +82,8 @@ class Stepper(ForwardBackward):
         self.expert_load = 0.0
         # what the commit of the newest step that was done gave
         self.committed: tuple[float, ...] = ()
+        # what is to be told of the newest steps, should nobody have told of them
+        self.done: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=KEPT_COMMITS)
         self.rules = job.guards
         self.memory: GuardMemory | None = None  # of the guards, in the training state
         self.trip: Trip | None = None  # of the newest step, where a guard has skipped it
@@ -244,11 +247,15 @@ class Stepper(ForwardBackward):
             self.pending = None
             self.state.skip()
             self.loss_scale.after(commit.overflowed)
-            self.committed = commit.numbers
+            self._note(commit)
         if self.memory is not None and self.trip is not None:
             self.memory.skipped()
         elif self.memory is not None and not commit.overflowed:
             self.memory.applied(commit)
+
+    def _note(self, commit: Commit) -> None:
+        self.committed = commit.numbers
+        self.done.append((self.state.step, commit.told(skipped=self.trip is not None)))
 
     def _apply(self, commit: Commit) -> None:
         assert self.pending is not None
@@ -262,7 +269,7 @@ class Stepper(ForwardBackward):
             with axis_range("optimizer"):
                 self.state.apply(pending.gradients, scale, pending.routed)
         self.loss_scale.after(commit.overflowed)
-        self.committed = commit.numbers
+        self._note(commit)
 
     def add_shared(self, gradients: dict[str, torch.Tensor]) -> None:
         """Of what several ranks have a part in besides FSDP's axis: a tied head, modules that are

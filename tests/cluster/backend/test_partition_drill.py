@@ -18,6 +18,7 @@ from elastic.cluster.workers import worker_group as worker_group_module
 from elastic.cluster.workers.worker_actor import WorkerSetup
 from elastic.cluster.workers.worker_group import Placement, PollAnswer, WorkerGroup, _Member
 from elastic.config.job import drill_entry
+from elastic.errors import SpecError
 from elastic.observe.event_messages import drill
 from elastic.storage import open_storage
 from elastic.types import Abort, DrillAsked, Node, Pool, Prepare, Quiesce, StepDone, WorkerId
@@ -71,6 +72,28 @@ def test_who_is_told_what(sides: Any, told: list[Any], tmp_path: Path) -> None:
     assert event == DrillAsked({**entry, "partition": ["b"]})
     assert worker_group.calls == told, "the workers hear of it before they cannot be reached"
     assert drill(event.drill).startswith("partition b for_s 8.0")
+
+
+def test_nodes_that_do_not_reach_each_other_are_told_of_the_others(tmp_path: Path) -> None:
+    entry = {"at_step": 4, "partition": ["a", "b"], "for_s": 8.0, "from": "each-other"}
+    assert drill_entry(entry).plain() == entry
+    worker_group = Told()
+    assert carried_out(entry, worker_group, tmp_path) == [DrillAsked(entry)]
+    assert worker_group.calls == [
+        (A, Isolate(8.0, apart_from=("b",))),
+        (B, Isolate(8.0, apart_from=("a",))),
+    ]
+    with pytest.raises(SpecError, match="each-other needs a list of two nodes or more"):
+        drill_entry({"partition": ["a", "a"], "from": "each-other"})
+
+
+def test_a_worker_waits_for_nodes_that_it_does_not_reach_as_long_as_a_meeting() -> None:
+    cut = CutOff()
+    cut.begin(0.05, False, False, apart_from=("b",))
+    assert cut.wait_for_nodes({"a", "c"}, 60.0, lambda: False) == ()
+    assert cut.wait_for_nodes({"a", "b"}, 60.0, lambda: True) == (), "aborted"
+    assert cut.wait_for_nodes({"a", "b"}, 0.0, lambda: False) == ("b",)
+    assert cut.wait_for_nodes({"a", "b"}, 60.0, lambda: False) == (), "it is back"
 
 
 def test_where_nobody_can_be_cut_off_that_is_said(tmp_path: Path) -> None:

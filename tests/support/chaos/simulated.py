@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.sim.scenario import MODEL, scenario
+from support.sim.scenario import APART_FROM, MODEL, scenario
 
 from elastic.driver import drive, restored
 from elastic.errors import LostContact
@@ -83,7 +83,7 @@ class Outliving(SimBackend):
         self.dead: Fault | None = None  # the driver is
         self.dies_at_order: Fault | None = None
         self.n_died = 0
-        self.forms_ahead = False
+        self.forms_ahead = self.leaves_out = False
         self.line_s = 0.0  # when the newest line of the journal came
         self.copied_s: dict[str, float] = {}  # checkpoint -> when it was there
 
@@ -249,6 +249,7 @@ class Outliving(SimBackend):
             MODEL,
             durable=copies,
             forms_ahead=self.forms_ahead,
+            leaves_out=self.leaves_out,
         )
         if not attaches:  # what has come since stands there, and nobody has prepared it
             self._out = [
@@ -419,7 +420,11 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
     backend, lines, times = Outliving(pools, job, faults, delays), list[Line](), list[float]()
     before, lost = None, list[Line]()
     backend.forms_ahead = seed % 2 == 1
-    start = DriverStarted("random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead)
+    backend.leaves_out = seed >= APART_FROM
+    start = DriverStarted(
+        "random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead,
+        leaves_out=backend.leaves_out,
+    )  # fmt: skip
     while True:
         epoch = backend.n_died + 1
         journal: Any = (

@@ -18,7 +18,9 @@ MODEL = ModelProfile(
 )
 
 
-WEATHER_FROM = 50_000  # seeds below draw what they drew before there was any
+# seeds below draw what they drew before there was any
+WEATHER_FROM = 50_000
+APART_FROM = 150_000
 
 
 KINDS: list[FaultKind] = [
@@ -82,6 +84,8 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
     # which is found out by what a checkpoint holds, where nothing else is left
     if seed >= WEATHER_FROM and not wrong:
         faults += weather(seed)
+    if seed >= APART_FROM:
+        faults += apart(seed)
     return job | layouts, tuple(pools), faults, Delays(work_s=chance.choice([1.0, 4.0]))
 
 
@@ -255,6 +259,23 @@ def partitions(seed: int) -> list[Fault]:
                     faults[-1], at_s=at_s + chance.choice([0.0, 0.5]), which=chance.randrange(8)
                 )
             )
+    return faults
+
+
+def apart(seed: int) -> list[Fault]:
+    """In every second run: two nodes that do not reach each other, perhaps of one of them a third,
+    for less and for more than what two attempts take."""
+    chance = random.Random(seed + 9000)
+    if chance.random() > 1 / 2:
+        return []
+    faults = []
+    for _ in range(chance.randint(1, 2)):
+        at_s, which = chance.uniform(5, 90), chance.randrange(8)
+        lasts_s = chance.choice([2.0, 8.0, 15.0, 40.0, 200.0, 2000.0])
+        moment = chance.choice(MOMENTS)
+        faults.append(Fault(at_s, "apart", which, lasts_s, moment=moment))
+        if chance.random() < 0.4:
+            faults.append(replace(faults[-1], which=which + 1, at_s=at_s + chance.choice([0, 7.0])))
     return faults
 
 

@@ -402,6 +402,25 @@ def test_a_step_that_was_left_out_is_told_as_such_by_what_a_worker_has_left_with
     assert told.add(done) == [] and told.add(left) == [left], "each step is told of once"
 
 
+def test_all_steps_that_rank_0_had_no_time_to_report_are_told() -> None:
+    """It was lost with two reports that nobody had fetched."""
+    told, workers = StepReports({3: 7}), [WorkerId(name, 0) for name in "ab"]
+    earlier = tuple((step, commit(float(step)).told(skipped=step == 8)) for step in (6, 7, 8))
+    holdings = tuple(Holding(workers[0], 3, 0, 9, kind) for kind in ("live", "peer"))
+    left = Quiesced(workers[0], 3, 9, holdings, commit(9.0).numbers, earlier=earlier)
+    *done, said = told.add(left)
+    assert [(e.step, e.train_loss, e.skipped) for e in done if isinstance(e, StepDone)] == [
+        (8, 8.0, True),
+        (9, 9.0, False),
+    ]
+    assert said == replace(left, earlier=()), "no line of the journal needs them"
+    assert told.add(replace(left, worker=workers[1])) == [
+        replace(left, worker=workers[1], earlier=())
+    ]
+    gap = Quiesced(workers[0], 4, 9, (Holding(workers[0], 4, 0, 9, "live"),), commit(9.0).numbers)
+    assert StepReports({4: 6}).add(replace(gap, earlier=earlier[:1])) == [gap]
+
+
 @pytest.mark.parametrize("breaks", ["script", "offender", "forward"])
 def test_a_skip_is_told_also_where_the_generation_breaks_off(breaks: str) -> None:
     """Once, without the name of a rank, and what the program remembers is noted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,10 +96,11 @@ def test_a_step_that_overflowed_on_some_rank_is_applied_on_none(overflowed: bool
     """This rank's own gradients are good ones; the commit says that another's are not."""
     done: list[str] = []
     state = SimpleNamespace(
-        skip=lambda: done.append("skipped"), apply=lambda *_: done.append("applied")
+        step=1, skip=lambda: done.append("skipped"), apply=lambda *_: done.append("applied")
     )
     stepper: Any = Stepper.__new__(Stepper)
     stepper.pending, stepper.state, stepper.clip_grad_norm = Pending(1, {}, 2.0, 1.0), state, None
+    stepper.trip, stepper.done = None, deque()
     stepper.loss_scale = SimpleNamespace(
         value=4.0, after=lambda was: done.append(f"scale heard {was}")
     )
@@ -107,3 +109,4 @@ def test_a_step_that_overflowed_on_some_rank_is_applied_on_none(overflowed: bool
         ["skipped", "scale heard True"] if overflowed else ["applied", "scale heard False"]
     )
     assert stepper.pending is None
+    assert list(stepper.done) == [(1, (1.0, 2.0, 8.0, 0.0, 0.0, float(overflowed)))]
