@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.workers.worker_actor import WorkerInfo
 from elastic.cluster.workers.worker_group import WorkerGroup
-from elastic.types import Event, Plan, StepDone, WorkerFailed, WorkerId
+from elastic.types import DigestChecked, Event, Plan, StepDone, WorkerFailed, WorkerId
 
 
 @dataclass
@@ -49,8 +49,10 @@ class Attached:
         ]
 
     def is_known(self, message: Event) -> bool:
-        """Workers tell a new driver their newest steps again; most of them its predecessor has
-        written down."""
+        """Workers tell a new driver their newest steps again, and what was found of their content;
+        most of it its predecessor has written down, and bad news may come twice."""
+        if isinstance(message, DigestChecked):
+            return message.ok and message.generation <= self._written
         return (
             isinstance(message, StepDone)
             and message.generation <= self._written

@@ -277,6 +277,8 @@ class RayBackend(HostingBackend):
             ):
                 continue  # written down already; or its node was lost in this very round
             for event in self.gather.add(answer.worker, message, time.monotonic()):
+                if self.before.is_known(event):
+                    continue
                 try:
                     event = self.entrance.passed(event, self.nodes)
                 except SpecError:

@@ -23,6 +23,7 @@ from elastic.cluster.ray import processes
 from elastic.cluster.workers.output import Output, calls_file
 from elastic.errors import ElasticError, SpecError
 from elastic.types import (
+    DigestPart,
     EnterPlan,
     Event,
     FormGroups,
@@ -32,6 +33,7 @@ from elastic.types import (
     Quiesced,
     StepDone,
     WorkerId,
+    WrongNumbers,
 )
 from elastic.types.orders import WorkerOrder
 from elastic.version import versions
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 SESSION = "elastic.worker.session.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
 STEPS_KEPT = 500  # for the next driver
+FINDINGS, FINDINGS_KEPT = (DigestPart, WrongNumbers), 16
 PLANS_KEPT = 16  # likewise
 ORPHAN_LEAVE_S = 120.0  # an orphan that has not stopped by then exits as it is
 
@@ -105,6 +108,7 @@ class Worker:
         self.ordered, self.left = 0, 0  # newest generation that was ordered, that was left
         self.polled_at = time.monotonic()
         self.steps: deque[tuple[int, Event]] = deque(maxlen=STEPS_KEPT)
+        self.findings: deque[tuple[int, Event]] = deque(maxlen=FINDINGS_KEPT)
         self.told_epoch = setup.epoch
         if setup.outlives:
             threading.Thread(target=self._watch_driver, name="orphan-watch", daemon=True).start()
@@ -147,8 +151,9 @@ class Worker:
         return open_door(self.setup.me.node_id)
 
     def poll(self, epoch: int, ack: int, wait_s: float) -> Any:
-        """The session's Beat. A driver writes steps down up to a second late: its successor hears
-        the newest ones again."""
+        """The session's Beat. A driver writes down what it hears up to a second late, and later
+        where storage is away: its successor hears the newest steps again, and what was found of
+        their content."""
         self._fence(epoch)
         beat = self.session.poll(ack, wait_s)
         self.polled_at = time.monotonic()
@@ -161,16 +166,15 @@ class Worker:
         with self.lock:
             if epoch > self.told_epoch:
                 self.told_epoch = epoch
-                beat = replace(
-                    beat,
-                    messages=tuple(sorted({**dict(self.steps), **dict(beat.messages)}.items())),
+                told = {**dict(self.steps), **dict(self.findings), **dict(beat.messages)}
+                beat = replace(beat, messages=tuple(sorted(told.items())))
+            for kept, kinds in ((self.steps, StepDone), (self.findings, FINDINGS)):
+                known = kept[-1][0] if kept else 0
+                kept.extend(
+                    (n, event)
+                    for n, event in beat.messages
+                    if n > known and isinstance(event, kinds)
                 )
-            known = self.steps[-1][0] if self.steps else 0
-            self.steps += [
-                (n, event)
-                for n, event in beat.messages
-                if n > known and isinstance(event, StepDone)
-            ]
         return beat
 
     def _begin(self, plan: Plan) -> None:

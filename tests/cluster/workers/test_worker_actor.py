@@ -17,14 +17,17 @@ from elastic.cluster.ray import processes
 from elastic.cluster.workers.worker_actor import ORPHAN_LEAVE_S, Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import (
+    DigestPart,
     EnterPlan,
     FormGroups,
     NodePrepared,
+    PlanEntered,
     Prepare,
     Quiesce,
     Quiesced,
     StepDone,
     WorkerId,
+    WrongNumbers,
 )
 from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.version import versions
@@ -134,6 +137,18 @@ def test_the_next_driver_hears_the_newest_steps_again(worker: Worker) -> None:
     ]
     assert len(again) == 4
     assert worker.poll(4, 5, 0.0).messages == ()
+
+
+def test_the_next_driver_hears_again_what_was_found_of_the_content(worker: Worker) -> None:
+    found = (DigestPart(2, 0, 1, 5, 6, 100), WrongNumbers(2, 4, 3, (ME,), "replicas differ"))
+    for event in (*found, PlanEntered(2, 0)):
+        worker.session.put(event)
+    assert len(worker.poll(3, 0, 1.0).messages) == 3
+    for step in range(1, 600):  # steps do not push it out
+        worker.session.put(StepDone(2, step, 1.0, 8, 0.1))
+    worker.poll(3, 3, 0.0)
+    again = [e for _, e in worker.poll(4, 602, 0.0).messages if not isinstance(e, StepDone)]
+    assert tuple(again) == found
 
 
 def test_the_passport_says_whether_it_is_prepared(worker: Worker) -> None:

@@ -25,6 +25,7 @@ from elastic.types import (
     Action,
     CopyStored,
     Decision,
+    DigestChecked,
     DriverStarted,
     EnterPlan,
     Event,
@@ -46,12 +47,14 @@ from elastic.types import (
     StepDone,
     WorkerFailed,
     WorkerId,
+    WrongNumbers,
 )  # fmt: skip
 
 WEATHER = {*STORAGE_KINDS} - {"full"}
 PLANS_KEPT = 16  # as a worker does
 LEASE_S = 13.0  # that a driver is certain of its run without storage
 # found out by a driver; workers say the rest again
+AGAIN = (StepDone, DigestChecked, WrongNumbers)  # what workers tell a new driver once more
 BY_DRIVER = (Notice, NoticeWithdrawn, NodeLost, NodeReady, RequestFailed)
 
 
@@ -259,7 +262,7 @@ class Outliving(SimBackend):
         if lost:
             self._without_mute(known)
         # workers say them again
-        told = [event for line in lost for _, event in line.events if isinstance(event, StepDone)]
+        told = [event for line in lost for _, event in line.events if isinstance(event, AGAIN)]
         self._out = [
             event
             for event in (*told, *self._out)
