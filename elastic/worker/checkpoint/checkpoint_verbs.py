@@ -123,11 +123,11 @@ def export(
     item = chosen(run, step)
     shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {})
     most = FILE_BYTES if file_bytes is None else file_bytes
-    return _done(item, to, write_files(to, shapes, parts, file_bytes=most), len(shapes))
+    return _done(item, to, write_files(to, shapes, parts, file_bytes=most), n_tensors=len(shapes))
 
 
 def _done(
-    item: checkpoint_index.CheckpointInfo, to: Storage, files: list[str], n_tensors: int
+    item: checkpoint_index.CheckpointInfo, to: Storage, files: list[str], *, n_tensors: int
 ) -> dict[str, Any]:
     where = {"step": item.step, "from": item.uri, "to": to.uri}
     return where | {"files": files, "tensors": n_tensors}
@@ -207,7 +207,7 @@ def export_for(
     finally:
         if trained is not None:
             trained.close()
-    return _with_files(_done(item, to, files, len(shapes)), to, beside)
+    return _with_files(_done(item, to, files, n_tensors=len(shapes)), to, beside)
 
 
 def _tied_of(program: Program, *, own: bool) -> dict[str, str]:
