@@ -144,6 +144,7 @@ def test_the_planner_sees_a_quarter_of_bfloat16(plain: Program, program: Program
     assert held[0]["optimizer"] == pytest.approx(held[1]["optimizer"])
     assert held[1]["gathered"] < held[0]["gathered"]
     assert costs[1].element_bytes == pytest.approx(4.0)
+    assert costs[1].computed(2) == pytest.approx((1 + costs[1].packed) / 2), "bytes stay bytes"
     assert costs[1].copied_bytes < 0.35 * costs[0].copied_bytes
 
 
