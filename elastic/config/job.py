@@ -173,6 +173,7 @@ class JobSpec(Strict):
     precision: Precision = Job.precision
     # in which gradients are added up
     reduce_dtype: Literal["float32", "bfloat16"] = Job.reduce_dtype
+    frozen_weights: Literal["nf4"] | None = None  # linear layers of the blocks in 4 bits
     layout: str | dict[str, str] = AUTO
     schedule: Schedule | None = None  # None, here and below: 'auto' chooses
     # pipeline stages per rank under interleaved1f1b

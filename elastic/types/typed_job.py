@@ -180,6 +180,7 @@ class Job:
     guards: GuardRules = GuardRules()
     precision: Precision = "float32"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    frozen_weights: Literal["nf4"] | None = None
     layout: str | Mapping[str, str] = AUTO
     schedule: Schedule | None = None
     virtual_stages: int | None = None

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "memory.md").read_text()
 
 def test_the_table_names_keys_of_a_job_and_which_a_layout_may_say() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (layout)? ?\|", PAGE, re.MULTILINE)
-    assert len(rows) == 9
+    assert len(rows) == 10
     assert {key for key, _ in rows} <= set(JobSpec.model_fields)
     assert {key for key, layout in rows if layout} == set(LAYOUT_OPTIONS) & {key for key, _ in rows}
 

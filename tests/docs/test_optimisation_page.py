@@ -62,7 +62,7 @@ def test_the_two_optimizers_of_the_page_share_the_parameters(tmp_path: Path) -> 
         found,
     )
     ours = replace(BARE, optimizer=found["optimizers"])
-    for program in (with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[2]))), ours):
+    for program in (with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[3]))), ours):
         profile = trace(program)
         assert [kept.entries for kept in profile.optimizers] == [
             ("momentum_buffer",),
@@ -83,13 +83,21 @@ def test_muon_and_adamw_in_the_line_of_the_page(tmp_path: Path) -> None:
     assert {g["lr"] for one in made.values() for g in one.param_groups} == {3e-4}
 
 
+@pytest.mark.slow  # imports torchao
+def test_the_states_of_8_bits_of_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="it is in the extra 'test'")
+    given = job_of(tmp_path, BLOCKS[0], BLOCKS[2])["optimizer"]
+    made = JobOptimizer(given, BARE.blocks)(list(BARE.model().named_parameters()))
+    assert type(made).__name__ == "AdamW8bit" and len(made.param_groups) == 2
+
+
 def test_the_larger_batch_has_twice_the_rate(tmp_path: Path) -> None:
-    program = with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[3])))
+    program = with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[4])))
     assert program.lr_factor is not None and program.lr_factor(19) == pytest.approx(2.0)
 
 
 def test_the_guards_of_the_page_are_all_there_are(tmp_path: Path) -> None:
-    job = job_of(tmp_path, BLOCKS[0], BLOCKS[4])
+    job = job_of(tmp_path, BLOCKS[0], BLOCKS[5])
     assert all(job["guards"].values()) and MEMORY in with_job(BARE, Job.from_plain(job)).extra_state
     rows = re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE)
     assert set(Guards.__pydantic_fields__) <= set(rows) and {"skip", "rollback", "stop"} <= set(

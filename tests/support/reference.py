@@ -106,7 +106,8 @@ def train(
     for step in range(steps):
         factor = program.lr_factor(step) if program.lr_factor is not None else 1.0
         for group, lr in zip(groups, base, strict=True):
-            group["lr"] = lr * factor
+            tensor = isinstance(group["lr"], torch.Tensor)
+            group["lr"] = torch.tensor(lr * factor) if tensor else lr * factor
         ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step=step)
         train_step(
             run, program, collate(dataset, ids), job.get("clip_grad_norm"), step + 1 not in skipped

@@ -434,8 +434,11 @@ class JobRun:
     def _sample(self, state: State) -> str | None:
         """What the program shows of the finished model."""
         from elastic.worker.checkpoint.finished_model import sample_text
+        from elastic.worker.program.job_program import with_frozen
 
-        return sample_text(self.program, state.durable[0].uri) if state.durable else None
+        if not state.durable:
+            return None
+        return sample_text(with_frozen(self.program, self.spec.job()), state.durable[0].uri)
 
 
 def _outcome(state: State) -> Outcome:

@@ -62,7 +62,8 @@ def shard_bytes(work: ModelCost, layout: Layout, step: Step) -> float:
     if n == 1:
         return 0.0
     whole, each = _held(work, layout), max(1.0, work.element_bytes)
-    low, wide = whole * step.compute_bytes / each, whole * work.trained * GRADIENT_BYTES / each
+    low = whole * work.computed(step.compute_bytes)
+    wide = whole * work.trained * GRADIENT_BYTES / each
     gathers, scatters = {3: (2 * m, m), 2: (m, m), 1: (1, 1), 0: (0, 2)}[stage]
     return (gathers * low + scatters * wide) * _passed(n)
 

@@ -75,7 +75,8 @@ def state_parts(
     (in host memory under `offload`: not counted); where they are sharded, also what is gathered, in
     the dtype of the computation (`low` of the stored one), as in ZeRO (Rajbhandari et al. 2020,
     section 3): at stage 3 one block twice (the running one and the prefetched one), at stage 2 all
-    parameters, at stage 1 all gradients too. Stage 0: nothing is sharded. `depth`: as in `held`."""
+    parameters, at stage 1 all gradients too. Stage 0: nothing is sharded. One layer of 4 bits is
+    unpacked at a time. `depth`: as in `held`."""
     n, stage = layout.dp_shard * layout.cp, zero_stage(layout)
     mine = held(work, layout, depth)
     whole, ranks = mine.dense + mine.experts, max(1, n // layout.ep)
@@ -100,7 +101,7 @@ def state_parts(
     )
     if not sharded and low < 1 and stage < 3:
         gathered = whole * low  # what is computed with, beside the stored ones
-    return parts | {"gathered": gathered}
+    return parts | {"gathered": gathered + work.unpacked_bytes / layout.tp}
 
 
 def kept_bytes(sample: SampleProfile, layout: Layout, mode: str) -> float:
@@ -159,7 +160,7 @@ def activation_parts(
 
 def parts(work: ModelCost, layout: Layout, step: Step) -> Mapping[str, float]:
     """Bytes of a GPU by what they are for."""
-    low = step.compute_bytes / max(1.0, work.element_bytes)
+    low = work.computed(step.compute_bytes)
     return state_parts(work, layout, low) | activation_parts(work, layout, step)
 
 
@@ -170,7 +171,7 @@ def memory_bytes(work: ModelCost, layout: Layout, dtype: str = "float32") -> int
 
 def state_bytes(work: ModelCost, layout: Layout, dtype: str, *, depth: int | None = None) -> float:
     """Of a rank without activations, where its stage has so many blocks (None = an even one)."""
-    low = Step(1, 1, 1, dtype=dtype).compute_bytes / max(1.0, work.element_bytes)
+    low = work.computed(Step(1, 1, 1, dtype=dtype).compute_bytes)
     return sum(state_parts(work, layout, low, depth=depth).values())
 
 

@@ -10,6 +10,9 @@ from math import prod
 from elastic.reshard.rank_boxes import owned_bytes
 from elastic.types import DTYPE_BYTES, ModelProfile, SampleProfile, TensorSpec
 
+NF4_BYTES = 34 / 64  # of a weight: elastic/models/nf4.py
+UNPACKED_BYTES = 6  # of a weight: its value, and a half of an index into the table of values
+
 
 @dataclass(frozen=True, eq=False)
 class ModelCost:
@@ -18,7 +21,8 @@ class ModelCost:
     `last`, what a single stage has only once. `trained`: the share of the parameters that is
     trained; `entries`: optimizer entries of the parameter's shape, on average over those. Of
     parameters that are stepped whole, at owners: `whole`, `whole_flop` of all steps, `most_flop` of
-    one."""
+    one. `packed`: the share of the bytes that are frozen weights in 4 bits, `most_packed`: of the
+    largest of these."""
 
     model: ModelProfile
     n_blocks: int
@@ -32,6 +36,8 @@ class ModelCost:
     whole: float = 0.0
     whole_flop: float = 0.0
     most_flop: float = 0.0
+    packed: float = 0.0
+    most_packed: float = 0.0
 
     @classmethod
     def of(cls, model: ModelProfile) -> ModelCost:
@@ -63,11 +69,19 @@ class ModelCost:
         flop = [model.kept_of(spec).flop for spec in stepped]
         experts = total * model.n_expert_params / max(1, model.n_params)
         inside = total - first - last - experts
+        packed = [_bytes(spec) for spec in own if _is_packed(spec)]
         return cls(
             model, n_blocks, inside / n_blocks, experts / n_blocks, first, last + tied, tied,
             trained / max(1, total), entries / max(1, trained), sum(map(_bytes, stepped)),
-            sum(flop), max(flop, default=0.0),
+            sum(flop), max(flop, default=0.0), sum(packed) / max(1, total),
+            max(packed, default=0.0),
         )  # fmt: skip
+
+    def computed(self, compute_bytes: int) -> float:
+        """Bytes of the parameters in the type of a pass, of a stored byte: packed ones stay
+        packed."""
+        plain = compute_bytes / max(1.0, self.element_bytes)
+        return self.packed + (1 - self.packed) * plain
 
     @property
     def sample(self) -> SampleProfile | None:
@@ -109,8 +123,18 @@ class ModelCost:
 
     @cached_property
     def element_bytes(self) -> float:
-        """Of a parameter as it is stored."""
-        return self.parameter_bytes / max(1, self.model.n_params)
+        """Of a parameter as it is stored, where it is not packed."""
+        n_packed = int(self.packed * self.parameter_bytes / NF4_BYTES)
+        return self.parameter_bytes * (1 - self.packed) / max(1, self.model.n_params - n_packed)
+
+    @property
+    def unpacked_bytes(self) -> float:
+        """What the product with the largest packed weight makes, for that time."""
+        return self.most_packed / NF4_BYTES * UNPACKED_BYTES
+
+
+def _is_packed(spec: TensorSpec) -> bool:
+    return spec.dtype == "uint8" and not spec.trainable
 
 
 def _bytes(spec: TensorSpec) -> int:

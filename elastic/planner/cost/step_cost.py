@@ -141,7 +141,7 @@ class Shards:
 def shards(site: Site, work: ModelCost, layout: Layout, *, step: Step) -> Shards:
     """What is gathered (in the computation's dtype) and scattered (in float32) of one block;
     replicas add up their shards once a step."""
-    low, links = step.compute_bytes / max(1.0, work.element_bytes), site.links
+    low, links = work.computed(step.compute_bytes), site.links
     wide = GRADIENT_BYTES / max(1.0, work.element_bytes)
     n, group = layout.dp_shard * layout.cp, RankGroup(layout.dp_shard * layout.cp, layout.tp)
     ranks = max(1, n // layout.ep)

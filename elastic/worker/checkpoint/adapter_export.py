@@ -10,6 +10,7 @@ from torch import Tensor
 
 from elastic.errors import SpecError
 from elastic.models.lora import BASE, DOWN, UP, base_name, peft_name
+from elastic.models.nf4 import unpack, whole_shape
 from elastic.program import Program
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint.checkpoint_reader import Checkpoint
@@ -27,7 +28,6 @@ class AdapterExport:
     def __init__(self, checkpoint: Checkpoint, program: Program) -> None:
         assert program.adapter is not None
         self.checkpoint, self.program, self.adapter = checkpoint, program, program.adapter
-        self.n_tensors = 0
         self._files: WeightFiles | None = None
 
     def close(self) -> None:
@@ -41,7 +41,6 @@ class AdapterExport:
             for fqn in sorted(self.checkpoint.tensors)
             if fqn.startswith(MODEL) and (f".{DOWN}." in fqn or f".{UP}." in fqn)
         }
-        self.n_tensors = len(names)
         shapes = {name: self.checkpoint.tensors[fqn] for name, fqn in names.items()}
         return shapes, lambda name: iter([self._whole(names[name])])
 
@@ -55,11 +54,17 @@ class AdapterExport:
         weights, stored = self.program.weights, {}
         if weights is not None:
             self._files = WeightFiles(weights.path)
-            stored = found_names(weights, self._files, specs)
+            stored = found_names(self.program, self._files, specs)
         by_name = {base_name(spec.fqn): spec for spec in specs}
-        self.n_tensors = len(by_name)
-        shapes = {name: (spec.shape, spec.dtype) for name, spec in by_name.items()}
+        shapes = {name: self._whole_of(spec) for name, spec in by_name.items()}
         return shapes, lambda name: self._rows(by_name[name], stored)
+
+    def _whole_of(self, spec: TensorSpec) -> tuple[tuple[int, ...], str]:
+        """Shape and type of a weight's numbers: those of 4 bits get the adapters' type."""
+        if spec.fqn not in self.program.packed:
+            return spec.shape, spec.dtype
+        dtype = self.checkpoint.tensors[f"{MODEL}{self.adapter.modules[0]}.{DOWN}.weight"][1]
+        return whole_shape(spec.shape), dtype
 
     def _rows(self, spec: TensorSpec, stored: dict[str, str]) -> Iterator[Tensor]:
         layer, _, leaf = spec.fqn.rpartition(f".{BASE}.")
@@ -77,6 +82,8 @@ class AdapterExport:
                 else ((), ())
             )
             part = self._base(spec, Box(MODEL + spec.fqn, offsets, sizes, spec.dtype), stored)
+            if spec.fqn in self.program.packed:
+                part = unpack(part, getattr(torch, self._whole_of(spec)[1]))
             if down is not None and up is not None:
                 part = part + self.adapter.scale * (up[at : at + n] @ down)
             yield part

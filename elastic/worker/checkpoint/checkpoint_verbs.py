@@ -17,6 +17,8 @@ from torch import Tensor
 from elastic.data.streams import STATE
 from elastic.errors import SpecError
 from elastic.models.lora import peft_config
+from elastic.models.nf4 import unpack, whole_shape
+from elastic.models.weight_types import TypedWeights, in_type, with_config
 from elastic.program import Program
 from elastic.reshard.rank_boxes import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
 from elastic.storage import Storage, open_storage
@@ -26,9 +28,16 @@ from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.adapter_export import AdapterExport
 from elastic.worker.checkpoint.checkpoint_format import FOLDER, FOLDER_NAME, MARKER, METADATA
 from elastic.worker.checkpoint.checkpoint_index import newest_epoch
+from elastic.worker.checkpoint.checkpoint_reader import Checkpoint
 from elastic.worker.checkpoint.foreign_dcp import open_plain
 from elastic.worker.program.model_profile import trace
-from elastic.worker.program.safetensor_files import FILE_BYTES, SafetensorFiles, write_files
+from elastic.worker.program.safetensor_files import (
+    FILE_BYTES,
+    Parts,
+    SafetensorFiles,
+    Shapes,
+    write_files,
+)
 
 PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
 MODEL = "model."
@@ -107,79 +116,107 @@ def export(
     *,
     tied: Mapping[str, str] | None = None,
     file_bytes: int | None = None,
-    part: str = "",
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
     byte read is checked. `tied`: as `tied_names`; they are written too, so that `load_state_dict`
-    finds every name. `part`: the module whose weights these are, '' = the model."""
+    finds every name."""
     item = chosen(run, step)
-    checkpoint = checkpoint_index.open_checkpoint(item.uri)
+    shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {})
+    most = FILE_BYTES if file_bytes is None else file_bytes
+    return _done(item, to, write_files(to, shapes, parts, file_bytes=most), n_tensors=len(shapes))
+
+
+def _done(
+    item: checkpoint_index.CheckpointInfo, to: Storage, files: list[str], *, n_tensors: int
+) -> dict[str, Any]:
+    where = {"step": item.step, "from": item.uri, "to": to.uri}
+    return where | {"files": files, "tensors": n_tensors}
+
+
+def _weights(
+    checkpoint: Checkpoint, tied: Mapping[str, str], *, part: str = "", packed: Container[str] = ()
+) -> tuple[Shapes, Parts]:
+    """`part`: the module whose weights these are, '' = the model. `packed`: names of those that
+    hold bytes of 4-bit weights, in the model."""
     begin = f"{MODEL}{part}." if part else MODEL
-    shapes = {
+    stored = {
         fqn.removeprefix(begin): about
         for fqn, about in sorted(checkpoint.tensors.items())
         if fqn.startswith(begin)
     }
-    tied = {name: owner for name, owner in (tied or {}).items() if owner in shapes}
-    shapes |= {name: shapes[owner] for name, owner in tied.items()}
+    of = {name: owner for name, owner in tied.items() if owner in stored}
+    stored |= {name: stored[owner] for name, owner in of.items()}
+    bytes_of = {n for n in stored if (begin + n).removeprefix(MODEL) in packed}
+    shapes = {
+        n: (whole_shape(shape), "float32") if n in bytes_of else (shape, dtype)
+        for n, (shape, dtype) in stored.items()
+    }
 
     def parts(name: str) -> Iterator[Tensor]:
-        shape, dtype = shapes[name]
-        stored = TensorSpec(begin + tied.get(name, name), shape, dtype)
-        return (checkpoint.read(box) for box in parts_of(stored))
+        spec = TensorSpec(begin + of.get(name, name), *stored[name])
+        each = (checkpoint.read(box) for box in parts_of(spec))
+        return (unpack(one, torch.float32) for one in each) if name in bytes_of else each
 
-    files = write_files(
-        to, shapes, parts, file_bytes=FILE_BYTES if file_bytes is None else file_bytes
-    )
-    return {
-        "step": item.step,
-        "from": item.uri,
-        "to": to.uri,
-        "files": files,
-        "tensors": len(shapes),
-    }
+    return shapes, parts
 
 
 def export_for(
-    run: Storage, step: int | None, to: Storage, *, program: Program, merged: bool = False
+    run: Storage,
+    step: int | None,
+    to: Storage,
+    *,
+    program: Program,
+    merged: bool = False,
+    weights: str = "",
+    file_bytes: int = FILE_BYTES,
 ) -> dict[str, Any]:
     """The same with what the program puts beside the weights: a folder that its library loads. Of a
     program with adapters: these alone, as peft has them, or (`merged`) the whole model with them
-    added to its weights."""
-    beside = (
-        program.files() if program.files is not None and (merged or program.adapter is None) else {}
-    )
-    if program.adapter is None:
-        if merged:
-            raise SpecError("--merged: this job's program has no adapters")
-        # a library that reads its own config.json ties by that
-        tied = None if beside else tied_names(trace(program).specs)
-        begin = f"{program.exports}."
-        if program.exports and tied:
-            tied = {n.removeprefix(begin): of.removeprefix(begin) for n, of in tied.items()}
-        return _with_files(export(run, step, to, tied=tied, part=program.exports), to, beside)
+    added to its weights. `weights`: the type that they are written in, of weight_types.TYPES; '' =
+    as they are."""
+    alone = program.adapter is not None and not merged
+    if merged and program.adapter is None:
+        raise SpecError("--merged: this job's program has no adapters")
+    if alone and weights:
+        raise SpecError(f"--weights {weights}: of a job with adapters it needs --merged")
+    beside = dict(program.files()) if program.files is not None and not alone else {}
+    if weights:
+        beside = with_config(weights, beside)
     item = chosen(run, step)
-    trained = AdapterExport(checkpoint_index.open_checkpoint(item.uri), program)
+    checkpoint = checkpoint_index.open_checkpoint(item.uri)
+    trained = AdapterExport(checkpoint, program) if program.adapter is not None else None
     try:
-        if merged:
-            files = write_files(to, *trained.merged())
+        if trained is None:
+            tied = _tied_of(program, own=not beside)
+            part, packed = program.exports, program.packed
+            shapes, parts = _weights(checkpoint, tied, part=part, packed=packed)
         else:
-            files = write_files(to, *trained.alone(), single="adapter_model.safetensors")
-            beside = {
-                "adapter_config.json": json.dumps(
-                    peft_config(program.adapter, program.weights), indent=1
-                ).encode()
-            }
+            shapes, parts = trained.alone() if alone else trained.merged()
+        if alone:
+            files = write_files(to, shapes, parts, single="adapter_model.safetensors")
+            assert program.adapter is not None
+            config = peft_config(program.adapter, program.weights)
+            beside = {"adapter_config.json": json.dumps(config, indent=1).encode()}
+        else:
+            typed = TypedWeights(shapes, parts)
+            if weights:
+                typed = in_type(weights, program, shapes, parts=parts)
+            files = write_files(
+                to, typed.shapes, typed.parts, file_bytes=file_bytes, metadata=typed.metadata
+            )
     finally:
-        trained.close()
-    done = {
-        "step": item.step,
-        "from": item.uri,
-        "to": to.uri,
-        "files": files,
-        "tensors": trained.n_tensors,
-    }
-    return _with_files(done, to, beside)
+        if trained is not None:
+            trained.close()
+    return _with_files(_done(item, to, files, n_tensors=len(shapes)), to, beside)
+
+
+def _tied_of(program: Program, *, own: bool) -> dict[str, str]:
+    """`own`: no library reads these weights, that ties by a config.json of its own."""
+    tied = tied_names(trace(program).specs) if own else {}
+    begin = f"{program.exports}."
+    if not program.exports:
+        return tied
+    return {n.removeprefix(begin): of.removeprefix(begin) for n, of in tied.items()}
 
 
 def _with_files(done: dict[str, Any], to: Storage, files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,7 +23,14 @@ from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import OptimizerSpec, TensorSpec
 from elastic.worker.program.loop_program import Settings
-from elastic.worker.program.optimizers import JobOptimizer, Optimizers, by_name, line_of, shown
+from elastic.worker.program.optimizers import (
+    JobOptimizer,
+    Optimizers,
+    by_name,
+    line_of,
+    shown,
+    step_of,
+)
 from elastic.worker.program.owned.shape_trial import indexed, owned_specs
 
 DRY_STEPS = 3
@@ -31,6 +39,7 @@ ONLY = (
     "(AdamW, Muon, Adafactor ... do)"
 )
 PART, WHOLE = 2, 3  # rows of a tiny replica
+LARGE = (64, 128)  # of many optimizers' thresholds the commonest is 4096 elements
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     )
     _check_moved(whole)
     part = _Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
-    found = _same_in_parts(whole, part, found)
+    found = _same_when_large(program, every, _same_in_parts(whole, part, found))
     at_owners = [name for name in names if name not in found]
     _check_alone(program, every, whole, names=at_owners)
     index = {name: i for i, name in enumerate(found)}
@@ -157,7 +166,7 @@ class _Dry:
             parameter.grad = self._part(self.gradients[number][fqn]).clone()
         for name, optimizer in self.optimizers.each.items():
             try:
-                optimizer.step()
+                step_of(optimizer)
             except Exception as error:  # a boundary: any optimizer may raise anything
                 text = f"{type(error).__name__}: {line_of(error)}"
                 why = (
@@ -289,6 +298,27 @@ def _same_in_parts(
         for name, wanted in kept.items()
         if all(same(fqn, wanted) for fqn in part.owned(name))
     }
+
+
+def _same_when_large(
+    program: Program, every: list[TensorSpec], kept: dict[str, OptimizerSpec]
+) -> dict[str, OptimizerSpec]:
+    """Those that keep for large matrices what they keep for tiny ones: some hold in few bits what
+    is large enough, in blocks that no part may cut."""
+    owners = Optimizers(program, every, {}).of
+    same = {}
+    for name, wanted in kept.items():
+        fqn = max(
+            (spec for spec in every if owners[spec.fqn] == name), key=lambda spec: len(spec.shape)
+        ).fqn
+        large = nn.Parameter(torch.linspace(0.5, 1.0, prod(LARGE)).view(LARGE))
+        optimizer = Optimizers(program, every, {fqn: large}).owner(fqn)
+        large.grad = torch.full_like(large, 0.1)
+        step_of(optimizer)
+        state = optimizer.state[large]
+        if all(type(state[key]) is torch.Tensor for key in wanted.entries if key in state):
+            same[name] = wanted
+    return same
 
 
 def _check_alone(

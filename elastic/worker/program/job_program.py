@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elastic.errors import SpecError
+from elastic.models.nf4 import in_nf4
 from elastic.program import Program
 from elastic.types import Job, LrCurve
 from elastic.worker.program.guards import with_memory
@@ -16,7 +17,21 @@ from elastic.worker.program.schedules import Factor, scale, schedule
 
 def with_job(program: Program, job: Job) -> Program:
     """The program as `job` wants it. Raises SpecError where the two contradict each other."""
-    return with_norms(with_memory(_with_rates(_with_optimizer(program, job), job), job), job)
+    held = with_frozen(program, job)
+    return with_norms(with_memory(_with_rates(_with_optimizer(held, job), job), job), job)
+
+
+def with_frozen(program: Program, job: Job) -> Program:
+    """With its frozen layers in the bits that the job wants. Raises SpecError."""
+    if not job.frozen_weights or program.packed:
+        return program
+    for key, what in (("script", "its script makes the model"), ("float8", "take one of them")):
+        if getattr(job, key):
+            raise SpecError(f"job.yaml: frozen_weights and {key} do not go together: {what}")
+    try:
+        return in_nf4(program)
+    except SpecError as error:
+        raise SpecError(f"job.yaml: {error}") from error
 
 
 def _with_optimizer(program: Program, job: Job) -> Program:

@@ -13,13 +13,14 @@ from torch import nn
 
 from elastic.errors import ElasticError, ProgramError, SpecError, alike
 from elastic.models.experts import COUNTS, expert_modules
+from elastic.models.nf4 import PACKED
 from elastic.program import Program, pattern_regex, patterns_of
 from elastic.types import ModelProfile, TensorSpec
 from elastic.user_frames import raised_at
 from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
 from elastic.worker.program.norms.batch_norms import StepNorm, chosen, training_norms
-from elastic.worker.program.weights import check_weights
+from elastic.worker.program.weights import check_weights, stored_shape
 
 # tensor-parallel style -> dimension that is cut, per parameter name
 CUT = {
@@ -177,16 +178,20 @@ def trace(program: Program) -> ModelProfile:
     place_of = _OneGroup(model, blocks) if isinstance(program.blocks, str) else groups
     specs = tuple(
         replace(spec, by_expert=spec.fqn.rpartition(".")[0] in experts and not spec.buffer)
-        for spec in _specs(model, place_of, styles, reread=program.weights is not None)
+        for spec in _specs(model, place_of, styles, program=program)
     )
     check_weights(program, specs)
     kept = what_they_keep(program, specs)
-    n_params = sum(math.prod(s.shape) for s in specs if not s.buffer and s.tied_to is None)
+    n_params = sum(
+        math.prod(stored_shape(program, s)) for s in specs if not s.buffer and s.tied_to is None
+    )
     no_tp = _not_cut(model, styles)
     limit = program.tp_limit if styles and not no_tp else 1
     for spec in specs:
         if spec.tp_dim is not None:
-            limit = math.gcd(limit, spec.shape[spec.tp_dim])
+            size = spec.shape[spec.tp_dim]
+            columns = spec.fqn in program.packed and spec.tp_dim == 1
+            limit = math.gcd(limit, size // PACKED if columns else size)
     extra = ExtraState(program.extra_state).specs()
     no_pp = (
         ""
@@ -235,7 +240,7 @@ def n_expert_params(model: nn.Module) -> int:
 
 
 def _specs(
-    model: nn.Module, place_of: Callable[[str], int], styles: dict[str, str], *, reread: bool
+    model: nn.Module, place_of: Callable[[str], int], styles: dict[str, str], *, program: Program
 ) -> tuple[TensorSpec, ...]:
     specs: list[TensorSpec] = []
     first_name: dict[int, str] = {}
@@ -247,6 +252,8 @@ def _specs(
         tp_dim = CUT[styles[module]].get(leaf) if module in styles and not buffer else None
         trainable = not buffer and tensor.requires_grad
         dtype = str(tensor.dtype).removeprefix("torch.")
+        # packed weights are in no file
+        reread = program.weights is not None and fqn not in program.packed
         frozen = reread and not buffer and not trainable
         specs.append(
             TensorSpec(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,12 +15,14 @@ import torch
 from torch import nn
 
 from elastic.errors import ElasticError, SpecError, alike
-from elastic.program import Program, pattern_regex, patterns_of
+from elastic.program import Program, in_blocks
 from elastic.types import TensorSpec
+from elastic.worker.program.owned.low_bit_state import MISSING
 
 Named = Iterable[tuple[str, nn.Parameter]]
 Optimizer = torch.optim.Optimizer
 MUON: type[Optimizer] = torch.optim.Muon
+LOW_BIT = "torchao"  # the library of optimizers whose state has few bits
 FUSED = ("Adam", "AdamW")  # of torch.optim, on CUDA, where the job does not say otherwise
 NO_SETTINGS = ("params", "param_names")  # of what stands in a group
 OWN_KEYS = ("path", "no_decay", "parameters")
@@ -113,7 +116,7 @@ class Optimizers:
         settings is the same on every rank."""
         for name, optimizer in self.each.items():
             if name not in self.whole:
-                optimizer.step()
+                step_of(optimizer)
 
     def settings(self) -> list[dict[str, Any]]:
         """Of each group, as they are now: copies, where a step may change them in place."""
@@ -149,10 +152,19 @@ def _step_some(optimizer: Optimizer, wanted: Collection[int]) -> None:
     for group, params in zip(groups, every, strict=True):
         group["params"] = [parameter for parameter in params if id(parameter) in wanted]
     try:
-        optimizer.step()
+        step_of(optimizer)
     finally:
         for group, params in zip(groups, every, strict=True):
             group["params"] = params
+
+
+def step_of(optimizer: Optimizer) -> None:
+    """torchao's compile their step, each shape by itself: on CUDA that is many kernels in one,
+    elsewhere it is a C++ compiler at work for minutes."""
+    on_cuda = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    compiles = type(optimizer).__module__.partition(".")[0] == LOW_BIT and not on_cuda
+    with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        optimizer.step()
 
 
 def _called(program: Program, wholes: Mapping[str, nn.Parameter]) -> object:
@@ -235,7 +247,7 @@ class OptimizerPart:
     def asks(self, name: str, parameter: nn.Parameter, blocks: str | Sequence[str]) -> bool:
         """Is it one of those that it names?"""
         if self.patterns == MATRICES:
-            return parameter.ndim == 2 and _inside(name, blocks)
+            return parameter.ndim == 2 and in_blocks(name, blocks)
         return matched(name, self.patterns or ())
 
     def make(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -380,13 +392,6 @@ def _muon_adamw(given: Mapping[str, Any]) -> dict[str, OptimizerPart]:
     }
 
 
-def _inside(name: str, blocks: str | Sequence[str]) -> bool:
-    """Is the parameter in one of the modules that the patterns name?"""
-    parts = name.split(".")
-    around = [".".join(parts[:n]) for n in range(1, len(parts))]
-    return any(pattern_regex(pattern).match(a) for pattern in patterns_of(blocks) for a in around)
-
-
 def matched(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -398,8 +403,10 @@ def class_of(path: str, key: str = "optimizer") -> type[Optimizer]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (LOW_BIT, module)
+        why = MISSING if missing and module.startswith(LOW_BIT) else line_of(error)
         raise SpecError(
-            f"job.yaml: key '{key}.path': '{path}' cannot be imported: {line_of(error)}"
+            f"job.yaml: key '{key}.path': '{path}' cannot be imported: {why}"
         ) from error
     except AttributeError:
         names = [n for n, v in vars(importlib.import_module(module)).items() if isinstance(v, type)]

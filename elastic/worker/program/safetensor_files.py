@@ -30,6 +30,7 @@ NAMES = {
     "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 DTYPES = {short: name for name, short in NAMES.items()}
+WRITTEN = {"float8_e4m3fn": "F8_E4M3"}  # but not read
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 Parts = Callable[[str], Iterator[Tensor]]  # the tensor's rows, in order, a piece at a time
 
@@ -41,15 +42,18 @@ def write_files(
     *,
     file_bytes: int = FILE_BYTES,
     single: str = "model.safetensors",
+    metadata: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Writes the tensors in order, at most `file_bytes` in a file where they are smaller; returns
-    the names of the files. `single`: the file's name where one is enough."""
+    the names of the files. `single`: the file's name where one is enough. `metadata`: of each
+    file."""
     groups = _groups(shapes, file_bytes)
     names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     if len(groups) == 1:
         names = [single]
     for name, group in zip(names, groups):
-        _write_file(storage, name, {fqn: shapes[fqn] for fqn in group}, parts=parts)
+        mine = {fqn: shapes[fqn] for fqn in group}
+        _write_file(storage, name, mine, parts=parts, metadata=metadata or {})
     if len(groups) == 1:
         return names
     weight_map = {fqn: name for name, group in zip(names, groups) for fqn in group}
@@ -61,12 +65,15 @@ def write_files(
     return [*names, INDEX]
 
 
-def _write_file(storage: Storage, name: str, shapes: Shapes, *, parts: Parts) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _write_file(
+    storage: Storage, name: str, shapes: Shapes, *, parts: Parts, metadata: Mapping[str, str]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for fqn, (shape, dtype) in shapes.items():
         end = at + _n_bytes(shape, dtype)
-        header[fqn] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        short = NAMES.get(dtype) or WRITTEN[dtype]
+        header[fqn] = {"dtype": short, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -93,7 +100,7 @@ def _groups(shapes: Shapes, file_bytes: int) -> list[list[str]]:
 
 
 def _n_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return prod(shape) * DTYPE_BYTES[dtype]
+    return prod(shape) * (1 if dtype in WRITTEN else DTYPE_BYTES[dtype])
 
 
 class SafetensorFiles:

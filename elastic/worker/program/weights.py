@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from elastic.errors import SpecError
+from elastic.models.nf4 import BLOCK, PACKED, pack, whole_shape
 from elastic.program import Program, Weights
 from elastic.types import DTYPE_BYTES, Box, TensorSpec
 from elastic.worker.program.safetensor_files import DTYPES, SafetensorFiles, safetensor_paths
@@ -134,13 +135,15 @@ class WeightFiles:
 
 
 def found_names(
-    weights: Weights, files: WeightFiles, specs: Iterable[TensorSpec]
+    program: Program, files: WeightFiles, specs: Iterable[TensorSpec]
 ) -> dict[str, str]:
     """Canonical fqn -> name in the files, of what is there; a tied tensor under any of its names.
+    Files hold whole weights, also of those that the program packs.
 
     Raises SpecError that names the first tensor that is missing, or of another shape.
     """
-    names: dict[str, str] = {}
+    weights, names = program.weights, dict[str, str]()
+    assert weights is not None
     wanted = {spec.fqn: spec for spec in specs}
     others: dict[str, list[str]] = {}
     for spec in wanted.values():
@@ -171,10 +174,11 @@ def found_names(
             "model?"
         )
     for fqn, name in names.items():
-        if files.tensors[name].shape != wanted[fqn].shape:
+        shape = stored_shape(program, wanted[fqn])
+        if files.tensors[name].shape != shape:
             raise SpecError(
                 f"{files.uri}: {name} is {list(files.tensors[name].shape)}, the program's {fqn} "
-                f"is {list(wanted[fqn].shape)}"
+                f"is {list(shape)}"
             )
     if not names:
         raise SpecError(
@@ -182,6 +186,11 @@ def found_names(
             "another model?"
         )
     return names
+
+
+def stored_shape(program: Program, spec: TensorSpec) -> tuple[int, ...]:
+    """Of a weight's numbers, whether or not the program packs them."""
+    return whole_shape(spec.shape) if spec.fqn in program.packed else spec.shape
 
 
 def _candidates(name: str) -> tuple[str, ...]:
@@ -201,7 +210,7 @@ def check_weights(program: Program, specs: Sequence[TensorSpec]) -> None:
         return
     files = WeightFiles(program.weights.path)
     try:
-        names = found_names(program.weights, files, specs)
+        names = found_names(program, files, specs)
         unread = [s.fqn for s in specs if s.reread and s.tied_to is None and s.fqn not in names]
     finally:
         files.close()
@@ -230,25 +239,45 @@ def fill(
     """
     weights = program.weights
     assert weights is not None
-    shapes = {spec.fqn: spec.shape for spec in specs}
+    shapes = {spec.fqn: stored_shape(program, spec) for spec in specs}
     fresh = _Fresh(weights, seed)
     left: list[str] = []
     files = WeightFiles(weights.path)
     try:
-        names = found_names(weights, files, specs)
+        names = found_names(program, files, specs)
         buffers = {spec.fqn for spec in specs if spec.buffer}
         with torch.no_grad():
             for key, (box, tensor) in tensors.items():
                 fqn = key.removeprefix("model.")
-                if fqn in names:
-                    files.read_into(names[fqn], box, tensor)
-                elif fqn in buffers:
+                if fqn not in names and fqn in buffers:
                     left.append(fqn)
-                else:
-                    tensor.copy_(cut(fresh(fqn, shapes[fqn]), box))
+                    continue
+                whole = fresh(fqn, shapes[fqn]) if fqn not in names else None
+                for part, target in _parts(box, tensor, packed=fqn in program.packed):
+                    values = torch.empty(part.sizes) if fqn in program.packed else target
+                    if whole is None:
+                        files.read_into(names[fqn], part, values)
+                    else:
+                        values.copy_(cut(whole, part))
+                    if values is not target:
+                        target.copy_(pack(values))
     finally:
         files.close()
     return left
+
+
+def _parts(box: Box, tensor: Tensor, *, packed: bool) -> Iterator[tuple[Box, Tensor]]:
+    """What is filled at once, of a weight's numbers and where it goes: all, or some rows of
+    one whose numbers are packed."""
+    if not packed:
+        yield box, tensor
+        return
+    first, n_columns = (n // PACKED * BLOCK for n in (box.offsets[1], box.sizes[1]))
+    step = max(1, CHUNK_BYTES // (4 * max(1, n_columns)))
+    for at in range(0, box.sizes[0], step):
+        n = min(step, box.sizes[0] - at)
+        offsets = (box.offsets[0] + at, first)
+        yield Box(box.fqn, offsets, (n, n_columns), "float32"), tensor.narrow(0, at, n)
 
 
 def cut(whole: Tensor, box: Box) -> Tensor:

@@ -122,6 +122,7 @@ OPTIMIZATION = {
 MEMORY = {
     "precision": Words("of the passes; parameters stay as they are", "", "memory.md"),
     "reduce_dtype": Words("in which gradients are added up", "", "memory.md"),
+    "frozen_weights": Words("frozen linear layers of the blocks in 4 bits", "", "models.md"),
     "layout": Words(
         "`auto`, `auto,tp=2`, `dp_shard=2,tp=2`, or a map from the number of workers to a layout",
         "",

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from support.places import PROGRAMS, TESTS
 from support.reference import train_alone
 from support.worker.chain import job_of, pass_through
+from support.worker.exported import stored, transformers_model
 from support.worker.worker_pool import Pool
 
 from elastic.errors import SpecError
@@ -22,36 +23,11 @@ from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Job, Layout
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
-from elastic.worker.checkpoint.checkpoint_verbs import (
-    PART_BYTES,
-    ImportRequest,
-    export_for,
-    import_state,
-)
+from elastic.worker.checkpoint.checkpoint_verbs import PART_BYTES, export_for
 from elastic.worker.checkpoint.finished_model import load_model
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
 from elastic.worker.state.train_state import TrainState
-
-
-def transformers_model(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
-
-
-def stored(program: Program, folder: Path) -> torch.nn.Module:
-    """A random model, and a committed copy of it in a run."""
-    torch.manual_seed(2)
-    model = program.model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.3)
-    model.save_pretrained(folder / "made")
-    import_state(
-        str(folder / "made"), open_storage(str(folder / "run")), ImportRequest(trace(program), 3)
-    )
-    return model.eval()
 
 
 @pytest.mark.parametrize("name", ["hf_tiny.py", "hf_qwen3.py", "hf_gpt2.py"])

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from elastic.errors import ProgramError
+from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
-from elastic.types import Layout, OwnedEntry, TensorSpec
-from elastic.worker.program.optimizers import Optimizers
+from elastic.types import Box, Layout, OwnedEntry, TensorSpec
+from elastic.worker.program.element_wise import what_they_keep
+from elastic.worker.program.optimizers import Optimizers, class_of
 from elastic.worker.program.owned.state_form import BEGUN, StateForm, form_of
 from elastic.worker.session.generation import Generation
+
+
+class Strange(torch.Tensor):
+    """Nobody knows what it is made of."""
+
 
 ONE, TWO = torch.ones(2, 3), torch.full((), 2.0)
 STATE: dict[Any, Any] = {
@@ -72,6 +79,44 @@ def test_a_whole_number_may_become_a_fraction() -> None:
     assert owned[1].dtype == "float64" and form.leaves({"rate": 1}) == {"rate": 1}
 
 
+@pytest.mark.slow  # imports torchao
+def test_tensors_of_few_bits_are_kept_as_their_parts() -> None:
+    """The optimizer gets them over the memory of the boxes, and is never asked by its name."""
+    low = pytest.importorskip("torchao.optim.subclass_4bit").OptimState4bit
+    state = {"step": TWO, "m": low.zeros((64, 128), True, 128, dtype=torch.float32)}
+    state["m"].copy_(torch.linspace(-1.0, 1.0, 8192).view(64, 128))
+    form, owned = form_of([state])
+    assert [(e.name, e.shape, e.dtype) for e in owned[2:]] == [
+        ("m/codes", (4096,), "uint8"), ("m/scale", (64,), "float32"), ("m/qmap", (16,), "float32"),
+    ]  # fmt: skip
+    form, boxes = StateForm.parse(form.text()), boxes_of(form, state)
+    again = form.build(boxes.get)["m"]
+    assert again.shape == (64, 128) and torch.equal(again.dequantize(), state["m"].dequantize())
+    again.copy_(torch.ones(64, 128))
+    assert bool((boxes["m/scale"] == 1).all()), "a step writes into the boxes"
+    with pytest.raises(ProgramError, match="its state 'm' is not what"):
+        form.leaves(state | {"m": torch.ones(64, 128)})
+
+
+@pytest.mark.slow  # imports torchao
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_optimizer_of_few_bits_steps_whole_tensors(bits: int) -> None:
+    """On tiny tensors it is element-wise; blocks of large ones are cut by no layout."""
+    low = pytest.importorskip("torchao.optim")
+    specs = [TensorSpec("w", (64, 128), "float32"), TensorSpec("b", (64,), "float32")]
+    program = Program(
+        model=torch.nn.Identity,
+        loss=lambda output, batch: output.sum(),
+        optimizer=lambda named: getattr(low, f"AdamW{bits}bit")([p for _, p in named], lr=1e-3),
+    )
+    kept = what_they_keep(program, specs)
+    large, small = (kept.optimizers[kept.of[name]] for name in "wb")
+    assert large.form and small.form and not large.entries
+    n_bytes = sum(Box("", (), e.shape, e.dtype).n_bytes for e in large.owned if "codes" in e.name)
+    assert n_bytes == 2 * 64 * 128 * bits // 8
+    assert [e.dtype for e in small.owned if "exp" in e.name] == ["float32", "float32"]
+
+
 @pytest.mark.parametrize(
     ("states", "said"),
     [
@@ -82,6 +127,7 @@ def test_a_whole_number_may_become_a_fraction() -> None:
         ([{"a.b": ONE}], r"has the key 'a\.b'; keys may be numbers and texts without \. and /"),
         ([{"a": ONE.to_sparse()}], "'a' is a tensor of float32, torch.sparse_coo"),
         ([{"a": ONE.to(torch.complex64)}], "'a' is a tensor of complex64"),
+        ([{"a": Strange(ONE)}], "'a' is a Strange; of tensors of few bits OptimState8bit and"),
     ],
 )
 def test_what_cannot_be_kept_is_named(states: list[dict[Any, Any]], said: str) -> None:
@@ -129,6 +175,17 @@ def test_a_step_that_needs_the_others_is_not_rolled_forward_to(
         device_lost=False,
     )
     assert Generation.pending_step.fget(generation) == step
+
+
+def test_an_optimizer_of_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(SpecError) as error:
+        class_of("torchao.optim.AdamW8bit")
+    assert str(error.value) == (
+        "job.yaml: key 'optimizer.path': 'torchao.optim.AdamW8bit' cannot be imported: torchao is "
+        "not installed: pip install 'elastic-ray[torchao]'"
+    )
 
 
 class Counting(torch.optim.SGD):

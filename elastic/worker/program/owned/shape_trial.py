@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.types import OptimizerSpec, OwnedEntry, TensorSpec
-from elastic.worker.program.optimizers import Optimizers, line_of, shown
+from elastic.worker.program.optimizers import Optimizers, line_of, shown, step_of
 from elastic.worker.program.owned.state_form import StateForm, form_of
 
 STEPS = 3
@@ -103,7 +103,7 @@ def _states(
     optimizer = Optimizers(program, every, {spec.fqn: parameter}).owner(spec.fqn)
     for _ in range(STEPS):
         parameter.grad = torch.empty_like(parameter) if device == "meta" else _gradient(parameter)
-        optimizer.step()
+        step_of(optimizer)
         yield optimizer.state.get(parameter, {})
 
 

@@ -16,6 +16,13 @@ import torch
 
 from elastic.errors import ProgramError
 from elastic.types import DTYPE_BYTES, OwnedEntry
+from elastic.worker.program.owned.low_bit_state import (
+    CLASSES,
+    is_low_bit,
+    low_bit_of,
+    parts_of,
+    said_of,
+)
 
 BEGUN = "begun"  # the entry that says which leaves are there: of the whole state, then of each
 NUMBERS = {"bool": "bool", "int": "int64", "float": "float64"}
@@ -27,8 +34,9 @@ Get = Callable[[str], torch.Tensor | None]
 @dataclass(frozen=True)
 class StateForm:
     """`tree`: {"dict": [[key, tree], ...]}, {"list": [...]}, {"tuple": [...]}, {"leaf": [name,
-    kind]} or {"is": value}. What is not there after each step is a {"maybe": tree}, None while its
-    leaves are missing, or in a dict an {"absent": tree}, which then has no key."""
+    kind]}, {"low_bit": [what it says of itself, [[part, tree], ...]]} or {"is": value}. What is not
+    there after each step is a {"maybe": tree}, None while its leaves are missing, or in a dict an
+    {"absent": tree}, which then has no key."""
 
     tree: Tree
 
@@ -65,10 +73,18 @@ def form_of(states: Iterable[Mapping[Any, Any]]) -> tuple[StateForm, tuple[Owned
 
 
 def _tree(value: Any, name: str, found: dict[str, OwnedEntry]) -> Tree:
+    if is_low_bit(value):
+        parts = [[k, _tree(v, _under(name, k), found)] for k, v in parts_of(value).items()]
+        return {"low_bit": [said_of(value), parts]}
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES or value.layout != torch.strided:
             raise ProgramError(f"its state '{name}' is a tensor of {dtype}, {value.layout}")
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise ProgramError(
+                f"its state '{name}' is a {type(value).__name__}; of tensors of few bits "
+                f"{' and '.join(CLASSES)} can be kept"
+            )
         on_host = value.device.type == "cpu" and not value.ndim
         entry = OwnedEntry(name, tuple(value.shape), dtype, on_host)
         before = found.setdefault(name, entry)
@@ -154,7 +170,8 @@ def _leaves(tree: Tree) -> list[str]:
         return [content[0]]
     if kind == "is":
         return []
-    parts = [part for _, part in content] if kind == "dict" else content
+    pairs = content[1] if kind == "low_bit" else content
+    parts = [part for _, part in pairs] if kind in ("dict", "low_bit") else content
     return [name for part in parts for name in _leaves(part)]
 
 
@@ -168,6 +185,9 @@ def _built(tree: Tree, get: Get) -> Any:
     if kind in ("maybe", "absent"):
         there = any(get(name) is not None for name in _leaves(content))
         return _built(content, get) if there else None
+    if kind == "low_bit":
+        said, parts = content
+        return low_bit_of(said, {key: _built(part, get) for key, part in parts})
     if kind == "dict":
         pairs = ((key, part, _built(part, get)) for key, part in content)
         return {
@@ -183,8 +203,13 @@ def _read(tree: Tree, value: Any, name: str, *, found: dict[str, Any]) -> None:
         if value is not None:
             _read(content, value, name, found=found)
         return
-    if kind == "leaf":
-        tensor = isinstance(value, torch.Tensor)
+    if kind == "low_bit":
+        if is_low_bit(value) and said_of(value) == content[0]:
+            for (key, part), one in zip(content[1], parts_of(value).values(), strict=True):
+                _read(part, one, _under(name, key), found=found)
+            return
+    elif kind == "leaf":
+        tensor = isinstance(value, torch.Tensor) and not is_low_bit(value)
         if tensor == (content[1] == "tensor") and (tensor or type(value).__name__ in NUMBERS):
             found[content[0]] = value
             return
