@@ -134,6 +134,10 @@ class ElasticTrainer:
             options = Options(
                 run_name=name,
                 address=address,
+                # who writes a drill beside the trainer means the cluster that it runs on, which
+                # loses workers by it and no node: the script's own Ray may be of one node
+                own_drill="drill" in (self.job or {}),
+                spared=True,
                 no_budget=self.no_budget,
                 on_step=self.on_step,
                 show=self._wanted.show,

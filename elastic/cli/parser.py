@@ -81,10 +81,12 @@ def verb(verbs: Any, name: str, handler: Handler, *, about: str) -> argparse.Arg
     return made
 
 
-def run_verb(verbs: Any, name: str, handler: Handler, *, about: str) -> argparse.ArgumentParser:
-    """A verb about one RUN."""
+def run_verb(
+    verbs: Any, name: str, handler: Handler, *, about: str, optional: bool = False
+) -> argparse.ArgumentParser:
+    """A verb about one RUN. `optional`: the handler finds out which one is meant."""
     made = verb(verbs, name, handler, about=about)
-    made.add_argument("run", metavar="RUN", help=RUN)
+    made.add_argument("run", metavar="RUN", help=RUN, nargs="?" if optional else None)
     return made
 
 

@@ -37,12 +37,17 @@ def add(verbs: Any) -> None:
         ),
         ("replay", _replay, "replay all decisions of a run from its journal and compare"),
     ):
-        run_verb(verbs, name, handler, about=about)
+        run_verb(verbs, name, handler, about=about, optional=name == "report")
     verbs.choices["status"].add_argument(
         "-q", "--quiet", action="store_true", help="one line: phase, step, loss, goodput, dollars"
     )
     verbs.choices["report"].add_argument(
-        "--csv", action="store_true", help="print a line of numbers for each step instead, as CSV"
+        "--csv",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write a line of numbers for each step into FILE instead, as CSV; without FILE: print "
+        "them",
     )
     verbs.choices["report"].add_argument(
         "--html",
@@ -123,18 +128,35 @@ def _ledger(given: argparse.Namespace) -> int:
 
 
 def _report(given: argparse.Namespace) -> int:
-    if given.csv and (given.json or given.html):
+    if given.csv is not None and (given.json or given.html):
         raise SpecError("--csv and --json or --html are two ways at once; give one of them")
-    if given.csv:
-        rows = rows_of(find_runs.view_begun(opened(given)))
-        print(text_of(rows, columns_of(rows)), end="")
-        return 0
+    if given.run is None and given.csv and not given.csv.endswith(".csv"):
+        given.run, given.csv = given.csv, ""  # `report --csv RUN`
+    if given.run is None:
+        raise SpecError("of which run? elastic report RUN [--csv FILE]; elastic ls has their names")
+    if given.csv is not None:
+        return _table(given)
     asked = report.Asked(Path(given.html) if given.html else None, given.target_loss)
     run = opened(given)
     diagnosis = partial(diagnosed, storage=run.storage)
     sent = partial(communicated, storage=run.storage)
     data, lines = report.write(run, None, diagnosis, communication=sent, asked=asked)
     show(given, data, lines)
+    return 0
+
+
+def _table(given: argparse.Namespace) -> int:
+    """A row for each step that counts."""
+    rows = rows_of(find_runs.view_begun(opened(given)))
+    text = text_of(rows, columns_of(rows))
+    if not given.csv:
+        print(text, end="")
+        return 0
+    try:
+        Path(given.csv).write_text(text)
+    except OSError as error:
+        raise SpecError(f"--csv {given.csv}: {error.strerror or error}") from error
+    print(f"steps: {given.csv} ({n_of(len(rows), 'row')})")
     return 0
 
 

@@ -61,7 +61,15 @@ def test_ledger_report_and_replay(capsys: pytest.CaptureFixture[str]) -> None:
     assert csv.startswith("step,at_s,generation,workers,train_loss,tokens")
     assert len(csv.splitlines()) == 1 + 30
     assert called(capsys, "report", "tiny-1", "--csv")[:2] == (0, csv)
+    assert called(capsys, "report", "--csv", "tiny-1")[:2] == (0, csv)
     assert "two ways at once" in called(capsys, "report", "tiny-1", "--csv", "--json")[2]
+    code, out, _ = called(capsys, "report", "tiny-1", "--csv", "curve.txt")
+    assert (code, out) == (0, "steps: curve.txt (30 rows)\n")
+    assert Path("curve.txt").read_text() == csv
+    assert "No such file" in called(capsys, "report", "tiny-1", "--csv", "no/curve.csv")[2]
+    for words in ((), ("--csv",), ("--csv", "curve.csv")):
+        code, _, said = called(capsys, "report", *words)
+        assert code == 2 and "of which run? elastic report RUN [--csv FILE]" in said
     place = Path("mine.html")
     code, out, _ = called(capsys, "report", "tiny-1", "--html", str(place), "--target-loss", "0.5")
     assert code == 0 and f"page:  {place}" in out and "Cost to a loss of 0.5" in place.read_text()

@@ -150,6 +150,7 @@ OTHERS = {
         "--- sums.py": "docs/test_ray_train_page.py::test_the_diff_of_the_page_is_that_of_its_scripts_and_small",
     },
     "script.md": {
+        "whole = [": "docs/test_script_page.py::test_a_trainer_resumes_from_the_newest_whole_checkpoint",
         "# train.py": "docs/test_script_page.py::test_the_command_of_the_page",
         "- torchrun": "docs/test_script_page.py::test_the_script_needs_no_change",
     },

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.places import ROOT
@@ -38,6 +39,31 @@ def test_the_script_needs_no_change(tmp_path: Path) -> None:
     assert [line[0] for line in changed] == ["-", "+"]  # the command, and no line of the script
     assert changed[1] == f"+ {COMMAND}"
     assert changed[0].startswith("- torchrun ")
+
+
+def test_a_trainer_resumes_from_the_newest_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of the page, for an empty folder too; checkpoint-120 was cut off while it was
+    saved."""
+    (lines,) = (text for kind, text in BLOCKS if kind == "python" and text.startswith("whole = "))
+    asked: list[object] = []
+    trainer = SimpleNamespace(
+        train=lambda resume_from_checkpoint: asked.append(resume_from_checkpoint)
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, whole in (
+        ("", False),
+        ("checkpoint-80", True),
+        ("checkpoint-100", True),
+        ("checkpoint-120", False),
+    ):
+        folder = tmp_path / "out" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if whole:
+            (folder / "trainer_state.json").touch()
+        exec(lines, {"Path": Path, "trainer": trainer})
+    assert asked == [None, "out/checkpoint-80", "out/checkpoint-100", "out/checkpoint-100"]
 
 
 def test_the_page_names_the_keys_and_the_bound() -> None:

@@ -7,20 +7,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from elastic.api.running.options import Options
 from elastic.config.clusters import ClusterSpec, load_cluster
 from elastic.config.job import JobSpec, PoolSpec, embedded_pools, load_drill, pool_of
 from elastic.errors import SpecError
+from elastic.text import n_of
 
+LEFT_OUT = (
+    "the job's drill ({}) is left out on a Ray cluster; `elastic run --drill FILE` asks for one "
+    "there, or ElasticTrainer(job={{'drill': [...]}})"
+)
 PER_NODE, NODES = 2, 2  # processes and nodes of a pool, where the job does not need more
 
 
 def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
-    """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill`
-    asks for one. Raises SpecError for pools that this machine, where there is no other, has not."""
+    """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill`,
+    or whoever says so in Python, asks for one. Raises SpecError for pools that this machine, where
+    there is no other, has not."""
     drill = load_drill(options.drill) if options.drill is not None else spec.drill
-    if address is not None and options.drill is None:
+    if address is not None and options.drill is None and not options.own_drill:
+        if drill and options.show:
+            print(f"note: {LEFT_OUT.format(n_of(len(drill), 'event'))}", file=_out(options))
         drill = []
     pools, floor, head_usd_per_h = spec.pools, spec.on_demand_floor, spec.head_usd_per_h
     if options.cluster is not None:
@@ -41,7 +50,7 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
             pools = embedded_pools(n_gpus)
         pools, said = here(spec, pools, n_gpus, local=options.local)
         if said and options.show:
-            print(said, file=options.stream or sys.stdout)
+            print(said, file=_out(options))
     known = {
         "drill": drill,
         "pools": pools,
@@ -49,6 +58,10 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
         "head_usd_per_h": head_usd_per_h,
     }
     return spec.model_copy(update=known)
+
+
+def _out(options: Options) -> TextIO:
+    return options.stream or sys.stdout
 
 
 def _cluster_of(file: str | Path, local: bool, address: str | None) -> ClusterSpec:

@@ -25,6 +25,7 @@ class Options:
     address: str | None = None  # of the Ray cluster to use; default: $RAY_ADDRESS
     overrides: tuple[str, ...] = ()  # key=value over job.yaml
     drill: str | Path | None = None  # a drill file instead of the job's own drill
+    own_drill: bool = False  # the job's own drill is meant for a Ray cluster too
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
     # of a run whose journal is damaged: set that aside, resume from the newest checkpoint
     from_checkpoint: bool = False

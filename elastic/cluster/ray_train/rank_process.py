@@ -25,9 +25,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
+from elastic.cluster.local.local_cluster import visible_gpus
 from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
 from elastic.cluster.ray_train.script_output import BAR, StepReader, error_part
 from elastic.types import (
+    Evaluated,
     Event,
     GroupRan,
     Job,
@@ -57,6 +59,9 @@ TORCHELASTIC = {
     "TORCHELASTIC_RESTART_COUNT": "0",
 }
 GPUS = "CUDA_VISIBLE_DEVICES"
+# accelerate, and so a Trainer of transformers, makes one group of ranks without GPUs only where it
+# is told that it runs on CPUs; otherwise each rank trains all of it, alone
+ON_CPUS = ("ACCELERATE_USE_CPU", "true")
 
 
 @dataclass(frozen=True)
@@ -246,6 +251,8 @@ class RankProcess:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         if gpus:
             environment[GPUS] = gpus
+        elif not visible_gpus():
+            environment.setdefault(*ON_CPUS)
         file, cwd = here(self.job.script or "", self.job.cwd)
         theirs: list[socket.socket] = []
         if RAY_TRAIN.search(_text(file)):
@@ -322,6 +329,8 @@ class RankProcess:
                 if self.rank == 0 and (found := steps.read(line.rstrip("\n"))) is not None:
                     with self._lock:
                         self._stepped(*found, time.monotonic(), logged=steps.taken())
+                while self.rank == 0 and steps.evaluations:
+                    self._evaluated(*steps.evaluations.pop(0))
 
     def _stepped(
         self, step: int, train_loss: float, now_s: float, *, logged: dict[str, float]
@@ -339,6 +348,11 @@ class RankProcess:
         done = StepDone(self.plan.generation, step, train_loss, 0, took_s, logged=logged)
         self.put(done)
         self.step, self._told_s, self._has_steps = step, now_s, True
+
+    def _evaluated(self, step: int, loss: float) -> None:
+        with self._lock:
+            if self._entered_s is not None:
+                self.put(Evaluated(self.plan.generation, step, {"validation_loss": loss}))
 
     def _ended(self, code: int) -> list[Event]:
         """What is to be said of its end, unless it was asked for."""

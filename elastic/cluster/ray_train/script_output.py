@@ -15,6 +15,7 @@ STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b[\s:=#]*(\d+)", re.IGNORECASE)
 LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IGNORECASE)
 # transformers.Trainer logs a dict of its losses without the step, and draws its bar anew after it
 HF_LOSS = re.compile(r"^\s*\{.*'loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
+HF_EVAL = re.compile(r"\{.*'eval_loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 BAR = re.compile(r"\d+%\|.*\|\s*(\d+)/\d+\s*\[")  # of tqdm: steps done, of how many
 BAR_EVERY_S = 10.0  # a person is shown a bar so often
 LOGGED = "elastic.log "  # what a line of elastic.log begins with
@@ -30,10 +31,13 @@ def step_in(line: str) -> tuple[int, float] | None:
 
 @dataclass
 class StepReader:
-    """Reads steps out of one group's lines, in their order. `_loss`: logged by a Trainer of
-    transformers, whose next bar says at which step."""
+    """Reads steps out of one group's lines, in their order. `_loss`, `_evaluated`: logged by a
+    Trainer of transformers, whose next bar says at which step. `evaluations`: step -> loss of the
+    validation set, until somebody takes them."""
 
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
     _loss: float | None = None
+    _evaluated: float | None = None
     _bar_s: float = -math.inf
     _logged: dict[str, float] = field(default_factory=dict)  # since the step before
 
@@ -47,7 +51,13 @@ class StepReader:
         if logged := HF_LOSS.search(line):
             self._loss = float(logged[1])
             return None
+        if evaluated := HF_EVAL.search(line):
+            self._evaluated = float(evaluated[1])
+            return None
         bar = BAR.search(line)
+        if bar is not None and self._evaluated is not None:
+            self.evaluations.append((int(bar[1]), self._evaluated))
+            self._evaluated = None
         if bar is None or self._loss is None:
             return None
         loss, self._loss = self._loss, None

@@ -2,7 +2,8 @@
 does it, so nothing of the user's file runs a second time.
 
 It may still call what Ray Train prepares: a model and a DataLoader are given back as they are,
-since elastic.loop cuts the one and reads the dataset of the other.
+since elastic.loop cuts the one and reads the dataset of the other; and get_checkpoint(), which has
+none: the state is there when the loop begins.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def loaded(data: bytes) -> Callable[[], None]:
 
 @contextmanager
 def as_they_are() -> Iterator[None]:
-    """What Ray Train's own workers prepare is given back as it is."""
+    """What Ray Train's own workers prepare is given back as it is, and no checkpoint is known."""
     before = keep_as_they_are()
     try:
         yield
@@ -58,14 +59,19 @@ def as_they_are() -> Iterator[None]:
 
 def keep_as_they_are() -> list[tuple[Any, str, Any]]:
     """The same for good: in a worker, which is no other run's. Returns what was there before."""
+    instead = [(ray.train.torch, name, _given_back) for name in PREPARED]
     before = []
-    for name in PREPARED:
-        own = getattr(ray.train.torch, name, None)
-        for module in (ray.train.torch, sys.modules.get(getattr(own, "__module__", ""))):
+    for place, name, other in [*instead, (ray.train, "get_checkpoint", _no_checkpoint)]:
+        own = getattr(place, name, None)
+        for module in (place, sys.modules.get(getattr(own, "__module__", ""))):
             if module is not None:
                 before.append((module, name, getattr(module, name, None)))
-                setattr(module, name, _given_back)
+                setattr(module, name, other)
     return before
+
+
+def _no_checkpoint() -> None:
+    return None
 
 
 def _given_back(given: Any, *_: Any, **__: Any) -> Any:

@@ -52,9 +52,9 @@ def percent(share: float) -> str:
 
 def of_time(seen: Evidence) -> Iterator[RunVerdict]:
     """From the ledger's categories: what is spent outside of the steps themselves."""
-    for rule in (
-        _data, _storage, _copies, _changes, _start_up, _capacity, _idle, _evaluation, _between,
-    ):  # fmt: skip
+    # a script that is restarted saves and reads by itself: that is a part of its restarts
+    of_state = (_changes,) if seen.state.job.restarted else (_storage, _copies, _changes)
+    for rule in (_data, *of_state, _start_up, _capacity, _idle, _evaluation, _between):
         verdict = rule(seen)
         if verdict is not None and verdict.share >= WORTH:
             yield verdict
@@ -123,6 +123,8 @@ def _part(seconds: float, seen: Evidence, category: str) -> float:
 def _changes(seen: Evidence) -> RunVerdict:
     names = ("reshard", "wasted_progress")
     changes = [one for one in seen.account.transitions if one.cause != "start"]
+    if seen.state.job.restarted:
+        return _restarts(seen, len(changes))
     lost, again = sum(one.cause == "loss" for one in changes), sum(t.steps_lost for t in changes)
     number = (
         f"{n_of(len(changes), 'change')} of the layout ({lost} after a loss without notice) took "
@@ -137,6 +139,18 @@ def _changes(seen: Evidence) -> RunVerdict:
         advice += "together with the holders of their replicas"
     else:
         advice = "a smaller replica_every in job.yaml: fewer steps are lost with a node"
+    return RunVerdict("changes of capacity", seen.share(*names), seen.usd(*names), number, advice)
+
+
+def _restarts(seen: Evidence, n_changes: int) -> RunVerdict:
+    """Of a script that each change starts anew: keys about replicas and checkpoints are not its
+    own."""
+    names = ("reshard", "checkpoint_restore", "wasted_progress")
+    number = (
+        f"{n_of(n_changes, 'restart')} of the script took {percent(seen.share(*names[:2]))} of the "
+        f"run, steps trained again {percent(seen.share(names[2]))}"
+    )
+    advice = "elastic.loop around its loop: then it is changed live, not restarted (docs/loop.md)"
     return RunVerdict("changes of capacity", seen.share(*names), seen.usd(*names), number, advice)
 
 

@@ -98,6 +98,45 @@ def test_a_run_says_who_plays_the_nodes(tmp_path: Path) -> None:
     assert out.getvalue().startswith("spot has nodes of 8 L40S, but this machine has no GPUs: CPU")
 
 
+def test_on_a_cluster_a_drill_is_carried_out_where_it_is_asked_for_and_named_where_not(
+    tmp_path: Path,
+) -> None:
+    drilled, out = job(drill=[{"at_step": 1, "kill": "any"}]), io.StringIO()
+    assert adapted(drilled, Options(stream=out), "10.0.0.1:6379").drill == []
+    assert out.getvalue().startswith("note: the job's drill (1 event) is left out on a Ray cluster")
+    asked = Options(stream=out, own_drill=True)
+    for options, address in ((asked, "10.0.0.1:6379"), (Options(stream=out), None)):
+        assert adapted(drilled, options, address).drill == drilled.drill
+    file = tmp_path / "drill.yaml"
+    file.write_text("- {at_step: 2, notice: any}\n")
+    (other,) = adapted(drilled, Options(drill=file, stream=out), "10.0.0.1:6379").drill
+    assert (other.at_step, other.notice) == (2, "any") and out.getvalue().count("\n") == 1
+
+
+def test_a_drill_beside_a_trainer_is_for_the_cluster_that_it_runs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes workers there, and leaves the nodes alone."""
+
+    class Asked(BaseException):
+        pass
+
+    def run_job(spec: JobSpec, options: Options) -> None:
+        raise Asked(len(spec.drill), options.own_drill, options.spared)
+
+    monkeypatch.setattr("elastic.api.trainer.run_job", run_job)
+    (tmp_path / "job.yaml").write_text(f"program: {PROGRAMS}/tiny.py\n")
+    keys = {"steps": 1, "global_batch": 8, "storage": str(tmp_path)}
+    for drill, found in (
+        ([{"at_step": 1, "kill": "any"}], (1, True, True)),
+        (None, (0, False, True)),
+    ):
+        given = keys | ({"drill": drill} if drill else {})
+        with pytest.raises(Asked) as asked:
+            ElasticTrainer(tmp_path, job=given).fit()
+        assert asked.value.args == found
+
+
 @pytest.mark.usefixtures("no_gpus")
 def test_a_job_on_gpus_without_a_cluster_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -51,6 +51,7 @@ HF = [
 def test_what_a_trainer_of_transformers_logs_are_steps() -> None:
     reader = StepReader()
     assert [found for line in HF if (found := reader.read(line))] == [(50, 3.899), (60, 3.9)]
+    assert reader.evaluations == [(60, 3.5)], "at the step of the bar behind it"
 
 
 def test_a_person_is_shown_a_bar_now_and_then() -> None:

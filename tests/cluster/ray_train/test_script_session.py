@@ -61,7 +61,7 @@ for _ in range(1000):
 names = [name for name in os.environ if name.startswith("TORCH_NCCL")]
 print("environment", json.dumps({k: os.environ.get(k) for k in (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR TORCHELASTIC_RUN_ID "
-    "CUDA_VISIBLE_DEVICES").split()}), flush=True)
+    "CUDA_VISIBLE_DEVICES ACCELERATE_USE_CPU").split()}), flush=True)
 """
 STEPS = """
 first = int(sys.argv[1])
@@ -169,6 +169,19 @@ def test_a_group_meets_prints_steps_and_ends_well(
     assert {e["TORCHELASTIC_RUN_ID"] for e in printed} == {"r"}
     # LOCAL_RANK chooses among the GPUs of all ranks of its node
     assert [e["CUDA_VISIBLE_DEVICES"] for e in printed] == ["3,3", "3,3", "3"]
+    assert {e["ACCELERATE_USE_CPU"] for e in printed} == {None}
+
+
+def test_ranks_without_gpus_are_one_group_for_accelerate_too(
+    made: Made, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each rank of a Trainer of transformers trains all of it, alone."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    group = made(A, script=MEETS + STEPS, args=("1",))
+    group.enter()
+    group.all(ScriptEnded, 1)
+    (printed,) = environments(capfd.readouterr().out)
+    assert printed["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_where_it_continues_is_what_its_first_line_says(made: Made) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.train
 
 from elastic.cluster.workers.train_function import as_they_are, keep_as_they_are, loaded, pickled
 from elastic.errors import SpecError
@@ -46,6 +47,19 @@ def test_what_arrives_is_the_function_and_not_the_file() -> None:
     assert seen == ["ran"]
     with pytest.raises(RuntimeError, match="outside of a Ray Train training function"):
         loaded(data)()
+
+
+def test_what_resumes_from_a_checkpoint_may_stay_and_finds_none() -> None:
+    """By either name; elsewhere Ray Train's own answer stays."""
+    text = (
+        "import ray.train\nfrom ray.train import get_checkpoint\n"
+        "def train():\n    raise ValueError([ray.train.get_checkpoint(), get_checkpoint()])\n"
+    )
+    own = ray.train.get_checkpoint
+    data = pickled(functions(text)["train"], None)
+    with as_they_are(), pytest.raises(ValueError, match=r"\[None, None\]"):
+        loaded(data)()
+    assert ray.train.get_checkpoint is own
 
 
 def test_in_a_worker_it_stays_so() -> None:

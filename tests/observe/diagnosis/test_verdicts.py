@@ -89,6 +89,19 @@ CASES = {
 }  # fmt: skip
 
 
+def test_what_a_restarted_script_reads_again_is_its_restarts() -> None:
+    """Replicas are no key of its job, and storage is not what is slow."""
+    run = QUIET.with_(job=(("restarted", True), ("script", "t.py")), prepared_s=30.0)
+    books = run.lines()
+    evidence = evidence_of(books)
+    seconds = {**evidence.account.seconds, "checkpoint_restore": 20.0}
+    account = replace(evidence.account, seconds=seconds)
+    verdicts_of = {one.bound: one for one in diagnosed(replace(evidence, account=account))}
+    assert "storage" not in verdicts_of
+    one = verdicts_of["changes of capacity"]
+    assert "restarts of the script took" in one.number and "elastic.loop" in one.advice
+
+
 def test_a_run_without_a_fault_is_bound_by_computation_alone() -> None:
     assert list(found(QUIET)) == ["compute"]
     assert found(QUIET)["compute"].share == 0.0
