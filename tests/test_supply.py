@@ -22,6 +22,12 @@ KNOWN = {
     ("tests/support/cluster/aws_hosts.py", "Secret Keyword"),
     ("tests/config/test_fingerprint.py", "Secret Keyword"),
     ("tests/config/test_masking.py", "Secret Keyword"),
+    ("tests/cluster/workers/test_output.py", "Secret Keyword"),
+    ("tests/config/test_masking.py", "Basic Auth Credentials"),
+    ("tests/reshard/test_routes.py", "Hex High Entropy String"),
+    ("tests/storage/test_cloud_faults.py", "Secret Keyword"),
+    ("tests/worker/process_groups/test_control_tree.py", "Secret Keyword"),
+    ("tests/worker/standalone/test_meeting.py", "Secret Keyword"),
 }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from elastic import catalog
-from elastic.config.clusters import read_cluster
+from elastic.config.clusters import ClusterSpec, read_cluster
 from elastic.errors import SpecError
 
 if TYPE_CHECKING:
@@ -54,10 +55,7 @@ def reap(file: str | Path, yes: bool = False, alive: bool = False) -> Reaped:
 
     spec, _ = read_cluster(file)
     if spec.provider != "aws":
-        raise SpecError(
-            f"{file}: reap knows instances of EC2 only, and this cluster is of '{spec.provider}'; "
-            "use its own console"
-        )
+        raise SpecError(f"{file}: reap itself knows EC2 only; {_by_hand(spec)}")
     if not spec.name or not spec.region:
         raise SpecError(
             f"{file}: instances are found by cluster_name and provider.region; both must be there"
@@ -83,6 +81,41 @@ def reap(file: str | Path, yes: bool = False, alive: bool = False) -> Reaped:
         tuple(left),
         sum(_usd_per_h(i, spec.region) for i in found),
     )
+
+
+def _by_hand(spec: ClusterSpec) -> str:
+    """How a person finds what is left of a cluster of another provider, and ends it."""
+    given = spec.data.get("provider")
+    keys: dict[str, Any] = given if isinstance(given, dict) else {}
+    name = quote(spec.name or "NAME")
+    label = f"ray-cluster-name={name}"
+    if spec.provider == "gcp":
+        project = quote(str(keys.get("project_id") or "PROJECT"))
+        return (
+            f"`gcloud compute instances list --project={project} --filter=labels.{label}` lists "
+            "this cluster's machines, stopped ones (whose disks are paid for) too, and `gcloud "
+            f"compute instances delete NAMES --zone=ZONE --project={project}` ends them"
+        )
+    if spec.provider == "azure":
+        group = quote(str(keys.get("resource_group") or "GROUP"))
+        return (
+            f"`az resource list --resource-group {group} --tag {label} --output table` lists what "
+            "this cluster has, disks and addresses too, and `az resource delete --ids IDS` ends it"
+        )
+    if spec.provider == "kubernetes":
+        metadata = spec.data.get("metadata")
+        space = str((metadata if isinstance(metadata, dict) else {}).get("namespace") or "default")
+        kind = str(spec.data.get("kind", "RayCluster")).lower()
+        found = (
+            f"pods -n {quote(space)} -l ray.io/cluster={name}"
+            if kind == "raycluster"
+            else f"rayclusters -n {quote(space)} -l ray.io/originated-from-cr-name={name}"
+        )
+        return (
+            f"`kubectl get {found}` lists what is left, and `kubectl delete {kind} {name} -n "
+            f"{quote(space)}` ends it"
+        )
+    return f"of a provider '{spec.provider}' nothing is known: `ray down` ends its processes"
 
 
 def _usd_per_h(instance: Instance, region: str) -> float:

@@ -71,7 +71,8 @@ def _add_cluster(verbs: Any) -> None:
         actions,
         "reap",
         _cluster_reap,
-        about="list the EC2 instances that a dead cluster has leaked, and terminate them",
+        about="list the EC2 instances that a dead cluster has leaked, and terminate them; of other "
+        "clouds: say how",
     )
     made.add_argument("file", metavar="FILE", help="the file that `ray up` launched it from")
     made.add_argument("--yes", action="store_true", help="end them")

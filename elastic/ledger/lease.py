@@ -97,7 +97,7 @@ class Lease:
         self.attached = before is not None and not before.released
         self.sign = Sign(epoch=before.epoch + 1 if before else 1, n=0, at_s=now_s, **me)
         # when the last sign of life that was given began to be written
-        self._good_s = time.monotonic()
+        self._good_s = _awake_or_not_s()
         self._begin()
         if self._write(self.sign):
             raise SpecError(
@@ -132,7 +132,7 @@ class Lease:
     @property
     def unheard_s(self) -> float:
         """Seconds since the last sign of life that was given, by this process's own clock."""
-        return time.monotonic() - self._good_s
+        return _awake_or_not_s() - self._good_s
 
     def give_up(self) -> None:
         """Another driver was heard of."""
@@ -204,7 +204,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._done.wait(self.times.renew_s):
-            begun_s = time.monotonic()
+            begun_s = _awake_or_not_s()
             try:
                 if not self._renewed():
                     self._lost.set()
@@ -271,6 +271,13 @@ class Lease:
             me.pid,
             me.since_s,
         )
+
+
+def _awake_or_not_s() -> float:
+    """Seconds that never go back, those included in which the whole machine was suspended: others
+    have waited meanwhile."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux's
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 def newest(storage: Storage) -> Sign | None:

@@ -22,6 +22,7 @@ from elastic.types import (
     GroupsFormed,
     NodePrepared,
     NodeRefused,
+    Prepare,
     Quiesced,
     Silent,
     WorkerFailed,
@@ -168,6 +169,13 @@ class Partitions(Generations):
         else:
             super()._step(group)
 
+    def _prepare(self, action: Prepare) -> None:
+        """The silent workers of a node that is cut off are ended first, as soon as it is reached:
+        what they had to say is not heard any more."""
+        if self._cut_s([WorkerId(action.node_id, 0)]) > 0:
+            self._ended_s[action.node_id] = self._now_s
+        super()._prepare(action)
+
     # -------------------------------------------------------------------------------- what is heard
 
     def _say(self, event: Event) -> None:
@@ -180,8 +188,13 @@ class Partitions(Generations):
             super()._say(event)
             return
 
+        said_s = self._now_s
+
         def again() -> None:
-            if any(self._lives(worker) for worker in told_by):
+            if any(
+                self._lives(worker) and self._ended_s.get(worker.node_id, -1.0) <= said_s
+                for worker in told_by
+            ):
                 self._say(event)
 
         self._after(wait_s, again)

@@ -75,6 +75,8 @@ class SimMachines(Clock):
         # of each pool those that stand, in the order in which they came
         self._living: dict[str, dict[str, None]] = {pool.name: {} for pool in pools}
         self._cut_once = False  # has any node ever been cut off?
+        # node -> when its workers were ended while it was cut off
+        self._ended_s: dict[str, float] = {}
         self._told_lost: set[str] = set()
         self._held: dict[WorkerId, tuple[Holding, ...]] = {}
         self._dead: set[WorkerId] = set()

@@ -432,6 +432,7 @@ class ShardStored(Event):
     seconds: float = 0.0
     stall_s: float = 0.0
     digest: int = 0  # sum (mod 2**64) over the elements that the rank owns
+    ordered: int = 0  # the epoch of the driver that ordered the generation
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,14 @@ from elastic.types.nouns import Plan, WorkerId
 class Rendezvous:
     """Where the participants of a generation meet: the plan's ranks, then workers that only send.
     `store`: host and port of a TCPStore that listens already; `secret`: by which they know each
-    other, new for each generation ('' = they have none). It goes over Ray and nowhere else."""
+    other, new for each generation ('' = they have none). It goes over Ray and nowhere else.
+    `epoch`: of the driver that orders the generation, 0 = there is none."""
 
     participants: tuple[WorkerId, ...]
     store: tuple[str, int]
     timeout_s: float = 60.0
     secret: str = field(default="", repr=False)
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

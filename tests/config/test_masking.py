@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from elastic.config import masking
 from elastic.config.masking import is_secret, masked, masked_text
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import StoredJournal
+from elastic.observe import run_tables
+from elastic.observe.dashboard.followed_run import FollowedRun
+from elastic.observe.dashboard.run_summary import snapshot
 from elastic.observe.reporting import report
 from elastic.storage import open_storage
 from elastic.types import (
@@ -175,3 +179,8 @@ def test_a_secret_of_the_environment_is_masked_wherever_a_program_says_it(
     assert [
         name for name, data in files.items() if b"planted" in data
     ] == [] and "planted" not in "".join(shown)
+    page = FollowedRun(place)
+    page.look()
+    view = page.view
+    told = json.dumps([snapshot(page), page.notes(), run_tables.status_plain(view)], default=str)
+    assert "***" in told and "planted" not in told + "".join(run_tables.status(view))

@@ -187,7 +187,7 @@ def test_a_damaged_journal_and_marker_are_told_and_the_run_goes_on_from_the_copy
     code, _, err = shell.call("run", name, "--run-name", "hurt", "--json")
     assert code == 0, err
     folder = shell.root / "elastic_runs" / "hurt"
-    marker = folder / "checkpoints" / "step-00000006.g0001" / "commit.json"
+    marker = folder / "checkpoints" / "step-00000006.g0001.e0001" / "commit.json"
     marker.write_bytes(marker.read_bytes()[:-9])
     rows = (folder / "journal.jsonl").read_bytes().split(b"\n")
     rows[3] = rows[3].replace(b'"at_s":1', b'"at_s":9', 1)

@@ -204,7 +204,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        own = {"monotonic": lambda: self.now_s}
+        own = {"monotonic": lambda: self.now_s, "clock_gettime": lambda clock: self.now_s}
         monkeypatch.setattr("elastic.ledger.lease.time", SimpleNamespace(**vars(time) | own))
 
 

@@ -12,8 +12,8 @@ from elastic.observe import event_messages
 from elastic.observe.run_tables import status
 from elastic.observe.run_view import view_of
 from elastic.sim.scripted_faults import Delays, Fault, FaultKind
-from elastic.sim.sim_storage import STORAGE_KINDS
-from elastic.types import EnterPlan, PlansFound, Pool, StepDone, Stop, StorageSeen
+from elastic.sim.sim_storage import CLOSED, STORAGE_KINDS
+from elastic.types import CopyStored, EnterPlan, PlansFound, Pool, StepDone, Stop, StorageSeen
 
 JOB = {
     "name": "weather", "steps": 30, "global_batch": 12, "seed": 0, "layout": "auto",
@@ -23,18 +23,36 @@ JOB = {
 POOL = Pool("spot", "CPU", 1, "spot", 3600.0, 3, 3)  # a dollar a second
 # longer than a lease; steps 1 to 16 are done from 12 s to 33 s, 30 of them until 52 s
 LASTS_S = 40.0
-MOMENTS = {
-    "start": (0.0, None),
-    "step": (14.0, None),
-    "loss": (14.0, "loss"),
-    "checkpoint": (18.5, "process"),
-    "end": (28.0, None),
+LENGTHS_S = (10.0, 120.0, 7200.0)
+SPELL_STEPS = 10  # at most; the longer a spell, the longer a step
+FIRST_STEP_S = 12.0  # is begun then
+# moment: begins so many steps after the first one began, and what happens so many steps later
+MOMENTS: dict[str, tuple[float, FaultKind | None, str, float]] = {
+    "start": (-1.0, None, "inside", 0.0),
+    "step": (1.5, None, "inside", 0.0),
+    "plan change": (1.5, "loss", "inside", 0.3),
+    "checkpoint": (4.8, "process", "inside", 0.3),
+    "end": (13.0, None, "inside", 0.0),
+    "takeover": (4.5, "driver", "inside", 2.0),
+    "takeover elsewhere": (4.5, "driver", "torn", 2.0),  # from another machine
 }
+CASES = [
+    (kind, moment, lasts_s)
+    for i, kind in enumerate(STORAGE_KINDS)
+    for j, moment in enumerate(MOMENTS)
+    for lasts_s in LENGTHS_S[(i + j) % 3 :] + LENGTHS_S[: (i + j) % 3]
+]
+# every kind with every moment and every length, and every moment with every length
+PAIRS = CASES[:: len(LENGTHS_S)]
 
 
-def play(monkeypatch: pytest.MonkeyPatch, *faults: Fault, **changes: object) -> simulated.Played:
+def play(
+    monkeypatch: pytest.MonkeyPatch, *faults: Fault, delays: Delays | None = None, **changes: object
+) -> simulated.Played:
     monkeypatch.setattr(
-        simulated, "scenario", lambda seed: (JOB | changes, (POOL,), list(faults), Delays())
+        simulated,
+        "scenario",
+        lambda seed: (JOB | changes, (POOL,), list(faults), delays or Delays()),
     )
     played = simulated.play(0)
     assert MODEL is not None
@@ -45,23 +63,69 @@ def told(played: simulated.Played, kind: type) -> list[object]:
     return [event for line in played.lines for _, event in line.events if isinstance(event, kind)]
 
 
+def spell(
+    kind: FaultKind, moment: str, lasts_s: float, monkeypatch: pytest.MonkeyPatch
+) -> tuple[simulated.Played, simulated.Played]:
+    """A run with that weather, and the same one without."""
+    at_step, also, how, later = MOMENTS[moment]
+    step_s = max(4 / 3, lasts_s / SPELL_STEPS)
+    at_s = max(0.0, FIRST_STEP_S + at_step * step_s) if at_step >= 0 else 0.0
+    weather = Fault(at_s, kind, lasts_s=lasts_s, amount=8.0)
+    more = (
+        [Fault(at_s + later * step_s, also, 1 - (also == "driver"), 1.0, moment=how)]
+        if also
+        else []
+    )  # type: ignore[arg-type]
+    beside, calm = (
+        play(monkeypatch, *faults, *more, steps=16, delays=Delays(work_s=3 * step_s))
+        for faults in ([weather], [])
+    )
+    return beside, calm
+
+
+def check_spell(
+    kind: FaultKind, moment: str, lasts_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = (kind, moment, lasts_s)
+    played, calm = spell(*case, monkeypatch)
+    assert not played.wrong, (case, played.wrong)
+    stored = {e.copy.step for e in told(played, CopyStored) if e.copy.kind == "durable"}  # type: ignore[attr-defined]
+    assert max(stored) == 16, (case, "what is owed is written afterwards")
+    if moment == "plan change" and kind != "past":
+        (plan,) = [p for p in plans(played) if p.cause == "loss" and p.generation == 2]
+        assert plan.resume.source == "peer", case
+    times, usual = (
+        [at for line in one.lines for at, e in line.events if isinstance(e, StepDone)]
+        for one in (played, calm)
+    )
+    if moment in ("step", "plan change"):  # it ends in the midst of the run
+        assert times == pytest.approx(usual, abs=0.01), (case, "no step waits for storage")
+    if moment == "start":  # the first plan may: it begins from nothing
+        assert times[-1] <= usual[-1] + lasts_s, case
+    away_s = simulated.account(played.lines).totals.storage_away_s
+    if kind in CLOSED and moment in ("step", "plan change") and lasts_s > simulated.LEASE_S:
+        # it is seen with the next line that is not taken, at the end of a step
+        assert lasts_s - lasts_s / SPELL_STEPS - 1 <= away_s <= lasts_s + 1, (case, away_s)
+
+
 @pytest.mark.slow
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", STORAGE_KINDS)
 def test_every_moment_of_a_run_bears_it(kind: FaultKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    for moment, (at_s, also) in MOMENTS.items():
-        more = [Fault(at_s + 6.0, also, 1)] if also else []  # type: ignore[arg-type]
-        played = play(monkeypatch, Fault(at_s, kind, lasts_s=LASTS_S, amount=8.0), *more, steps=16)
-        assert not played.wrong, (kind, moment, played.wrong)
-        if also and kind != "past":
-            (plan,) = [
-                p for p in plans(played) if p.cause in ("loss", "growth") and p.generation == 2
-            ]
-            assert plan.resume.source == "peer", (kind, moment)
-    for machine in ("inside", "torn"):  # the next driver is on the same one, or on another
-        driver = Fault(24.0, "driver", lasts_s=1.0, moment=machine)  # type: ignore[arg-type]
-        played = play(monkeypatch, Fault(14.0, kind, lasts_s=LASTS_S, amount=8.0), driver, steps=16)
-        assert not played.wrong, (kind, machine, played.wrong)
+    cases = [case for case in PAIRS if case[0] == kind]
+    assert {moment for _, moment, _ in cases} == {*MOMENTS}
+    assert {lasts_s for *_, lasts_s in cases} == {*LENGTHS_S}
+    for case in cases:
+        check_spell(*case, monkeypatch)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", STORAGE_KINDS)
+def test_for_ten_seconds_two_minutes_and_two_hours(
+    kind: FaultKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case in CASES:
+        if case[0] == kind:
+            check_spell(*case, monkeypatch)
 
 
 def plans(played: simulated.Played) -> list:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
+from elastic.config.masking import masked_text
 from elastic.ledger.run_folder import OF_NODE
 from elastic.text import LOG_MARK
 
@@ -66,7 +67,9 @@ class Output:
         _say(text)
 
     def take(self) -> tuple[str, ...]:
-        """Whole lines that were printed since the last call, where they are to be told."""
+        """Whole lines that were printed since the last call, where they are to be told: on a
+        terminal, in the log of a cluster's job. Secrets are masked; the file has what was
+        printed."""
         with self._lock:
             lines, self._left = self._left + self._lines(), ()
             with suppress(OSError):  # retried at the next call
@@ -120,7 +123,7 @@ class Output:
         lines = (
             text.rstrip("\r").rpartition("\r")[2] for text in (texts if texts[-1] else texts[:-1])
         )
-        return (*missed, *(line for line in lines if not line.startswith(LOG_MARK)))
+        return (*missed, *(masked_text(line) for line in lines if not line.startswith(LOG_MARK)))
 
 
 def calls_file(folder: Path, pid: int) -> Path:

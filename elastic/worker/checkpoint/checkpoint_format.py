@@ -1,6 +1,6 @@
 """The files of a checkpoint and their JSON, checked while it is read: nothing in it is trusted.
 
-checkpoints/step-00000040.g0003/
+checkpoints/step-00000040.g0003.e0002/   step, generation, epoch of the driver that ordered that
     __0_0.distcp   boxes of rank 0, one torch.save blob after the other without gaps (DCP's file
                    format)
     rank-0.json    what lies where in it, a digest of each blob, the SHA-256 of all those digests
@@ -29,7 +29,7 @@ MARKER = "commit.json"
 METADATA = ".metadata"
 SAMPLES = "sample_digest"  # in a marker's meta: the running digest of the sample ids up to its step
 VERSION = 2
-FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})")
+FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})(?:\.e(\d{4,}))?")
 
 T = TypeVar("T")
 
@@ -84,8 +84,18 @@ class Marker:
     files: tuple[FileNote, ...]
 
 
-def folder_of(step: int, generation: int) -> str:
-    return f"{FOLDER}/step-{step:08d}.g{generation:04d}"
+def folder_of(step: int, generation: int, epoch: int = 0) -> str:
+    """`epoch`: of the driver that ordered the generation; 0 = none did. Two drivers that do not
+    know of each other may give a generation the same number: what the workers of one write never
+    stands where those of the other do."""
+    by = f".e{epoch:04d}" if epoch else ""
+    return f"{FOLDER}/step-{step:08d}.g{generation:04d}{by}"
+
+
+def ordered_epoch(folder: str) -> int:
+    """That a folder's name ends with; 0 = none."""
+    match = FOLDER_NAME.fullmatch(folder)
+    return int(match[3] or 0) if match else 0
 
 
 def shard_name(rank: int) -> str:

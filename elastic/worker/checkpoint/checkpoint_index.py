@@ -23,6 +23,7 @@ from elastic.worker.checkpoint.checkpoint_format import (
     decode_manifest,
     decode_marker,
     manifest_name,
+    ordered_epoch,
     shard_name,
 )
 from elastic.worker.checkpoint.checkpoint_reader import Checkpoint, check_size
@@ -152,9 +153,12 @@ def remove_copy(storage: Storage, uri: str, epoch: int) -> None:
     storage.delete_folder(f"{FOLDER}/{folder}")
 
 
-def clean(storage: Storage, epoch: int, below_step: int | None = None) -> list[str]:
+def clean(
+    storage: Storage, epoch: int, below_step: int | None = None, *, ordered: int = 0
+) -> list[str]:
     """Removes what interrupted saves (of steps below `below_step`; None = of any) and removals have
-    left; returns the URIs.
+    left; returns the URIs. `ordered`: that of the generation that trains: what was saved under
+    older drivers goes, of whatever step. Their workers may live on, out of this driver's reach.
 
     Only folders without a marker, whole or not, under this run; raises Fenced when a newer driver
     (epoch) has taken over.
@@ -162,7 +166,9 @@ def clean(storage: Storage, epoch: int, below_step: int | None = None) -> list[s
     removed = []
     for folder in _folders(storage):
         match = FOLDER_NAME.fullmatch(folder)
-        wanted = match and (below_step is None or int(match[1]) < below_step)
+        wanted = match and (
+            below_step is None or int(match[1]) < below_step or ordered_epoch(folder) < ordered
+        )
         if wanted and not storage.exists(f"{FOLDER}/{folder}/{MARKER}"):
             check_epoch(
                 storage, epoch, f"{storage.uri}: the driver of epoch {epoch} may not clean it"

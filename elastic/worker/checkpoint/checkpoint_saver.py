@@ -35,6 +35,10 @@ from elastic.worker.state.content_digest import digest
 from elastic.worker.state.host_copy import Tensors
 from elastic.worker.state.train_state import Held, TrainState
 
+# twice as long as a lease lives without a sign: who drives this worker has asked it for news since
+UNHEARD_S = 30.0
+GENERATIONS_KEPT = 100  # of which a part may still be asked for
+
 
 class Holder(Protocol):
     """The worker whose state is saved (session.workplace)."""
@@ -95,17 +99,26 @@ class CheckpointPart:
     plan: Plan
     step: int
     rank: int
+    ordered: int = 0  # the epoch of the driver that ordered the plan
 
 
 class Saving:
-    """The checkpoints of a worker. `writing`: the newest one; `of`: which part that is."""
+    """The checkpoints of a worker. `writing`: the newest one; `of`: which part that is.
+    `heard_at_s`: when a driver asked for news last (time.monotonic)."""
 
     def __init__(self, place: Holder) -> None:
+        self.heard_at_s = time.monotonic()
+        self._ordered: dict[int, int] = {}  # generation -> epoch of the driver that ordered it
         self.place = place
         self.writing: Future[Any] | None = None
         self.of: CheckpointPart | None = None
         self.kept: NewestHostCopy | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable-copy")
+
+    def entered(self, generation: int, epoch: int) -> None:
+        """A driver of that epoch has ordered it; 0 = no driver."""
+        newest = sorted(self._ordered)[-GENERATIONS_KEPT:]
+        self._ordered = {number: self._ordered[number] for number in newest} | {generation: epoch}
 
     @doing("copying")
     def save(
@@ -114,22 +127,21 @@ class Saving:
         """Starts a checkpoint of this boundary from `copy` (else from a snapshot taken now), which
         it releases.
 
-        While the one before is still being written it is left out -> CopyFailed; `must`: it is
-        written after that one.
+        While the one before is still being written it is left out -> CopyFailed, and so it is
+        while no driver is heard of: nobody would commit it. `must`: it is written all the same,
+        after the one before.
         """
         began = time.monotonic()
         self.place.at_phase("saving", state.step)
-        if self.writing is not None and not self.writing.done() and not must:
+        if not must and (why := self._leave_out(began)):
             if copy is not None:
                 copy.release()
-            before = self.of.step if self.of else 0
-            why = f"the copy of step {before} is still being written"
             self.place.report(CopyFailed(plan.generation, state.step, why, skipped=True))
             return
         copy = copy or Snapshot(state.snapshot())
         self._keep(plan, state, copy)
         stall_s = time.monotonic() - began
-        of = CheckpointPart(plan, state.step, state.rank)
+        of = self._part(plan, state.step, state.rank)
         self.of = of
         self.writing = self._pool.submit(self._guarded, of, lambda: self._write(of, copy, stall_s))
 
@@ -137,7 +149,7 @@ class Saving:
         """Writes the part of another rank from equal boxes held here, behind the steps: it is slow
         or gone. Both may write: the bytes are the same, and files appear whole. Reports CopyFailed
         where this worker does not hold them."""
-        of = CheckpointPart(plan, step, rank)
+        of = self._part(plan, step, rank)
         self._pool.submit(self._guarded, of, lambda: self._write_other(of))
 
     def commit_alone(self, epoch: int, wait_s: float) -> str | None:
@@ -164,6 +176,7 @@ class Saving:
                     world_size=len(plan.ranks),
                     epoch=epoch,
                     meta=meta,
+                    ordered=self.of.ordered,
                 )
             except StateLost:  # the parts of other ranks are still being written
                 if time.monotonic() > deadline:
@@ -173,6 +186,16 @@ class Saving:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
+
+    def _part(self, plan: Plan, step: int, rank: int) -> CheckpointPart:
+        return CheckpointPart(plan, step, rank, self._ordered.get(plan.generation, 0))
+
+    def _leave_out(self, now_s: float) -> str:
+        """Why this checkpoint is left out; '' = it is not."""
+        if self.writing is not None and not self.writing.done():
+            return f"the copy of step {self.of.step if self.of else 0} is still being written"
+        unheard_s = now_s - self.heard_at_s
+        return f"no driver was heard of for {unheard_s:.0f} s" if unheard_s > UNHEARD_S else ""
 
     # ----------------------------------------------------------------------------- behind the steps
 
@@ -228,15 +251,21 @@ class Saving:
         quota_gb = place.job.storage_quota_gb
         own_bytes = sum(box.n_bytes for box, _ in mine.values())
         check_space(
-            place.storage, (step, number), (own_bytes, state_bytes(profile)), quota_gb=quota_gb
+            place.storage,
+            (step, number),
+            (own_bytes, state_bytes(profile)),
+            quota_gb=quota_gb,
+            ordered=of.ordered,
         )
         n_bytes = checkpoint_writer.write_shard(
-            place.storage, step, number, rank=rank, items=list(mine.values())
+            place.storage, step, number, rank=rank, items=list(mine.values()), ordered=of.ordered
         )
         shapes = {spec.fqn: spec.shape for spec in state_specs(profile)}
         content = digest(mine, shapes, mine)
         place.report(
-            ShardStored(number, step, rank, n_bytes, time.monotonic() - began, stall_s, content)
+            ShardStored(
+                number, step, rank, n_bytes, time.monotonic() - began, stall_s, content, of.ordered
+            )
         )
 
 

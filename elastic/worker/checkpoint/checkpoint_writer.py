@@ -50,16 +50,22 @@ SYNC_BYTES = 64 << 20  # of a local file are synced at a time, behind the writin
 
 
 def write_shard(
-    storage: Storage, step: int, generation: int, *, rank: int, items: Iterable[tuple[Box, Tensor]]
+    storage: Storage,
+    step: int,
+    generation: int,
+    *,
+    rank: int,
+    items: Iterable[tuple[Box, Tensor]],
+    ordered: int = 0,
 ) -> int:
     """Writes the boxes of one rank and its manifest; returns the bytes. Items may come from an
-    iterator, one at a time.
+    iterator, one at a time. `ordered`: the epoch of the driver that ordered the generation.
 
     Memory: nothing beyond the items where they are contiguous and on the CPU, else one blob. Where
     the checkpoint is committed already, nothing is written. Empty boxes are left out. Two writers
     of the same items write the same bytes.
     """
-    folder = folder_of(step, generation)
+    folder = folder_of(step, generation, ordered)
     if read_marker(storage, folder) is not None:
         return storage.size(f"{folder}/{shard_name(rank)}")
     entries = []
@@ -91,14 +97,16 @@ def commit(
     world_size: int,
     epoch: int,
     meta: dict[str, Any],
+    ordered: int = 0,
 ) -> str:
     """Makes the shards of `world_size` ranks a checkpoint; returns its URI. Doing it twice is the
     same as once.
 
-    `meta` is plain data and comes back in Found and Checkpoint. Raises Fenced when a newer driver
-    (epoch) has taken over, Damaged when a file is missing or a tensor has gaps.
+    `epoch` is this driver's, `ordered` that of the one that ordered the generation. `meta` is plain
+    data and comes back in Found and Checkpoint. Raises Fenced when a newer driver (epoch) has taken
+    over, Damaged when a file is missing or a tensor has gaps.
     """
-    folder = folder_of(step, generation)
+    folder = folder_of(step, generation, ordered)
     fence = f"{folder}: the driver of epoch {epoch} may not commit it"
     check_epoch(storage, epoch, fence)
     texts = storage.each(

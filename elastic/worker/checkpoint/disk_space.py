@@ -23,9 +23,10 @@ def check_space(
     sizes: tuple[int, int],
     *,
     quota_gb: float | None = None,
+    ordered: int = 0,
 ) -> None:
     """Raises NoRoom unless the copy (step, generation) fits; sizes: (this rank's bytes, all ranks'
-    bytes).
+    bytes). `ordered`: as write_shard.
 
     Once another rank has begun to write, only this rank's bytes are requested.
     """
@@ -35,7 +36,7 @@ def check_space(
     free = storage.free_bytes()
     if free is None:
         return
-    begun = any(not key.endswith(MARKER) for key in storage.list(f"{folder_of(*copy)}/"))
+    begun = any(not key.endswith(MARKER) for key in storage.list(f"{folder_of(*copy, ordered)}/"))
     need = (own_bytes if begun else all_bytes) + MARGIN_BYTES
     if free < need:
         raise NoRoom(

@@ -45,6 +45,11 @@ class CheckpointParts:
         return [rank for rank in range(len(self.plan.ranks)) if rank not in self.stored]
 
     @property
+    def ordered(self) -> int:
+        """The epoch of the driver that ordered the generation."""
+        return max((part.ordered for part in self.stored.values()), default=0)
+
+    @property
     def bound_s(self) -> float:
         """From the newest part on; what is not there then is late."""
         return max(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.errors import ElasticError
 from elastic.storage import Storage
-from elastic.types import Copy, CopyFailed, CopyRemoved, CopyStored, Event, Plan, WorkerId
+from elastic.types import Copy, CopyFailed, CopyRemoved, CopyStored, Event, WorkerId
 from elastic.types.grid import coordinates, rank_of
 from elastic.types.orders import WorkerOrder, WriteShard
 from elastic.worker.hosting.checkpoint_checks import CopyChecks, Paced
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Commit = Callable[[Plan, int, int], str]  # (plan, step, digest of the state) -> uri
+Commit = Callable[["CheckpointParts", int], str]  # (parts, digest of the state) -> uri
 # unfinished files that were begun so long ago are nobody's
 UNFINISHED_S, UNFINISHED_AT_START_S = 3600.0, 60.0
 CLOSE_MOST_S = 10.0
@@ -60,6 +60,7 @@ class CheckpointCommitter:
         self._open: dict[tuple[int, int], float] = {}
         # what interrupted saves of steps before this one have left is to be removed
         self._below: int | None = None
+        self._ordered = 0  # and under drivers before that of the newest generation that was saved
         # storage may never answer
         self._thread = threading.Thread(target=self._run, name="durable-copies", daemon=True)
         self._thread.start()
@@ -141,7 +142,7 @@ class CheckpointCommitter:
         plan, step = parts.plan, parts.step
         shards = parts.stored.values()
         try:
-            uri = self._write(plan, step, sum(part.digest for part in shards) % (1 << 64))
+            uri = self._write(parts, sum(part.digest for part in shards) % (1 << 64))
         except Exception as error:  # noqa: BLE001 - the boundary of this thread: the run must hear of it
             text = (
                 str(error)
@@ -171,13 +172,15 @@ class CheckpointCommitter:
             )
         )
         self._below = max(step, self._below or 0)
+        self._ordered = max(self._ordered, parts.ordered)
         if self._checks is not None:
             self._checks.check(copy)
 
-    def _commit_files(self, plan: Plan, step: int, digest: int) -> str:
+    def _commit_files(self, parts: CheckpointParts, digest: int) -> str:
         from elastic.worker.checkpoint import checkpoint_writer
         from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 
+        plan, step = parts.plan, parts.step
         cut = {
             "layout": asdict(plan.layout),
             "layers": list(plan.layers),
@@ -192,6 +195,7 @@ class CheckpointCommitter:
             world_size=len(plan.ranks),
             epoch=self.epoch,
             meta=meta,
+            ordered=parts.ordered,
         )
 
     def _remove(self, uri: str) -> None:
@@ -211,7 +215,9 @@ class CheckpointCommitter:
         from elastic.worker.checkpoint import checkpoint_index
 
         try:
-            for folder in checkpoint_index.clean(self.storage, self.epoch, below_step):
+            for folder in checkpoint_index.clean(
+                self.storage, self.epoch, below_step, ordered=self._ordered
+            ):
                 log.info("%s: left by an interrupted save, removed", folder)
             self.storage.clean_unfinished(
                 UNFINISHED_AT_START_S if below_step is None else UNFINISHED_S

@@ -13,12 +13,15 @@ from elastic.storage import Storage
 from elastic.types import (
     Abort,
     Action,
+    DrainNode,
     EnterPlan,
     Event,
     Job,
     Plan,
     PlanEntered,
+    Quarantine,
     Quiesce,
+    ReleaseNode,
     RemoveCopy,
     RollForward,
     SetCadence,
@@ -42,6 +45,8 @@ SLICE_S = 0.05  # where other news may come; a round costs about as much as the 
 # between looks at the inbox, deadlines, notices and silence; while it trains, for answers too
 LOOK_S = 0.25
 LEAST_S = 0.001
+# nothing brings back what they end, and no epoch holds all of it up on its way
+FINAL = (Abort, DrainNode, Quarantine, ReleaseNode, RemoveCopy)
 
 
 @dataclass
@@ -91,7 +96,7 @@ class HostingBackend(ABC):
         # what a script that is restarted may take to start its group is no silence
         most_s = None if job.restarted else job.max_silence_s
         self.liveness = Liveness(POLL_S, most_s, patience_s(job))
-        self.stores = RendezvousStores(group, self.gather, self.liveness)
+        self.stores = RendezvousStores(group, self.gather, self.liveness, self.copies.epoch)
 
     def now_s(self) -> float:
         """Epoch seconds that never go back."""
@@ -108,10 +113,12 @@ class HostingBackend(ABC):
         return []
 
     def execute(self, action: Action) -> None:
-        """Returns at once; the outcome arrives as an event."""
+        """Returns at once; the outcome arrives as an event. Raises LostContact."""
         self._pacing.trains = False
         order = self._orders.get(type(action))
         if order is not None and not self._closed:
+            if isinstance(action, FINAL):
+                self._check_successor()  # orders of one decision may take a while
             order(self, action)
 
     @property
@@ -135,6 +142,10 @@ class HostingBackend(ABC):
     @abstractmethod
     def _check(self) -> None:
         """Raises LostContact where this driver does not hold its run any more."""
+
+    @abstractmethod
+    def _check_successor(self) -> None:
+        """Raises LostContact where another driver is known to have the run."""
 
     @abstractmethod
     def _round(self, until_s: float | None) -> list[Event]: ...

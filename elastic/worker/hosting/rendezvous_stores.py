@@ -40,11 +40,12 @@ class Hosts(Protocol):
 @dataclass
 class RendezvousStores:
     """One store per generation, kept in this process: dropping it frees ranks that still wait in
-    it."""
+    it. `epoch`: this driver's."""
 
     hosts: Hosts
     gather: Gather
     liveness: Liveness
+    epoch: int = 0
     _stores: dict[int, Any] = field(default_factory=dict)
     # of groups that are made ahead
     _formed: tuple[Plan, Rendezvous] | None = None
@@ -104,7 +105,7 @@ class RendezvousStores:
 
         timeout_s = self.liveness.timeout_s(plan.predicted_step_time_s)
         rendezvous, self._stores[plan.generation] = host_rendezvous(
-            plan, self.hosts.address(), timeout_s
+            plan, self.hosts.address(), timeout_s, epoch=self.epoch
         )
         return rendezvous
 

@@ -342,7 +342,7 @@ class Script:
             word = self.handoff.hear(LOOK_S)
             if word is not None and word.kind == "ended":
                 if word.error is not None:
-                    log.error("after its loop: %s", word.error)
+                    log.error("after its loop: %s", masked_text(str(word.error)))
                 return
             if word is not None:
                 self.handoff.answer(None)

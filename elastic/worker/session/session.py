@@ -227,7 +227,10 @@ class Session:
 
     def poll(self, ack: int, wait_s: float) -> Beat:
         """Messages after `ack`, as soon as there are any; older ones are forgotten."""
-        deadline = time.monotonic() + wait_s
+        now_s = time.monotonic()
+        deadline = now_s + wait_s
+        if (place := self.place) is not None:
+            place.saving.heard_at_s = now_s
         with self._lock:
             self._outbox = [(n, e) for n, e in self._outbox if n > ack]
             while (
@@ -380,6 +383,7 @@ class Session:
         if self.place is None:
             return
         place = self.place
+        place.saving.entered(number, order.rendezvous.epoch)
         self._forget_broken()
         with self._lock:
             ahead, self._ahead = self._ahead, None

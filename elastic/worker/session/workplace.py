@@ -58,13 +58,13 @@ class EnterOrder:
 
 
 def host_rendezvous(
-    plan: Plan, host: str, timeout_s: float, *, store_s: float = STORE_S
+    plan: Plan, host: str, timeout_s: float, *, store_s: float = STORE_S, epoch: int = 0
 ) -> tuple[Rendezvous, Any]:
     """Where the participants of the plan meet, and the store there, which this process hosts.
-    `store_s`: that one waits there for another."""
+    `store_s`: that one waits there for another. `epoch`: as Rendezvous."""
     store = host_store(host, store_s)
     return Rendezvous(
-        participants(plan.ranks, plan.resume), (host, store.port), timeout_s, new_secret()
+        participants(plan.ranks, plan.resume), (host, store.port), timeout_s, new_secret(), epoch
     ), store
 
 

@@ -133,13 +133,16 @@ class ProcessBackend(HostingBackend):
 
     def _check(self) -> None:
         """Raises RankLost besides."""
+        self._check_successor()
+        if self._lost:
+            raise RankLost(self._lost)
+
+    def _check_successor(self) -> None:
         if self.lease.lost:
             raise LostContact(
                 f"run '{self.start.run}': its lease (epoch {self.lease.epoch}) was taken over "
                 "by another process"
             )
-        if self._lost:
-            raise RankLost(self._lost)
 
     def close(self) -> None:
         """What was ordered to be committed is waited for. The sessions are the caller's."""

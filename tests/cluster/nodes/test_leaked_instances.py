@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.cluster.aws_endpoint import AwsEndpoint
+from support.places import ROOT
 
 from elastic import api
 from elastic.cli.command_line import main
@@ -247,10 +248,35 @@ def test_credentials_that_cannot_be_fetched(
     assert faulty.asked == []
 
 
-def test_other_clouds_and_files_without_a_name_are_refused(tmp_path: Path) -> None:
+def test_of_other_clouds_it_says_in_one_line_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(
         YAML.replace("type: aws", "type: gcp, project_id: p, availability_zone: us-east1-b")
     )
-    with pytest.raises(SpecError, match="EC2 only"):
+    with pytest.raises(SpecError) as refused:
         api.reap(path)
+    assert str(refused.value) == (
+        f"{path}: reap itself knows EC2 only; `gcloud compute instances list --project=p "
+        "--filter=labels.ray-cluster-name=NAME` lists this cluster's machines, stopped ones "
+        "(whose disks are paid for) too, and `gcloud compute instances delete NAMES --zone=ZONE "
+        "--project=p` ends them"
+    )
+    path.write_text(
+        YAML.replace("type: aws", "type: azure, location: westus2, resource_group: 'my group'")
+    )
+    with pytest.raises(
+        SpecError, match="--resource-group 'my group' --tag ray-cluster-name=NAME --output"
+    ):
+        api.reap(path)
+    path.write_text(YAML.replace("type: aws", "type: other"))
+    with pytest.raises(SpecError, match="of a provider 'other' nothing is known"):
+        api.reap(path)
+    for manifest, said in (
+        ("raycluster", "pods -n default -l ray.io/cluster=elastic`"),
+        ("rayjob", "rayclusters -n default -l ray.io/originated-from-cr-name=elastic`"),
+    ):
+        with pytest.raises(SpecError) as refused:
+            api.reap(ROOT / "deploy" / "kubernetes" / f"{manifest}.yaml")
+        assert f"`kubectl get {said}" in str(refused.value)
+        assert f"`kubectl delete {manifest} elastic -n default` ends it" in str(refused.value)
+        assert "\n" not in str(refused.value)

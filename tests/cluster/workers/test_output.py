@@ -23,7 +23,7 @@ taken = [out.take()]
 out.begin("generation 1: rank 0 of 2", True)
 print("python", flush=True)
 print("an error", file=sys.stderr)
-os.system("echo a child")
+os.system("echo a child with $MY_API_KEY")
 print("half", end="", flush=True)
 taken.append(out.take())
 print(" whole\\r50%\\r100%", flush=True)
@@ -47,6 +47,7 @@ def child(folder: Path) -> tuple[int, list[tuple[str, ...]], str]:
         [sys.executable, "-c", CHILD, str(folder / "logs"), str(folder / "taken")],
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | {"MY_API_KEY": "zq7-planted"},
     ) as process:
         out = process.communicate(timeout=300)[0]
     return process.pid, eval((folder / "taken").read_text()), out
@@ -58,7 +59,7 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
     assert first == (), (
         "what comes before the first generation is not told: the driver has shown it"
     )
-    assert rank_0 == ("python", "an error", "a child")
+    assert rank_0 == ("python", "an error", "a child with ***"), "a terminal shows no secret"
     assert left == ("100%",), (
         "what rank 0 had printed before it became rank 1, and nothing after; of a bar its last "
         "state"

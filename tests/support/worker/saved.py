@@ -10,6 +10,7 @@ from torch import Tensor
 from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
+from elastic.worker.checkpoint.checkpoint_format import folder_of
 from elastic.worker.checkpoint.checkpoint_index import CheckpointInfo, find, verify
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
@@ -53,14 +54,21 @@ def part(tensors: dict[str, Tensor], box: Box) -> Tensor:
     return tensors[box.fqn][tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))]
 
 
-def save(storage: Storage, cut: Cut, step: int = 1, generation: int = 1, epoch: int = 1) -> str:
+def save(
+    storage: Storage,
+    cut: Cut,
+    step: int = 1,
+    *,
+    generation: int = 1,
+    epoch: int = 1,
+    ordered: int = 0,
+) -> str:
     tensors = state(step)
     for rank in range(cut[0].world_size):
         items = ((box, part(tensors, box)) for box in owned_boxes(MODEL, *cut, rank))
-        n_bytes = write_shard(storage, step, generation, rank=rank, items=items)
-        assert n_bytes == storage.size(
-            f"checkpoints/step-{step:08d}.g{generation:04d}/__{rank}_0.distcp"
-        )
+        n_bytes = write_shard(storage, step, generation, rank=rank, items=items, ordered=ordered)
+        folder = folder_of(step, generation, ordered)
+        assert n_bytes == storage.size(f"{folder}/__{rank}_0.distcp")
     return commit(
         storage,
         step,
@@ -68,6 +76,7 @@ def save(storage: Storage, cut: Cut, step: int = 1, generation: int = 1, epoch: 
         world_size=cut[0].world_size,
         epoch=epoch,
         meta={"layers": cut[1], "layout": str(cut[0])},
+        ordered=ordered,
     )
 
 

@@ -150,6 +150,39 @@ def test_a_copy_that_comes_too_early_is_left_out(tmp_path: Path, slow: threading
     assert isinstance(stored, ShardStored) and stored.step == 10
 
 
+def test_parts_stand_with_the_epoch_that_ordered_their_generation(tmp_path: Path) -> None:
+    """Also those that are written for another rank."""
+    ranks = [Rank(tmp_path, four(Layout(dp_replicate=2)), rank) for rank in range(2)]
+    for on in ranks:
+        on.saving.entered(1, 7)
+        on.saving.entered(2, 8)  # nothing of it is written yet
+    ranks[0].save(10)
+    (stored,) = ranks[0].finish(1)
+    ranks[0].saving.write_for(ranks[0].plan, 10, 1)
+    (_, other) = ranks[0].wait(2)
+    assert isinstance(stored, ShardStored) and isinstance(other, ShardStored)
+    assert (stored.ordered, other.ordered, other.rank) == (7, 7, 1)
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert folder.name == "step-00000010.g0001.e0007"
+
+
+def test_who_hears_of_no_driver_saves_nothing_that_nobody_would_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on, now_s = Rank(tmp_path, four(), 0), [1000.0]
+    monkeypatch.setattr(checkpoint_saver, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    on.saving.heard_at_s = 1000.0
+    now_s[0] += checkpoint_saver.UNHEARD_S + 1
+    on.save(10)
+    assert on.wait(1) == [CopyFailed(1, 10, "no driver was heard of for 31 s", skipped=True)]
+    assert not (tmp_path / "checkpoints").exists()
+    on.save(20, must=True)  # as it leaves
+    assert isinstance(on.finish(2)[1], ShardStored)
+    on.saving.heard_at_s = now_s[0]
+    on.save(30)
+    assert isinstance(on.finish(3)[2], ShardStored)
+
+
 def test_a_copy_that_must_be_is_written_after_the_one_before(
     tmp_path: Path, slow: threading.Event
 ) -> None:

@@ -201,7 +201,7 @@ def test_without_marker_there_is_no_checkpoint(storage: Storage) -> None:
 
 def test_find_is_newest_first(storage: Storage) -> None:
     for step, generation in ((5, 1), (20, 2), (10, 3), (20, 4), (123456789, 5)):
-        save(storage, CUTS[0], step, generation, epoch=generation)
+        save(storage, CUTS[0], step, generation=generation, epoch=generation)
     found = find(storage)
     assert [(f.step, f.generation, f.epoch) for f in found] == [
         (123456789, 5, 5),

@@ -11,7 +11,7 @@ import torch
 from support.cluster.stage import plan
 
 from elastic.storage import open_storage
-from elastic.types import Box, CopyFailed, CopyStored, Plan, ShardStored, WorkerId
+from elastic.types import Box, CopyFailed, CopyStored, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 from elastic.worker.hosting.aggregate import CheckpointParts
@@ -35,14 +35,14 @@ class SlowStorage:
         monkeypatch.setattr(
             checkpoint_index,
             "clean",
-            lambda storage, epoch, below: self.calls.append(("clean", below)) or [],
+            lambda storage, epoch, below, *, ordered: self.calls.append(("clean", below)) or [],
         )
 
-    def commit(self, plan: Plan, step: int, digest: int) -> str:
+    def commit(self, parts: CheckpointParts, digest: int) -> str:
         self.busy.set()
         assert self.go.wait(60)
-        self.calls.append(("commit", step))
-        return f"step-{step}"
+        self.calls.append(("commit", parts.step))
+        return f"step-{parts.step}"
 
 
 @pytest.fixture
@@ -106,11 +106,11 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
     slow.go.set()
     asked: list[int] = []
 
-    def odd(plan: Plan, step: int, digest: int) -> str:
-        asked.append(step)
-        if step == 5:
+    def odd(parts: CheckpointParts, digest: int) -> str:
+        asked.append(parts.step)
+        if parts.step == 5:
             raise ZeroDivisionError("odd")
-        return slow.commit(plan, step, digest)
+        return slow.commit(parts, digest)
 
     def odder(*_: object) -> None:
         raise ZeroDivisionError("odder")
