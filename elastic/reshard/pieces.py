@@ -27,6 +27,7 @@ from elastic.reshard.rank_boxes import (
     stages_of,
 )
 from elastic.types import AXES, DTYPE_BYTES, Layout, ModelProfile
+from elastic.types.replacing import follows_from
 
 Ints = NDArray[np.int64]
 Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
@@ -99,15 +100,11 @@ class Side:
         at = np.unravel_index(
             np.arange(layout.world_size), [getattr(layout, axis) for axis in AXES]
         )
-        self._pp, _, dp_shard, cp, self._tp = at
+        self.pp, _, dp_shard, cp, self._tp = at
         self._fsdp = dp_shard * layout.cp + cp
         self._stages: dict[tuple[int | None, ...], Stages] = {}
         self._numbers: dict[Held, Ints] = {}
         self._columns: dict[Cutting, list[PieceColumn]] = {}
-
-    @cached_property
-    def state(self) -> tuple[Placed, ...]:
-        return placements(self.model)
 
     def held(self, placed: Placed) -> Held:
         if placed.blocks not in self._stages:
@@ -122,7 +119,9 @@ class Side:
         if held not in self._numbers:
             stages, tp_cut, fsdp_cut, only = held
             number = self._tp * (self.fsdp if tp_cut else 0) + (self._fsdp if fsdp_cut else 0)
-            there = np.isin(self._pp, stages)
+            at = np.zeros(self.layout.pp, dtype=bool)
+            at[list(stages)] = True
+            there = at[self.pp]
             if only:
                 there &= np.isin(np.arange(self.layout.world_size), only)
             self._numbers[held] = np.where(there, number, -1)
@@ -176,18 +175,33 @@ def cutting_of(placed: Placed) -> Cutting:
     return spec.shape, spec.tp_dim, placed.tp_cut, placed.fsdp_cut, placed.ep_cut
 
 
-def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[TensorBundle]:
-    """The state in bundles, in the order of their first tensors."""
+@follows_from()
+def _kinds(model: ModelProfile) -> tuple[tuple[Placed, tuple[int, ...]], ...]:
+    """Tensors of the state (the first, the places of all) that every layout cuts alike and gives to
+    the same ranks."""
     found: dict[tuple[object, ...], list[int]] = {}
+    state = placements(model)
     for i, placed in enumerate(state):
         spec = placed.spec
-        held = source.held(placed), target.held(placed)
+        found.setdefault((placed.kind, spec.shape, spec.tp_dim, spec.dtype), []).append(i)
+    return tuple((state[tensors[0]], tuple(tensors)) for tensors in found.values())
+
+
+def bundles(source: Side, target: Side) -> list[TensorBundle]:
+    """The state in bundles, in the order of their first tensors."""
+    found: dict[tuple[object, ...], list[tuple[Placed, tuple[int, ...]]]] = {}
+    for placed, tensors in _kinds(source.model):
+        spec, held = placed.spec, (source.held(placed), target.held(placed))
         key = (*held, spec.shape, spec.tp_dim, spec.dtype, placed.ep_cut)
-        found.setdefault(key, []).append(i)
-    firsts = [(state[tensors[0]], tuple(tensors)) for tensors in found.values()]
+        found.setdefault(key, []).append((placed, tensors))
     return [
-        TensorBundle(first, tensors, source.held(first), target.held(first))
-        for first, tensors in firsts
+        TensorBundle(
+            kinds[0][0],
+            tuple(sorted(i for _, tensors in kinds for i in tensors)),
+            source.held(kinds[0][0]),
+            target.held(kinds[0][0]),
+        )
+        for kinds in found.values()
     ]
 
 
@@ -237,16 +251,23 @@ def distinct(numbers: Ints) -> Ints:
     return found[np.append(True, found[1:] != found[:-1])] if len(found) else found
 
 
-def bytes_of(side: Side, padded: bool = False) -> list[int]:
+def bytes_of(side: Side, padded: bool = False) -> Ints:
     """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in
     memory, where each part of a parameter that is not empty has the size of the largest."""
-    out = np.zeros(side.layout.world_size, dtype=np.int64)
-    for bundle in bundles(side.state, side, side):
+    of_held: dict[Held, Ints] = {}
+    for bundle in bundles(side, side):
         item_bytes = DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)
-        of_piece = np.zeros(side.layout.tp * side.fsdp + 1, dtype=np.int64)  # the last one: of -1
+        of_piece = of_held.setdefault(  # the last one: of -1
+            bundle.old, np.zeros(side.layout.tp * side.fsdp + 1, dtype=np.int64)
+        )
         for column in side.columns(bundle.first):
-            of_piece[column.numbers] = column.sizes * (prod(column.across[1]) * item_bytes)
+            sizes, numbers = column.sizes, column.numbers
             if padded and bundle.first.fsdp_cut:
-                of_piece[column.numbers] = of_piece[column.numbers - column.numbers % side.fsdp]
-        out += of_piece[side.numbers(bundle.old)]
-    return [int(n) for n in out]
+                largest = np.zeros(side.layout.tp * side.fsdp, dtype=np.int64)
+                largest[numbers] = sizes
+                sizes = largest[numbers - numbers % side.fsdp]
+            of_piece[numbers] += sizes * (prod(column.across[1]) * item_bytes)
+    out = np.zeros(side.layout.world_size, dtype=np.int64)
+    for held, of_piece in of_held.items():
+        out += of_piece[side.numbers(held)]
+    return out

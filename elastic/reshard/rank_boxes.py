@@ -64,6 +64,7 @@ def state_specs(model: ModelProfile) -> tuple[TensorSpec, ...]:
     return tuple(placed.spec for placed in placements(model))
 
 
+@follows_from()
 def placements(model: ModelProfile) -> tuple[Placed, ...]:
     """The training state with the blocks that need each tensor, in the order of the model's
     specs."""

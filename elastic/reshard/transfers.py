@@ -126,7 +126,7 @@ def holders_of(
     index = {worker: i for i, worker in enumerate(everyone)}
     layout = resume.layout
     keys = [replica_key(layout, rank, alone) for rank in range(layout.world_size)]
-    held: dict[tuple[int, ...], dict[int, None]] = {key: {} for key in keys}
+    held: dict[int, dict[int, None]] = {key: {} for key in keys}
     for holding in resume.holdings:
         key = replica_key(layout, holding.rank, alone)
         held.setdefault(key, {})[index[holding.worker]] = None

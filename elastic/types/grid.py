@@ -166,15 +166,13 @@ def each_microbatches(
     return tuple(found)
 
 
-def replica_key(layout: Layout, rank: int, alone: bool = False) -> tuple[int, ...]:
+def replica_key(layout: Layout, rank: int, alone: bool = False) -> int:
     """Ranks with equal keys hold equal boxes: they differ in dp_replicate only. `alone`: no two do,
     since optimizers step whole tensors at owners (ModelProfile.by_owners)."""
-    cp, tp, shards = layout.cp, layout.tp, layout.dp_shard
-    inner = cp * tp
     if alone:
-        return (rank,)
-    pp, rest = divmod(rank, layout.dp_replicate * shards * inner)
-    return pp, rest // inner % shards, rest // tp % cp, rest % tp
+        return rank
+    inner = layout.dp_shard * layout.cp * layout.tp
+    return rank // (layout.dp_replicate * inner) * inner + rank % inner
 
 
 def stage_blocks(layers: tuple[int, ...], stage: int) -> range:
