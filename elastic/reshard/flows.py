@@ -7,12 +7,9 @@ the piece, and only sums by sender's node are laid out for each rank. Integers o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-
 import numpy as np
 
-from elastic.reshard.pieces import Held, Ints, Overlaps, Side, TensorBundle, bundles
+from elastic.reshard.pieces import Held, Ints, Overlaps, Side, StageBundles, TensorBundle, staged
 from elastic.reshard.routes import Holdings, routed, runs, spread
 from elastic.types import DTYPE_BYTES
 
@@ -73,29 +70,13 @@ class Flows:
         return np.bincount(pairs // n, minlength=n)
 
 
-@dataclass(frozen=True)
-class StageBundles:
-    """Bundles that differ in nothing but the new stages that need them. `counts`: how many of their
-    tensors each place on the pp axis does."""
-
-    bundles: tuple[TensorBundle, ...]
-    counts: Ints
-
-    @property
-    def together(self) -> TensorBundle:
-        """One tensor on all of the stages."""
-        first = self.bundles[0]
-        stages = tuple(np.flatnonzero(self.counts).tolist())
-        return replace(first, tensors=first.tensors[:1], new=(stages, *first.new[1:]))
-
-
 def flows(source: Side, target: Side, held: Holdings) -> Flows:
     """Raises StateLost, naming the tensor, where a part has no holder."""
     overlaps, found = Overlaps(source, target), Flows(held.node)
     n_pieces = source.layout.tp * source.fsdp
     alone: dict[tuple[Held, Held], list[StageBundles]] = {}
     shared: list[TensorBundle] = []
-    for same in staged(bundles(source, target), target.layout.pp):
+    for same in staged(source, target):
         first = same.bundles[0]
         only = held.givers(first.old).only(n_pieces)
         if not first.new[3] and (only[overlaps.of(first.first).old] >= 0).all():
@@ -112,22 +93,6 @@ def flows(source: Side, target: Side, held: Holdings) -> Flows:
     if shared:
         _add_shared(found, sorted(shared, key=lambda bundle: bundle.tensors[0]), overlaps, held)
     return found
-
-
-def staged(found: Iterable[TensorBundle], pp: int) -> list[StageBundles]:
-    """In the order of their first bundles."""
-    groups: dict[tuple[object, ...], list[TensorBundle]] = {}
-    for bundle in found:
-        spec = bundle.first.spec
-        cut = (bundle.new[1:], spec.shape, spec.tp_dim, spec.dtype, bundle.first.ep_cut)
-        groups.setdefault((bundle.old, *cut), []).append(bundle)
-    out = []
-    for group in groups.values():
-        counts = np.zeros(pp, dtype=np.int64)
-        for bundle in group:
-            counts[list(bundle.new[0])] += len(bundle.tensors)
-        out.append(StageBundles(tuple(group), counts))
-    return out
 
 
 def _add_alone(found: Flows, many: list[StageBundles], overlaps: Overlaps, only: Ints) -> None:

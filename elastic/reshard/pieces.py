@@ -8,7 +8,7 @@ numbers do. Integers only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.reshard.rank_boxes import (
+    Kind,
     Placed,
     Region,
     check_layers,
@@ -49,6 +50,22 @@ class TensorBundle:
     tensors: tuple[int, ...]
     old: Held
     new: Held
+
+
+@dataclass(frozen=True)
+class StageBundles:
+    """Bundles that differ in nothing but the new stages that need them. `counts`: how many of their
+    tensors each place on the pp axis does."""
+
+    bundles: tuple[TensorBundle, ...]
+    counts: Ints
+
+    @property
+    def together(self) -> TensorBundle:
+        """One tensor on all of the stages."""
+        first = self.bundles[0]
+        stages = tuple(np.flatnonzero(self.counts).tolist())
+        return replace(first, tensors=first.tensors[:1], new=(stages, *first.new[1:]))
 
 
 @dataclass(frozen=True)
@@ -102,17 +119,16 @@ class Side:
         )
         self.pp, _, dp_shard, cp, self._tp = at
         self._fsdp = dp_shard * layout.cp + cp
-        self._stages: dict[tuple[int | None, ...], Stages] = {}
+        self._held: dict[Kind, Held] = {}
         self._numbers: dict[Held, Ints] = {}
         self._columns: dict[Cutting, list[PieceColumn]] = {}
 
     def held(self, placed: Placed) -> Held:
-        if placed.blocks not in self._stages:
-            self._stages[placed.blocks] = stages_of(
-                placed.blocks, self.model, self.layout, layers=self.layers
-            )
-        only = owners(self.model, self.layout, self.layers)[placed.of] if placed.of else ()
-        return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut, only
+        if placed.kind not in self._held:
+            stages = stages_of(placed.blocks, self.model, self.layout, layers=self.layers)
+            only = owners(self.model, self.layout, self.layers)[placed.of] if placed.of else ()
+            self._held[placed.kind] = stages, placed.tp_cut, placed.fsdp_cut, only
+        return self._held[placed.kind]
 
     def numbers(self, held: Held) -> Ints:
         """[rank]: the number of the piece that it holds, -1: none."""
@@ -205,6 +221,22 @@ def bundles(source: Side, target: Side) -> list[TensorBundle]:
     ]
 
 
+def staged(source: Side, target: Side) -> list[StageBundles]:
+    """In the order of their first bundles."""
+    groups: dict[tuple[object, ...], list[TensorBundle]] = {}
+    for bundle in bundles(source, target):
+        spec = bundle.first.spec
+        cut = (bundle.new[1:], spec.shape, spec.tp_dim, spec.dtype, bundle.first.ep_cut)
+        groups.setdefault((bundle.old, *cut), []).append(bundle)
+    out = []
+    for group in groups.values():
+        counts = np.zeros(target.layout.pp, dtype=np.int64)
+        for bundle in group:
+            counts[list(bundle.new[0])] += len(bundle.tensors)
+        out.append(StageBundles(tuple(group), counts))
+    return out
+
+
 class Overlaps:
     """Of each new piece of a tensor with the old ones, made once for all tensors that are cut
     alike."""
@@ -254,20 +286,14 @@ def distinct(numbers: Ints) -> Ints:
 def bytes_of(side: Side, padded: bool = False) -> Ints:
     """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in
     memory, where each part of a parameter that is not empty has the size of the largest."""
-    of_held: dict[Held, Ints] = {}
-    for bundle in bundles(side, side):
-        item_bytes = DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)
-        of_piece = of_held.setdefault(  # the last one: of -1
-            bundle.old, np.zeros(side.layout.tp * side.fsdp + 1, dtype=np.int64)
-        )
-        for column in side.columns(bundle.first):
-            sizes, numbers = column.sizes, column.numbers
-            if padded and bundle.first.fsdp_cut:
-                largest = np.zeros(side.layout.tp * side.fsdp, dtype=np.int64)
-                largest[numbers] = sizes
-                sizes = largest[numbers - numbers % side.fsdp]
-            of_piece[numbers] += sizes * (prod(column.across[1]) * item_bytes)
     out = np.zeros(side.layout.world_size, dtype=np.int64)
-    for held, of_piece in of_held.items():
-        out += of_piece[side.numbers(held)]
+    for same in staged(Side(side.model, (Layout(), ())), side):
+        first, held = same.bundles[0].first, same.together.new
+        of_piece = np.zeros(side.layout.tp * side.fsdp + 1, dtype=np.int64)  # the last one: of -1
+        for column in side.columns(first):
+            of_piece[column.numbers] = column.sizes * prod(column.across[1])
+            if padded and first.fsdp_cut:
+                of_piece[column.numbers] = of_piece[column.numbers - column.numbers % side.fsdp]
+        item_bytes = DTYPE_BYTES[first.spec.dtype]
+        out += of_piece[side.numbers(held)] * (same.counts[side.pp] * item_bytes)
     return out

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -40,7 +41,7 @@ class Placed:
     blocks: tuple[int | None, ...]
     of: str = ""
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         """Tensors of equal kind are held by the same ranks, piece by piece."""
         return self.blocks, self.tp_cut, self.fsdp_cut, self.ep_cut, self.of

@@ -27,7 +27,7 @@ from elastic.errors import StateLost
 from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle, bundles
 from elastic.reshard.rank_boxes import Placed, Region
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile
-from elastic.types.grid import replica_key
+from elastic.types.grid import replica_keys
 
 # parts that several could send are cut along dimension 0 to at most this, so that several do
 SPREAD_BYTES = 64 << 20
@@ -184,10 +184,12 @@ def alike(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Of ranks with equal boxes that the same participants hold (`holders_of` gives them the same
     tuple) the first: under plain data parallelism each of thousands has the boxes of each."""
+    keys = replica_keys(source.layout, source.model.by_owners)
+    if isinstance(keys, range):  # each has its own
+        return list(holders.items())
     found: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
-    layout, alone = source.layout, source.model.by_owners
     for rank, held in holders.items():
-        found.setdefault((replica_key(layout, rank, alone), id(held)), (rank, held))
+        found.setdefault((keys[rank], id(held)), (rank, held))
     return list(found.values())
 
 
@@ -201,9 +203,12 @@ class Holdings:
         self, source: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
     ) -> None:
         known = {rank: holders[rank] for rank in range(source.layout.world_size) if rank in holders}
-        pairs = [(rank, who) for rank, held in alike(source, known) for who in held]
+        each = alike(source, known)
         self._source = source
-        self.ranks, self.who = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        self.ranks = np.array([rank for rank, _ in each], dtype=np.int64).repeat(
+            [len(held) for _, held in each]
+        )
+        self.who = np.array([who for _, held in each for who in held], dtype=np.int64)
         self.names = sorted(set(nodes))
         number = {name: i for i, name in enumerate(self.names)}
         self.node = np.array([number[name] for name in nodes], dtype=np.int64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from elastic.reshard.flows import Flows, flows
 from elastic.reshard.pieces import Cut, Ints, Side, bytes_of
 from elastic.reshard.routes import Holdings
 from elastic.types import Layout, ModelProfile, Move
+from elastic.types.replacing import replace
 
 LEAST_S = 0.02  # agreement on the step, sums, last answers
 
@@ -46,6 +48,23 @@ class TransferRates:
     times: float = 1.0
 
 
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """A Move, whose links get their names when somebody asks for them: thousands of nodes have tens
+    of thousands. `nodes`: their names; `links`: senders' and receivers' places there, bytes."""
+
+    unlinked: Move
+    nodes: Sequence[str]
+    links: tuple[Ints, Ints, Ints]
+
+    @cached_property
+    def move(self) -> Move:
+        senders, receivers, n_bytes = (x.tolist() for x in self.links)
+        name = self.nodes.__getitem__
+        links = tuple(zip(map(name, senders), map(name, receivers), n_bytes, strict=True))
+        return replace(self.unlinked, links=links)
+
+
 def forecast(
     model: ModelProfile,
     old: Cut,
@@ -55,7 +74,7 @@ def forecast(
     nodes: Sequence[str],
     room: Room,
     pace: TransferRates,
-) -> Move:
+) -> Forecast:
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost
     where a part has no holder."""
     source, target = Side(model, old), Side(model, new)
@@ -70,17 +89,15 @@ def forecast(
     # the old boxes leave the device, and their parts come back
     if via == "host" and room.host_bytes_per_s:
         host_s = int((leaving + sums.own + sums.sent).max()) / room.host_bytes_per_s
-    senders, receivers, n_bytes = (x.tolist() for x in links)
-    names = held.names.__getitem__
-    return Move(
+    move = Move(
         via=via,
-        n_bytes=sum(n_bytes),
+        n_bytes=int(links[2].sum()),
         own_bytes=int(sums.own.sum()),
-        links=tuple(zip(map(names, senders), map(names, receivers), n_bytes, strict=True)),
         seconds=LEAST_S
         + pace.times * (_busiest_bytes(sums, links) / pace.link_bytes_per_s + host_s),
         peak_bytes=peak_bytes,
     )
+    return Forecast(move, held.names, links)
 
 
 def _busiest_bytes(sums: Flows, links: tuple[Ints, Ints, Ints]) -> int:
