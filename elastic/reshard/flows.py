@@ -89,13 +89,15 @@ def flows(source: Side, target: Side, held: Holdings) -> Flows:
         times = same.counts[target.pp[routes.destination]]
         found.add(routes.senders[:, 0], routes.destination, routes.n_bytes * times)
     for (old, _), many in alone.items():
-        _add_alone(found, many, overlaps, held.givers(old).only(n_pieces))
+        _add_alone(found, many, overlaps, only=held.givers(old).only(n_pieces))
     if shared:
-        _add_shared(found, sorted(shared, key=lambda bundle: bundle.tensors[0]), overlaps, held)
+        _add_shared(
+            found, sorted(shared, key=lambda bundle: bundle.tensors[0]), overlaps, held=held
+        )
     return found
 
 
-def _add_alone(found: Flows, many: list[StageBundles], overlaps: Overlaps, only: Ints) -> None:
+def _add_alone(found: Flows, many: list[StageBundles], overlaps: Overlaps, *, only: Ints) -> None:
     """Bundles that are held alike, whose pieces one participant each has (`only`)."""
     target = overlaps.target
     n_places = target.layout.pp
@@ -115,10 +117,10 @@ def _add_alone(found: Flows, many: list[StageBundles], overlaps: Overlaps, only:
             for parts in (overlaps.of(first),)
         ]
         if any(len(new) for new, _, _ in rows):
-            _add_stages(found, np.concatenate(rows, axis=1), numbers, np.array(places))
+            _add_stages(found, np.concatenate(rows, axis=1), numbers, places=np.array(places))
 
 
-def _add_stages(found: Flows, rows: Ints, numbers: Ints, places: Ints) -> None:
+def _add_stages(found: Flows, rows: Ints, numbers: Ints, *, places: Ints) -> None:
     """`rows`: number of the new piece, who sends a part of it, bytes; `numbers`: of the piece that
     each rank of a stage holds; `places`: of the stages."""
     n_stages, n_nodes = len(places), found.n_nodes
@@ -151,7 +153,7 @@ def _add_stages(found: Flows, rows: Ints, numbers: Ints, places: Ints) -> None:
 
 
 def _add_shared(
-    found: Flows, several: list[TensorBundle], overlaps: Overlaps, held: Holdings
+    found: Flows, several: list[TensorBundle], overlaps: Overlaps, *, held: Holdings
 ) -> None:
     """Bundles of which several participants could send parts."""
     chosen = [routed(bundle, overlaps, held) for bundle in several]

@@ -18,13 +18,13 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from elastic.errors import StateLost
-from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle, bundles
+from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle, bundles, distinct
 from elastic.reshard.rank_boxes import Placed, Region
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile
 from elastic.types.grid import replica_keys
@@ -136,19 +136,37 @@ def spread(found: Sequence[tuple[Routes, Ints, Ints]], sent: Ints) -> None:
         )
     rows = np.concatenate(shared, axis=1)
     rows = rows[:, np.lexsort((rows[4], *rows[2::-1]))]
-    # one choice for neighbors that the same could send
-    ends = np.append(np.flatnonzero((rows[:4, 1:] != rows[:4, :-1]).any(axis=0)), rows.shape[1] - 1)
-    begin = 0
-    for end in (ends + 1).tolist() if rows.shape[1] else ():
-        n, minus_bytes, b, first = rows[:4, begin].tolist()
-        routes, parts = found[b][0], rows[4, begin:end]
-        begin = end
-        who = routes.givers.who[first : first + n]
-        loads, times = sent[who], routes.senders[parts].size
-        choose = least_loaded if times * (n + 8) > TOGETHER_LEAST else one_by_one
-        places = choose(loads, -minus_bytes, times)
-        sent[who] = loads - minus_bytes * np.bincount(places, minlength=n)
-        routes.senders[parts] = who[places].reshape(len(parts), -1)
+    for equal in cut_where_new(rows, 3):
+        n, minus_bytes, b = equal[:3, 0].tolist()
+        routes = found[b][0]
+        for first, parts in choices(equal[3], equal[4], n, who=routes.givers.who):
+            who = routes.givers.who[first : first + n]
+            loads, times = sent[who], routes.senders[parts].size
+            choose = least_loaded if times * (n + 8) > TOGETHER_LEAST else one_by_one
+            places = choose(loads, -minus_bytes, times)
+            sent[who] = loads - minus_bytes * np.bincount(places, minlength=n)
+            routes.senders[parts] = who[places].reshape(len(parts), -1)
+
+
+def choices(first: Ints, parts: Ints, n: int, *, who: Ints) -> Iterator[tuple[int, Ints]]:
+    """Parts of one size that n participants each could send, those from place `first` in `who`:
+    such as can be chosen for at once, since the same could send them, and nobody who could send
+    others before them."""
+    several = distinct(first)
+    members = who[several[:, None] + np.arange(n)].ravel()
+    rows = np.array([first, parts])
+    if len(distinct(members)) == len(members):
+        rows = rows[:, first.argsort(kind="stable")]
+    for same in cut_where_new(rows, 1):
+        yield int(same[0, 0]), same[1]
+
+
+def cut_where_new(rows: Ints, n: int) -> list[Ints]:
+    """Columns that follow each other and are equal in the first n rows."""
+    if not rows.shape[1]:
+        return []
+    ends = np.flatnonzero((rows[:n, 1:] != rows[:n, :-1]).any(axis=0)) + 1
+    return np.split(rows, ends, axis=1)
 
 
 def one_by_one(loads: Ints, amount: int, times: int) -> Ints:

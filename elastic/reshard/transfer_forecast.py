@@ -49,7 +49,7 @@ class TransferRates:
 
 
 @dataclass(frozen=True, eq=False)
-class Forecast:
+class MoveForecast:
     """A Move, whose links get their names when somebody asks for them: thousands of nodes have tens
     of thousands. `nodes`: their names; `links`: senders' and receivers' places there, bytes."""
 
@@ -74,7 +74,7 @@ def forecast(
     nodes: Sequence[str],
     room: Room,
     pace: TransferRates,
-) -> Forecast:
+) -> MoveForecast:
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost
     where a part has no holder."""
     source, target = Side(model, old), Side(model, new)
@@ -97,7 +97,7 @@ def forecast(
         + pace.times * (_busiest_bytes(sums, links) / pace.link_bytes_per_s + host_s),
         peak_bytes=peak_bytes,
     )
-    return Forecast(move, held.names, links)
+    return MoveForecast(move, held.names, links)
 
 
 def _busiest_bytes(sums: Flows, links: tuple[Ints, Ints, Ints]) -> int:
@@ -119,7 +119,10 @@ def beside_torch(layout: Layout, sums: Flows) -> Ints:
     across = (sums.sent > sums.near_sent) | (sums.received > sums.near_received)
     peers = sums.near_peers()
     messages = np.array(
-        [[messages_bytes(near, far) for far in (False, True)] for near in range(int(peers.max()) + 1)]
+        [
+            [messages_bytes(near, far) for far in (False, True)]
+            for near in range(int(peers.max()) + 1)
+        ]
     )
     set_up = np.where(np.arange(n) < layout.world_size, *groups)
     found: Ints = CONTEXT_BYTES + set_up + messages[peers, across.astype(np.int64)]

@@ -122,8 +122,10 @@ def moves(n: int, profile: ModelProfile) -> dict[str, float]:
         blocks = profile.n_blocks // 4
         sides = (old, ()), (new, (blocks,) * 4 if new.pp > 1 else ())
         told_s = seconds(
-            lambda s=sides: forecast(
-                profile, *s, holders=holders, nodes=nodes, room=Room(), pace=TransferRates()
+            lambda s=sides: (
+                forecast(
+                    profile, *s, holders=holders, nodes=nodes, room=Room(), pace=TransferRates()
+                ).move
             )
         )  # type: ignore[misc]
         found.append(
