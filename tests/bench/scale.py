@@ -19,6 +19,7 @@ workers, under the real driver loop, backend and journal (scale_cluster.py).
 from __future__ import annotations
 
 import cProfile
+import gc
 import io
 import pickle
 import pstats
@@ -317,6 +318,7 @@ MEASURES = {
 
 
 def measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool = False) -> dict[str, Any]:
+    gc.freeze()  # as a driver does, so that no look takes what a whole collection does
     profile, found = model(), {}
     measures = MEASURES | {
         "decisions": partial(decisions, profiled=profiled),
