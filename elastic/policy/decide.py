@@ -405,8 +405,8 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
     near_s = deadline_s - drain.NEAR * lead.seconds
     if near_s <= now_s < act_s:
         live = recovery.live(state)
-        move = transition_cost.predicted(state, transition_cost.placed(state, choice, live), live)
-        lead = drain.lead_of(state, move.seconds if move else 0.0)
+        placed = transition_cost.placed(state, choice, live)
+        lead = drain.lead_of(state, transition_cost.predicted_s(state, placed, live))
         act_s = deadline_s - lead.seconds
     if now_s < act_s:
         text = f"{names} will be preempted: trains on until {lead.seconds:.1f} s before ({lead})"

@@ -12,7 +12,7 @@ from elastic.planner.layout_choice import Choice
 from elastic.policy.speed import speeds
 from elastic.policy.state.state import State
 from elastic.reshard.rank_reuse import MOST_WORKERS, place
-from elastic.reshard.transfer_forecast import LEAST_S, Room, TransferRates, forecast
+from elastic.reshard.transfer_forecast import LEAST_S, MoveForecast, Room, TransferRates, forecast
 from elastic.reshard.transfers import holders_of, participants
 from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
 from elastic.types.replacing import replace
@@ -54,13 +54,24 @@ class _Transition:
 
 def predicted(state: State, choice: Choice, resume: Resume) -> Move | None:
     """None where the state does not come from memory."""
+    found = _told(state, choice, resume)
+    return found.move if found is not None else None
+
+
+def predicted_s(state: State, choice: Choice, resume: Resume) -> float:
+    """0 where the state does not come from memory."""
+    found = _told(state, choice, resume)
+    return found.unlinked.seconds if found is not None else 0.0
+
+
+def _told(state: State, choice: Choice, resume: Resume) -> MoveForecast | None:
     if resume.source not in ("live", "peer") or resume.layout is None or state.model is None:
         return None
     return _forecast(_Transition(state, choice, resume))
 
 
 @lru_cache(maxsize=4)
-def _forecast(asked: _Transition) -> Move:
+def _forecast(asked: _Transition) -> MoveForecast:
     state, choice, resume = asked.state, asked.choice, asked.resume
     assert state.model is not None and resume.layout is not None
     everyone = participants(choice.ranks, resume)

@@ -8,7 +8,7 @@ numbers do. Integers only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.reshard.rank_boxes import (
+    Kind,
     Placed,
     Region,
     check_layers,
@@ -27,6 +28,7 @@ from elastic.reshard.rank_boxes import (
     stages_of,
 )
 from elastic.types import AXES, DTYPE_BYTES, Layout, ModelProfile
+from elastic.types.replacing import follows_from
 
 Ints = NDArray[np.int64]
 Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
@@ -48,6 +50,22 @@ class TensorBundle:
     tensors: tuple[int, ...]
     old: Held
     new: Held
+
+
+@dataclass(frozen=True)
+class StageBundles:
+    """Bundles that differ in nothing but the new stages that need them. `counts`: how many of their
+    tensors each place on the pp axis does."""
+
+    bundles: tuple[TensorBundle, ...]
+    counts: Ints
+
+    @property
+    def together(self) -> TensorBundle:
+        """One tensor on all of the stages."""
+        first = self.bundles[0]
+        stages = tuple(np.flatnonzero(self.counts).tolist())
+        return replace(first, tensors=first.tensors[:1], new=(stages, *first.new[1:]))
 
 
 @dataclass(frozen=True)
@@ -99,30 +117,27 @@ class Side:
         at = np.unravel_index(
             np.arange(layout.world_size), [getattr(layout, axis) for axis in AXES]
         )
-        self._pp, _, dp_shard, cp, self._tp = at
+        self.pp, _, dp_shard, cp, self._tp = at
         self._fsdp = dp_shard * layout.cp + cp
-        self._stages: dict[tuple[int | None, ...], Stages] = {}
+        self._held: dict[Kind, Held] = {}
         self._numbers: dict[Held, Ints] = {}
         self._columns: dict[Cutting, list[PieceColumn]] = {}
 
-    @cached_property
-    def state(self) -> tuple[Placed, ...]:
-        return placements(self.model)
-
     def held(self, placed: Placed) -> Held:
-        if placed.blocks not in self._stages:
-            self._stages[placed.blocks] = stages_of(
-                placed.blocks, self.model, self.layout, layers=self.layers
-            )
-        only = owners(self.model, self.layout, self.layers)[placed.of] if placed.of else ()
-        return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut, only
+        if placed.kind not in self._held:
+            stages = stages_of(placed.blocks, self.model, self.layout, layers=self.layers)
+            only = owners(self.model, self.layout, self.layers)[placed.of] if placed.of else ()
+            self._held[placed.kind] = stages, placed.tp_cut, placed.fsdp_cut, only
+        return self._held[placed.kind]
 
     def numbers(self, held: Held) -> Ints:
         """[rank]: the number of the piece that it holds, -1: none."""
         if held not in self._numbers:
             stages, tp_cut, fsdp_cut, only = held
             number = self._tp * (self.fsdp if tp_cut else 0) + (self._fsdp if fsdp_cut else 0)
-            there = np.isin(self._pp, stages)
+            at = np.zeros(self.layout.pp, dtype=bool)
+            at[list(stages)] = True
+            there = at[self.pp]
             if only:
                 there &= np.isin(np.arange(self.layout.world_size), only)
             self._numbers[held] = np.where(there, number, -1)
@@ -176,19 +191,50 @@ def cutting_of(placed: Placed) -> Cutting:
     return spec.shape, spec.tp_dim, placed.tp_cut, placed.fsdp_cut, placed.ep_cut
 
 
-def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[TensorBundle]:
-    """The state in bundles, in the order of their first tensors."""
+@follows_from()
+def _kinds(model: ModelProfile) -> tuple[tuple[Placed, tuple[int, ...]], ...]:
+    """Tensors of the state (the first, the places of all) that every layout cuts alike and gives to
+    the same ranks."""
     found: dict[tuple[object, ...], list[int]] = {}
+    state = placements(model)
     for i, placed in enumerate(state):
         spec = placed.spec
-        held = source.held(placed), target.held(placed)
+        found.setdefault((placed.kind, spec.shape, spec.tp_dim, spec.dtype), []).append(i)
+    return tuple((state[tensors[0]], tuple(tensors)) for tensors in found.values())
+
+
+def bundles(source: Side, target: Side) -> list[TensorBundle]:
+    """The state in bundles, in the order of their first tensors."""
+    found: dict[tuple[object, ...], list[tuple[Placed, tuple[int, ...]]]] = {}
+    for placed, tensors in _kinds(source.model):
+        spec, held = placed.spec, (source.held(placed), target.held(placed))
         key = (*held, spec.shape, spec.tp_dim, spec.dtype, placed.ep_cut)
-        found.setdefault(key, []).append(i)
-    firsts = [(state[tensors[0]], tuple(tensors)) for tensors in found.values()]
+        found.setdefault(key, []).append((placed, tensors))
     return [
-        TensorBundle(first, tensors, source.held(first), target.held(first))
-        for first, tensors in firsts
+        TensorBundle(
+            kinds[0][0],
+            tuple(sorted(i for _, tensors in kinds for i in tensors)),
+            source.held(kinds[0][0]),
+            target.held(kinds[0][0]),
+        )
+        for kinds in found.values()
     ]
+
+
+def staged(source: Side, target: Side) -> list[StageBundles]:
+    """In the order of their first bundles."""
+    groups: dict[tuple[object, ...], list[TensorBundle]] = {}
+    for bundle in bundles(source, target):
+        spec = bundle.first.spec
+        cut = (bundle.new[1:], spec.shape, spec.tp_dim, spec.dtype, bundle.first.ep_cut)
+        groups.setdefault((bundle.old, *cut), []).append(bundle)
+    out = []
+    for group in groups.values():
+        counts = np.zeros(target.layout.pp, dtype=np.int64)
+        for bundle in group:
+            counts[list(bundle.new[0])] += len(bundle.tensors)
+        out.append(StageBundles(tuple(group), counts))
+    return out
 
 
 class Overlaps:
@@ -237,16 +283,17 @@ def distinct(numbers: Ints) -> Ints:
     return found[np.append(True, found[1:] != found[:-1])] if len(found) else found
 
 
-def bytes_of(side: Side, padded: bool = False) -> list[int]:
+def bytes_of(side: Side, padded: bool = False) -> Ints:
     """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in
     memory, where each part of a parameter that is not empty has the size of the largest."""
     out = np.zeros(side.layout.world_size, dtype=np.int64)
-    for bundle in bundles(side.state, side, side):
-        item_bytes = DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)
+    for same in staged(Side(side.model, (Layout(), ())), side):
+        first, held = same.bundles[0].first, same.together.new
         of_piece = np.zeros(side.layout.tp * side.fsdp + 1, dtype=np.int64)  # the last one: of -1
-        for column in side.columns(bundle.first):
-            of_piece[column.numbers] = column.sizes * (prod(column.across[1]) * item_bytes)
-            if padded and bundle.first.fsdp_cut:
+        for column in side.columns(first):
+            of_piece[column.numbers] = column.sizes * prod(column.across[1])
+            if padded and first.fsdp_cut:
                 of_piece[column.numbers] = of_piece[column.numbers - column.numbers % side.fsdp]
-        out += of_piece[side.numbers(bundle.old)]
-    return [int(n) for n in out]
+        item_bytes = DTYPE_BYTES[first.spec.dtype]
+        out += of_piece[side.numbers(held)] * (same.counts[side.pp] * item_bytes)
+    return out

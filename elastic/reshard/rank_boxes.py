@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -40,7 +41,7 @@ class Placed:
     blocks: tuple[int | None, ...]
     of: str = ""
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         """Tensors of equal kind are held by the same ranks, piece by piece."""
         return self.blocks, self.tp_cut, self.fsdp_cut, self.ep_cut, self.of
@@ -64,6 +65,7 @@ def state_specs(model: ModelProfile) -> tuple[TensorSpec, ...]:
     return tuple(placed.spec for placed in placements(model))
 
 
+@follows_from()
 def placements(model: ModelProfile) -> tuple[Placed, ...]:
     """The training state with the blocks that need each tensor, in the order of the model's
     specs."""

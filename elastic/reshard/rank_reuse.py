@@ -14,7 +14,6 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from elastic.reshard.pieces import Cut, Overlaps, Side, bundles
-from elastic.reshard.rank_boxes import placements
 from elastic.types import DTYPE_BYTES, ModelProfile, WorkerId
 
 MOST_WORKERS = 256  # above it the order is left as it is: the method would take more than a second
@@ -70,7 +69,7 @@ def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequen
     workers, ranks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     out = np.zeros((len(held), target.layout.world_size), dtype=np.int64)
     n_old, n_new = source.layout.tp * source.fsdp, target.layout.tp * target.fsdp
-    for bundle in bundles(placements(model), source, target):
+    for bundle in bundles(source, target):
         parts = overlaps.of(bundle.first)
         # the last one: of ranks that hold no piece
         n_bytes = np.zeros((n_old, n_new + 1), dtype=np.int64)

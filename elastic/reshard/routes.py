@@ -18,20 +18,20 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from elastic.errors import StateLost
-from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle, bundles
+from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle, bundles, distinct
 from elastic.reshard.rank_boxes import Placed, Region
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile
-from elastic.types.grid import replica_key
+from elastic.types.grid import replica_keys
 
 # parts that several could send are cut along dimension 0 to at most this, so that several do
 SPREAD_BYTES = 64 << 20
-TOGETHER_LEAST = 2500  # of senders and tensors, below which arrays take longer than a loop
+TOGETHER_LEAST = 2500  # of senders and parts, below which arrays take longer than a loop
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,12 @@ def routes_between(
 ) -> list[Routes]:
     """As `plan_routes`."""
     overlaps, held = Overlaps(source, target), Holdings(source, holders, nodes)
-    found = [_routes(bundle, overlaps, held) for bundle in bundles(source.state, source, target)]
-    if any((able > 1).any() for _, _, able in found):
-        _spread(found, len(nodes))
+    found = [routed(bundle, overlaps, held) for bundle in bundles(source, target)]
+    spread(found, np.zeros(len(nodes), dtype=np.int64))
     return [routes for routes, _, _ in found]
 
 
-def _routes(bundle: TensorBundle, overlaps: Overlaps, held: Holdings) -> tuple[Routes, Ints, Ints]:
+def routed(bundle: TensorBundle, overlaps: Overlaps, held: Holdings) -> tuple[Routes, Ints, Ints]:
     """Routes, and for each the first of those that could send it, a place in the givers' `who`, and
     how many there are."""
     first, source, target = bundle.first, overlaps.source, overlaps.target
@@ -122,28 +121,52 @@ def _routes(bundle: TensorBundle, overlaps: Overlaps, held: Holdings) -> tuple[R
     return Routes(*where, size * row_bytes, senders, givers), place, able
 
 
-def _spread(found: Sequence[tuple[Routes, Ints, Ints]], n_participants: int) -> None:
-    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first."""
-    sent = np.zeros(n_participants, dtype=np.int64)
-    # in order: number of senders, -bytes; bundle, part, place of the senders
-    shared: list[tuple[int, int, int, int, int]] = []
+def spread(found: Sequence[tuple[Routes, Ints, Ints]], sent: Ints) -> None:
+    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first.
+    `sent`: of each participant, by routes that are not among these."""
+    shared = [np.empty((5, 0), dtype=np.int64)]
     for b, (routes, place, able) in enumerate(found):
         alone = (able == 1) & (routes.senders[:, 0] != routes.destination)
         np.add.at(
             sent, routes.senders[alone, 0], routes.n_bytes[alone] * len(routes.bundle.tensors)
         )
         some = np.flatnonzero(able > 1)
-        rows = (able[some], -routes.n_bytes[some], np.full_like(some, b), some, place[some])
-        shared += zip(*(row.tolist() for row in rows), strict=True)
-    shared.sort()
-    for n, minus_bytes, b, i, first in shared:
+        shared.append(
+            np.array([able[some], -routes.n_bytes[some], np.full_like(some, b), place[some], some])
+        )
+    rows = np.concatenate(shared, axis=1)
+    rows = rows[:, np.lexsort((rows[4], *rows[2::-1]))]
+    for equal in cut_where_new(rows, 3):
+        n, minus_bytes, b = equal[:3, 0].tolist()
         routes = found[b][0]
-        who = routes.givers.who[first : first + n]
-        loads, times = sent[who], len(routes.bundle.tensors)
-        choose = least_loaded if times * (n + 8) > TOGETHER_LEAST else one_by_one
-        places = choose(loads, -minus_bytes, times)
-        sent[who] = loads - minus_bytes * np.bincount(places, minlength=n)
-        routes.senders[i] = who[places]
+        for first, parts in choices(equal[3], equal[4], n, who=routes.givers.who):
+            who = routes.givers.who[first : first + n]
+            loads, times = sent[who], routes.senders[parts].size
+            choose = least_loaded if times * (n + 8) > TOGETHER_LEAST else one_by_one
+            places = choose(loads, -minus_bytes, times)
+            sent[who] = loads - minus_bytes * np.bincount(places, minlength=n)
+            routes.senders[parts] = who[places].reshape(len(parts), -1)
+
+
+def choices(first: Ints, parts: Ints, n: int, *, who: Ints) -> Iterator[tuple[int, Ints]]:
+    """Parts of one size that n participants each could send, those from place `first` in `who`:
+    such as can be chosen for at once, since the same could send them, and nobody who could send
+    others before them."""
+    several = distinct(first)
+    members = who[several[:, None] + np.arange(n)].ravel()
+    rows = np.array([first, parts])
+    if len(distinct(members)) == len(members):
+        rows = rows[:, first.argsort(kind="stable")]
+    for same in cut_where_new(rows, 1):
+        yield int(same[0, 0]), same[1]
+
+
+def cut_where_new(rows: Ints, n: int) -> list[Ints]:
+    """Columns that follow each other and are equal in the first n rows."""
+    if not rows.shape[1]:
+        return []
+    ends = np.flatnonzero((rows[:n, 1:] != rows[:n, :-1]).any(axis=0)) + 1
+    return np.split(rows, ends, axis=1)
 
 
 def one_by_one(loads: Ints, amount: int, times: int) -> Ints:
@@ -179,33 +202,42 @@ def alike(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Of ranks with equal boxes that the same participants hold (`holders_of` gives them the same
     tuple) the first: under plain data parallelism each of thousands has the boxes of each."""
-    found: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
+    keys = replica_keys(source.layout, source.model.by_owners)
+    if isinstance(keys, range):  # each has its own
+        return list(holders.items())
+    found: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
     for rank, held in holders.items():
-        key = replica_key(source.layout, rank, source.model.by_owners)
-        found.setdefault((key, id(held)), (rank, held))
+        found.setdefault((keys[rank], id(held)), (rank, held))
     return list(found.values())
 
 
 class Holdings:
-    """Which participants have which old ranks' boxes; `nodes`: of each participant."""
+    """Which participants have which old ranks' boxes; `nodes`: of each participant.
+
+    `names`: of the nodes, `node`: of each participant the place of its own there. `ranks`, `who`:
+    an old rank and a participant that has its boxes."""
 
     def __init__(
         self, source: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
     ) -> None:
         known = {rank: holders[rank] for rank in range(source.layout.world_size) if rank in holders}
-        pairs = [(rank, who) for rank, held in alike(source, known) for who in held]
+        each = alike(source, known)
         self._source = source
-        self._ranks, self._who = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        names = {name: i for i, name in enumerate(dict.fromkeys(nodes))}
-        self._node = np.array([names[name] for name in nodes], dtype=np.int64)
+        self.ranks = np.array([rank for rank, _ in each], dtype=np.int64).repeat(
+            [len(held) for _, held in each]
+        )
+        self.who = np.array([who for _, held in each for who in held], dtype=np.int64)
+        self.names = sorted(set(nodes))
+        number = {name: i for i, name in enumerate(self.names)}
+        self.node = np.array([number[name] for name in nodes], dtype=np.int64)
         self._found: dict[Held, Givers] = {}
 
     def givers(self, held: Held) -> Givers:
         if held not in self._found:
-            pieces = self._source.numbers(held)[self._ranks]
+            pieces = self._source.numbers(held)[self.ranks]
             there = pieces >= 0
             self._found[held] = Givers(
-                pieces[there], self._ranks[there], self._who[there], node=self._node
+                pieces[there], self.ranks[there], self.who[there], node=self.node
             )
         return self._found[held]
 
@@ -225,6 +257,13 @@ class Givers:
         by_node, by_piece = np.argsort(near, kind="stable"), np.argsort(pieces, kind="stable")
         self._keys = own, near[by_node], pieces[by_piece]
         self.who = np.concatenate([who[first], everyone[by_node], everyone[by_piece]])
+
+    def only(self, n_pieces: int) -> Ints:
+        """[piece]: the participant that alone has it; -1 where nobody or several do."""
+        pieces, who = np.divmod(self._keys[0], self._n)
+        found = np.full(n_pieces, -1, dtype=np.int64)
+        found[pieces] = np.where(np.bincount(pieces, minlength=n_pieces)[pieces] == 1, who, -1)
+        return found
 
     def able(self, pieces: Ints, destinations: Ints) -> tuple[Ints, Ints]:
         """Who could send each piece there: the first, as a place in `who`, and how many."""

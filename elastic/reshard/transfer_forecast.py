@@ -8,18 +8,20 @@ rate per rank. `pace` corrects them by measured moves.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from elastic.reshard.chunks import chunk_bytes, sizes_of, staging_bytes
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, set_up_bytes
-from elastic.reshard.pieces import Cut, Ints, Side, bytes_of, distinct
-from elastic.reshard.routes import alike, routes_between
+from elastic.reshard.flows import Flows, flows
+from elastic.reshard.pieces import Cut, Ints, Side, bytes_of
+from elastic.reshard.routes import Holdings
 from elastic.types import Layout, ModelProfile, Move
+from elastic.types.replacing import replace
 
 LEAST_S = 0.02  # agreement on the step, sums, last answers
 
@@ -46,6 +48,23 @@ class TransferRates:
     times: float = 1.0
 
 
+@dataclass(frozen=True, eq=False)
+class MoveForecast:
+    """A Move, whose links get their names when somebody asks for them: thousands of nodes have tens
+    of thousands. `nodes`: their names; `links`: senders' and receivers' places there, bytes."""
+
+    unlinked: Move
+    nodes: Sequence[str]
+    links: tuple[Ints, Ints, Ints]
+
+    @cached_property
+    def move(self) -> Move:
+        senders, receivers, n_bytes = (x.tolist() for x in self.links)
+        name = self.nodes.__getitem__
+        links = tuple(zip(map(name, senders), map(name, receivers), n_bytes, strict=True))
+        return replace(self.unlinked, links=links)
+
+
 def forecast(
     model: ModelProfile,
     old: Cut,
@@ -55,128 +74,88 @@ def forecast(
     nodes: Sequence[str],
     room: Room,
     pace: TransferRates,
-) -> Move:
+) -> MoveForecast:
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost
     where a part has no holder."""
     source, target = Side(model, old), Side(model, new)
-    names = sorted(set(nodes))
-    number = {name: i for i, name in enumerate(names)}
-    node = np.array([number[name] for name in nodes], dtype=np.int64)
-    sent = flows(source, target, holders, nodes=nodes)
-    senders, destinations, n_bytes = sent
-    moved = senders != destinations
-    pairs, sums = summed(
-        node[senders[moved]] * len(names) + node[destinations[moved]], n_bytes[moved]
-    )
-    ends = np.divmod(pairs, len(names))
-    links = [
-        (names[a], names[b], n)
-        for a, b, n in zip(*(x.tolist() for x in (*ends, sums)), strict=True)
-    ]
-    taken = beside_torch(new[0], sent, node) if room.device_type != "cpu" else [0] * len(nodes)
-    via, peak_bytes, leaving = memory(source, target, holders, taken=taken, room=room)
+    held = Holdings(source, holders, nodes)
+    sums = flows(source, target, held)
+    links = sums.links()
+    leaving, taken = old_bytes(source, held), np.zeros_like(sums.own)
+    if room.device_type != "cpu" and room.memory_bytes:
+        taken = beside_torch(new[0], sums)
+    via, peak_bytes = memory(leaving, bytes_of(target), taken=taken, room=room)
     host_s = 0.0
     # the old boxes leave the device, and their parts come back
     if via == "host" and room.host_bytes_per_s:
-        back = np.bincount(senders, weights=n_bytes, minlength=len(nodes))
-        host_s = max(n + float(back[p]) for p, n in leaving.items()) / room.host_bytes_per_s
-    return Move(
+        host_s = int((leaving + sums.own + sums.sent).max()) / room.host_bytes_per_s
+    move = Move(
         via=via,
-        n_bytes=int(sums.sum()),
-        own_bytes=int(n_bytes[~moved].sum()),
-        links=tuple(links),
+        n_bytes=int(links[2].sum()),
+        own_bytes=int(sums.own.sum()),
         seconds=LEAST_S
-        + pace.times * (_busiest_bytes(sent, node) / pace.link_bytes_per_s + host_s),
+        + pace.times * (_busiest_bytes(sums, links) / pace.link_bytes_per_s + host_s),
         peak_bytes=peak_bytes,
     )
+    return MoveForecast(move, held.names, links)
 
 
-def flows(
-    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], *, nodes: Sequence[str]
-) -> tuple[Ints, Ints, Ints]:
-    """Bytes from each participant to each other (and to itself): senders, destinations, bytes."""
-    n = len(nodes)
-    found = []
-    for routes in routes_between(source, target, holders, nodes=nodes):
-        pairs = routes.senders * n + routes.destination[:, None]
-        each = routes.n_bytes * (len(routes.bundle.tensors) // pairs.shape[1])
-        found.append(summed(pairs.ravel(), np.repeat(each, pairs.shape[1])))
-    pairs, n_bytes = summed(*(np.concatenate(column) for column in zip(*found, strict=True)))
-    return pairs // n, pairs % n, n_bytes
-
-
-def summed(keys: Ints, amounts: Ints) -> tuple[Ints, Ints]:
-    """The distinct keys in order, and the sum of the amounts of each."""
-    distinct, at = np.unique(keys, return_inverse=True)
-    sums = np.zeros_like(distinct)
-    np.add.at(sums, at, amounts)
-    return distinct, sums
-
-
-def _busiest_bytes(sent: tuple[Ints, Ints, Ints], node: Ints) -> int:
+def _busiest_bytes(sums: Flows, links: tuple[Ints, Ints, Ints]) -> int:
     """Of the busiest node, to or from other nodes, or rank within its node."""
-    senders, destinations, n_bytes = sent
-    across, own = node[senders] != node[destinations], senders == destinations
-    ways = (
-        (node[senders], across),
-        (node[destinations], across),
-        (senders, ~across),
-        (destinations, ~across & ~own),
-    )
-    return max(int(summed(ends[among], n_bytes[among])[1].max(initial=0)) for ends, among in ways)
+    across = links[0] != links[1]
+    most = [int((sums.own + sums.near_sent).max()), int(sums.near_received.max())]
+    for ends in links[:2]:
+        of_node = np.zeros(sums.n_nodes, dtype=np.int64)
+        np.add.at(of_node, ends[across], links[2][across])
+        most.append(int(of_node.max()))
+    return max(most)
 
 
-def beside_torch(layout: Layout, sent: tuple[Ints, Ints, Ints], node: Ints) -> list[int]:
+def beside_torch(layout: Layout, sums: Flows) -> Ints:
     """Of each participant, what CUDA and NCCL take on its GPU while the state is resharded: the
     coming generation's groups have been used once, and then who exchanges messages is connected."""
-    n = len(node)
-    senders, destinations, _ = sent
-    moved = senders != destinations
-    one, other = senders[moved], destinations[moved]
-    pairs = distinct(np.concatenate([one * n + other, other * n + one]))
-    here, there = np.divmod(pairs, n)
-    peers = np.bincount(here, minlength=n)
-    in_node = np.bincount(here[node[here] == node[there]], minlength=n)
-    groups = {ranks: set_up_bytes(layout if ranks else Layout(), n) for ranks in (True, False)}
-    return [
-        CONTEXT_BYTES + groups[p < layout.world_size] + messages_bytes(near, near < all_)
-        for p, (near, all_) in enumerate(zip(in_node.tolist(), peers.tolist(), strict=True))
-    ]
+    n = len(sums.own)
+    groups = [set_up_bytes(layout if ranks else Layout(), n) for ranks in (True, False)]
+    across = (sums.sent > sums.near_sent) | (sums.received > sums.near_received)
+    peers = sums.near_peers()
+    messages = np.array(
+        [
+            [messages_bytes(near, far) for far in (False, True)]
+            for near in range(int(peers.max()) + 1)
+        ]
+    )
+    set_up = np.where(np.arange(n) < layout.world_size, *groups)
+    found: Ints = CONTEXT_BYTES + set_up + messages[peers, across.astype(np.int64)]
+    return found
+
+
+def old_bytes(source: Side, held: Holdings) -> Ints:
+    """Of each participant's old boxes."""
+    found = np.zeros(len(held.node), dtype=np.int64)
+    np.maximum.at(found, held.who, bytes_of(source, padded=True)[held.ranks])
+    return found
 
 
 def memory(
-    source: Side,
-    target: Side,
-    holders: Mapping[int, tuple[int, ...]],
-    *,
-    taken: Sequence[int],
-    room: Room,
-) -> tuple[Literal["device", "host"], int, Mapping[int, int]]:
-    """By which way, the most that a GPU needs beyond its new shard (promise 5), and the bytes of
-    each participant's old boxes. `taken`: on each participant's GPU beside torch's memory.
+    before: Ints, new_bytes: Ints, *, taken: Ints, room: Room
+) -> tuple[Literal["device", "host"], int]:
+    """By which way, and the most that a GPU needs beyond its new shard (promise 5). `before`: of
+    each participant's old boxes; `new_bytes`: of each rank's new ones; `taken`: on each
+    participant's GPU beside torch's memory.
 
     device: the old shard stays, next to it the new one and the staging buffers, and then all that
     the first steps need. host: the old shard has left before the new one is made, so that only what
     it was larger by counts. Gradients that a step which was aborted has left are gone by then (see
     elastic.worker.session.session).
     """
-    n_participants = len(taken)
+    n_participants = len(before)
     sizes = sizes_of(room.device_type)
-    old_bytes, new_bytes = bytes_of(source, padded=True), bytes_of(target)
-    before: dict[int, int] = defaultdict(int)
-    for rank, participants in alike(source, holders):
-        for participant in participants:
-            before[participant] = max(before[participant], old_bytes[rank])
-    after = {p: new_bytes[p] if p < len(new_bytes) else 0 for p in range(n_participants)}
+    after = np.zeros_like(before)
+    after[: len(new_bytes)] = new_bytes
     staging = staging_bytes(n_participants, sizes) if n_participants > 1 else 0
-    needed = (
-        max(
-            before[p] + (max(n, room.running_bytes) if n else 0) + taken[p]
-            for p, n in after.items()
-        )
-        + staging
-    )
+    running = np.where(after > 0, np.maximum(after, room.running_bytes), 0)
+    needed = int((before + running + taken).max()) + staging
     if not room.memory_bytes or needed <= room.memory_bytes:
-        return "device", max(before.values()) + staging, before
-    excess = max(before[p] - n for p, n in after.items())
-    return "host", max(excess + chunk_bytes(n_participants, sizes), staging), before
+        return "device", int(before.max()) + staging
+    excess = int((before - after).max())
+    return "host", max(excess + chunk_bytes(n_participants, sizes), staging)

@@ -12,7 +12,7 @@ from elastic.reshard.pieces import Cut
 from elastic.reshard.rank_boxes import Region, meet, placements
 from elastic.reshard.routes import Routes, plan_routes
 from elastic.types import Box, ModelProfile, Resume, Transfer, WorkerId
-from elastic.types.grid import replica_key
+from elastic.types.grid import replica_keys
 
 
 def plan_transfers(
@@ -124,11 +124,10 @@ def holders_of(
     replica, unless they are `alone`: see replica_key)."""
     assert resume.layout is not None
     index = {worker: i for i, worker in enumerate(everyone)}
-    layout = resume.layout
-    keys = [replica_key(layout, rank, alone) for rank in range(layout.world_size)]
-    held: dict[tuple[int, ...], dict[int, None]] = {key: {} for key in keys}
+    keys = replica_keys(resume.layout, alone)
+    held: dict[int, list[int]] = {key: [] for key in keys}
     for holding in resume.holdings:
-        key = replica_key(layout, holding.rank, alone)
-        held.setdefault(key, {})[index[holding.worker]] = None
-    found = {key: tuple(who) for key, who in held.items()}
+        if 0 <= holding.rank < len(keys):
+            held[keys[holding.rank]].append(index[holding.worker])
+    found = {key: tuple(dict.fromkeys(who)) for key, who in held.items()}
     return {rank: found[key] for rank, key in enumerate(keys)}

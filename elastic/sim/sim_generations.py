@@ -37,7 +37,7 @@ from elastic.types import (
     WorkerId,
     WrongNumbers,
 )  # fmt: skip
-from elastic.types.grid import axes_of, replica_key
+from elastic.types.grid import axes_of, replica_keys
 
 AHEAD = 2  # steps that ranks have read ahead when other shares are set
 
@@ -261,14 +261,14 @@ class Generations(Breaks):
     def _has_source(self, group: SimGeneration) -> bool:
         resume = group.plan.resume
         assert resume.layout is not None
-        layout, members = resume.layout, group.members
+        keys, members = replica_keys(resume.layout), group.members
         there = {
-            replica_key(layout, h.rank)
+            keys[h.rank]
             for worker in members
             for h in self._held.get(worker, ())
             if (h.generation, h.step) == (resume.generation, group.step)
         }
-        return there == {replica_key(layout, rank) for rank in range(layout.world_size)}
+        return there == set(keys)
 
     def _begin_step(self, group: SimGeneration) -> None:
         plan = group.plan

@@ -166,15 +166,19 @@ def each_microbatches(
     return tuple(found)
 
 
-def replica_key(layout: Layout, rank: int, alone: bool = False) -> tuple[int, ...]:
+def replica_key(layout: Layout, rank: int, alone: bool = False) -> int:
     """Ranks with equal keys hold equal boxes: they differ in dp_replicate only. `alone`: no two do,
     since optimizers step whole tensors at owners (ModelProfile.by_owners)."""
-    cp, tp, shards = layout.cp, layout.tp, layout.dp_shard
-    inner = cp * tp
-    if alone:
-        return (rank,)
-    pp, rest = divmod(rank, layout.dp_replicate * shards * inner)
-    return pp, rest // inner % shards, rest // tp % cp, rest % tp
+    inner = layout.dp_shard * layout.cp * layout.tp
+    return rank if alone else rank // (layout.dp_replicate * inner) * inner + rank % inner
+
+
+def replica_keys(layout: Layout, alone: bool = False) -> Sequence[int]:
+    """Of each rank."""
+    ranks = range(layout.world_size)
+    if alone or layout.dp_replicate == 1:
+        return ranks
+    return [replica_key(layout, rank) for rank in ranks]
 
 
 def stage_blocks(layers: tuple[int, ...], stage: int) -> range:

@@ -19,6 +19,7 @@ workers, under the real driver loop, backend and journal (scale_cluster.py).
 from __future__ import annotations
 
 import cProfile
+import gc
 import io
 import pickle
 import pstats
@@ -122,8 +123,10 @@ def moves(n: int, profile: ModelProfile) -> dict[str, float]:
         blocks = profile.n_blocks // 4
         sides = (old, ()), (new, (blocks,) * 4 if new.pp > 1 else ())
         told_s = seconds(
-            lambda s=sides: forecast(
-                profile, *s, holders=holders, nodes=nodes, room=Room(), pace=TransferRates()
+            lambda s=sides: (
+                forecast(
+                    profile, *s, holders=holders, nodes=nodes, room=Room(), pace=TransferRates()
+                ).move
             )
         )  # type: ignore[misc]
         found.append(
@@ -315,6 +318,7 @@ MEASURES = {
 
 
 def measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool = False) -> dict[str, Any]:
+    gc.freeze()  # as a driver does, so that no look takes what a whole collection does
     profile, found = model(), {}
     measures = MEASURES | {
         "decisions": partial(decisions, profiled=profiled),

@@ -15,7 +15,7 @@ from support.fuzz.targets import opened
 SMOKE = {"cluster": 40, "job": 60, "drill": 200, "dcp-index": 200}  # of others 300: YAML is slow
 NAMES = [
     "journal", "journal-segment", "journal-part", "journal-state", "lease", "marker", "manifest",
-    "checkpoint", "inbox", "job", "set", "cluster", "drill", "hardware", "trace", "dcp-index",
+    "manifests", "checkpoint", "inbox", "job", "set", "cluster", "drill", "hardware", "trace", "dcp-index",
     "safetensors", "safetensors-index", "rank-link", "rank-hello", "wire-numbers", "wire-tensors",
     "wire-metas", "wire-addresses", "wire-calls",
 ]  # fmt: skip

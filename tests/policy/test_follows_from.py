@@ -41,7 +41,8 @@ def decorated() -> Iterator[tuple[Any, str, Any]]:
     for info in pkgutil.walk_packages(elastic.policy.__path__, "elastic.policy."):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
-            if hasattr(value, "fields_read"):
+            of_policy = getattr(value, "__module__", "").startswith("elastic.policy")
+            if of_policy and hasattr(value, "fields_read"):
                 yield module, name, value
 
 

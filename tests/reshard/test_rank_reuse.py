@@ -79,7 +79,7 @@ def test_kept_is_what_the_forecast_calls_its_own() -> None:
         nodes=[w.node_id for w in found],
         room=Room(),
         pace=TransferRates(),
-    )
+    ).move
     assert move.n_bytes == 0, "a quarter of what each replica has is what each needs"
 
 

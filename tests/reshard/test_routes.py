@@ -17,9 +17,10 @@ from support.reshard.optimum import least_busiest
 from support.reshard.reshard_cases import Cut, lost_tensor, random_cut, random_model
 
 from elastic.errors import InternalError, StateLost
+from elastic.reshard import routes
 from elastic.reshard.pieces import Side, bytes_of
 from elastic.reshard.rank_boxes import Region, boxes, meet, state_specs
-from elastic.reshard.routes import alike, least_loaded, one_by_one
+from elastic.reshard.routes import alike, choices, least_loaded, one_by_one
 from elastic.reshard.transfers import check_cover, plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
@@ -269,7 +270,7 @@ def test_shard_bytes_are_those_of_the_boxes() -> None:
         model = random_model(random)
         cut = random_cut(random, model.n_blocks)
         ranks = range(cut[0].world_size)
-        assert bytes_of(Side(model, cut)) == [
+        assert bytes_of(Side(model, cut)).tolist() == [
             sum(b.n_bytes for b in boxes(model, *cut, r)) for r in ranks
         ]
 
@@ -347,6 +348,39 @@ def test_many_parts_at_once_go_where_one_after_the_other_would(seed: int) -> Non
         left[chosen[-1]] += amount
     for choose in (least_loaded, one_by_one):
         assert choose(np.array(loads), amount, times).tolist() == chosen
+
+
+def test_parts_are_chosen_for_at_once_where_nobody_could_send_two_kinds_of_them() -> None:
+    """Pairs of senders at places 0, 2 and 3 of `who`: apart while place 3 is left out."""
+    who = np.array([7, 8, 1, 2, 3])
+    first, parts = np.array([0, 2, 0, 2]), np.array([4, 5, 6, 9])
+    found = [(place, some.tolist()) for place, some in choices(first, parts, 2, who=who)]
+    assert found == [(0, [4, 6]), (2, [5, 9])]
+    first[1] = 3
+    found = [(place, some.tolist()) for place, some in choices(first, parts, 2, who=who)]
+    assert found == [(0, [4]), (3, [5]), (0, [6]), (2, [9])]
+
+
+def test_many_replicas_become_one_group_with_few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often somebody is chosen does not grow with the ranks that get a part."""
+    asked: list[int] = []
+    for name in ("least_loaded", "one_by_one"):
+        real = getattr(routes, name)
+        monkeypatch.setattr(
+            routes, name, lambda *given, real=real: asked.append(given[2]) or real(*given)
+        )
+    model = random_model(Random(3))
+    chosen = []
+    for replicas in (8, 32):
+        asked.clear()
+        n = 4 * replicas
+        cuts = (Layout(dp_replicate=replicas, dp_shard=4), ()), (Layout(dp_shard=4), ())
+        holders = {r: tuple(range(r % 4, n, 4)) for r in range(n)}
+        plan_transfers(model, *cuts, holders, [f"n{i}" for i in range(4, 2 * n)])
+        back = Layout(dp_replicate=2 * replicas, dp_shard=4)
+        plan_transfers(model, cuts[0], (back, ()), holders, [f"n{i}" for i in range(2 * n)])
+        chosen.append(len(asked))
+    assert 0 < chosen[0] == chosen[1]
 
 
 def test_equal_holders_of_equal_boxes_are_looked_at_once() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 from support.reshard.reshard_cases import random_cut, random_model
 
-from elastic.reshard import pieces
+from elastic.reshard import pieces, transfer_forecast
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
 from elastic.reshard.communicators import (
     messages_bytes,
@@ -17,9 +18,10 @@ from elastic.reshard.communicators import (
     set_up_bytes,
 )
 from elastic.reshard.pieces import Cut, Side, bytes_of
-from elastic.reshard.transfer_forecast import LEAST_S, Room, TransferRates, forecast
+from elastic.reshard.rank_boxes import placements
+from elastic.reshard.transfer_forecast import LEAST_S, Room, TransferRates
 from elastic.reshard.transfers import plan_transfers
-from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
+from elastic.types import Layout, ModelProfile, Move, OptimizerSpec, TensorSpec
 
 MIB = 1 << 20
 MODEL = ModelProfile(
@@ -32,6 +34,10 @@ MODEL = ModelProfile(
 FOUR: Cut = (Layout(dp_shard=4), ())
 NODES = ["a", "a", "b", "b"]
 SHARD = 12 * MIB + 16  # four tensors with two moments, a quarter each; the RNG on every rank
+
+
+def forecast(*cut: Any, **more: Any) -> Move:
+    return transfer_forecast.forecast(*cut, **more).move
 
 
 def live(n: int) -> dict[int, tuple[int, ...]]:
@@ -69,6 +75,56 @@ def test_bytes_are_those_of_the_transfers(seed: int) -> None:
     assert move.n_bytes + move.own_bytes == total, (
         "each byte of each new box is either moved or copied in place"
     )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_summed_at_once_is_what_the_transfers_add_up_to(seed: int) -> None:
+    """Links, seconds, and the way, at the memory at which it changes, from the list of transfers;
+    with other holders, several of each, and owners of whole tensors."""
+    random = Random(seed)
+    model = random_model(random, owners=seed % 4 == 0)
+    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    n_old, n = old[0].world_size, max(old[0].world_size, new[0].world_size) + seed % 3
+    others = [random.sample(range(n), random.randint(0, 2)) for _ in range(n_old)]
+    holders = {
+        rank: tuple(dict.fromkeys((rank, *(others[rank] if seed % 2 else ()))))
+        for rank in range(n_old)
+    }
+    nodes = [f"n{i // 3}" for i in range(n)]
+    given = {"holders": holders, "nodes": nodes, "pace": TransferRates(1.0)}
+    of_node, of_rank = Counter[tuple[str, str]](), Counter[tuple[str, int]]()
+    links: Counter[tuple[str, str]] = Counter()
+    near: list[set[int]] = [set() for _ in range(n)]
+    far = [False] * n
+    for t in plan_transfers(model, old, new, holders, nodes):
+        a, b = nodes[t.source], nodes[t.destination]
+        if a != b:
+            of_node["out", a] += t.n_bytes
+            of_node["in", b] += t.n_bytes
+            far[t.source] = far[t.destination] = True
+        else:
+            of_rank["out", t.source] += t.n_bytes
+        if t.source != t.destination:
+            links[a, b] += t.n_bytes
+            if a == b:
+                of_rank["in", t.destination] += t.n_bytes
+                near[t.source].add(t.destination)
+                near[t.destination].add(t.source)
+    move = forecast(model, old, new, room=Room(device_type="cuda"), **given)
+    assert move.links == tuple((a, b, links[a, b]) for a, b in sorted(links))
+    assert move.seconds == LEAST_S + max(*of_node.values(), *of_rank.values(), 0)
+    held = bytes_of(Side(model, old), padded=True).tolist()
+    had = [max((held[r] for r, who in holders.items() if p in who), default=0) for p in range(n)]
+    got = [*bytes_of(Side(model, new)).tolist(), *[0] * n]
+    beside = [
+        transfer_forecast.CONTEXT_BYTES
+        + set_up_bytes(new[0] if p < new[0].world_size else Layout(), n)
+        + messages_bytes(len(near[p]), far[p])
+        for p in range(n)
+    ]
+    needed = max(had[p] + got[p] + beside[p] for p in range(n)) + (1 << 30 if n > 1 else 0)
+    for memory, via in ((needed, "device"), (needed - 1, "host")):
+        assert forecast(model, old, new, room=Room(memory, 0, "cuda"), **given).via == via
 
 
 def test_the_same_layout_on_the_same_ranks_takes_only_the_copy_in_place() -> None:
@@ -170,18 +226,13 @@ def test_what_the_steps_need_counts_too() -> None:
 
 
 def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often a tensor is looked at does not depend on the number of ranks that it is cut for,
-    nor does the state's list."""
+    """How often a tensor is looked at does not depend on the number of ranks that it is cut
+    for."""
     asked: Counter[str] = Counter()
-    for name in ("region", "placements"):
-        inner = getattr(pieces, name)
-        monkeypatch.setattr(
-            pieces,
-            name,
-            lambda *given, name=name, inner=inner, **more: (
-                asked.update([name]) or inner(*given, **more)
-            ),
-        )
+    region = pieces.region
+    monkeypatch.setattr(
+        pieces, "region", lambda *given, **more: asked.update(["region"]) or region(*given, **more)
+    )
     for n in (8, 64):
         asked.clear()
         forecast(
@@ -193,9 +244,8 @@ def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch
             room=Room(),
             pace=TransferRates(),
         )
-        assert asked == {"region": 4, "placements": 2}, (
-            "of each side: all that is cut alike, and the buffers"
-        )
+        assert asked == {"region": 4}, "of each side: all that is cut alike, and the buffers"
+    assert placements(MODEL) is placements(MODEL), "the state's list is made once"
 
 
 # ---------------------------------------------------------------------------- beside torch's memory

@@ -3,6 +3,7 @@ loop, writes the report."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -188,6 +189,10 @@ class JobRun:
             observers.start(before, lease.epoch)
             stack.callback(observers.close)  # before what they look at
             self._watch(stack)
+            # what is there already is never looked at again: with Ray and torch that takes 0.2 s of
+            # a decision now and then
+            gc.freeze()
+            stack.callback(gc.unfreeze)
             last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
 

@@ -8,7 +8,7 @@ from elastic.policy.faults import refused_layouts
 from elastic.policy.faults.corruption import corrupted
 from elastic.policy.state.state import State
 from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward
-from elastic.types.grid import replica_key
+from elastic.types.grid import replica_keys
 from elastic.types.replacing import replace
 
 # of steps that are done again so that a layout can be compared with the one before
@@ -68,9 +68,8 @@ def forward(state: State) -> RollForward | None:
 
 def covered(plan: Plan, holdings: list[Holding], alone: bool = False) -> bool:
     """Does every group of ranks with equal boxes have a holder? `alone`: see replica_key."""
-    layout, n = plan.layout, plan.layout.world_size
-    held = {replica_key(layout, h.rank, alone) for h in holdings if 0 <= h.rank < n}
-    return held == {replica_key(layout, rank, alone) for rank in range(n)}
+    keys = replica_keys(plan.layout, alone)
+    return {keys[h.rank] for h in holdings if 0 <= h.rank < len(keys)} == set(keys)
 
 
 def alone(state: State) -> bool:

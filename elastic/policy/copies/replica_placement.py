@@ -59,7 +59,7 @@ def replica_holders(
     comes back from many.
     """
     spread = _Spread(ranks, zones, across)
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for rank in range(len(ranks)):
         groups.setdefault(replica_key(layout, rank, alone), []).append(rank)
     holding = [(members, {ranks[rank].node_id for rank in members}) for members in groups.values()]
@@ -130,9 +130,9 @@ class _Spread:
 
 def holders(
     layout: Layout, ranks: Sequence[WorkerId], to: Keepers, *, alone: bool = False
-) -> dict[tuple[int, ...], set[str]]:
+) -> dict[int, set[str]]:
     """Piece of the state (the key of the ranks that hold it) -> nodes that hold a copy of it."""
-    out: dict[tuple[int, ...], set[str]] = {}
+    out: dict[int, set[str]] = {}
     for rank, worker in enumerate(ranks):
         nodes = out.setdefault(replica_key(layout, rank, alone), set())
         nodes |= {worker.node_id, *(ranks[keeper].node_id for keeper in (to[rank] if to else ()))}

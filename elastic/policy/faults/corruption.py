@@ -174,7 +174,7 @@ def _ambiguous(plan: Plan, workers: Sequence[WorkerId]) -> bool:
     """Is all of a group of ranks with equal boxes suspected, or half of all ranks?"""
     if 2 * len(set(workers)) >= len(plan.ranks):
         return True
-    groups: dict[tuple[int, ...], list[WorkerId]] = {}
+    groups: dict[int, list[WorkerId]] = {}
     for rank, worker in enumerate(plan.ranks):
         groups.setdefault(replica_key(plan.layout, rank), []).append(worker)
     return any(len(group) > 1 and set(group) <= set(workers) for group in groups.values())

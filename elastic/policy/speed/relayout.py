@@ -179,8 +179,9 @@ def _entered(
     if now_s < (worth_s := since_s + price_s / (gain * share)):
         return Decision(wake_at_s=worth_s)
     resume = recovery.live(state)
-    move = transition_cost.predicted(state, transition_cost.placed(state, choice, resume), resume)
-    pause_s = max(drain.lead_of(state).pause_s, move.seconds if move else 0.0)
+    placed = transition_cost.placed(state, choice, resume)
+    moved_s = transition_cost.predicted_s(state, placed, resume)
+    pause_s = max(drain.lead_of(state).pause_s, moved_s)
     gained_s = gain * share * stay_s(state)
     if gained_s < drain.WORTH * pause_s:
         return None

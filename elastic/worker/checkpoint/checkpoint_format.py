@@ -3,10 +3,14 @@
 checkpoints/step-00000040.g0003.e0002/   step, generation, epoch of the driver that ordered that
     __0_0.distcp   boxes of rank 0, one torch.save blob after the other without gaps (DCP's file
                    format)
-    rank-0.json    what lies where in it, a digest of each blob, the SHA-256 of all those digests
+    rank-0.json    what lies where in it, a digest of each blob, the SHA-256 of all those digests:
+                   what rank 0 tells whoever commits
+    manifests.json the same of all ranks, a line each, so that a reader asks for one file however
+                   many there are
     .metadata      DCP's index, a pickle: written for torch.distributed.checkpoint.load, never read
                    here
-    commit.json    the marker, written last: size and SHA-256 of every other file, and of itself
+    commit.json    the marker, written last: size and SHA-256 of every file that readers need, and
+                   of itself
 
 docs/checkpoints.md is the reference.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -27,6 +31,7 @@ from elastic.worker.checkpoint.blob import hasher_for
 FOLDER = "checkpoints"
 MARKER = "commit.json"
 METADATA = ".metadata"
+MANIFESTS = "manifests.json"
 SAMPLES = "sample_digest"  # in a marker's meta: the running digest of the sample ids up to its step
 VERSION = 2
 FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})(?:\.e(\d{4,}))?")
@@ -149,6 +154,20 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         return Manifest(_natural(raw["rank"]), n_bytes, _text(raw["sha256"]), entries)
 
     return _decode(data, where, build)
+
+
+def encode_manifests(texts: Sequence[bytes]) -> bytes:
+    """Of all ranks, as they are: JSON without line breaks."""
+    return b"\n".join(texts)
+
+
+def decode_manifests(data: bytes, where: str, world_size: int) -> list[bytes]:
+    """The text of each rank's manifest. Raises Damaged, naming `where`, unless there are as many as
+    ranks."""
+    texts = data.split(b"\n")
+    if len(texts) != world_size:
+        raise Damaged(f"{where}: it has {len(texts)} lines where {world_size} ranks have one each")
+    return texts
 
 
 def encode_marker(marker: Marker) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -15,12 +15,15 @@ from elastic.storage import Storage, open_storage
 from elastic.worker.checkpoint.checkpoint_format import (
     FOLDER,
     FOLDER_NAME,
+    MANIFESTS,
     MARKER,
     METADATA,
     Damaged,
     Fenced,
+    FileNote,
     Marker,
     decode_manifest,
+    decode_manifests,
     decode_marker,
     manifest_name,
     ordered_epoch,
@@ -213,11 +216,10 @@ def open_checkpoint(uri: str) -> Checkpoint:
             "finished"
         )
     notes = {note.name: note for note in marker.files}
-    expected = {
-        METADATA,
-        *map(shard_name, range(marker.world_size)),
-        *map(manifest_name, range(marker.world_size)),
-    }
+    ranks = range(marker.world_size)
+    # at first a marker named each manifest by itself
+    manifests_in = {MANIFESTS} if MANIFESTS in notes else set(map(manifest_name, ranks))
+    expected = {METADATA, *map(shard_name, ranks)} | manifests_in
     if set(notes) != expected:
         raise Damaged(
             f"{storage.uri_of(MARKER)}: it names {len(notes)} files where {marker.world_size} "
@@ -226,19 +228,9 @@ def open_checkpoint(uri: str) -> Checkpoint:
     sizes = storage.sizes()
     for note in marker.files:
         check_size(storage, note, sizes)
-    if sha256(_get(storage, METADATA)).hexdigest() != notes[METADATA].sha256:
-        raise Damaged(
-            f"{storage.uri_of(METADATA)}: altered (its SHA-256 is not the one in {MARKER})"
-        )
+    _noted(storage, notes[METADATA])
     manifests = []
-    texts = storage.each(
-        partial(_get, storage, manifest_name(rank)) for rank in range(marker.world_size)
-    )
-    for rank, text in enumerate(texts):
-        note = notes[manifest_name(rank)]
-        where = storage.uri_of(note.name)
-        if sha256(text).hexdigest() != note.sha256:
-            raise Damaged(f"{where}: altered (its SHA-256 is not the one in {MARKER})")
+    for rank, (where, text) in enumerate(_manifests(storage, notes, marker.world_size)):
         manifest = decode_manifest(text, where)
         shard = notes[shard_name(rank)]
         if (manifest.rank, manifest.n_bytes, manifest.sha256) != (
@@ -249,3 +241,26 @@ def open_checkpoint(uri: str) -> Checkpoint:
             raise Damaged(f"{where}: it does not describe {shard.name} as {MARKER} does")
         manifests.append(manifest)
     return Checkpoint(storage, marker, manifests)
+
+
+def _manifests(
+    storage: Storage, notes: Mapping[str, FileNote], world_size: int
+) -> Iterator[tuple[str, bytes]]:
+    """Of each rank, and where it is."""
+    names = [manifest_name(rank) for rank in range(world_size)]
+    if MANIFESTS in notes:
+        where = storage.uri_of(MANIFESTS)
+        for text in decode_manifests(_noted(storage, notes[MANIFESTS]), where, world_size):
+            yield where, text
+        return
+    texts = storage.each(partial(_noted, storage, notes[name]) for name in names)
+    yield from zip(map(storage.uri_of, names), texts, strict=True)
+
+
+def _noted(storage: Storage, note: FileNote) -> bytes:
+    data = _get(storage, note.name)
+    if sha256(data).hexdigest() != note.sha256:
+        raise Damaged(
+            f"{storage.uri_of(note.name)}: altered (its SHA-256 is not the one in {MARKER})"
+        )
+    return data

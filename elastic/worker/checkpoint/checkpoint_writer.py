@@ -26,6 +26,7 @@ from elastic.types import Box
 from elastic.worker.checkpoint import dcp_index
 from elastic.worker.checkpoint.blob import Xxh3, alone
 from elastic.worker.checkpoint.checkpoint_format import (
+    MANIFESTS,
     MARKER,
     METADATA,
     BlobEntry,
@@ -35,6 +36,7 @@ from elastic.worker.checkpoint.checkpoint_format import (
     Marker,
     decode_manifest,
     encode_manifest,
+    encode_manifests,
     encode_marker,
     folder_of,
     manifest_name,
@@ -115,20 +117,22 @@ def commit(
     manifests = [
         decode_manifest(text, f"{folder}/{manifest_name(rank)}") for rank, text in enumerate(texts)
     ]
-    notes = [note_of(manifest_name(rank), text) for rank, text in enumerate(texts)]
     sizes = storage.sizes(f"{folder}/")  # one question for all files, however many ranks there are
-    notes += [_shard_note(storage, folder, manifest, sizes=sizes) for manifest in manifests]
+    notes = [_shard_note(storage, folder, manifest, sizes=sizes) for manifest in manifests]
     index = dcp_index.metadata(manifests, _shapes(folder, manifests))
     plain = json.loads(json.dumps(meta))
-    marker = Marker(step, generation, epoch, world_size, plain, (*notes, note_of(METADATA, index)))
+    together = encode_manifests(texts)
+    notes += [note_of(METADATA, index), note_of(MANIFESTS, together)]
+    marker = Marker(step, generation, epoch, world_size, plain, tuple(notes))
     known = read_marker(storage, folder)
     if known is None:
         storage.put(f"{folder}/{METADATA}", index)
+        storage.put(f"{folder}/{MANIFESTS}", together)
         check_epoch(storage, epoch, fence)  # looking through the files of many ranks takes minutes
         if storage.put(f"{folder}/{MARKER}", encode_marker(marker), if_absent=True):
             return storage.uri_of(folder)
         known = read_marker(storage, folder)
-    if known is None or _shards(known) != _shards(marker):
+    if known is None or not _same_shards(known, marker):
         raise Damaged(
             f"{folder}/{MARKER}: it is there, but it does not describe the files that are"
         )
@@ -274,5 +278,12 @@ def _overlap(boxes: Iterable[Box]) -> bool:
     return False
 
 
-def _shards(marker: Marker) -> set[FileNote]:
-    return {note for note in marker.files if note.name != METADATA}
+def _same_shards(known: Marker, marker: Marker) -> bool:
+    """And the same manifests, unless each has a note of its own, as those of markers had at
+    first."""
+    notes = {note.name: note for note in known.files}
+    return known.world_size == marker.world_size and all(
+        notes.get(note.name, note if note.name == MANIFESTS else None) == note
+        for note in marker.files
+        if note.name != METADATA
+    )

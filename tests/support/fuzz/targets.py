@@ -48,9 +48,12 @@ from elastic.worker.checkpoint.checkpoint_format import (
     Manifest,
     Marker,
     decode_manifest,
+    decode_manifests,
     decode_marker,
     encode_manifest,
+    encode_manifests,
     encode_marker,
+    manifest_name,
     root_of,
 )
 from elastic.worker.hosting.inbox import _order as read_order
@@ -171,6 +174,15 @@ def markers() -> list[Target]:
             (Damaged,),
             mutating.as_json,
         ),
+        Target(
+            "manifests",
+            [encode_manifests([encode_manifest(replace(manifest, rank=k)) for k in range(3)])],
+            lambda data: [
+                decode_manifest(text, "manifests.json")
+                for text in decode_manifests(data, "manifests.json", 3)
+            ],
+            (Damaged,),
+        ),
     ]
 
 
@@ -189,7 +201,8 @@ def checkpoint(folder: Path) -> Target:
         items=[(Box("w", (0, 0), (8, 4), "float32"), torch.arange(32.0).reshape(8, 4))],
     )
     uri = checkpoint_writer.commit(storage, 5, 1, world_size=1, epoch=1, meta={"run": "r"})
-    files = sorted(path for path in Path(uri).iterdir())
+    # what a rank tells whoever commits is no part of it
+    files = sorted(path for path in Path(uri).iterdir() if path.name != manifest_name(0))
     good = {path.name: path.read_bytes() for path in files}
 
     def read(data: bytes) -> list[str]:

@@ -43,7 +43,7 @@ DAMAGE: list[Callable[[Path], None]] = [flip, truncate, Path.unlink]
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=["altered", "truncated", "missing"])
 @pytest.mark.parametrize(
-    "name", ["__0_0.distcp", "__3_0.distcp", "rank-2.json", ".metadata", "commit.json"]
+    "name", ["__0_0.distcp", "__3_0.distcp", "manifests.json", ".metadata", "commit.json"]
 )
 def test_damage_is_named_and_the_one_before_is_taken(
     storage: Storage, name: str, damage: Callable[[Path], None]
@@ -228,7 +228,7 @@ def test_nothing_of_a_checkpoint_is_executed(
     monkeypatch.chdir(tmp_path)
     uri = Path(save(storage, CUTS[0]))
     (uri / ".metadata").write_bytes(pickle.dumps(Boom()))
-    manifest = json.loads((uri / "rank-0.json").read_text())
+    manifest = json.loads((uri / "manifests.json").read_text())
     row = manifest["boxes"][0]
     torch.save(Boom(), tmp_path / "evil")
     evil = (tmp_path / "evil").read_bytes()
@@ -237,7 +237,7 @@ def test_nothing_of_a_checkpoint_is_executed(
     digest = digest_of(memoryview(evil))
     row.update(offset=0, length=len(evil), digest=digest, data=len(evil) - n_bytes)
     manifest.update(boxes=[row], n_bytes=len(evil), sha256=sha256(digest.encode()).hexdigest())
-    (uri / "rank-0.json").write_text(json.dumps(manifest))
+    (uri / "manifests.json").write_text(json.dumps(manifest))
 
     def mend(body: dict[str, Any]) -> None:
         for note in body["files"]:

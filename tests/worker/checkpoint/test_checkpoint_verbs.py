@@ -421,7 +421,7 @@ def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> 
     uris = [save(run, trace(program), step, Layout()) for step in (10, 20)]
     with pytest.raises(SpecError, match="no checkpoint of step 15; steps there: 20, 10"):
         remove(run, 15)
-    (Path(uris[1]) / "rank-0.json").unlink()  # the newest is damaged
+    (Path(uris[1]) / "manifests.json").unlink()  # the newest is damaged
     with pytest.raises(
         SpecError, match="step 10 is the only good checkpoint of this run; --force removes it"
     ):

@@ -114,7 +114,7 @@ def places(uri: str) -> dict[str, tuple[str, int]]:
             "end": len(blob) - 1,
         }.items():  # fmt: skip
             out[f"{kind} blob, {name}"] = ("__1_0.distcp", row["offset"] + at)
-    for file in ("commit.json", "rank-0.json", "rank-1.json", ".metadata"):
+    for file in ("commit.json", "manifests.json", ".metadata"):
         size = (folder / file).stat().st_size
         out |= {
             f"{file}, {name}": (file, at)
@@ -126,8 +126,7 @@ def places(uri: str) -> dict[str, tuple[str, int]]:
 NAMES = [
     *(f"{kind} blob, {name}" for kind in ("small", "large") for name in (
         "zip header", "pickle", "padding", "memory", "zip directory", "end")),
-    *(f"{file}, {name}" for file in ("commit.json", "rank-0.json", "rank-1.json",
-    ".metadata") for name in (
+    *(f"{file}, {name}" for file in ("commit.json", "manifests.json", ".metadata") for name in (
         "first", "middle", "last")),
 ]  # fmt: skip
 
@@ -188,8 +187,7 @@ def test_damage_of_every_class_of_bytes_is_seen_by_loading_alone(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["__0_0.distcp", "__1_0.distcp", "rank-0.json", "rank-1.json", ".metadata", "commit.json"],
+    "name", ["__0_0.distcp", "__1_0.distcp", "manifests.json", ".metadata", "commit.json"]
 )
 def test_a_file_that_is_gone(two: Path, tmp_path: Path, name: str) -> None:
     storage = open_storage(Path(shutil.copytree(two, tmp_path / "run")))

@@ -1,15 +1,33 @@
-"""What a checkpoint of many ranks asks of object storage: one request for each manifest, and a few
-for all files."""
+"""What a checkpoint of many ranks asks of storage: to commit it one request for each manifest, and a
+few for all files; to open it a few, however many ranks it is of."""
 
 from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.storage.faulty_proxy import FaultyProxy
 
+from elastic.storage import Storage, open_storage
+from elastic.storage.local import LocalStorage
 from elastic.storage.s3 import S3Storage
 from elastic.types import Box
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_format import (
+    MANIFESTS,
+    MARKER,
+    Damaged,
+    decode_manifests,
+    decode_marker,
+    encode_manifests,
+    encode_marker,
+    note_of,
+)
 
 N_RANKS = 6
 
@@ -33,4 +51,85 @@ def test_sizes_are_asked_once_for_all_files(s3: S3Storage, proxy: FaultyProxy) -
         "model.w": ((2 * N_RANKS, 3), "float32")
     }
     assert proxy.count("^HEAD") == 0 and proxy.count("list-type=2") == 1
-    assert len(proxy.seen) == N_RANKS + 3, "marker, list and index besides the manifests"
+    assert len(proxy.seen) == 4, "marker, list, index and manifests"
+
+
+def written(storage: Storage, n: int) -> str:
+    for rank in range(n):
+        box = Box("model.w", (2 * rank, 0), (2, 3), "float32")
+        checkpoint_writer.write_shard(storage, 5, 1, rank=rank, items=[(box, torch.ones(2, 3))])
+    return checkpoint_writer.commit(storage, 5, 1, world_size=n, epoch=1, meta={})
+
+
+def test_each_rank_asks_as_often_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are threads that open it at once; so one more rank costs what each does."""
+    asked: Counter[str] = Counter()
+    asked_by: dict[int, int] = {}
+    for name in ("get", "sizes"):
+        real = getattr(LocalStorage, name)
+
+        def counted(*given: Any, name: str = name, real: Any = real) -> Any:
+            asked[name] += 1
+            return real(*given)
+
+        monkeypatch.setattr(LocalStorage, name, counted)
+    for n in (4, 16, 64):
+        uri = written(open_storage(tmp_path / str(n)), n)
+        asked.clear()
+        with ThreadPoolExecutor(n) as ranks:
+            found = list(ranks.map(checkpoint_index.open_checkpoint, [uri] * n))
+        assert {len(checkpoint.tensors) for checkpoint in found} == {1}
+        assert asked == {"get": 3 * n, "sizes": n}, "marker, index, manifests; one list"
+        asked_by[n] = asked.total() // n
+    assert set(asked_by.values()) == {4}
+
+
+def as_at_first(uri: str) -> None:
+    """The marker names each manifest, and nothing has them together."""
+    folder = Path(uri)
+    (folder / MANIFESTS).unlink()
+    marker = decode_marker((folder / MARKER).read_bytes(), MARKER)
+    files = [note for note in marker.files if note.name != MANIFESTS]
+    names = [f"rank-{rank}.json" for rank in range(marker.world_size)]
+    files += [note_of(name, (folder / name).read_bytes()) for name in names]
+    (folder / MARKER).write_bytes(encode_marker(replace(marker, files=tuple(files))))
+
+
+def test_those_of_markers_that_name_each_manifest_are_read_and_checked(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    uri = written(storage, 3)
+    new = checkpoint_index.open_checkpoint(uri)
+    as_at_first(uri)
+    old = checkpoint_index.open_checkpoint(uri)
+    box = Box("model.w", (0, 0), (6, 3), "float32")
+    assert old.tensors == new.tensors and torch.equal(old.read(box), new.read(box))
+    assert old.verify() == []
+    again = checkpoint_writer.commit(storage, 5, 1, world_size=3, epoch=1, meta={})
+    assert again == uri, "as it is"
+    assert not (Path(uri) / MANIFESTS).exists()
+    (Path(uri) / "rank-1.json").write_bytes((Path(uri) / "rank-2.json").read_bytes())
+    with pytest.raises(Damaged, match=r"rank-1\.json: altered"):
+        checkpoint_index.open_checkpoint(uri)
+
+
+def test_other_shards_are_not_taken_for_those_of_the_marker(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    uri = written(storage, 3)
+    marker = Path(uri) / MARKER
+    known = decode_marker(marker.read_bytes(), MARKER)
+    for name in (MANIFESTS, "__1_0.distcp"):
+        files = tuple(
+            replace(note, sha256="0" * 64) if note.name == name else note for note in known.files
+        )
+        marker.write_bytes(encode_marker(replace(known, files=files)))
+        with pytest.raises(Damaged, match="it does not describe the files that are"):
+            checkpoint_writer.commit(storage, 5, 1, world_size=3, epoch=1, meta={})
+
+
+def test_manifests_that_are_not_as_many_as_ranks_are_refused() -> None:
+    texts = [b"{}", b"[]"]
+    assert decode_manifests(encode_manifests(texts), "m", 2) == texts
+    with pytest.raises(Damaged, match="^m: it has 2 lines where 3 ranks have one each$"):
+        decode_manifests(encode_manifests(texts), "m", 3)

@@ -50,7 +50,7 @@ def told(
         nodes=nodes,
         room=room,
         pace=TransferRates(),
-    )
+    ).move
 
 
 CHAIN = [
