@@ -50,13 +50,14 @@ class SimGeneration:
         self.times = RankTimes(self.plan.generation)
 
     @property
-    def members(self) -> set[WorkerId]:
-        return set(self.plan.ranks) | {h.worker for h in self.plan.resume.holdings}
+    def members(self) -> frozenset[WorkerId]:
+        plan = self.plan
+        return plan.workers | plan.senders if plan.senders else plan.workers
 
     @property
-    def needed(self) -> set[WorkerId]:
+    def needed(self) -> frozenset[WorkerId]:
         """Who only sends has left when it is entered."""
-        return set(self.plan.ranks) if self.entered else self.members
+        return self.plan.workers if self.entered else self.members
 
 
 class Breaks(SimMachines):
@@ -84,7 +85,7 @@ class Breaks(SimMachines):
             self._commits.pop(worker, None)
             self._pending.pop(worker, None)
         for group in self._groups.values():
-            if not group.ended and group.needed & workers:
+            if not group.ended and not group.needed.isdisjoint(workers):
                 self._break(group, moment)
 
     def _lose_device(self, worker: WorkerId, moment: Moment) -> None:

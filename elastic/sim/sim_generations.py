@@ -232,7 +232,7 @@ class Generations(Breaks):
             for event in failed:
                 self._tell(event)
             return
-        for worker in group.members - set(plan.ranks):
+        for worker in sorted(plan.senders):
             self._held.pop(worker, None)
             self._tell(Quiesced(worker, plan.generation, group.step))
         for rank, worker in enumerate(plan.ranks):

@@ -219,12 +219,11 @@ class SimMachines(Clock):
 
     def _lives(self, worker: WorkerId) -> bool:
         machine = self._machines.get(worker.node_id)
-        there = (
-            machine is not None
-            and machine.gone_s is None
-            and WorkerId(worker.node_id, -1) not in self._dead
+        if machine is None or machine.gone_s is not None:
+            return False
+        return not self._dead or not (
+            worker in self._dead or WorkerId(worker.node_id, -1) in self._dead
         )
-        return there and worker not in self._dead
 
     def _answers(self, worker: WorkerId) -> bool:
         return self._lives(worker) and not self._machines[worker.node_id].hung

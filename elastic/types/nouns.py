@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from elastic.errors import SpecError, nearest
@@ -164,7 +164,13 @@ class Layout:
 def parse_layout(text: str, options: Mapping[str, Any] | None = None) -> Layout:
     """`'dp_shard=8,tp=4'` -> Layout, with these options where it leaves them out. Raises SpecError
     naming what is wrong."""
-    return Layout(**({**(options or {})} | _named(text)))
+    return Layout(**({**options} | _named(text))) if options else _parsed(text)
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Layout:
+    """A job's own is asked for at each look at its nodes."""
+    return Layout(**_named(text))
 
 
 def is_auto(wanted: Any) -> bool:

@@ -45,8 +45,11 @@ def follows_from(*fields: str, kept: int = KEPT_ANSWERS) -> Callable[[F], F]:
         def found(noun: Any, *others: Any, **named: Any) -> Any:
             given = (others, named) if named else others
             values = noun if read is None else (read(noun),) if one else read(noun)
-            for before, same, answer in known:
+            for at, (before, same, answer) in enumerate(known):
                 if same == given and (before == values if read else before is values):
+                    if at or before is not values:  # the next question finds the same objects
+                        del known[at]
+                        known.insert(0, (values, given, answer))
                     return answer
             answer = func(noun, *others, **named)
             known.insert(0, (values, given, answer))

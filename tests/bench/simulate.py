@@ -6,9 +6,9 @@ events and node-months per second of CPU of one process, exponents over nodes an
 how much more memory four times the time takes. traces: a job of 48 hours on each trace of `--traces
 FOLDER` (without it, on made-up markets), deadlines of 1.1, 1.25, 1.5 and 2 times the time without
 faults, from `--starts` moments: misses, dollars against on demand, against the bound, and ours
-against each other policy; medians, p5 and p95. `--write FILE` keeps what is found so far after each
-of them. A node starts in 12 minutes, and its prices are those of the year in which the traces were
-taken.
+against each other policy; medians, p5 and p95. `--write FILE` keeps each trace and deadline as it
+is done, and the same command goes on with those that are missing. A node starts in 12 minutes, and
+its prices are those of the year in which the traces were taken.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import linear_regression, median
@@ -127,25 +128,49 @@ def speeds(sizes: Sequence[int], days: float) -> dict[str, Any]:
     }
 
 
-def on_trace(trace: Trace, starts: int, smoke: bool) -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    hours, deadlines = (SMOKE_H, DEADLINES[1:2]) if smoke else (JOB_H, DEADLINES)
-    for times in deadlines:
-        late = subject(trace.most, hours).with_deadline(times * hours)
-        study = Study(late, {"spot": trace}, POLICIES, starts)
-        told = Told(f"{trace.name}, {times:g} x ideal", starts)
-        found = carried_out(study, processes=1 if smoke else None, progress=told)
-        ours = [result.trials[ELASTIC].usd for result in found]
-        for name, one in summary(found).items():
-            theirs = [result.trials[name].usd for result in found]
-            ratios = [a / b for a, b in zip(ours, theirs, strict=True) if 0 < b < float("inf")]
-            rows.setdefault(f"{times:g}", {})[name] = {
-                "vs_on_demand": one.cost_vs_on_demand and one.cost_vs_on_demand.plain(),
-                "vs_bound": one.cost_vs_bound and one.cost_vs_bound.plain(),
-                "elastic_vs_it": spread(ratios).plain() if ratios else None,
-                "misses": one.deadline_misses,
-            }
-    return rows
+def on_deadline(trace: Trace, times: float, starts: int, *, smoke: bool) -> dict[str, Any]:
+    """Of each policy."""
+    hours = SMOKE_H if smoke else JOB_H
+    late = subject(trace.most, hours).with_deadline(times * hours)
+    study = Study(late, {"spot": trace}, POLICIES, starts)
+    told = Told(f"{trace.name}, {times:g} x ideal", starts)
+    found = carried_out(study, processes=1 if smoke else None, progress=told)
+    ours = [result.trials[ELASTIC].usd for result in found]
+    row: dict[str, Any] = {}
+    for name, one in summary(found).items():
+        theirs = [result.trials[name].usd for result in found]
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True) if 0 < b < float("inf")]
+        row[name] = {
+            "vs_on_demand": one.cost_vs_on_demand and one.cost_vs_on_demand.plain(),
+            "vs_bound": one.cost_vs_bound and one.cost_vs_bound.plain(),
+            "elastic_vs_it": spread(ratios).plain() if ratios else None,
+            "misses": one.deadline_misses,
+        }
+    return row
+
+
+class Written:
+    """What is found, trace by trace and deadline by deadline; in a file, where one is named, so
+    that a bench that was interrupted goes on with what is missing."""
+
+    def __init__(self, path: str, starts: int) -> None:
+        self.path, self.starts = Path(path) if path else None, starts
+        self.traces: dict[str, dict[str, Any]] = {}
+        if self.path is not None and self.path.exists():
+            before = json.loads(self.path.read_text())
+            if before["starts"] != starts:
+                sys.exit(f"{path} is of {before['starts']} starts, not {starts}: name another file")
+            self.traces = before["traces"]
+
+    def row(self, trace: str, times: float, find: Callable[[], dict[str, Any]]) -> None:
+        rows = self.traces.setdefault(trace, {})
+        if f"{times:g}" in rows:
+            return
+        rows[f"{times:g}"] = find()
+        if self.path is not None:
+            whole = self.path.with_suffix(".new")
+            whole.write_text(json.dumps({"starts": self.starts, "traces": self.traces}))
+            whole.replace(self.path)
 
 
 class Told:
@@ -184,14 +209,14 @@ def measure(clock: Clock, given: Any) -> dict[str, Any]:
             ]
         )
         starts = 1 if given.smoke else given.starts
-        found: dict[str, Any] = {}
+        written = Written(given.write, starts)
         for trace in traces:
-            found[trace.name] = on_trace(trace, starts, given.smoke)
-            if given.write:
-                Path(given.write).write_text(json.dumps({"starts": starts, "traces": found}))
-        each = [row["elastic"] for rows in found.values() for row in rows.values()]
+            for times in DEADLINES[1:2] if given.smoke else DEADLINES:
+                find = partial(on_deadline, trace, times, starts, smoke=given.smoke)
+                written.row(trace.name, times, find)
+        each = [row["elastic"] for rows in written.traces.values() for row in rows.values()]
         figures |= {
-            "traces": found,
+            "traces": written.traces,
             "cost_vs_bound": round(
                 median(row["vs_bound"]["median"] for row in each if row["vs_bound"]), 3
             ),

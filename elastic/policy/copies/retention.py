@@ -27,7 +27,7 @@ from elastic.types import (
     Evaluated,
     RemoveCopy,
 )
-from elastic.types.replacing import replace
+from elastic.types.replacing import follows_from, replace
 
 KEPT_EVALUATIONS = 4096
 # for the copy of the last step, and for one that a notice makes urgent
@@ -88,6 +88,7 @@ def _by_rules(state: State) -> tuple[Sequence[Copy], Sequence[Copy], Sequence[Co
     return copies[: max(1, state.job.keep_last)], scored[: state.job.keep_best], stepped
 
 
+@follows_from("checked_step", "durable", "job", "target", "validation", "verified")
 def kept(state: State) -> frozenset[str]:
     """URIs of the copies that stay, by descending claim: newest, best, every m-th."""
     last, best, stepped = _by_rules(state)

@@ -24,9 +24,12 @@ LEAVE_MOST_S = 5.0
 
 def together(*decisions: Decision) -> Decision:
     """All actions, all reasons, the earliest time to look again."""
-    actions = tuple(action for decision in decisions for action in decision.actions)
-    reason = "; ".join(decision.reason for decision in decisions if decision.reason)
-    wakes = [decision.wake_at_s for decision in decisions if decision.wake_at_s is not None]
+    said = [one for one in decisions if one.actions or one.reason or one.wake_at_s is not None]
+    if len(said) == 1:
+        return said[0]
+    actions = tuple(action for decision in said for action in decision.actions)
+    reason = "; ".join(decision.reason for decision in said if decision.reason)
+    wakes = [decision.wake_at_s for decision in said if decision.wake_at_s is not None]
     return Decision(actions, reason, min(wakes, default=None))
 
 

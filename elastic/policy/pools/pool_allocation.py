@@ -214,9 +214,7 @@ def least_workers(state: State) -> int:
 # ---------------------------------------------------------------------------------------- the floor
 
 
-@follows_from(
-    "job", "model", "nodes", "pools", "plan", "step_time_s", "history", "instances",
-)  # fmt: skip
+@follows_from()
 def floor_nodes(state: State, fixed: Sequence[Pool]) -> tuple[int, str]:
     """Nodes on demand that are kept whatever spot does, and why."""
     wanted = state.job.on_demand_floor
@@ -313,6 +311,7 @@ def floor_workers(state: State, fixed: Sequence[Pool]) -> int:
     return floor_nodes(state, fixed)[0] * fixed[0].gpus_per_node if fixed else 0
 
 
+@follows_from()
 def stand_in_workers(state: State, now_s: float) -> int:
     """On demand beyond the floor: what spot may come for although the job can use no more."""
     fixed = on_demand(state)
@@ -336,6 +335,7 @@ def _worth_a_stand_in(state: State, fixed: Sequence[Pool], now_s: float) -> bool
     return False
 
 
+@follows_from()
 def slack_of(state: State, fixed: Sequence[Pool], now_s: float) -> slack.Slack | None:
     """None = no deadline, nothing on demand, or no step yet."""
     if not fixed:

@@ -3,6 +3,7 @@ reservation's end takes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 
 from elastic.errors import InfeasiblePlan
@@ -12,6 +13,7 @@ from elastic.policy.plans import choice_of, enter
 from elastic.policy.pools import drain, hazard, pool_allocation, slack
 from elastic.policy.state.state import State
 from elastic.types import Decision, DrainNode, Node, Pool, ReleaseNode
+from elastic.types.replacing import follows_from
 
 SETTLE_S = 2.0  # for nodes that are being prepared, after the last one was
 
@@ -84,9 +86,12 @@ def _useless(state: State, now_s: float) -> list[Node]:
     plan, most = state.plan, most_workers(state.job)
     if not state.spends_slack or plan is None or most is None or plan.layout.world_size < most:
         return []
+    spot = {pool.name for pool in state.pools if pool.market_type == "spot"}
+    spare = [node for node in state.available if node.pool in spot]
+    if all(node.node_id in plan.workers_per_node for node in spare):
+        return []
     if pool_allocation.stand_in_workers(state, now_s):
         return []
-    spot = {pool.name for pool in state.pools if pool.market_type == "spot"}
     return [node for node in _idle(state) if node.pool in spot and node.status == "prepared"]
 
 
@@ -113,7 +118,8 @@ def _above_bound(state: State) -> tuple[list[ReleaseNode], list[str]]:
     return orders, [f"{names}: released, max_nodes is {bound}"] if found else []
 
 
-def _fixed(state: State) -> dict[str, Pool]:
+@follows_from("hardware", "job", "pools", "spends_slack")
+def _fixed(state: State) -> Mapping[str, Pool]:
     return {pool.name: pool for pool in pool_allocation.on_demand(state)}
 
 
