@@ -88,6 +88,7 @@ def test_a_good_script_runs(tmp_path: Path) -> None:
         ("{'loss': out.sum(), 'near': (out < 1).sum()}", ""),
         ("out.square().mean().item()", "elastic.loop(evaluate=...) is a mean"),
         ("{'loss': 0.0 + nn.functional.mse_loss(out, batch).item()}", "(evaluate=...) is a mean"),
+        ("out.square().mean() / 4 * 0.5", "elastic.loop(evaluate=...) is a mean"),
         ("out.sum().item()", ""),
         ("out.mean().item() * batch.numel()", ""),
         ("max(out.tolist())", ""),  # has no value on shapes: not judged
@@ -249,6 +250,7 @@ LOSSES = {  # what is a mean, of outputs [6, 3] and their classes
     "mse_loss(o, z, reduction='sum')": False, "cross_entropy(o, y) * 6": False,
     "o.mean(1).sum()": False, "cross_entropy(o, y, reduction='sum') + o.mean()": False,
     "o.sum() / 4": False, "o.detach().mean()": False,
+    "mse_loss(o, z) / 2 * 0.5": True, "mse_loss(o, z) * 6 / 2": False, "mse_loss(o, z) * 1": False,
 }  # fmt: skip
 
 
@@ -279,6 +281,7 @@ def test_what_comes_with_a_batch_is_refused_before_it(tmp_path: Path, name: str)
     text = GOOD.replace(
         "    for x in run:", f"    if run.{name} == 0:\n        pass\n    for x in run:"
     )
+    assert f"line 8: run.{name} was asked for before the first" in refused(tmp_path, text)
     with pytest.raises(ProgramError, match=rf"line 8: run\.{name} was asked for before the first"):
         train_script_alone(script(tmp_path, text), [], 0, 3)
 
