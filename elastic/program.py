@@ -241,6 +241,8 @@ def _one_of(brackets: re.Match[str]) -> str:
 
 def load_program(path: str | Path) -> Program:
     """The `program` of a program.py (a Program, or a function of no arguments that returns one).
+    Its folder comes first on the path, as under `python program.py`: what stands beside it can be
+    imported, also later.
 
     Raises SpecError when the file is missing, has no `program`, or raises while it is imported.
     """
@@ -255,6 +257,8 @@ def load_program(path: str | Path) -> Program:
         raise SpecError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    folder = str(path.parent)
+    sys.path[:] = [folder, *(each for each in sys.path if each != folder)]
     try:
         spec.loader.exec_module(module)
     except SpecError:

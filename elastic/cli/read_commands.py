@@ -112,13 +112,18 @@ def _status(given: argparse.Namespace) -> int:
         print(run_tables.brief(view, holder, goodput))
         return 0
     found = diagnosed(seen.evidence, run.storage)
+    again = "" if given.json or holder else find_runs.resuming(run, view.job)
+    resumed = f"to resume it: {again}" if again and view.phase != "succeeded" else ""
     if not given.json and (console := drawn_on()) is not None:
         console.print(StatusPicture(seen, holder, found))
+        if resumed:
+            print(resumed)
         return 0
     plain = run_tables.status_plain(view, holder, goodput=goodput)
     plain |= {"verdicts": [one.plain() for one in found]}
     bound = found[0].line if found else ""
-    show(given, plain, run_tables.status(view, holder, bound, goodput=goodput))
+    lines = run_tables.status(view, holder, bound, goodput=goodput)
+    show(given, plain, [*lines, *(["", resumed] if resumed else [])])
     return 0
 
 

@@ -8,12 +8,14 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from elastic import api
 from elastic.api.running.supervise import command_of, supervised
 from elastic.cli.parser import EXIT, add_overrides, overrides, verb
-from elastic.errors import SpecError
+from elastic.errors import ElasticError, SpecError
+from elastic.observe import find_runs
 from elastic.types import is_auto, named_after_auto, parse_layout
 
 
@@ -131,8 +133,11 @@ def _run(given: argparse.Namespace) -> int:
     if given.script is not None:
         result = api.run_script(given.script, given.args, given.job, options=options)
     elif given.job is None:
+        _name_what_resumes(given, given.run_name)
         given.refuse("JOB is missing: a folder with job.yaml and program.py; or give --script FILE")
     else:
+        if not (Path(given.job) / "job.yaml").exists():
+            _name_what_resumes(given, given.job)
         result = api.run(given.job, options=options)
     if given.json:
         print(json.dumps(result.summary))
@@ -141,6 +146,20 @@ def _run(given: argparse.Namespace) -> int:
     if result.outcome == "stopped":
         print(f"elastic: to resume it: {again(given.words, result.run)}", file=sys.stderr)
     return EXIT[result.outcome]
+
+
+def _name_what_resumes(given: argparse.Namespace, name: str | None) -> None:
+    """Raises SpecError where a run is named and its job is not."""
+    try:
+        run = find_runs.open_run(name or "", given.storage, exact=True)
+        seen = find_runs.view(run)
+    except ElasticError:  # no such run, or nothing is to be read of it
+        return
+    if again := find_runs.resuming(run, seen.job):
+        raise SpecError(
+            f"'{name}' is a run ({seen.phase}, step {seen.progress}), and its job is not named; to "
+            f"resume it, with the same --set as before: {again}"
+        )
 
 
 def _overrides(given: argparse.Namespace) -> tuple[str, ...]:

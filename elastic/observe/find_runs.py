@@ -9,9 +9,11 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from elastic.errors import ElasticError, SpecError, alike, meant
@@ -20,11 +22,11 @@ from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
 from elastic.observe.run_view import View, view_of
 from elastic.policy.state.fold import EMPTY
 from elastic.storage import Storage, open_storage
-from elastic.types import DriverStarted
+from elastic.types import DriverStarted, Job
 
 __all__ = [
     "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "age_s", "all_runs", "lines_of", "open_run",
-    "open_storage_of", "order", "remember", "storage_uri", "view", "view_begun",
+    "open_storage_of", "order", "remember", "resuming", "storage_uri", "view", "view_begun",
 ]  # fmt: skip
 
 
@@ -149,6 +151,20 @@ def view(run: RunFolder) -> View:
     finally:
         if looked:
             gc.enable()
+
+
+def resuming(run: RunFolder, job: Job) -> str:
+    """The command that resumes a run, typed in this folder; '' = it was not started by `elastic
+    run`, or its files are not on this machine."""
+    words, folder = ["elastic", "run", "--run-name", run.name], run.uri.rpartition("/")[0]
+    if storage_uri(None) != folder:
+        words += ["--storage", folder]
+    if job.folder and (Path(job.folder) / "job.yaml").is_file():
+        return shlex.join([*words, os.path.relpath(job.folder)])
+    if job.script is None or not Path(job.script).is_file():
+        return ""
+    args = ["--", *job.args] if job.args else []
+    return shlex.join([*words, "--script", os.path.relpath(job.script), *args])
 
 
 def age_s(run: RunFolder) -> float:

@@ -22,6 +22,9 @@ from elastic.cli import command_line, read_commands
 from elastic.cli.command_line import main, parser
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError
+from elastic.ledger.journal import Journal
+from elastic.observe.find_runs import JOURNAL
+from elastic.types import DriverStarted, Job, ModelProfile
 
 ALONE = """
 import sys
@@ -209,3 +212,35 @@ def test_a_stopped_run_says_how_to_resume_it(
         "elastic: run a-1 stopped: signal SIGINT",
         f"elastic: to resume it: {line}",
     ]
+
+
+def test_a_run_that_is_named_without_its_job_is_told_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its script, or by the folder of its job; nothing is known of a name that is no run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
+    script = tmp_path / "train.py"
+    script.touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "job.yaml").touch()
+    begun = {
+        "one": Job(folder=str(tmp_path), script=str(script), args=("--lr", "1"), steps=9),
+        "two": Job(folder=str(tmp_path / "mine"), steps=9),
+    }
+    for name, job in begun.items():
+        run = tmp_path / "elastic_runs" / name
+        run.mkdir(parents=True)
+        journal = Journal(run / JOURNAL, 1)
+        journal.append(0.0, [(0.0, DriverStarted(name, 1, job, (), ModelProfile(0, 0, ())))], None)
+        journal.close()
+    ways = {"one": "--script train.py -- --lr 1", "two": "mine"}
+    for name, way in ways.items():
+        line = f"same --set as before: elastic run --run-name {name} {way}\n"
+        for words in ([name], ["--run-name", name]):
+            assert main(["run", *words]) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"elastic: '{name}' is a run (") and said.endswith(line)
+        assert main(["status", name]) == 0
+        assert f"to resume it: elastic run --run-name {name} {way}" in capsys.readouterr().out
+    assert main(["run", "nope"]) == 2 and "nope: no such folder" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def _what_fits(asked: Query, machines: Sequence[MachineGroup]) -> str:
         more = machines[0].with_nodes(n)
         row = query.row_of("", [more], asked)
         if row["layout"] is not None:
-            return f"; {_words(more)} hold it: {row['layout']}"
+            return f"; tried: {_words(more)} are enough, with {row['layout']}"
     return ""
 
 

@@ -79,7 +79,7 @@ def of_pool(pool: Pool, n_nodes: int, price_from: str = "") -> MachineGroup:
         and price_from != GIVEN
     )
     unpriced = (
-        f"no {pool.market_type} price of pool {pool.name} is known: its dollars count as 0"
+        f"no {pool.market_type} price of pool {pool.name} is known: its dollars are left out"
         if free
         else ""
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -43,7 +43,10 @@ class Query:
         """None that the job's min_workers forbids. Raises InfeasiblePlan."""
         n_gpus, least = conflicts.n_gpus_of(machines), self.subject.job.min_workers
         if n_gpus < least:
-            raise InfeasiblePlan(f"elastic run waits: {n_gpus} of {least} workers (min_workers)")
+            raise InfeasiblePlan(
+                f"these nodes have {n_of(n_gpus, 'worker')}, the job needs {least} (min_workers): "
+                "elastic run would wait; take more nodes or a smaller min_workers"
+            )
         found = self._wanted(machines)
         best = tuple(offer for offer in found.best if offer.layout.world_size >= least)
         if found.best and not best and is_auto(conflicts.wanted(self.subject, n_gpus)):
@@ -202,7 +205,7 @@ def what_if(
         best = min((row[key] for row in in_time if row[key]), default=None)
         for row in rows:
             row[mark] = best is not None and row in in_time and row[key] == best
-    notes = [*_unlike(query, choices, rows)]
+    notes = [*_unlike(query, choices, rows), *_unused(rows)]
     notes += [note for _, machines in choices for note in notes_of(query.subject, machines)]
     pools = [each.plain() for _, machines in choices for each in machines]
     return {**query.plain(), "choices": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
@@ -235,6 +238,16 @@ def _unlike(
     return [
         f"the job names no layout for {', '.join(free)}: a free choice, as in elastic run; of the "
         f"others its own is shown, a free choice (--layout auto) would be: {'; '.join(said)}"
+    ]
+
+
+def _unused(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """GPUs that a choice names and its layout has no use for."""
+    return [
+        f"{row['choice']}: {row['n_gpus'] - used} of {row['n_gpus']} GPUs stay idle: its layout "
+        f"uses {used}, and the dollars are those of the nodes that hold them"
+        for row in rows
+        if (used := row["n_used_gpus"]) is not None and used < row["n_gpus"]
     ]
 
 

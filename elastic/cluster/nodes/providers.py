@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible_gpus
 from elastic.cluster.ray import _ray_private, processes
+from elastic.text import n_of
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 from elastic.worker.hosting.thread_boundary import ThreadBoundary
@@ -117,12 +118,12 @@ class EmbeddedNodes:
         used = sum(1 for p in self._names.values() if p == name)
         if used >= self._capacity[name]:
             taken = pool.max_nodes - self._capacity[name]
-            by_drills = (
-                f"{taken} of its {pool.max_nodes} nodes were preempted by drills, "
-                if taken > 0
-                else ""
+            if taken <= 0:
+                return f"no capacity: {used} of {pool.max_nodes} in use"
+            return (
+                f"no capacity: drills took {taken} of its {pool.max_nodes} nodes, "
+                f"{n_of(used, 'node')} in use"
             )
-            return f"no capacity: {by_drills}{used} of {self._capacity[name]} in use"
         gpus: tuple[str, ...] = ()
         if pool.accelerator_type != "CPU":
             held = {gpu for gpus in self._gpus.values() for gpu in gpus}

@@ -38,8 +38,8 @@ def read_cluster(file: str | Path) -> tuple[ClusterSpec, list[Problem]]:
     path = Path(file)
     if not path.is_file():
         raise SpecError(
-            f"{file}: no such file; a cluster file is what `ray up` takes (cluster_configs/ has "
-            "some)"
+            f"{file}: {'a folder' if path.is_dir() else 'no such file'}; a cluster file is what "
+            "`ray up` takes (cluster_configs/ has some)"
         )
     text = text_of(path, str(file))
     documents = kuberay.documents(text, str(file)) if KIND.search(text) else []

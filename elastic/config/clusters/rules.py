@@ -22,6 +22,7 @@ from elastic.config.clusters.cluster_file import (
     Problem,
 )
 from elastic.config.clusters.elastic_section import PLACE
+from elastic.errors import alike, meant
 from elastic.text import n_of
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
@@ -32,6 +33,12 @@ _LABEL_KEY = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_WORD}")
 _LABEL_VALUE = re.compile(rf"({_WORD})?")
 _OBJECT_STORE = re.compile(r"--object-store-memory[= ](\d+)")
 PLACEHOLDER = "REPLACE"  # in the files of this repository: what only the user knows
+# what a person may give of the parameters of Ray's azure-vm-template.json, and Ray's own key
+ARM_PARAMETERS = (
+    "vmSize", "imagePublisher", "imageOffer", "imageSku", "imageVersion", "imageId", "osDiskSize",
+    "priority", "evictionPolicy", "billingProfile", "enableAcceleratedNetworking",
+    "provisionPublicIp", "adminUsername", "publicKey", "zones", "availability_zone",
+)  # fmt: skip
 END_SCRIPT = "end_without_head"  # deploy/end_without_head.sh
 
 
@@ -42,7 +49,9 @@ def problems_of(spec: ClusterSpec) -> list[Problem]:
         rules += [*kuberay_rules.RULES]
     else:
         rules += [_commands, _object_store, _orphans]
-    rules += {"aws": aws_rules.RULES, "gcp": gcp_rules.RULES}.get(spec.provider, ())
+    rules += {"aws": aws_rules.RULES, "gcp": gcp_rules.RULES, "azure": (_arm_parameters,)}.get(
+        spec.provider, ()
+    )
     return [problem for rule in rules for problem in rule(spec)]
 
 
@@ -336,6 +345,24 @@ def _orphans(spec: ClusterSpec) -> Iterator[Problem]:
         yield Problem(
             ("provider",), "released nodes are only stopped: their disks are paid", right, True
         )
+
+
+def _arm_parameters(spec: ClusterSpec) -> Iterator[Problem]:
+    """Ray hands them to its template as they are, and Azure refuses one that the template has
+    not."""
+    for node_type in spec.node_types:
+        place = (*node_type.place, "node_config", "azure_arm_parameters")
+        given = node_type.node_config.get("azure_arm_parameters")
+        names = [str(name) for name in given] if isinstance(given, Mapping) else []
+        for name in names:
+            if name not in ARM_PARAMETERS:
+                near = [known for known in ARM_PARAMETERS if known.lower() == name.lower()]
+                near = near or alike(name, ARM_PARAMETERS)
+                right = meant(near) if near else f"it has {', '.join(ARM_PARAMETERS)}"
+                what = "Ray's template has no such parameter, and Azure refuses it"
+                yield Problem((*place, name), what, right)
+        if "vmsize" not in [name.lower() for name in names]:
+            yield Problem(place, "vmSize is missing", "name a size, as in Standard_NC24ads_A100_v4")
 
 
 def _command_list(data: Mapping[str, Any], key: str) -> list[str]:

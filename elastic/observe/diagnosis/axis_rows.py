@@ -14,6 +14,7 @@ from elastic.text import size
 
 # part of a step, as the cost model has it -> its axis
 AXES = {name: axis for name, (axis, _) in SENDS.items() if name != "jitter"}
+NAMES = {"all axes": "end of step"}  # beside the others it would be read as their sum
 HEADS = ("AXIS", "SENDS A STEP", "PLANNED", "MEASURED", "IN COLLECTIVES")
 
 
@@ -58,7 +59,7 @@ def shown(rows: Iterable[AxisRow]) -> list[str]:
     """A table; [] = there is nothing to show."""
     found = [
         (
-            one.axis,
+            NAMES.get(one.axis, one.axis),
             "-" if one.n_bytes is None else size(one.n_bytes),
             *(_said(seconds) for seconds in (one.planned_s, one.measured_s, one.busy_s)),
         )

@@ -367,9 +367,9 @@ class Run:
             self.logged.add(numbers)
 
     def _refuse_a_mean(self, count: int) -> None:
-        """Looks once, at the first step whose batch can tell. Of a batch given in parts, each may
-        be a sample with its mean."""
-        if self._mean and self._n_backward == 1:
+        """Looks once, at the first step whose batch can tell. The mean of a part that is one sample
+        (or token) is its sum: there are as many parts then."""
+        if self._mean and self._n_backward < count:
             raise ProgramError(f"run.backward was given {A_MEAN}")
         self._looked = count > 1 and not self.model.broken
 

@@ -25,8 +25,9 @@ SAME_VALUE = [  # the same, as operations
 
 def is_mean(loss: torch.Tensor, count: int) -> bool:
     """Whether the last thing done to the loss was to average it: by a reduction of torch,
-    `.mean()`, or a division by `count`, the samples or tokens of the batch. What cannot be seen (a
-    compiled function, another scale) counts as a sum."""
+    `.mean()`, or a division by `count`, the samples or tokens of the batch; a mean that is made
+    smaller still, as by the number of micro-batches, is one too. What cannot be seen (a compiled
+    function, another scale) counts as a sum."""
     return count > 1 and loss.grad_fn is not None and _averages(loss.grad_fn, count, MOST_NODES)
 
 
@@ -38,12 +39,20 @@ def _averages(node: Any, count: int, left: int) -> bool:
         return bool(reduction == MEAN)
     if kind == "Mean":
         return True
-    if kind == "Div":
-        other = getattr(node, "_saved_other", None)
-        return isinstance(other, torch.Tensor) and other.numel() == 1 and float(other) == count
-    if left and (kind in SAME and len(below) == 1 or kind in ("Add", "Sub") and below):
+    by = _number(getattr(node, "_saved_other", None)) if kind in ("Div", "Mul") else None
+    if kind == "Div" and by == count:
+        return True
+    smaller = by is not None and (by >= 1 if kind == "Div" else 0 < by < 1) and len(below) == 1
+    if left and (smaller or kind in SAME and len(below) == 1 or kind in ("Add", "Sub") and below):
         return all(_averages(further, count, left - 1) for further in below)
     return False
+
+
+def _number(value: Any) -> float | None:
+    """What is known of a factor: a number, or a tensor of one value."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_meta or value.numel() != 1 else float(value)
+    return float(value) if isinstance(value, int | float) else None
 
 
 class Means(TorchDispatchMode):
@@ -88,8 +97,8 @@ class Means(TorchDispatchMode):
         packet = func.overloadpacket
         if packet is torch.ops.aten.mean or given.get("reduction") == MEAN:
             return True
-        if packet is torch.ops.aten.div:
-            by = given["other"]
-            known = not isinstance(by, torch.Tensor) or not by.is_meta and by.numel() == 1
-            return known and float(by) == self._count
+        if packet in (torch.ops.aten.div, torch.ops.aten.mul):
+            by, divided = _number(given["other"]), packet is torch.ops.aten.div
+            smaller = by is not None and (by >= 1 if divided else 0 < by < 1)
+            return divided and by == self._count or smaller and args[0] in self
         return packet in SAME_VALUE and bool(args) and args[0] in self

@@ -21,7 +21,7 @@ from elastic.data.batches import item_of
 from elastic.data.collate import collate
 from elastic.errors import ProgramError
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
-from elastic.worker.loop.loop import Run
+from elastic.worker.loop.loop import WITH_A_BATCH, Run
 from elastic.worker.loop.loss_reduction import A_MEAN, Means
 from elastic.worker.program.calls import count_of
 from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
@@ -83,10 +83,13 @@ class TriedRun(Run):
 
         super().__init__(replace(whole, given=without_values), run.optimizer)
         self._whole, self.handoff = whole, _NoWorker(whole)
+        self._begun = False  # has the first batch been given?
         with torch.device("meta"):
             self.model.attach(whole.model())
 
     def __getattr__(self, name: str) -> Any:
+        if name in WITH_A_BATCH and not self.__dict__["_begun"]:
+            return super().__getattr__(name)  # refused, as in a worker
         raise Entered(self.__dict__["_whole"])
 
     def __next__(self) -> Any:
@@ -94,7 +97,7 @@ class TriedRun(Run):
             raise Entered(self._whole)
         assert self._whole.dataset is not None
         self._evaluate()
-        self._batch = _first(self._whole.dataset())
+        self._batch, self._begun = _first(self._whole.dataset()), True
         return self.program.given(self._batch)
 
     def _evaluate(self) -> None:

@@ -159,11 +159,13 @@ def test_fewer_gpus_than_min_workers_are_no_choice(
 ) -> None:
     least = ("--set", "min_workers=16")
     err = refused(capsys, job, "--gpus", "H100:8", *least)
-    assert "elastic run waits: 8 of 16 workers (min_workers)" in err
+    assert (
+        "these nodes have 8 workers, the job needs 16 (min_workers): elastic run would wait" in err
+    )
     small, large = as_json(capsys, job, "--what-if", "H100:8", "--what-if", "H100:16", *least)[
         "choices"
     ]
-    assert small["layout"] is None and "8 of 16 workers" in small["why_not"] and large["layout"]
+    assert small["layout"] is None and "have 8 workers" in small["why_not"] and large["layout"]
     words = (job, "--gpus", "H100:32", "--layout", "auto", "--purpose", "cheapest", "--top", "20")
     sizes = {offer["n_gpus"] for offer in as_json(capsys, *words)["offers"]}
     kept = {offer["n_gpus"] for offer in as_json(capsys, *words, *least)["offers"]}
@@ -178,7 +180,7 @@ def test_what_does_not_fit_is_not_advised_to_take_as_many(
     assert "its state of 120 GiB alone would fit, what else such a layout holds does not" in err
     assert "; a free choice fits: --layout auto, dp_shard=8" in err
     err = refused(capsys, "--model", "70b", "--gpus", "H100:8")
-    assert "want about 24 x H100-80GB-SXM; 16 x H100-80GB-SXM hold it: dp_shard=" in err
+    assert "want about 24 x H100-80GB-SXM; tried: 16 x H100-80GB-SXM are enough, with dp_" in err
 
 
 # ------------------------------------------------------------------------------------ purposes
@@ -224,3 +226,13 @@ def test_what_a_question_would_not_show_is_refused(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], what: str
 ) -> None:
     assert what in refused(capsys, *words)
+
+
+@pytest.mark.slow
+def test_gpus_of_a_choice_that_its_layout_has_no_use_for_are_told(
+    capsys: pytest.CaptureFixture[str], job: Path
+) -> None:
+    words = ("--set", "layout=dp_shard=2", "--what-if", "H100:8", "--what-if", "H100:16")
+    notes = as_json(capsys, job, *words)["notes"]
+    told = "14 of 16 GPUs stay idle: its layout uses 2, and the dollars are those of the nodes"
+    assert [note for note in notes if note.startswith(f"H100:16: {told}")], notes

@@ -4,12 +4,13 @@ does not come."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.places import FOREIGN
+from support.places import FOREIGN, PROGRAMS
 from support.waiting import until
 
 from elastic.api.running.layout_question import PLACE, LayoutCheck, asked_of, check_open, checked
@@ -182,3 +183,22 @@ def test_a_run_on_one_of_many_workers_is_refused() -> None:
     ):
         check_open(spec(FOREIGN / "batchnorm.py"), model)
     check_open(spec(FOREIGN / "batchnorm.py", layout="dp_shard=1"), model)
+
+
+def test_what_stands_beside_a_program_is_imported_before_what_is_where_elastic_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python program.py` would: `elastic` itself has no folder on the path, `python -m elastic`
+    the one that it is called in."""
+    name = "beside_a_program"
+    for folder, epochs in ((tmp_path / "job", 2), (tmp_path / "called_in", 3)):
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(f"from tiny import program as found\nof = {epochs}\n")
+    (tmp_path / "job" / "program.py").write_text(
+        f"from {name} import found as program, of\nassert of == 2\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "called_in"), str(PROGRAMS), *sys.path])
+    load_program(tmp_path / "job" / "program.py")
+    load_program(tmp_path / "job" / "program.py")
+    assert sys.path[0] == str(tmp_path / "job") and sys.path.count(sys.path[0]) == 1
+    monkeypatch.delitem(sys.modules, name)

@@ -53,7 +53,7 @@ def test_a_notice_takes_the_node_at_its_deadline_and_capacity_with_it(stage: Mak
     assert on.wait(NodeLost).node_id == a
     assert on.backend.now_s() >= notice.deadline_s
     on.backend.execute(RequestNodes("spot", 2, "more"))
-    assert "preempted by drills, 2 of 2 in use" in on.wait(RequestFailed).reason
+    assert "drills took 1 of its 3 nodes, 2 nodes in use" in on.wait(RequestFailed).reason
 
 
 def test_kill_add_and_stop_through_the_inbox(stage: Make) -> None:

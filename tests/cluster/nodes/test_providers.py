@@ -167,7 +167,7 @@ def test_why_there_is_no_node() -> None:
     assert why("a third") == "no capacity: 2 of 2 in use"
     nodes.change_capacity("spot", -1)
     nodes.lost("spot-1")
-    assert why("another") == "no capacity: 1 of its 2 nodes were preempted by drills, 1 of 1 in use"
+    assert why("another") == "no capacity: drills took 1 of its 2 nodes, 1 node in use"
 
 
 def test_a_port_answers_or_refuses() -> None:

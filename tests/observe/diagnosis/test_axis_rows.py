@@ -72,6 +72,7 @@ def test_what_sends_nothing_has_no_row() -> None:
         "axis": "tp", "n_bytes": 2e6, "planned_s": 0.0, "measured_s": None, "busy_s": None
     }  # fmt: skip
     assert shown([row])[1].split() == ["tp", "2.0", "MB", "0", "ms", "-", "-"]
+    assert shown([replace(row, axis="all axes")])[1].startswith("end of step "), "it is no sum"
 
 
 def test_a_report_says_it_as_text_data_and_page(profiled: RunFolder) -> None:

@@ -79,7 +79,7 @@ TRAINING = {
     "phases": Words(
         "what is other from a step on: batch, length, layout; see below", "", "training-shapes.md"
     ),
-    "drill": Words("what shall happen on the way; see below", "", "reliability.md"),
+    "drill": Words("what shall happen on the way; see below", "", "how-it-works.md"),
     "trackers": Words(
         "who is told its numbers: a name, a list of names, or see below", "", "metrics.md"
     ),

@@ -80,7 +80,7 @@ def test_a_good_script_runs(tmp_path: Path) -> None:
             "{'loss': out.sum(), 'near': (out < 1).float().mean()}",
             "elastic.loop(evaluate=...)['near'] is a mean over the batch",
         ),
-        ("nn.functional.mse_loss(out, batch)", "elastic.loop(evaluate=...) is a mean"),
+        ("nn.functional.mse_loss(out, batch) / 2", "elastic.loop(evaluate=...) is a mean"),
         ("{'count': len(batch)}", "elastic.loop(evaluate=...) returned a dict without 'loss'"),
         ("out", "elastic.loop(evaluate=...) returned a tensor of shape [2, 4]; it must return"),
         ("missing", "NameError: name 'missing' is not defined"),
@@ -232,6 +232,7 @@ def test_an_optimizer_with_state_is_refused(tmp_path: Path) -> None:
             "run.backward(run.model(x).mean()); run.step()",
             "line 9: run.backward was given a mean over the batch; it must be the sum",
         ),
+        ("for p in x.chunk(2): run.backward(run.model(p).mean())\nrun.step()", "given a mean"),
         ("raise KeyError('mine')", "line 9: KeyError: 'mine'"),
     ],
 )
@@ -249,6 +250,7 @@ LOSSES = {  # what is a mean, of outputs [6, 3] and their classes
     "mse_loss(o, z, reduction='sum')": False, "cross_entropy(o, y) * 6": False,
     "o.mean(1).sum()": False, "cross_entropy(o, y, reduction='sum') + o.mean()": False,
     "o.sum() / 4": False, "o.detach().mean()": False,
+    "mse_loss(o, z) / 2 * 0.5": True, "mse_loss(o, z) * 6 / 2": False, "mse_loss(o, z) * 1": False,
 }  # fmt: skip
 
 
@@ -279,6 +281,7 @@ def test_what_comes_with_a_batch_is_refused_before_it(tmp_path: Path, name: str)
     text = GOOD.replace(
         "    for x in run:", f"    if run.{name} == 0:\n        pass\n    for x in run:"
     )
+    assert f"line 8: run.{name} was asked for before the first" in refused(tmp_path, text)
     with pytest.raises(ProgramError, match=rf"line 8: run\.{name} was asked for before the first"):
         train_script_alone(script(tmp_path, text), [], 0, 3)
 
