@@ -73,6 +73,7 @@ def simulate_drill(
         paid_until_s=None,
         expects_measured=True,
         leaves_out=True,
+        begins_anew=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

@@ -36,6 +36,8 @@ class DriverStarted(Event):
     memory holds when a run is to stop is saved in whatever layout the nodes that are there can
     enter (else in one that the job allows): likewise. `leaves_out`: of nodes that reach the driver
     and not each other some are left out (else attempts to meet end the run): likewise.
+    `begins_anew`: a run that stores checkpoints and has lost its state before the first one begins
+    anew, whatever that costs (else it ends, where that is much): likewise.
     """
 
     run: str
@@ -55,6 +57,7 @@ class DriverStarted(Event):
     bounds_deaths: bool = False
     saves_in_any: bool = False
     leaves_out: bool = False
+    begins_anew: bool = False
 
 
 @dataclass(frozen=True)

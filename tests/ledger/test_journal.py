@@ -131,7 +131,7 @@ WHOLE_JOBS: tuple[dict[str, Any], ...] = (
         "trackers": {"wandb": {"project": "token"}}, "metrics_port": "127.0.0.1:0",
     }, {"script": "/f/train_token.py", "args": ["--end-token", "<end>", "--tokens", "x.bin"],
     "microbatch_size": None}, {"microbatch_size": 2, "data": {"train": {"tokens": "/d/x.bin",
-    "end_token": "<end>"}}, "batch_norm": {"group": 4}, "phases": [{"from_step": 4,
+    "end_token": "<end>"}}, "batch_norm": {"group": 4}, "frozen_weights": "nf4", "phases": [{"from_step": 4,
     "global_batch": 12, "data": {"train": {"end_token": "<e>"}}}]},
 )  # fmt: skip
 

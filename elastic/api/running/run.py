@@ -270,6 +270,7 @@ class JobRun:
             bounds_deaths=True,
             saves_in_any=True,
             leaves_out=True,
+            begins_anew=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

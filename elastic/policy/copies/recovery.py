@@ -14,7 +14,7 @@ from elastic.types.replacing import replace
 # of steps that are done again so that a layout can be compared with the one before
 COMPARED_S = 60.0
 REDO_STEPS = 2  # which is before the first checkpoint of a run with very long steps
-REDO_S = 600.0  # work up to this long is done again from the start when nothing was ever stored
+REDO_S = 600.0  # work up to this long is done again from the start where nothing is ever stored
 
 
 def from_memory(state: State, below: int | None = None) -> Resume | None:
@@ -92,8 +92,9 @@ def newest(state: State) -> Resume:
     """The newest state that can be had: memory before storage at the same step. Raises StateLost
     when there is none.
 
-    A run that has stored nothing yet starts again at step 0 when no more than REDO_S of steps, or
-    REDO_STEPS, are lost by that.
+    A run that has stored nothing yet starts again at step 0: a person could do nothing else. One
+    that stores no checkpoints does so when no more than REDO_S of steps, or REDO_STEPS, are lost by
+    that.
     """
     if state.job.restarted:  # what it has saved it knows itself
         return Resume("durable" if state.generation else "fresh", state.step)
@@ -114,7 +115,8 @@ def newest(state: State) -> Resume:
             "them all to start over (elastic checkpoint rm)"
         )
     lost_s = state.best_step * state.step_time_s
-    if lost_s <= REDO_S or state.best_step <= REDO_STEPS:
+    anew = state.begins_anew and bool(state.job.durable_every)
+    if anew or lost_s <= REDO_S or state.best_step <= REDO_STEPS:
         return Resume("fresh")
     raise StateLost(
         f"no copy of the training state is left: step {state.best_step} was reached ({lost_s:.0f} "

@@ -257,6 +257,7 @@ class State:
     bounds_deaths: bool = False  # see DriverStarted
     saves_in_any: bool = False  # see DriverStarted
     leaves_out: bool = False  # see DriverStarted
+    begins_anew: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None

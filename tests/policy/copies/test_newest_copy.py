@@ -140,3 +140,12 @@ def test_very_long_steps_are_done_again_before_the_first_checkpoint_can_be_there
     assert found.source == "fresh"
     with pytest.raises(StateLost, match="step 3 was reached"):
         newest(state(Layout(), {}, step_time_s=1000.0, best_step=3))
+
+
+def test_a_run_that_lost_all_before_its_first_checkpoint_begins_anew_whatever_that_costs() -> None:
+    lost = {"step_time_s": 1.0, "best_step": 2000}
+    found = newest(state(Layout(), {}, begins_anew=True, **lost))
+    assert (found.source, found.step) == ("fresh", 0)
+    never = replace(Job.from_plain(job()), durable_every=0)
+    with pytest.raises(StateLost, match="no checkpoint was ever stored"):
+        newest(state(Layout(), {}, begins_anew=True, job=never, **lost))

@@ -43,7 +43,7 @@ SAID: dict[str, Any] = {  # another value than the default, for each key that a 
 }  # fmt: skip
 NOT_FOR_SCRIPTS = {  # keys that are refused for a script, wherever they stand
     "optimizer", "lr_schedule", "lr_scaling", "base_global_batch", "microbatch_size", "microbatch_tokens",
-    "phases",
+    "phases", "frozen_weights",
 }  # fmt: skip
 
 
