@@ -112,6 +112,18 @@ def test_a_model_that_is_a_list_of_its_blocks(tmp_path: Path) -> None:
     assert program.blocks == "*" and trace(program).n_blocks == 2
 
 
+def test_what_a_model_draws_in_a_loop_is_named(tmp_path: Path) -> None:
+    def notes(*layers: str) -> str:
+        text = GOOD.replace("nn.BatchNorm1d(4)", ", ".join(layers))
+        return "; ".join(trace(capture(script(tmp_path, text), [], 0)).notes)
+
+    assert notes("nn.Dropout(0.0)") == ""
+    assert notes("nn.Dropout(0.1)").startswith("2 draws random numbers, and in a loop each rank")
+    assert notes("nn.Dropout(0.1)", "nn.Linear(4, 4)", "nn.AlphaDropout(0.2)").startswith(
+        "2 and 1 other module draw random numbers"
+    )
+
+
 def test_a_dict_of_sums_is_a_loss_and_what_is_told_beside_it() -> None:
     assert evaluated({"loss": 2.0, "right": 3}) == (2.0, {"right": 3})
     assert evaluated(torch.tensor(2.0)) == (2.0, {})
