@@ -25,6 +25,7 @@ from elastic.config.masking import masked_text
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.types import Job
 from elastic.user_frames import log_text, raised_at
+from elastic.worker.loop import clipping
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.loop.loop_model import GenerationAborted
@@ -131,6 +132,7 @@ def capture(
     has made. Raises SpecError where it never enters it, and for what the trial has found."""
     source = ScriptSource(str(file), tuple(args), seed, function)
     with ExitStack() as stack:
+        stack.enter_context(clipping.refused())
         here.host = trial = Trial(stack)
         try:
             source.run()
