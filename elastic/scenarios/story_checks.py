@@ -46,6 +46,7 @@ from elastic.types import (
     NodePrepared,
     Probed,
     Quarantine,
+    Quiesced,
     Silent,
     StepDone,
     WorkerFailed,
@@ -213,12 +214,14 @@ def _stalled(scenario: Scenario, lines: Sequence[Line]) -> list[str]:
 
 
 def _corrupt(scenario: Scenario, lines: Sequence[Line]) -> list[str]:
-    """At the next comparison after it."""
+    """At the next comparison after it; a generation that is left at the step of one makes none."""
     found, every = events(lines, WrongNumbers), scenario.job["check_numbers_every"]
+    left = {event.step for event in events(lines, Quiesced)}
     said = [
         f"found at step {event.step}, good was step {event.good_step}"
         for event in found
-        if not 0 < event.step - event.good_step <= every
+        if not event.good_step < event.step
+        or {*range(event.good_step + every, event.step, every)} - left
     ]
     named = {worker.node_id for event in found for worker in event.workers}
     return said + _named("corrupted its results", _asked(lines, "corrupt"), named)

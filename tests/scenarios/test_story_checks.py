@@ -30,6 +30,7 @@ from elastic.types import (
     Plan,
     PlanEntered,
     Quarantine,
+    Quiesced,
     Resume,
     Silent,
     StepDone,
@@ -168,6 +169,14 @@ STUCK = "it has not come to collective 4"
         ("stall", [line(silent("x"))], "x stalled, and nobody found out"),
         ("corrupt", [line(WrongNumbers(1, 20, 10, (WorkerId("x", 0),), ""))], ""),
         ("corrupt", [line(WrongNumbers(1, 30, 10, (WorkerId("x", 0),), ""))], "good was step 10"),
+        (
+            "corrupt",  # a change of nodes came at the very step
+            [
+                line(Quiesced(WorkerId("y", 0), 1, 20)),
+                line(WrongNumbers(2, 30, 10, (WorkerId("x", 0),), "")),
+            ],
+            "",
+        ),
         ("corrupt", [], "x corrupted its results, and nobody found out"),
         (
             "device_error",
