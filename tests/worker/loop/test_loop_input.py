@@ -112,43 +112,6 @@ def test_a_model_that_is_a_list_of_its_blocks(tmp_path: Path) -> None:
     assert program.blocks == "*" and trace(program).n_blocks == 2
 
 
-@pytest.mark.parametrize(
-    "clip",
-    [
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-        "clip_grad_norm_([p for p in model.parameters()], 1.0)",
-        "nn.utils.clip_grad_value_(model.parameters(), clip_value=0.5)",
-    ],
-)
-def test_clipping_that_clips_nothing_is_refused(tmp_path: Path, clip: str) -> None:
-    head = "from torch.nn.utils import clip_grad_norm_" + HEAD
-    line = f"        run.backward(run.model(x).square().sum())\n        {clip}\n"
-    said = refused(tmp_path, head + ENTER + line + "        run.step()\n")
-    assert f"train.py, line {len((head + ENTER + line).splitlines())}: clip_grad_" in said
-    assert "write run.step(clip_grad_norm=1.0)" in said
-    assert torch.nn.utils.clip_grad_norm_.__code__.co_name != "checked", "torch is itself again"
-
-
-def test_clipping_of_what_has_gradients_is_as_ever(tmp_path: Path) -> None:
-    before = (
-        "model(data).sum().backward()\n"
-        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nmodel.zero_grad()\n"
-    )
-    capture(script(tmp_path, HEAD + before + GOOD.removeprefix(HEAD)), [], 0)
-
-
-def test_what_a_model_draws_in_a_loop_is_named(tmp_path: Path) -> None:
-    def notes(*layers: str) -> str:
-        text = GOOD.replace("nn.BatchNorm1d(4)", ", ".join(layers))
-        return "; ".join(trace(capture(script(tmp_path, text), [], 0)).notes)
-
-    assert notes("nn.Dropout(0.0)") == ""
-    assert notes("nn.Dropout(0.1)").startswith("2 draws random numbers, and in a loop each rank")
-    assert notes("nn.Dropout(0.1)", "nn.Linear(4, 4)", "nn.AlphaDropout(0.2)").startswith(
-        "2 and 1 other module draw random numbers"
-    )
-
-
 def test_a_dict_of_sums_is_a_loss_and_what_is_told_beside_it() -> None:
     assert evaluated({"loss": 2.0, "right": 3}) == (2.0, {"right": 3})
     assert evaluated(torch.tensor(2.0)) == (2.0, {})

@@ -1,0 +1,68 @@
+"""Lines of a loop that would change nothing, or another thing than they say, are found in the
+driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.errors import SpecError
+from elastic.worker.loop.script_host import capture
+from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.program.model_profile import trace
+
+HEAD = """
+import torch, elastic
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+model = nn.Sequential(nn.Linear(4, 4), {layers})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.arange(64.0).view(16, 4)
+{before}
+with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, global_batch=4) as run:
+    for x in run:
+        run.backward(run.model(x).square().sum())
+        {line}
+        run.step()
+"""
+
+
+def captured(folder: Path, **parts: str) -> LoopProgram:
+    file = folder / "train.py"
+    file.write_text(HEAD.format(**{"layers": "nn.Linear(4, 4)", "before": "", "line": ""} | parts))
+    return capture(file, [], 0)
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        "clip_grad_norm_([p for p in model.parameters()], 1.0)",
+        "nn.utils.clip_grad_value_(model.parameters(), clip_value=0.5)",
+    ],
+)
+def test_clipping_that_clips_nothing_is_refused(tmp_path: Path, clip: str) -> None:
+    with pytest.raises(SpecError, match="write run.step.clip_grad_norm=1.0") as caught:
+        captured(tmp_path, line=clip)
+    assert "train.py, line 12: clip_grad_" in str(caught.value)
+    assert torch.nn.utils.clip_grad_norm_.__code__.co_name != "checked", "torch is itself again"
+
+
+def test_clipping_of_what_has_gradients_is_as_ever(tmp_path: Path) -> None:
+    before = (
+        "model(data).sum().backward()\nclip_grad_norm_(model.parameters(), 1.0)\nmodel.zero_grad()"
+    )
+    captured(tmp_path, before=before)
+
+
+def test_what_a_model_draws_in_a_loop_is_named(tmp_path: Path) -> None:
+    def notes(*layers: str) -> str:
+        return "; ".join(trace(captured(tmp_path, layers=", ".join(layers))).notes)
+
+    assert notes("nn.Dropout(0.0)") == ""
+    assert notes("nn.Dropout(0.1)").startswith("1 draws random numbers, and in a loop each rank")
+    assert notes("nn.Dropout(0.1)", "nn.Linear(4, 4)", "nn.AlphaDropout(0.2)").startswith(
+        "1 and 1 other module draw random numbers"
+    )
