@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -250,13 +250,23 @@ def beside_nothing(
 ) -> list[dict[str, Block]]:
     """Two runs at once, as elsewhere here: one that is frozen for longer than a block or two takes
     itself for one whose nodes were lost."""
-    with (
-        under_elastic(program, size.warm, clock, peer_every=0, **way) as watched,
-        under_elastic(program, size.warm, clock, peer_every=0) as alone,
-    ):
+    with ExitStack() as stack:
+        watched = stack.enter_context(under_elastic(program, size.warm, clock, peer_every=0, **way))
+        taken_by(watched, way.get("trackers", ()), clock)
+        alone = stack.enter_context(under_elastic(program, size.warm, clock, peer_every=0))
         ends = alone.ends()
         seconds = size.block_s((ends[-1] - ends[-6]) / 5)
         return in_turn({name: watched, "nothing": alone}, seconds, n, clock)
+
+
+def taken_by(watched: Elastic, trackers: Sequence[str], clock: Clock) -> None:
+    """Lets it run until each library has been imported and has taken a step, which is of a run's
+    start."""
+    signal_all(watched, signal.SIGCONT)
+    while len({*watched.trial.folder.glob("**/trackers/*.json")}) < len(trackers):
+        clock.look("the trackers' first steps")
+        time.sleep(LOOK_S)
+    signal_all(watched, signal.SIGSTOP)
 
 
 def in_turn(
