@@ -102,9 +102,9 @@ def lora(
         model: nn.Module = program.model()
         model.requires_grad_(False)
         for name in names:
-            parent, _, leaf = name.rpartition(".")
-            holder = model.get_submodule(parent)
-            setattr(holder, leaf, LoraLinear(getattr(holder, leaf), r, adapter.scale))
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            model.set_submodule(name, LoraLinear(linear, r, adapter.scale))
         return model
 
     def init(model: nn.Module) -> None:

@@ -28,9 +28,7 @@ BLOCK = 64  # weights with one scale
 CODES = BLOCK // 2  # bytes
 PACKED = CODES + 2  # bytes of a block
 ROWS_MOST = 1 << 20  # weights that are packed at once
-MISSING = (
-    "frozen_weights: nf4 needs torchao, which is not installed: pip install 'elastic-ray[torchao]'"
-)
+NO_TORCHAO = "needs torchao, which is not installed: pip install 'elastic-ray[torchao]'"
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -47,7 +45,7 @@ def torchao_nf4() -> Any:
     try:
         from torchao.quantization import NF4Tensor
     except ImportError as error:
-        raise SpecError(MISSING) from error
+        raise SpecError(f"frozen_weights: nf4 {NO_TORCHAO}") from error
     return NF4Tensor
 
 
@@ -156,9 +154,9 @@ def in_nf4(program: Program) -> Program:
     def build() -> nn.Module:
         model: nn.Module = program.model()
         for name in names:
-            parent, _, leaf = name.rpartition(".")
-            holder = model.get_submodule(parent)
-            setattr(holder, leaf, Nf4Linear(getattr(holder, leaf)))
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            model.set_submodule(name, Nf4Linear(linear))
         return model
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from elastic.errors import SpecError
 from elastic.models.lora import DOWN, UP, base_name
+from elastic.models.nf4 import NO_TORCHAO
 from elastic.program import Program, in_blocks
 
 TYPES = ("bfloat16", "int8", "float8")
@@ -36,7 +37,9 @@ class TypedWeights:
 
 
 def in_type(kind: str, program: Program, shapes: Shapes, *, parts: Parts) -> TypedWeights:
-    """Raises SpecError without torchao."""
+    """Raises SpecError for another type than those of TYPES, and without torchao."""
+    if kind not in TYPES:
+        raise SpecError(f"weights: '{kind}' is none of {', '.join(TYPES)}")
     with torch.device("meta"):
         model: nn.Module = program.model()
     if kind == "bfloat16":
@@ -144,9 +147,6 @@ def _settings(kind: str) -> Any:
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
     except ImportError as error:
-        raise SpecError(
-            f"--weights {kind} needs torchao, which is not installed: "
-            "pip install 'elastic-ray[torchao]'"
-        ) from error
+        raise SpecError(f"--weights {kind} {NO_TORCHAO}") from error
     config = Int8WeightOnlyConfig if kind == "int8" else Float8WeightOnlyConfig
     return config(set_inductor_config=False)

@@ -77,8 +77,7 @@ def cut_stage(
         }
         drop |= {name for name, end in plain.items() if end not in mine}
     for name in drop:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, PassThrough())
+        model.set_submodule(name, PassThrough())
     return model
 
 

@@ -17,6 +17,7 @@ from support.worker.exported import stored, transformers_model
 from elastic.errors import SpecError
 from elastic.models.huggingface import causal_lm
 from elastic.models.lora import lora
+from elastic.models.weight_types import in_type
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Job, Layout
@@ -143,3 +144,9 @@ def test_what_cannot_be_exported_is_one_line(
         SpecError, match="^--weights int8 needs torchao, which is not installed: pip"
     ):
         export(load_program(PROGRAMS / "hf_tiny.py"), tmp_path, "int8")
+
+
+def test_another_type_is_refused() -> None:
+    program = load_program(PROGRAMS / "tiny.py")
+    with pytest.raises(SpecError, match="weights: 'fp8' is none of bfloat16, int8, float8"):
+        in_type("fp8", program, {}, parts=lambda name: iter(()))

@@ -144,6 +144,5 @@ def cut_carrying(
             absent = AbsentModule(unit, values)
             if draws is not None and unit.name in blocks:
                 draws.follow(unit.name, absent)
-            parent, _, leaf = unit.name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, absent)
+            model.set_submodule(unit.name, absent)
     return model
