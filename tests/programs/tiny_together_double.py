@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch.optim import _muon
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -11,9 +12,14 @@ from tiny_together import Together
 from tiny_together import program as together
 from tiny_towers import Pictures
 
+rounded = _muon._zeropower_via_newtonschulz
+
 
 def orthogonalized(gradient, coefficients, steps, eps):
-    """As torch's own, which rounds to bfloat16 first."""
+    """As torch's own, which rounds to bfloat16 first; that is left to other programs of the same
+    process."""
+    if gradient.dtype != torch.float64:
+        return rounded(gradient, coefficients, steps, eps)
     a, b, c = coefficients
     tall = gradient.size(0) > gradient.size(1)
     x = gradient.T if tall else gradient
