@@ -35,7 +35,7 @@ class Delays:
     detect_s: float = 0.2
     confirm_s: float = 2.0
     silent_s: float = 6.0
-    meet_s: float = 5.0  # after which a node that does not answer is told of, while a group meets
+    meet_s: float = 5.0  # after which a node that does not answer is reported, while a group meets
     quiesce_s: float = 0.1
     release_s: float = 0.5
     changes_s: Mapping[str, float] = field(default_factory=dict)

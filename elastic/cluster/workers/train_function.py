@@ -48,7 +48,7 @@ def loaded(data: bytes) -> Callable[[], None]:
 
 @contextmanager
 def as_they_are() -> Iterator[None]:
-    """What Ray Train's own workers prepare is given back as it is, and no checkpoint is known."""
+    """What Ray Train's own workers prepare stays as it is, and no checkpoint is known."""
     before = keep_as_they_are()
     try:
         yield

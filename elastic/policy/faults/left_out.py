@@ -52,12 +52,13 @@ def newcomer(state: State, now_s: float) -> Decision | None:
     if not state.apart or plan is None or state.target is not None:
         return None
     for one in state.apart:
-        used, *others = sorted(one.nodes, key=lambda name: name not in plan.workers_per_node)
-        node = state.nodes.get(others[0])
-        if not (set(plan.nodes) & {used}) or others[0] in plan.workers_per_node:
+        used = [name for name in one.nodes if name in plan.workers_per_node]
+        if len(used) != 1:
             continue
+        (other,) = {*one.nodes} - {*used}
+        node = state.nodes.get(other)
         if node is not None and node.status == "prepared":
-            why = f"{node.node_id} and {used}, which trains, do not reach each other"
+            why = f"{node.node_id} and {used[0]}, which trains, do not reach each other"
             text = f"node {node.node_id} is quarantined: {why}; {_back(state, node.node_id)}"
             return Decision((Quarantine(node.node_id, why), ReleaseNode(node.node_id)), text)
     return None

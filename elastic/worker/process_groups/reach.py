@@ -70,8 +70,7 @@ class Reach:
         if not self._mine or not self._others:
             return None
         try:
-            family = socket.AF_INET6 if ":" in here else socket.AF_INET
-            self._listener = socket.create_server((here, 0), family=family, backlog=BACKLOG)
+            self._listener = socket.create_server((here, 0), family=_family(here), backlog=BACKLOG)
             self._listener.setblocking(False)
         except OSError as error:  # an address that this machine does not have itself
             log.info("nobody can find out whether %s is reached: %s", self.node_id, error)
@@ -125,6 +124,10 @@ class Reach:
         return found
 
 
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def _key(participant: int) -> str:
     return f"reach/{participant}"
 
@@ -137,8 +140,7 @@ def unanswered(
     poll, waiting = select.poll(), dict[int, tuple[str, socket.socket]]()
     with ExitStack() as stack:
         for name, address in addresses.items():
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            sock = stack.enter_context(socket.socket(family))
+            sock = stack.enter_context(socket.socket(_family(address[0])))
             sock.setblocking(False)
             if (error := sock.connect_ex(address)) == EINPROGRESS:
                 waiting[sock.fileno()] = name, sock

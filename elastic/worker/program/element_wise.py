@@ -89,7 +89,7 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     )
     _check_moved(whole)
     part = _Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
-    found = _same_when_large(program, every, _same_in_parts(whole, part, found))
+    found = _same_when_large(program, every, _same_in_parts(whole, part, found), owners=owners)
     at_owners = [name for name in names if name not in found]
     _check_alone(program, every, whole, names=at_owners)
     index = {name: i for i, name in enumerate(found)}
@@ -301,11 +301,14 @@ def _same_in_parts(
 
 
 def _same_when_large(
-    program: Program, every: list[TensorSpec], kept: dict[str, OptimizerSpec]
+    program: Program,
+    every: list[TensorSpec],
+    kept: dict[str, OptimizerSpec],
+    *,
+    owners: Mapping[str, str],
 ) -> dict[str, OptimizerSpec]:
     """Those that keep for large matrices what they keep for tiny ones: some hold in few bits what
     is large enough, in blocks that no part may cut."""
-    owners = Optimizers(program, every, {}).of
     same = {}
     for name, wanted in kept.items():
         fqn = max(
