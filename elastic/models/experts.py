@@ -295,7 +295,7 @@ class TokenExchange:
         n_ranks = self.group.size()
         sent, shares = tokens_each(chosen, self.n), [self.n // n_ranks] * n_ranks
         came = sent.clone()  # in a rehearsal nothing comes: as many as were sent, then
-        # The sizes are given though they are equal: without them torch built for NCCL 2.28 and later
+        # The sizes are given though they are equal: without them torch over NCCL 2.28 and later
         # takes "in progress", the answer of a communicator that can be aborted, for an error.
         dist.all_to_all_single(came, sent, shares, shares, group=self.group)
         sends, comes = torch.stack((sent, came)).view(2, n_ranks, -1).sum(-1).tolist()
