@@ -219,7 +219,7 @@ class Nccl(Transport):
         shut_new(before)
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> int:
-        return _at_once("abort", self._abort, groups, ABORT_MOST_S)
+        return _at_once("abort", self._abort, groups, most_s=ABORT_MOST_S)
 
     def _abort(self, group: dist.ProcessGroup) -> None:
         try:
@@ -237,7 +237,7 @@ class Nccl(Transport):
         """All at once: each waits for threads and connections of its own. A shutdown may raise, or
         wait for a peer that is gone: after TAKE_DOWN_MOST_S its thread is left to it."""
         if left := _at_once(
-            "take-down", lambda group: _shut_down([group]), groups, TAKE_DOWN_MOST_S
+            "take-down", lambda group: _shut_down([group]), groups, most_s=TAKE_DOWN_MOST_S
         ):
             log.warning(
                 "%d process groups are still being taken down after %.0f s, and are forgotten",
@@ -298,6 +298,7 @@ def _at_once(
     name: str,
     work: Callable[[dist.ProcessGroup], None],
     groups: Sequence[dist.ProcessGroup],
+    *,
     most_s: float,
 ) -> int:
     """Does it to each group in a thread of its own. Returns how many were not done by then."""
