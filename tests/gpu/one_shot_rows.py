@@ -83,6 +83,8 @@ EXPECTED: dict[str, dict[str, Expect]] = {
         "kill_dump.freed_s": Expect("s",
         "below 2, or 10: the watchdog sleeps 60 s with its lock held"),
         "kill_dump.close_s": Expect("s", "10: the bound of Transport.take_down"),
+        "to_all.with_sizes*": yes("what tokens for experts do"), "to_all.without": Expect("",
+        "RuntimeError: NCCL operation in progress (torch 2.10 and later over NCCL 2.28)"),
         "warm.messages_done": yes("the group was used by all ranks when it was joined"),
         "cold.messages_done": no("no: the first use waits for all ranks"),
         "cold.freed_s": Expect("s", "20 or more: torch holds the lock that abort needs"),
