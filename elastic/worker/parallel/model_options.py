@@ -100,9 +100,9 @@ def to_empty(model: nn.Module, device: torch.device, offload: bool) -> None:
 
 
 def begin_microbatch(model: nn.Module, layout: Layout, number: int, n: int) -> None:
-    """Before the forward pass of microbatch `number` of `n`, from 1. Replicas add up their gradients
-    in the last one only; with ZeRO stage 1 the shards do too, and parameters stay gathered until
-    then. FSDP2 goes through all modules to be told so: only where it changes."""
+    """Before the forward pass of microbatch `number` of `n`, from 1. Replicas add up their
+    gradients in the last one only; with ZeRO stage 1 the shards do too, and parameters stay
+    gathered until then. FSDP2 walks through all modules to be told so: only where it changes."""
     if n == 1 or number not in (1, n) or not isinstance(model, FSDPModule):
         return
     if layout.zero_stage == 1:
