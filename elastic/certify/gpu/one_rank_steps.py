@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +130,9 @@ class Plain:
         torch.manual_seed(job["seed"])
         program.init(self.model)
         self.model.to(device)
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+        world = dist.group.WORLD
+        assert world is not None
+        mesh = DeviceMesh.from_group(world, device.type)
         half, full = torch.bfloat16, torch.float32
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(half, full))
@@ -175,9 +176,12 @@ def in_turn(
     does meanwhile falls on both. The first ones are warm-up, like the first of each turn."""
     ours.cut(n_microbatches)
     plain.cut(n_microbatches)
-    times: tuple[list[float], list[float]] = [], []
+    mine: list[float] = []
+    beside: list[float] = []
     for block in range(blocks):
-        for taken, steps in zip(times, (partial(ours.steps, copy=copy), plain.steps), strict=True):
-            found, _ = steps(A_TURN)
-            taken += found[1:] if block else []
-    return times
+        taken, _ = ours.steps(A_TURN, copy)
+        own, _ = plain.steps(A_TURN)
+        if block:
+            mine += taken[1:]
+            beside += own[1:]
+    return mine, beside

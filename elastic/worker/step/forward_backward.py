@@ -233,7 +233,7 @@ class ForwardBackward:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (which, batch, loss, rows) in enumerate(pieces, 1):
             if train:
-                begin_microbatch(self.state.model, self.plan.layout, i, len(pieces))
+                begin_microbatch(self.state.model, self.plan.layout, i, of=len(pieces))
             with self._forward(drawing, rows, which=which) if train else nullcontext():
                 output = call_model(self.program, self.state.model, rows_in(batch, rows))
             value = loss(output, rows)

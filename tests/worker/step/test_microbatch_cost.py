@@ -154,5 +154,5 @@ def test_a_model_is_told_of_its_gradients_where_that_changes(
 ) -> None:
     model = Told()
     for number in range(1, n + 1):
-        begin_microbatch(model, layout, number, n)
+        begin_microbatch(model, layout, number, of=n)
     assert model.said == said
