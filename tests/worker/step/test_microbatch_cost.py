@@ -103,6 +103,7 @@ def of_one_more(
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "most"),
     [(operations, OPERATIONS_MORE), (calls, CALLS_MORE * N_BLOCKS + OTHERS_MORE)],
