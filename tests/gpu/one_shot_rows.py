@@ -108,8 +108,7 @@ EXPECTED: dict[str, dict[str, Expect]] = {
         "endless*.others_left_s": Expect("s", "below 2", most=10.0),
     },
     "step": {
-        "bare_s": Expect("s", "0.30 (H200: 125 TFLOP at 400 TFLOP/s)"),
-        "bare_eight_s": Expect("s", "not predicted: host-bound at one row each"),
+        "*.bare_s": Expect("s", "one, copy 0.30 (H200: 125 TFLOP at 400 TFLOP/s), eight 0.64"),
         "*.step_s": Expect("s", "as bare_s"),
         "*.over_bare": Expect("ratio", "one 1.02, eight 1.10, copy 1.05, session 1.03", most=1.25),
         "*.syncs": Expect("per step", "1", most=1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,17 +54,22 @@ def parallelize(
     if mesh is not None and "fsdp" in names:
         dp_mesh = mesh["dp_replicate", "fsdp"] if "dp_replicate" in names else mesh["fsdp"]
         for module in experts:
-            fully_shard(module, mesh=groups.experts, **options.of_experts())
+            assert groups.experts is not None
+            _shard(module, groups.experts, options.of_experts())
         for block in blocks:
-            fully_shard(block, mesh=dp_mesh, **options.of_block())
-        fully_shard(model, mesh=dp_mesh, **options.of_root())
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # plain sums: the loss is divided by the step's global token count after the commit
-                # all-reduce
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
+            _shard(block, dp_mesh, options.of_block())
+        _shard(model, dp_mesh, options.of_root())
     return model
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, how: dict[str, Any]) -> None:
+    """With plain sums over ranks: the loss is divided by the step's global token count after the
+    commit all-reduce."""
+    fully_shard(module, mesh=mesh, **how)
+    assert isinstance(module, FSDPModule)
+    module.set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 1:  # where a rank is alone, FSDP2 would copy its gradients to divide them by 1
+        module.set_gradient_divide_factor(1.0)
 
 
 def _apply_tp(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
