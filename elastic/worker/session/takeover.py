@@ -62,8 +62,8 @@ class Takeover:
         go to a buffer in host memory. Before the new state is built."""
         place, move = self.place, self.order.plan.move
         self._before_bytes = device_bytes(place.held)
+        place.wait_for_checks()  # one may still hold boxes of the state before the old one
         if move is not None and move.via == "host":
-            place.wait_for_checks()  # one may still read old boxes
             place.held = [
                 one if one.kind != "live" or one.on_host else _to_host(one, place)
                 for one in place.held
@@ -227,26 +227,33 @@ def _to_host(held: Held, place: Workplace) -> Held:
 # -------------------------------------------------------------------------------------------- proof
 
 
-def check_digest(
-    place: Workplace, order: EnterOrder, taken: Taken, *, after: Tensors | None
+def digest_of_given(place: Workplace, taken: Taken) -> int | None:
+    """What this worker gave, or what was stored; None: neither. Runs behind the steps."""
+    if taken.given is None:
+        return taken.stored_digest
+    with place.side.behind(taken.behind):
+        return digest_of(taken.given, _shapes(place))
+
+
+def tell_digests(
+    place: Workplace, order: EnterOrder, old: int | None, *, gave: bool, after: Tensors | None
 ) -> None:
     """Reports this worker's part of layer (c) of promise 5: the digest of what it gave, and of what
     it has now. Runs behind the steps. The transfers cover each new box once, so that the sums over
     all workers agree, replicas included; what was read from storage is compared with the digest
     that was stored, in which each element counts once."""
     profile, plan = place.profile, order.plan
-    shapes: dict[str, tuple[int, ...]] = {spec.fqn: spec.shape for spec in state_specs(profile)}
-    old = taken.stored_digest
-    if taken.given is not None:
-        with place.side.behind(taken.behind):
-            old = digest_of(taken.given, shapes)
     new, n_bytes = None, 0
     if after is not None:
         mine = [b for b, _ in after.values()]
-        if taken.given is None:
+        if not gave:
             mine = list(owned_boxes(profile, plan.layout, plan.layers, order.me))
-        new = digest(after, shapes, [b.fqn for b in mine])
+        new = digest(after, _shapes(place), [b.fqn for b in mine])
         n_bytes = sum(b.n_bytes for b in mine)
     place.report(
         DigestPart(plan.generation, order.me, len(order.rendezvous.participants), old, new, n_bytes)
     )
+
+
+def _shapes(place: Workplace) -> dict[str, tuple[int, ...]]:
+    return {spec.fqn: spec.shape for spec in state_specs(place.profile)}
