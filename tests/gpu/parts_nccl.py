@@ -360,7 +360,9 @@ def _lives(rank: int, talk: Any, port: int, pid: int, cpu: bool, ends_s: float) 
     import torch.distributed as dist
 
     from elastic.types import Layout
+    from elastic.worker.process.allocator import settle_allocator, trim
 
+    settle_allocator()  # and trim, as a session does
     talk.send(("ready", rank))
     layout, n = (Layout(dp_shard=2), 2) if cpu else (Layout(dp_replicate=2, dp_shard=2), 4)
     seen: dict[str, list[float]] = {
@@ -376,6 +378,7 @@ def _lives(rank: int, talk: Any, port: int, pid: int, cpu: bool, ends_s: float) 
         began = time.monotonic()
         groups.close()
         seen["close_s"].append(time.monotonic() - began)
+        trim()
         if not cpu:
             free, whole = torch.cuda.mem_get_info()
             seen["gpu_mib"].append((whole - free) / 2**20 / n)
