@@ -45,8 +45,8 @@ def torchao_nf4() -> Any:
     (before torch 2.12: pytorch issue 177844)."""
     if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 12]:
         raise SpecError(
-            f"frozen_weights: nf4 needs torch 2.12 or newer (this is {torch.__version__}): FSDP2 of "
-            "older ones shards no packed weights"
+            f"frozen_weights: nf4 needs torch 2.12 or newer (this is {torch.__version__}): "
+            "FSDP2 of older ones shards no packed weights"
         )
     try:
         from torchao.quantization import NF4Tensor

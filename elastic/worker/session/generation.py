@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from elastic.worker.session.layout_probe import Probe
 from elastic.worker.session.profiled_rank import profile_of
 from elastic.worker.session.takeover import Taken, Takeover, digest_of_given, tell_digests
 from elastic.worker.session.workplace import EnterOrder, Workplace
-from elastic.worker.state.host_copy import BufferLease, HostCopy
+from elastic.worker.state.host_copy import HostCopy
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import CommitFields, CommitReport
 from elastic.worker.step.evaluation import validate
@@ -222,8 +222,9 @@ class Generation:
             after = self.copies.take() if plan.resume.source != "fresh" else None
         if plan.resume.source != "fresh":
             gave = taken.given is not None
-            old = place.check(_read_given, place, [taken], leases)
-            told = place.background(_tell_digests, place, self.order, old, gave, after)
+            old = place.check(digest_of_given, place, [taken], leases)
+            tell = partial(tell_digests, place, self.order, old, gave=gave, after=after)
+            told = place.background(tell)
             if state is None:
                 told.result()  # this worker may be gone soon
 
@@ -538,26 +539,3 @@ class Generation:
         if self.state is not None:
             self.state.release_frozen()
         self.groups.close()
-
-
-def _read_given(place: Workplace, taken: list[Taken], leases: list[BufferLease]) -> int | None:
-    """The digest of the old boxes, which are let go of as soon as they were read. `taken`: the only
-    one, so that whoever called holds it no longer."""
-    try:
-        return digest_of_given(place, taken.pop())
-    finally:
-        for lease in leases:
-            lease.release()
-
-
-def _tell_digests(
-    place: Workplace, order: EnterOrder, old: Future[int | None], gave: bool, after: HostCopy | None
-) -> None:
-    """Behind the steps, for seconds where the state is large: of this generation it knows nothing
-    but the buffer that it reads, so that device memory of one that has ended is free."""
-    try:
-        tensors = after.wait() if after is not None else None
-        tell_digests(place, order, old.result(), gave=gave, after=tensors)
-    finally:
-        if after is not None:
-            after.release()

@@ -167,7 +167,7 @@ def hold_digests() -> None:
     made = generation.TrainState
     note, seen = FOLDER / f"bytes-{os.getpid()}", []  # type: ignore[var-annotated]
 
-    def never(place: Any, order: Any, old: Any, gave: bool, after: Any) -> None:
+    def never(place: Any, order: Any, old: Any, *, gave: bool, after: Any) -> None:
         old.result()
         held.append((place, order, after))
 
@@ -187,7 +187,7 @@ def hold_digests() -> None:
         return made(*given, **named)
 
     held: list[Any] = []
-    generation._tell_digests = never
+    generation.tell_digests = never
     generation.TrainState = make  # type: ignore[assignment,misc]
 
 
