@@ -294,11 +294,16 @@ class Script:
         return self.run.calls
 
     def compute(
-        self, batch: Mapping[str, torch.Tensor], step: int, epoch: int
+        self,
+        batch: Mapping[str, torch.Tensor],
+        step: int,
+        epoch: int,
+        *,
+        ends_epoch: bool = False,
     ) -> tuple[Number, Number]:
         """One pass through the loop's body up to run.step(): loss sum and tokens of this rank,
         scalar tensors where they are still on the device. Raises what aborted there."""
-        self.handoff.answer(OfferedBatch(batch, step, epoch))
+        self.handoff.answer(OfferedBatch(batch, step, epoch, ends_epoch))
         word = self._heard(step)
         self.clip_grad_norm = word.clip_grad_norm
         return word.loss_sum, word.tokens
