@@ -97,8 +97,8 @@ class loop:
                  global_batch, seed, eval_every, pools ...): what the job says where neither its
                  job.yaml nor --set does.
 
-    Entering it gives a `Run`; so does `.start()`, without `with`. Raises SpecError where it is wrong, or where no `elastic run
-    --script` has started the script.
+    Entering it gives a `Run`; so does `.start()`, without `with`. Raises SpecError where it is
+    wrong, or where no `elastic run --script` has started the script.
     """
 
     model: nn.Module
@@ -196,7 +196,7 @@ class loop:
             tp_limit=self.tp_limit,
             extra_state={**self.extra_state, GROUPS: Settings(self.optimizer)},
             pipeline=False,
-            settings={**self.job, **({EPOCHS: self.epochs} if self.epochs is not None else {})},
+            settings=self.job if self.epochs is None else {**self.job, EPOCHS: self.epochs},
             evaluation=self._evaluation(given),
             given=given,
         )
@@ -272,7 +272,8 @@ class Run:
         self._batch: Mapping[str, torch.Tensor] | None = None
         self._held: OfferedBatch | None = None  # asked for, and not given to the script yet
         self._epoch: int | None = None  # that `epochs()` has given last
-        self._at_end = False  # is the step that was committed last the last one of an epoch?
+        self._ends_epoch = False  # the batch in hand
+        self._at_end = False  # its step was committed, and there is no other batch yet
         # of the batch in hand; on the device, where nobody has to wait for it
         self._loss_sum: Number = 0.0
         self._n_backward = 0
@@ -306,7 +307,7 @@ class Run:
                 f"the batch of step {self.step_index + 1} was left without run.step(); call it "
                 "once for each batch"
             )
-        if self._epoch is not None and self.committed and self._at_end:
+        if self._epoch is not None and self._at_end:
             self._at_end = False  # what comes now belongs to that step still
             raise StopIteration
         offer = self._held if self._held is not None else self._offered()
@@ -337,7 +338,7 @@ class Run:
         self.logged.begin()
         if offer is not None:
             self.step_index, self.epoch = offer.step, offer.epoch
-            self._at_end = offer.ends_epoch
+            self._ends_epoch, self._at_end = offer.ends_epoch, False
             self.calls.begin(2 * offer.step)
         return offer
 
@@ -390,6 +391,7 @@ class Run:
         )
         outcome: Outcome = self.handoff.say(word)
         self.committed, self._lost = outcome.committed, not outcome.committed
+        self._at_end = outcome.committed and self._ends_epoch
         self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm
         return outcome.committed
 

@@ -124,7 +124,7 @@ class LoopModel:
         alone. Where it is not the whole, a note says so once."""
         self.__getattr__("state_dict")  # refused before the first batch
         found = {name: one.detach() for name, one in self._tensors.items()}
-        n_parts = sum(isinstance(one, DTensor) and _is_part(one) for one in found.values())
+        n_parts = sum(is_part(one) for one in found.values())
         if n_parts and not self._noted:
             self.__dict__["_noted"] = True
             caller = sys._getframe(1)
@@ -143,7 +143,10 @@ class LoopModel:
         )
 
 
-def _is_part(tensor: DTensor) -> bool:
+def is_part(tensor: torch.Tensor) -> bool:
+    """Has another rank the rest of it?"""
+    if not isinstance(tensor, DTensor):
+        return False
     placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return any(size > 1 and not where.is_replicate() for where, size in placed)
 

@@ -294,12 +294,7 @@ class Script:
         return self.run.calls
 
     def compute(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        step: int,
-        epoch: int,
-        *,
-        ends_epoch: bool = False,
+        self, batch: Mapping[str, torch.Tensor], step: int, epoch: int, *, ends_epoch: bool = False
     ) -> tuple[Number, Number]:
         """One pass through the loop's body up to run.step(): loss sum and tokens of this rank,
         scalar tensors where they are still on the device. Raises what aborted there."""
