@@ -112,7 +112,7 @@ def _reported(metrics: Mapping[str, Any], checkpoint: Any = None, **_: Any) -> N
         print(NOT_STORED, flush=True)
 
 
-class _Context:
+class _Place:
     """What a train function asks of its TrainContext."""
 
     def get_world_size(self) -> int:
@@ -127,9 +127,9 @@ def _device() -> torch.device:
     return found
 
 
-def _context() -> _Context:
+def _context() -> _Place:
     _in_loop("get_context")
-    return _Context()
+    return _Place()
 
 
 _OF_TRAIN: dict[str, Callable[..., Any]] = {
