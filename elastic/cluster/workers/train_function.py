@@ -68,7 +68,8 @@ def as_they_are() -> Iterator[None]:
 
 def keep_as_they_are() -> list[tuple[Any, str, Any]]:
     """The same for good: in a worker, which is no other run's. Returns what was there before."""
-    instead = [(ray.train.torch, name, _given_back) for name in PREPARED]
+    instead: list[tuple[Any, str, Any]] = []
+    instead += [(ray.train.torch, name, _given_back) for name in PREPARED]
     instead += [(ray.train, name, other) for name, other in _OF_TRAIN.items()]
     instead.append((ray.train.torch, "get_device", _device))
     before = []
