@@ -173,7 +173,7 @@ class JobRun:
             layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
-            find_runs.remember(self.place)
+            find_runs.remember(self.place, self.options.words)
             with self._phase("the journal of earlier drivers was read"):
                 before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
