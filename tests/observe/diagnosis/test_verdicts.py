@@ -246,7 +246,8 @@ def test_a_run_of_a_few_steps_says_nothing_of_its_steps() -> None:
 def test_a_run_that_fails_before_its_first_step_is_bound_by_its_error() -> None:
     """What its machines took to start is no advice to somebody whose script raises."""
     spent, totals = defaultdict(float, program_startup=5.0), SimpleNamespace(wall_s=10.0)
-    books: Any = SimpleNamespace(seconds=spent, usd=defaultdict(float), totals=totals)
+    more = {"usd": defaultdict(float), "totals": totals, "transitions": ()}
+    books: Any = SimpleNamespace(seconds=spent, **more)
     starting = replace(evidence_of(QUIET.lines()[:5]), account=books)
     assert [one.bound for one in verdicts(starting)] == ["start-up"]
     for step, said in ((0, []), (3, ["start-up"])):
