@@ -34,6 +34,7 @@ from elastic.worker.process.call_log import CallLog
 from elastic.worker.program.extra_state import decode
 from elastic.worker.program.loop_program import evaluated
 from elastic.worker.program.model_profile import build_meta, trace
+from elastic.worker.session.worker_errors import print_error
 
 HEAD = """
 import torch, elastic
@@ -322,9 +323,12 @@ def test_a_script_that_asks_ray_train_is_told_what_there_is_instead(
 def test_the_traceback_of_the_scripts_own_error_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ProgramError, match="line 9: KeyError: 'mine'"):
+    with pytest.raises(ProgramError, match="line 9: KeyError: 'mine'") as caught:
         train_script_alone(script(tmp_path, body("raise KeyError('mine')")), [], 0, 3)
     printed = capsys.readouterr().err.splitlines()
+    frames = print_error(caught.value).splitlines()
+    assert frames == [line for line in printed if not line.startswith(LOG_MARK)]
+    assert not capsys.readouterr().err, "it was printed where it was raised"
     told = [line for line in printed if not line.startswith(LOG_MARK)]
     assert told[0] == "Traceback (most recent call last):" and told[-1] == "KeyError: 'mine'"
     assert f'File "{tmp_path}/train.py", line 9, in <module>' in told[1], "its own frames alone"
