@@ -2,7 +2,8 @@
 does it, so nothing of the user's file runs a second time.
 
 It may still call what Ray Train prepares: a model and a DataLoader are given back as they are,
-since elastic.loop cuts the one and reads the dataset of the other; get_checkpoint(), which has
+since elastic.loop cuts the one and reads the dataset of the other, and so a DistributedSampler has
+the whole of it; get_checkpoint(), which has
 none: the state is there when the loop begins; in its loop report(), whose numbers are logged, and
 get_context(), which knows this process.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import ray.cloudpickle
 import ray.train.torch
 import torch
+from torch.utils.data import DistributedSampler
 
 from elastic.config.numbers.logged_names import STEP_NAMES
 from elastic.errors import SpecError
@@ -30,6 +32,7 @@ NOT_STORED = (
     "(checkpoint_every says how often)"
 )
 _told = list[str]()  # by this process
+_OF_A_GROUP = DistributedSampler.__init__
 PREPARED = ("prepare_model", "prepare_data_loader", "prepare_optimizer")
 
 
@@ -79,7 +82,16 @@ def keep_as_they_are() -> list[tuple[Any, str, Any]]:
             if module is not None:
                 before.append((module, name, getattr(module, name, None)))
                 setattr(module, name, other)
+    before.append((DistributedSampler, "__init__", _OF_A_GROUP))
+    DistributedSampler.__init__ = _of_the_whole  # type: ignore[method-assign]
     return before
+
+
+def _of_the_whole(
+    self: Any, dataset: Any, num_replicas: int | None = None, rank: int | None = None, **more: Any
+) -> None:
+    """A sampler is made before there is a group, and of whose parts only elastic.loop knows."""
+    _OF_A_GROUP(self, dataset, num_replicas or 1, rank or 0, **more)
 
 
 def _no_checkpoint() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray.train
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic.cluster.workers.train_function import as_they_are, keep_as_they_are, loaded, pickled
 from elastic.errors import SpecError
@@ -109,7 +109,7 @@ def test_a_file_that_makes_a_trainer_is_no_script_for_elastic_run(tmp_path: Path
 
 
 IN_LOOP = """
-import ray.train, ray.train.torch
+import ray.train, ray.train.torch, torch
 from ray.train import get_context, report
 def train():
     where = get_context()
@@ -117,6 +117,7 @@ def train():
     for checkpoint in (None, "a folder", "another"):
         report({"loss": 2, "train_loss": 1.0, "note": "text", "best": True}, checkpoint=checkpoint)
 def prepares(loader):
+    assert len(torch.utils.data.DistributedSampler(range(6))) == 6
     prepared = ray.train.torch.prepare_data_loader(loader)
     assert prepared is loader
     prepared.sampler.set_epoch(3)
@@ -140,5 +141,7 @@ def test_in_its_loop_a_function_reports_and_knows_where_it_is(
         monkeypatch.setattr(here, "host", host, raising=False)
         space["train"]()
         space["prepares"](DataLoader([1, 2, 3], shuffle=True))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        DistributedSampler([1, 2, 3])  # type: ignore[arg-type]
     assert out == [(0, 3, "meta")] and logged == [{"loss": 2}] * 3
     assert capsys.readouterr().out.count("is not stored: elastic makes checkpoints by itself") == 1
