@@ -83,7 +83,7 @@ def keep_as_they_are() -> list[tuple[Any, str, Any]]:
                 before.append((module, name, getattr(module, name, None)))
                 setattr(module, name, other)
     before.append((DistributedSampler, "__init__", _OF_A_GROUP))
-    DistributedSampler.__init__ = _of_the_whole  # type: ignore[method-assign]
+    DistributedSampler.__init__ = _of_the_whole  # type: ignore[assignment, method-assign]
     return before
 
 
