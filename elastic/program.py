@@ -18,6 +18,8 @@ from typing import Any
 
 from elastic.errors import SpecError, known_keywords
 
+# of an export, beside those that were trained
+WEIGHT_TYPES = ("bfloat16", "int8", "float8")
 TP_STYLES = (
     "colwise", "rowwise", "colwise_gather", "vocab", "summed", "sequence", "gather", "scatter",
     "rowwise_scatter", "vocab_scatter", "sequence_colwise_gather", "sequence_colwise_loss",

@@ -8,6 +8,7 @@ from typing import Any
 from elastic import api
 from elastic.cli.parser import natural, run_verb, show, verb, verb_group
 from elastic.observe import find_runs, run_tables
+from elastic.program import WEIGHT_TYPES
 
 
 def add(verbs: Any) -> None:
@@ -36,7 +37,7 @@ def add(verbs: Any) -> None:
     )
     made.add_argument(
         "--weights",
-        choices=("bfloat16", "int8", "float8"),
+        choices=WEIGHT_TYPES,
         default="",
         help="the type that they are written in, for transformers (int8, float8: through torchao)",
     )

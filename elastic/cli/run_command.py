@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +123,7 @@ def _run(given: argparse.Namespace) -> int:
         allow_changed=given.allow_changed,
         supervised=given.supervised,
         no_budget=given.no_budget,
+        words=tuple(given.words),
         metrics_port=given.metrics_port,
         dashboard=given.dashboard,
         stream=sys.stderr if given.json else sys.stdout,
@@ -144,7 +143,7 @@ def _run(given: argparse.Namespace) -> int:
     elif result.outcome != "succeeded":
         print(f"elastic: run {result.run} {result.outcome}: {result.reason}", file=sys.stderr)
     if result.outcome == "stopped":
-        print(f"elastic: to resume it: {again(given.words, result.run)}", file=sys.stderr)
+        print(f"elastic: to resume it: {find_runs.again(given.words, result.run)}", file=sys.stderr)
     return EXIT[result.outcome]
 
 
@@ -169,14 +168,3 @@ def _overrides(given: argparse.Namespace) -> tuple[str, ...]:
     if given.layout:
         _ = named_after_auto(given.layout) if is_auto(given.layout) else parse_layout(given.layout)
     return (*overrides(given), *([f"layout={given.layout}"] if given.layout else []))
-
-
-def again(words: Sequence[str], run: str) -> str:
-    """The command line that resumes `run`, by the words of the one that began it."""
-    more = () if _names_run(words) else ("--run-name", run)
-    return shlex.join(["elastic", words[0], *more, *words[1:]])
-
-
-def _names_run(words: Sequence[str]) -> bool:
-    own = words[: words.index("--")] if "--" in words else words
-    return any(word.split("=")[0] == "--run-name" for word in own)

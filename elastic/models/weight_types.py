@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from elastic.errors import SpecError
 from elastic.models.lora import DOWN, UP, base_name
 from elastic.models.nf4 import NO_TORCHAO
-from elastic.program import Program, in_blocks
+from elastic.program import WEIGHT_TYPES, Program, in_blocks
 
-TYPES = ("bfloat16", "int8", "float8")
 CONFIG = "config.json"
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 Parts = Callable[[str], Iterator[Tensor]]
@@ -37,9 +36,9 @@ class TypedWeights:
 
 
 def in_type(kind: str, program: Program, shapes: Shapes, *, parts: Parts) -> TypedWeights:
-    """Raises SpecError for another type than those of TYPES, and without torchao."""
-    if kind not in TYPES:
-        raise SpecError(f"weights: '{kind}' is none of {', '.join(TYPES)}")
+    """Raises SpecError for another type than those of WEIGHT_TYPES, and without torchao."""
+    if kind not in WEIGHT_TYPES:
+        raise SpecError(f"weights: '{kind}' is none of {', '.join(WEIGHT_TYPES)}")
     with torch.device("meta"):
         model: nn.Module = program.model()
     if kind == "bfloat16":

@@ -11,11 +11,12 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from elastic.config.masking import masked
 from elastic.errors import ElasticError, SpecError, alike, meant
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
@@ -25,7 +26,7 @@ from elastic.storage import Storage, open_storage
 from elastic.types import DriverStarted, Job
 
 __all__ = [
-    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "age_s", "all_runs", "lines_of", "open_run",
+    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "again", "age_s", "all_runs", "lines_of", "open_run",
     "open_storage_of", "order", "remember", "resuming", "storage_uri", "view", "view_begun",
 ]  # fmt: skip
 
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 DATED = re.compile(r"-\d{8}-\d{6}")
 # in the folder where runs lie by default: the places of runs in other folders, by their names
 ELSEWHERE = ".elsewhere"
+COMMAND = "command.json"  # in a run's folder: what was typed to start it, and where
 LOOKED_INTO = 50  # the newest runs, for the name of their job
 
 
@@ -89,8 +91,12 @@ def _job_of(run: RunFolder) -> str:
     return ""
 
 
-def remember(run: RunFolder) -> None:
-    """Of a run in another folder than runs lie in here: from here its name is enough to find it."""
+def remember(run: RunFolder, words: Sequence[str] = ()) -> None:
+    """What was typed to start it, for `resuming`. Of a run in another folder than runs lie in here:
+    from here its name is enough to find it."""
+    if words:
+        typed = {"words": masked([*words]), "folder": os.getcwd()}
+        run.storage.put(COMMAND, json.dumps(typed).encode())
     root, uri = open_storage(storage_uri(None)), run.storage.uri
     if root.remote or run.storage.remote or uri == root.uri_of(run.name):
         return
@@ -153,9 +159,18 @@ def view(run: RunFolder) -> View:
             gc.enable()
 
 
+def again(words: Sequence[str], run: str) -> str:
+    """The command line that resumes `run`, by the words of the one that began it."""
+    own = words[: words.index("--")] if "--" in words else words
+    named = any(word.split("=")[0] == "--run-name" for word in own)
+    return shlex.join(["elastic", words[0], *([] if named else ["--run-name", run]), *words[1:]])
+
+
 def resuming(run: RunFolder, job: Job) -> str:
     """The command that resumes a run, typed in this folder; '' = it was not started by `elastic
     run`, or its files are not on this machine."""
+    if typed := _typed(run):
+        return typed
     words, folder = ["elastic", "run", "--run-name", run.name], run.uri.rpartition("/")[0]
     if storage_uri(None) != folder:
         words += ["--storage", folder]
@@ -165,6 +180,20 @@ def resuming(run: RunFolder, job: Job) -> str:
         return ""
     args = ["--", *job.args] if job.args else []
     return shlex.join([*words, "--script", os.path.relpath(job.script), *args])
+
+
+def _typed(run: RunFolder) -> str:
+    """The same from what was typed when it was started last; '' = that is not known, or was
+    elsewhere."""
+    try:
+        found = json.loads(run.storage.get(COMMAND))
+        words, folder = list(map(str, found["words"])), str(found["folder"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ""
+    if not words or not os.path.isdir(folder):
+        return ""
+    line = again(words, run.name)
+    return line if os.getcwd() == folder else f"cd {shlex.quote(folder)} && {line}"
 
 
 def age_s(run: RunFolder) -> float:

@@ -358,7 +358,7 @@ class WorkerFailed(Event):
     same, and no step was made. device: its GPU cannot be used any more (a sticky CUDA error, or a
     critical Xid), in `step` (0 = in no step); the process still serves what it has in host memory.
     program with `do` = retry: a device-side assert in `step`, after which the process cannot use
-    its GPU either.
+    its GPU either. `frames`: of an error of the user's code, as its traceback shows it.
     """
 
     worker: WorkerId
@@ -370,6 +370,7 @@ class WorkerFailed(Event):
     guard: str = ""
     do: str = ""
     unreached: tuple[str, ...] = ()
+    frames: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,10 @@ from elastic.cli.command_line import main, parser
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe import find_runs
 from elastic.observe.find_runs import JOURNAL
+from elastic.storage import open_storage
 from elastic.types import DriverStarted, Job, ModelProfile
 
 ALONE = """
@@ -244,3 +247,33 @@ def test_a_run_that_is_named_without_its_job_is_told_how_to_go_on(
         assert main(["status", name]) == 0
         assert f"to resume it: elastic run --run-name {name} {way}" in capsys.readouterr().out
     assert main(["run", "nope"]) == 2 and "nope: no such folder" in capsys.readouterr().err
+
+
+def test_what_was_typed_resumes_a_run_from_wherever_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its script, and not the one that the folder's job.yaml names; with its --set. Where the
+    folder is another, it says which; a password is not told."""
+    monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
+    (tmp_path / "job.yaml").touch()
+    script = tmp_path / "other.py"
+    script.touch()
+    run = tmp_path / "elastic_runs" / "one"
+    run.mkdir(parents=True)
+    job = Job(folder=str(tmp_path), script=str(script), steps=9)
+    journal = Journal(run / JOURNAL, 1)
+    journal.append(0.0, [(0.0, DriverStarted("one", 1, job, (), ModelProfile(0, 0, ())))], None)
+    journal.close()
+    words = ["run", "--script", "other.py", "--set", "steps=9", "--", "--api-key", "abcdefgh12345"]
+    monkeypatch.chdir(tmp_path)
+    find_runs.remember(RunFolder.of(open_storage(str(run))), words)
+    line = "elastic run --run-name one --script other.py --set steps=9 -- --api-key "
+    assert main(["status", "one"]) == 0
+    said = capsys.readouterr().out
+    assert f"to resume it: {line}" in said and "abcdefgh12345" not in said
+    monkeypatch.chdir(run)
+    assert main(["status", str(run)]) == 0
+    assert f"to resume it: cd {tmp_path} && {line}" in capsys.readouterr().out
+    (run / "command.json").write_text("[]")
+    assert main(["status", str(run)]) == 0
+    assert "to resume it: elastic run --run-name one" in capsys.readouterr().out

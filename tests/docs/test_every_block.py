@@ -108,6 +108,7 @@ OTHERS = {
     },
     "loop.md": {
         "import torch": "worker/session/test_pages_trained.py::test_the_loop_of_the_page_in_its_layouts",
+        "run = elastic.loop(": "docs/test_ways_in.py::test_the_loop_over_epochs_of_the_page_trains_as_the_other_one",
         "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
     },
     "models.md": {

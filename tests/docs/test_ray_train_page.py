@@ -276,8 +276,7 @@ def test_the_train_function_on_a_cluster_of_the_scripts_own(folder: Path) -> Non
     on_small_cluster(folder, name)
     change(folder, name, "import elastic\n", "import elastic\nopen('ran', 'a').write('top\\n')\n")
     change(folder, name, "    ray.init(", "    open('ran', 'a').write('main\\n')\n    ray.init(")
-    change(folder, name, '"epochs": 2', '"epochs": 1')
-    change(folder, name, '["epochs"] * 171', '["epochs"] * 20')
+    change(folder, name, 'epochs=config["epochs"]', "steps=20")
     said = run(folder, name)
     assert "'outcome': 'succeeded'" in said
     assert (folder / "ran").read_text().split() == ["top", "main"]

@@ -70,6 +70,16 @@ def test_the_loop_of_the_page_trains(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(printed) == 40 and printed[0].startswith("0 ")
 
 
+def test_the_loop_over_epochs_of_the_page_trains_as_the_other_one(tmp_path: Path) -> None:
+    whole, by_epochs = (one.text for one in blocks("loop.md", "python"))
+    head = whole.partition("with elastic.loop(")[0]
+    script = tmp_path / "train.py"
+    script.write_text(head + "loss_fn = nn.MSELoss()\n" + by_epochs)
+    losses = train_script_alone(script, [], 1, 24)
+    script.write_text(whole.replace("clip_grad_norm=1.0", "").replace("scheduler.step()", "pass"))
+    assert losses == pytest.approx(train_script_alone(script, [], 1, 24), rel=1e-5)
+
+
 @pytest.mark.parametrize("page", ["program.md", "huggingface.md"])
 def test_the_program_of_the_page_trains(tmp_path: Path, page: str) -> None:
     (tmp_path / "program.py").write_text(block(page, "python"))

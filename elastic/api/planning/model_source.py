@@ -38,7 +38,8 @@ class Subject:
     """`pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its tensors as the
     loader hands them on, 0 = not known. `literal`: a layout that it names is planned with the
     options that `elastic run` gives it, not with the best ones. `phases`: of a job with several,
-    each for itself; this one is then the first of them, and `whole` the job of them all."""
+    each for itself; this one is then the first of them, and `whole` the job of them all.
+    `compared`: its layouts are known to compute the same, as far as that is tried before a run."""
 
     name: str
     model: ModelProfile
@@ -50,6 +51,7 @@ class Subject:
     literal: bool = False
     phases: tuple[Subject, ...] = ()
     whole: Job | None = None
+    compared: bool = True
 
     @property
     def sample_tokens(self) -> int:
@@ -205,6 +207,7 @@ def _of_spec(
         notes,
         n_bytes,
         literal=True,
+        compared=comparison is not None,
     )
 
 

@@ -16,6 +16,7 @@ from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
 from elastic.text import n_of
 from elastic.types import Job, ModelProfile, is_auto
+from elastic.types.grid import axes_of
 from elastic.types.nouns import AUTO
 
 DISK_BYTES_PER_S = 1e9  # that a rank may read where nobody has measured its storage
@@ -99,8 +100,23 @@ def plan(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
         "rejected": dict(found.rejected),
         "n_looked_at": found.n_looked_at,
         "asked_for": _own(query.subject, machines),
-        "notes": [*_freer(query, found, machines), *notes_of(query.subject, machines)],
+        "notes": [
+            *_freer(query, found, machines),
+            *_not_compared(query.subject, found),
+            *notes_of(query.subject, machines),
+        ],
     }
+
+
+def _not_compared(subject: Subject, found: Offers) -> list[str]:
+    """A run refuses a layout that computes another function, which only its values show."""
+    axes = {axis for offer in found.best for axis in axes_of(offer.layout)} - {"dp"}
+    if subject.compared or not axes:
+        return []
+    return [
+        f"that {', '.join(sorted(axes))} computes what one process does is tried when a run "
+        "starts, not here: --check tries it now"
+    ]
 
 
 def _freer(query: Query, found: Offers, machines: Sequence[MachineGroup]) -> list[str]:

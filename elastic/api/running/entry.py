@@ -185,7 +185,9 @@ def _spec_of(
     program: LoopProgram, file: Path, args: Sequence[str], *, data: Mapping[str, Any], where: str
 ) -> JobSpec:
     """The job of what a script has entered its loop with. Raises SpecError."""
-    own: dict[str, Any] = dict(program.settings)
+    batch = {**program.settings, **data}.get("global_batch")
+    own = _with_steps(program.settings, program, batch, where=f"{file}: elastic.loop(...)")
+    data = _with_steps(data, program, batch, where=where)
     started = {"script": str(file), "args": list(args)}
     data = {**own, **data, **started}
     for key in NEEDED:
@@ -198,6 +200,24 @@ def _spec_of(
         alone = {key: data[key] for key in NEEDED} | own | started
         job_of(alone, file, f"{file}: elastic.loop(...)")
     return job_of(data, file, where)
+
+
+def _with_steps(
+    keys: Mapping[str, Any], program: LoopProgram, global_batch: Any, *, where: str
+) -> dict[str, Any]:
+    """The keys with `steps` in the place of `epochs`. Raises SpecError."""
+    found = dict(keys)
+    epochs = found.pop("epochs", None)
+    if epochs is None:
+        return found
+    if "steps" in found:
+        raise SpecError(f"{where}: 'epochs' and 'steps' both say how long it trains; give one")
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise SpecError(f"{where}: 'epochs' must be a whole number of at least 1, not {epochs!r}")
+    assert program.dataset is not None
+    known = isinstance(global_batch, int) and global_batch > 0  # else it is refused by its own name
+    found["steps"] = -(-epochs * len(program.dataset()) // (global_batch if known else 1))
+    return found
 
 
 def _seed(data: Mapping[str, Any]) -> int:

@@ -34,6 +34,7 @@ class Options:
     # nobody looks on: a run that its program has ended as failed is not begun again unchanged
     supervised: bool = False
     no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
+    words: tuple[str, ...] = ()  # that were typed behind `elastic`: they are told to who resumes it
     show: bool = True  # progress while it runs
     dashboard: bool = False  # a page in the browser while it runs, on this machine
     # drills on a Ray cluster take the workers of a node and leave the node itself alone

@@ -173,7 +173,7 @@ class JobRun:
             layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
-            find_runs.remember(self.place)
+            find_runs.remember(self.place, self.options.words)
             with self._phase("the journal of earlier drivers was read"):
                 before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
@@ -403,22 +403,25 @@ class JobRun:
             }
         return extras
 
-    def _traceback(self, lines: Iterable[Line]) -> Path | None:
-        """Shows that of the program's error, unless rank 0 has told it; the log that has all of
-        it."""
+    def _traceback(self, journal: Iterable[Line]) -> Path | None:
+        """Shows that of the program's error, unless rank 0 has told it; the log that has all of it,
+        where that is here."""
         failed = [
             e
-            for line in lines
+            for line in journal
             for _, e in line.events
             if isinstance(e, WorkerFailed) and e.kind == "program"
         ]
-        found = traceback_of(self.place, str(failed[0].worker)) if failed else None
-        if found is None:
+        if not failed:
             return None
-        if self.terminal is not None:
-            told = [] if self.terminal.has_said(found.lines[-1]) else ["", *found.lines]
-            print("\n".join([*told, f"whole traceback: {found.file}"]), file=self._out())
-        return found.file
+        worker, frames = failed[0].worker, tuple(failed[0].frames.splitlines())
+        found = traceback_of(self.place, str(worker))
+        lines = found.lines if found is not None else frames
+        if self.terminal is not None and lines:
+            told = [] if self.terminal.has_said(lines[-1]) else ["", *lines]
+            where = found.file if found is not None else f"in the logs of node {worker.node_id}"
+            print("\n".join([*told, f"whole traceback: {where}"]), file=self._out())
+        return found.file if found is not None else None
 
     def _first_step_s(self, lines: Iterable[Line]) -> float | None:
         """Seconds from the launch of this driver to the end of its first step."""

@@ -285,7 +285,7 @@ def _kept(checkpoints: Any) -> dict[str, Any]:
         raise SpecError(
             f"CheckpointConfig(checkpoint_score_attribute='{score}', "
             f"checkpoint_score_order='{order}'): checkpoints are kept by validation_loss, lowest "
-            "first; give 'validation_loss' and 'min'"
+            "first; give 'validation_loss' and 'min', or neither: the newest num_to_keep stay"
         )
     return {"keep_every": 1} if n is None else {"keep_best": n, "keep_last": 1}
 

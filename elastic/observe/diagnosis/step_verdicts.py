@@ -39,7 +39,9 @@ SLOWED = 0.05
 
 def verdicts(seen: Evidence) -> tuple[RunVerdict, ...]:
     """All that are worth a line, what would win most first; at the end what the steps are spent on
-    when all else is gone."""
+    when all else is gone. A run that has failed before its first step is bound by its error."""
+    if seen.state.phase == "failed" and not seen.state.step:
+        return ()
     found = [*of_time(seen)]
     facts = seen.main
     if facts is not None and facts.step_s > 0:

@@ -22,7 +22,7 @@ def table(data: Mapping[str, Any]) -> list[str]:
     )
     until = f", deadline {data['deadline_h']:g} h" if data["deadline_h"] else ""
     lines = [
-        f"{data['job']}: {data['steps']:,} steps, {hours(data['ideal_h'])} on all "
+        f"{data['job']}: {data['steps']:,} steps, {hours(data['ideal_h'])} on "
         f"{n_of(data['nodes'], 'node')}{until}",
         f"{n_of(data['starts'], 'start')} over {traces}",
         "",

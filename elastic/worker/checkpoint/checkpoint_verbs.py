@@ -172,7 +172,7 @@ def export_for(
 ) -> dict[str, Any]:
     """The same with what the program puts beside the weights: a folder that its library loads. Of a
     program with adapters: these alone, as peft has them, or (`merged`) the whole model with them
-    added to its weights. `weights`: the type that they are written in, of weight_types.TYPES; '' =
+    added to its weights. `weights`: the type that they are written in, one of WEIGHT_TYPES; '' =
     as they are."""
     alone = program.adapter is not None and not merged
     if merged and program.adapter is None:

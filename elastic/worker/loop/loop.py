@@ -35,6 +35,7 @@ from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number, join_default_stream
 from elastic.worker.program.calls import count_of, count_there
 from elastic.worker.program.loop_program import (
+    EPOCHS,
     GROUPS,
     WHERE,
     LoopProgram,
@@ -91,12 +92,13 @@ class loop:
                  batch) -> summed loss of a batch of the validation set, or a dict of sums with
                  "loss" among them: each is reported per token (or sample), "loss" as
                  validation_loss. `validation` and `evaluate`: both or none.
+    epochs:      instead of `steps`: so many steps that the dataset is gone through as often.
     job:         every other keyword is a key of job.yaml, with the value that it has there (steps,
                  global_batch, seed, eval_every, pools ...): what the job says where neither its
                  job.yaml nor --set does.
 
-    Entering it gives a `Run`. Raises SpecError where it is wrong, or where no `elastic run
-    --script` has started the script.
+    Entering it gives a `Run`; so does `.start()`, without `with`. Raises SpecError where it is
+    wrong, or where no `elastic run --script` has started the script.
     """
 
     model: nn.Module
@@ -109,6 +111,7 @@ class loop:
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     validation: Any = None
     evaluate: Callable[[Any, Any], Any] | None = None
+    epochs: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 
     def __init__(self, *, model: nn.Module, optimizer: Own, dataset: Any, **more: Any) -> None:
@@ -150,9 +153,16 @@ class loop:
             )
 
     def __enter__(self) -> Run:
+        return self._entered(inspect.currentframe())
+
+    def start(self) -> Run:
+        """The same without `with`: the lines of the loop keep their indentation."""
+        return self._entered(inspect.currentframe())
+
+    def _entered(self, frame: types.FrameType | None) -> Run:
         host = here.host
         if host is None:
-            _refuse_a_plain_start(inspect.currentframe())
+            _refuse_a_plain_start(frame)
             raise SpecError(NO_HOST)
         return host.entered(Run(self._program(), self.optimizer))
 
@@ -186,7 +196,7 @@ class loop:
             tp_limit=self.tp_limit,
             extra_state={**self.extra_state, GROUPS: Settings(self.optimizer)},
             pipeline=False,
-            settings=self.job,
+            settings=self.job if self.epochs is None else {**self.job, EPOCHS: self.epochs},
             evaluation=self._evaluation(given),
             given=given,
         )
@@ -210,6 +220,7 @@ class OfferedBatch:
     batch: Mapping[str, torch.Tensor]
     step: int
     epoch: int
+    ends_epoch: bool = False  # the next one belongs to a later one, or there is none
 
 
 @dataclass(frozen=True)
@@ -231,6 +242,7 @@ class Run:
                 workers change.
     optimizer:  the script's own (or the dict of them), over this rank's part; `step()` is
                 run.step's.
+    epochs():   for scripts whose loop has an outer one over epochs: see there.
     step_index: the number of the batch in hand, from 0: how many steps were done before it. It
                 stays until the next batch, also behind `step()`. `epoch`: times that the dataset
                 was gone through before; `steps`: all that the job does.
@@ -258,6 +270,10 @@ class Run:
         self.train_loss: float | None = None
         self.grad_norm: float | None = None
         self._batch: Mapping[str, torch.Tensor] | None = None
+        self._held: OfferedBatch | None = None  # asked for, and not given to the script yet
+        self._epoch: int | None = None  # that `epochs()` has given last
+        self._ends_epoch = False  # the batch in hand
+        self._at_end = False  # its step was committed, and there is no other batch yet
         # of the batch in hand; on the device, where nobody has to wait for it
         self._loss_sum: Number = 0.0
         self._n_backward = 0
@@ -285,21 +301,46 @@ class Run:
 
     def __next__(self) -> Any:
         """This rank's share of the next step, as the dataset gives it, collated, on this rank's
-        device."""
+        device. Inside of `epochs()` it ends with each epoch."""
         if self._batch is not None:
             raise ProgramError(
                 f"the batch of step {self.step_index + 1} was left without run.step(); call it "
                 "once for each batch"
             )
-        offer = self.handoff.say(HandoffMessage("next", error=self.model.take_error()))
+        if self._epoch is not None and self._at_end:
+            self._at_end = False  # what comes now belongs to that step still
+            raise StopIteration
+        offer = self._held if self._held is not None else self._offered()
+        self._held = None
+        if offer is None or self._epoch is not None and offer.epoch > self._epoch:
+            self._held = offer
+            raise StopIteration
+        self._batch, self._loss_sum, self._n_backward = offer.batch, 0.0, 0
+        return self.program.given(offer.batch)
+
+    def epochs(self) -> Iterator[int]:
+        """`for epoch in run.epochs(): for batch in run: ...`: the number of each epoch, from that
+        of the step with which this process begins. What stands behind the inner loop, as an
+        evaluation by run.model, is done after the last step of the epoch; again, where that step
+        has to be done again."""
+        while (offer := self._held if self._held is not None else self._offered()) is not None:
+            self._held, self._epoch = offer, offer.epoch
+            yield offer.epoch
+            if self._held is offer:
+                raise ProgramError("`for epoch in run.epochs()` has no `for batch in run` inside")
+
+    def _offered(self) -> OfferedBatch | None:
+        """Asks for the next batch."""
+        offer: OfferedBatch | None = self.handoff.say(
+            HandoffMessage("next", error=self.model.take_error())
+        )
         self._lost, self._in_a_step = False, offer is not None
         self.logged.begin()
-        if offer is None:
-            raise StopIteration
-        self.step_index, self.epoch = offer.step, offer.epoch
-        self._batch, self._loss_sum, self._n_backward = offer.batch, 0.0, 0
-        self.calls.begin(2 * offer.step)
-        return self.program.given(offer.batch)
+        if offer is not None:
+            self.step_index, self.epoch = offer.step, offer.epoch
+            self._ends_epoch, self._at_end = offer.ends_epoch, False
+            self.calls.begin(2 * offer.step)
+        return offer
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a loss that is a sum over this batch's tokens (or samples). May be called for
@@ -350,6 +391,7 @@ class Run:
         )
         outcome: Outcome = self.handoff.say(word)
         self.committed, self._lost = outcome.committed, not outcome.committed
+        self._at_end = outcome.committed and self._ends_epoch
         self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm
         return outcome.committed
 

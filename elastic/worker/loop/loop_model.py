@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
+from elastic.text import n_of
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process_groups.transport import is_collective_error
 
@@ -35,11 +37,12 @@ class LoopModel:
         self.__dict__.update(
             _build_meta=build_meta, _module=None, _live=False, _error=None, _outlines={}
         )
-        self.__dict__.update(_calls=calls, _script=threading.get_ident())
+        self.__dict__.update(_calls=calls, _script=threading.get_ident(), _noted=False)
 
     def attach(self, module: nn.Module) -> None:
         """A new generation: its module, and no error."""
-        self.__dict__.update(_module=module, _live=True, _error=None)
+        tensors = module.state_dict(keep_vars=True)
+        self.__dict__.update(_module=module, _live=True, _error=None, _tensors=tensors)
         module.register_forward_pre_hook(self._count, prepend=True)  # before FSDP's, which wait
 
     def _count(self, *_: Any) -> None:
@@ -112,13 +115,40 @@ class LoopModel:
                 f"run.model.{name} was asked for before the first batch; it is there inside `for "
                 "batch in run`"
             )
+        if name == "module" and not hasattr(self._module, name):
+            return self  # as of a model in DistributedDataParallel
         return getattr(self._module, name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's part, also where only some ranks ask: FSDP's own would gather again on those
+        alone. Where it is not the whole, a note says so once."""
+        self.__getattr__("state_dict")  # refused before the first batch
+        found = {name: one.detach() for name, one in self._tensors.items()}
+        n_parts = sum(is_part(one) for one in found.values())
+        if n_parts and not self._noted:
+            self.__dict__["_noted"] = True
+            caller = sys._getframe(1)
+            print(
+                f"note: {caller.f_code.co_filename}, line {caller.f_lineno}: state_dict() of "
+                f"run.model is this rank's part of {n_parts} of {n_of(len(found), 'tensor')}; the "
+                "whole model: elastic checkpoint export RUN --to FOLDER",
+                flush=True,
+            )
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ProgramError(
             f"run.model.{name} cannot be set: the model may be rebuilt at any step; set it before "
             "elastic.loop"
         )
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Has another rank the rest of it?"""
+    if not isinstance(tensor, DTensor):
+        return False
+    placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(size > 1 and not where.is_replicate() for where, size in placed)
 
 
 class _Shape:

@@ -24,7 +24,7 @@ import torch
 from elastic.config.masking import masked_text
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.types import Job
-from elastic.user_frames import log_text, raised_at
+from elastic.user_frames import log_text, raised_at, user_traceback
 from elastic.worker.loop import clipping
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
@@ -249,9 +249,11 @@ class Script:
                 self.source.told(error),
             )
             return GenerationAborted(str(error))
+        told = ProgramError(self.source.told(error))
         if not isinstance(error, ElasticError):  # what ours say in one line is all
             print(masked_text(log_text(error)), end="", file=sys.stderr)
-        return ProgramError(self.source.told(error))
+            told.add_note(masked_text(user_traceback(error)))
+        return told
 
     # -------------------------------------------------------------------------- the training thread
 
@@ -294,11 +296,11 @@ class Script:
         return self.run.calls
 
     def compute(
-        self, batch: Mapping[str, torch.Tensor], step: int, epoch: int
+        self, batch: Mapping[str, torch.Tensor], step: int, epoch: int, *, ends_epoch: bool = False
     ) -> tuple[Number, Number]:
         """One pass through the loop's body up to run.step(): loss sum and tokens of this rank,
         scalar tensors where they are still on the device. Raises what aborted there."""
-        self.handoff.answer(OfferedBatch(batch, step, epoch))
+        self.handoff.answer(OfferedBatch(batch, step, epoch, ends_epoch))
         word = self._heard(step)
         self.clip_grad_norm = word.clip_grad_norm
         return word.loss_sum, word.tokens

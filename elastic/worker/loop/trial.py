@@ -21,7 +21,7 @@ from elastic.data.batches import item_of
 from elastic.data.collate import collate
 from elastic.errors import ProgramError
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
-from elastic.worker.loop.loop import WITH_A_BATCH, Run
+from elastic.worker.loop.loop import WITH_A_BATCH, OfferedBatch, Run
 from elastic.worker.loop.loss_reduction import A_MEAN, Means
 from elastic.worker.program.calls import count_of
 from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
@@ -50,6 +50,7 @@ class Trial:
 
     def __init__(self, stack: ExitStack) -> None:
         self.program: LoopProgram | None = None
+        self.run: TriedRun | None = None
         self._stack = stack
 
     def entered(self, run: Run) -> Run:
@@ -59,7 +60,8 @@ class Trial:
         self._stack.enter_context(_ended_after(MOST_S, run.program))
         for muted in (redirect_stdout, redirect_stderr):
             self._stack.enter_context(muted(io.StringIO()))
-        return TriedRun(run)
+        self.run = TriedRun(run)
+        return self.run
 
 
 def is_found(error: Exception) -> bool:
@@ -90,15 +92,22 @@ class TriedRun(Run):
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
             return super().__getattr__(name)  # refused, as in a worker
+        if name == "world_size":
+            return 1
         raise Entered(self.__dict__["_whole"])
 
     def __next__(self) -> Any:
         if self._batch is not None:
             raise Entered(self._whole)
+        return super().__next__()
+
+    def _offered(self) -> OfferedBatch:
+        if self._begun:
+            raise Entered(self._whole)
         assert self._whole.dataset is not None
         self._evaluate()
-        self._batch, self._begun = _first(self._whole.dataset()), True
-        return self.program.given(self._batch)
+        self._begun = True
+        return OfferedBatch(_first(self._whole.dataset()), 0, 0)
 
     def _evaluate(self) -> None:
         """What the script gives for its validation set, on shapes. Raises ProgramError for a

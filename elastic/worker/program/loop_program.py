@@ -25,6 +25,7 @@ from elastic.worker.process.readback import Number
 from elastic.worker.program.optimizers import Optimizer, by_name
 
 GROUPS = "param_groups"  # the name of the optimizers' settings among the extra state
+EPOCHS = "epochs"  # among the settings: instead of steps
 WHERE = "elastic.loop(optimizer=...)"
 EVALUATE = "elastic.loop(evaluate=...)"
 Own = Optimizer | dict[str, Optimizer]  # what a script gives: one, or several by name

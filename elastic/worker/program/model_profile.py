@@ -43,6 +43,10 @@ CUT = {
 # styles by which a tp rank has a part of the sequence
 OF_A_PART = {style for style in CUT if "scatter" in style or "sequence" in style}
 OF_A_LOOP = "LoopProgram"
+TP_OF_A_LOOP = (
+    "that tp computes what one process does is not tried for a loop, whose loss is its own: "
+    "compare the first losses with those of --layout auto,tp=1"
+)
 NO_PIPELINE = {OF_A_LOOP: "its script calls the whole model"}
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
@@ -207,7 +211,7 @@ def trace(program: Program) -> ModelProfile:
         len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1,
         limit), extra, not no_pp, n_expert_params(model), math.gcd(*experts.values()),
         no_pp=no_pp, no_tp=no_tp,
-        notes=drawn_by_rank(model) if type(program).__name__ == OF_A_LOOP else (),
+        notes=_of_a_loop(model, program) if type(program).__name__ == OF_A_LOOP else (),
     )  # fmt: skip
     norms = training_norms(model)
     return _with_norms(profile, program, norms) if norms else profile
@@ -228,6 +232,11 @@ def _with_norms(profile: ModelProfile, program: Program, norms: Sequence[StepNor
         pipeline=profile.pipeline and not no_pp, tp_limit=1 if no_tp else profile.tp_limit,
         notes=(*profile.notes, chosen(norms)),
     )  # fmt: skip
+
+
+def _of_a_loop(model: nn.Module, program: Program) -> tuple[str, ...]:
+    """What of a script nobody has looked at, since its loss is its own."""
+    return (*drawn_by_rank(model), *((TP_OF_A_LOOP,) if program.tp else ()))
 
 
 def drawn_by_rank(model: nn.Module) -> tuple[str, ...]:

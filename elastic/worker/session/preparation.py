@@ -101,11 +101,12 @@ class Preparation:
             return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
             holds_lost(error)
-            print_error(error)
+            frames = print_error(error)
             refusal = checks.refusal() if checks is not None and self.place is None else None
             failed = WorkerFailed(
-                self.me, 0, kind_of(error), text_of(error), do="retry" if is_assert(error) else ""
-            )
+                self.me, 0, kind_of(error), text_of(error), do="retry" if is_assert(error) else "",
+                frames=frames,
+            )  # fmt: skip
             self.report(failed if refusal is None else self._refused(refusal))
             return
         if len(rehearsals) < 2:

@@ -469,13 +469,14 @@ class Session:
             return
         if isinstance(error, Damaged):
             self._put(CopyDamaged(generation.plan.resume.uri, str(error)))
-        print_error(error)
+        frames = print_error(error)
         memory = (
             torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident_bytes()
         )
         failed = WorkerFailed(
-            self.me, number, kind, text_of(error), memory if kind == "out_of_memory" else 0
-        )
+            self.me, number, kind, text_of(error), memory if kind == "out_of_memory" else 0,
+            frames=frames,
+        )  # fmt: skip
         failed = replace(failed, step=error.step) if isinstance(error, LayoutDiffers) else failed
         if isinstance(error, PeersUnreached):
             failed = replace(failed, unreached=error.unreached)

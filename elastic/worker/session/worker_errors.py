@@ -17,7 +17,7 @@ from elastic.errors import (
     StorageFailed,
 )
 from elastic.types import FailureKind
-from elastic.user_frames import log_text, raised_at
+from elastic.user_frames import log_text, raised_at, user_traceback
 from elastic.worker.process.cuda_errors import ASSERT, MEMORY, cuda_error, device_lost
 from elastic.worker.process_groups.reach import PeersUnreached
 from elastic.worker.process_groups.transport import is_collective_error
@@ -52,13 +52,20 @@ def kind_of(error: BaseException) -> FailureKind:
     return "program"
 
 
-def print_error(error: BaseException) -> None:
+FRAMES_MOST = 4000  # characters of a traceback that go to the driver, the last ones
+
+
+def print_error(error: BaseException) -> str:
     """The traceback of an error of the program, to standard error, without secrets: the user's
-    frames, and the whole of it for the log alone. What ours say in one line is all."""
-    if kind_of(error) == "program" and (
-        not isinstance(error, ElasticError) or error.__cause__ is not None
-    ):
-        print(masked_text(log_text(error)), end="", file=sys.stderr)
+    frames, and the whole of it for the log alone. What ours say in one line is all. Returns the
+    user's frames, for a driver that this process's log is not at hand of; those of a script were
+    printed where it raised."""
+    if kind_of(error) != "program":
+        return ""
+    if isinstance(error, ElasticError) and error.__cause__ is None:
+        return "\n".join(getattr(error, "__notes__", ()))[-FRAMES_MOST:]
+    print(masked_text(log_text(error)), end="", file=sys.stderr)
+    return masked_text(user_traceback(error))[-FRAMES_MOST:]
 
 
 def text_of(error: BaseException) -> str:

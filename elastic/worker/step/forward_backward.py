@@ -61,7 +61,9 @@ class BatchScript(Protocol):
     @property
     def calls(self) -> CallLog: ...
 
-    def compute(self, batch: Batch, step: int, epoch: int) -> tuple[Number, Number]: ...
+    def compute(
+        self, batch: Batch, step: int, epoch: int, *, ends_epoch: bool
+    ) -> tuple[Number, Number]: ...
 
 
 def _n_rows(batch: Batch) -> int:
@@ -320,12 +322,14 @@ class ForwardBackward:
     def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[Number, Number]:
         """The same where a script computes the loss; in a rehearsal nobody does."""
         if train:
-            epoch = self.job.position_at(self.state.step) // self.job.n_samples
+            step = self.state.step
+            epoch, after = (self.job.position_at(n) // self.job.n_samples for n in (step, step + 1))
+            ends = after > epoch or step + 1 == self.job.steps
             if self.script is None:
                 return 0.0, 0
             norms = self.norms.of_script(self.state.model, _n_rows(batch))
             with norms, self.state.routed.counting():
-                return self.script.compute(batch, self.state.step, epoch)
+                return self.script.compute(batch, step, epoch, ends_epoch=ends)
         evaluation = self.program.evaluation  # type: ignore[attr-defined]
         kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
         # on every rank: its collectives need all of them

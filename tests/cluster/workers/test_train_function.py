@@ -6,13 +6,17 @@ import gc
 import threading
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray.train
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic.cluster.workers.train_function import as_they_are, keep_as_they_are, loaded, pickled
 from elastic.errors import SpecError
+from elastic.worker.loop.loop import here
 from elastic.worker.loop.script_host import capture
 
 TEXT = """
@@ -102,3 +106,42 @@ def test_a_file_that_makes_a_trainer_is_no_script_for_elastic_run(tmp_path: Path
     assert f"{file}, line 5: ElasticTrainer.fit() starts a run by itself: start this file with" in (
         str(caught.value)
     )
+
+
+IN_LOOP = """
+import ray.train, ray.train.torch, torch
+from ray.train import get_context, report
+def train():
+    where = get_context()
+    OUT.append((where.get_world_rank(), where.get_world_size(), str(ray.train.torch.get_device())))
+    for checkpoint in (None, "a folder", "another"):
+        report({"loss": 2, "train_loss": 1.0, "note": "text", "best": True}, checkpoint=checkpoint)
+def prepares(loader):
+    assert len(torch.utils.data.DistributedSampler(range(6))) == 6
+    prepared = ray.train.torch.prepare_data_loader(loader)
+    assert prepared is loader
+    prepared.sampler.set_epoch(3)
+"""
+
+
+def test_in_its_loop_a_function_reports_and_knows_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers that every step has, and what is none, are left out; of a checkpoint it is said once
+    that nobody stores it. Outside of a loop Ray Train's own words."""
+    out: list[Any] = []
+    logged: list[Any] = []
+    space = functions(IN_LOOP, OUT=out)
+    with as_they_are():
+        exec(IN_LOOP, space)
+        with pytest.raises(RuntimeError, match="`get_context` cannot be used outside of a Ray"):
+            space["train"]()
+        run = SimpleNamespace(rank=0, world_size=3, log=logged.append)
+        host = SimpleNamespace(run=run, device=torch.device("meta"))
+        monkeypatch.setattr(here, "host", host, raising=False)
+        space["train"]()
+        space["prepares"](DataLoader([1, 2, 3], shuffle=True))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        DistributedSampler([1, 2, 3])  # type: ignore[arg-type]
+    assert out == [(0, 3, "meta")] and logged == [{"loss": 2}] * 3
+    assert capsys.readouterr().out.count("is not stored: elastic makes checkpoints by itself") == 1

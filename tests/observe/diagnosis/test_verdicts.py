@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.observe import small_run
@@ -238,6 +241,18 @@ def test_a_run_of_a_few_steps_says_nothing_of_its_steps() -> None:
     seen = evidence_of(QUIET.lines()[:5])
     assert seen.main is None and [one.bound for one in verdicts(seen)] in ([], ["start-up"])
     assert verdicts(evidence_of([])) == ()
+
+
+def test_a_run_that_fails_before_its_first_step_is_bound_by_its_error() -> None:
+    """What its machines took to start is no advice to somebody whose script raises."""
+    spent, totals = defaultdict(float, program_startup=5.0), SimpleNamespace(wall_s=10.0)
+    more = {"usd": defaultdict(float), "totals": totals, "transitions": ()}
+    books: Any = SimpleNamespace(seconds=spent, **more)
+    starting = replace(evidence_of(QUIET.lines()[:5]), account=books)
+    assert [one.bound for one in verdicts(starting)] == ["start-up"]
+    for step, said in ((0, []), (3, ["start-up"])):
+        state = replace(starting.state, phase="failed", step=step)
+        assert [one.bound for one in verdicts(replace(starting, state=state))] == said
 
 
 def test_a_profile_of_the_run_counts_in_the_place_of_the_cost_model(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from elastic.config.job import job_of, load_job
 from elastic.errors import ElasticError, InfeasiblePlan, ProgramError, SpecError
 from elastic.planner.layout_choice import plan_layout
 from elastic.program import load_program
-from elastic.text import LOG_MARK
 from elastic.types import Box, Job, Node
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.hosting.resume_checks import check_layouts
@@ -317,19 +316,6 @@ def test_a_script_that_asks_ray_train_is_told_what_there_is_instead(
             0,
             3,
         )
-
-
-def test_the_traceback_of_the_scripts_own_error_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ProgramError, match="line 9: KeyError: 'mine'"):
-        train_script_alone(script(tmp_path, body("raise KeyError('mine')")), [], 0, 3)
-    printed = capsys.readouterr().err.splitlines()
-    told = [line for line in printed if not line.startswith(LOG_MARK)]
-    assert told[0] == "Traceback (most recent call last):" and told[-1] == "KeyError: 'mine'"
-    assert f'File "{tmp_path}/train.py", line 9, in <module>' in told[1], "its own frames alone"
-    assert not any("/elastic/" in line for line in told)
-    assert any("script_host.py" in line for line in printed), "the whole one stays in the log"
 
 
 def test_what_comes_after_the_loop_runs_and_does_not_fail_the_run(

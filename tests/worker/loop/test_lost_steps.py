@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.loop_reference import ScriptAtLoop
+from support.loop_reference import ScriptAtLoop, train_script_alone
 
 from elastic.errors import ProgramError
+from elastic.text import LOG_MARK
 from elastic.worker.program.commit import Commit
+from elastic.worker.session.worker_errors import print_error
 
 STEPS = 3
 SCRIPT = """
@@ -99,3 +101,21 @@ def test_an_error_over_a_model_that_gives_zeros_is_no_error_of_the_program(tmp_p
             parameter.zero_()
     with pytest.raises(ProgramError, match="line 12: AssertionError"):
         at_loop.script.compute(at_loop.batch(0, 0), 0, 0)
+
+
+def test_the_traceback_of_the_scripts_own_error_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT.format(log=tmp_path / "log", body="        raise KeyError('mine')"))
+    with pytest.raises(ProgramError, match="line 12: KeyError: 'mine'") as caught:
+        train_script_alone(file, [], 0, STEPS)
+    printed = capsys.readouterr().err.splitlines()
+    frames = print_error(caught.value).splitlines()
+    assert frames == [line for line in printed if not line.startswith(LOG_MARK)]
+    assert not capsys.readouterr().err, "it was printed where it was raised"
+    told = [line for line in printed if not line.startswith(LOG_MARK)]
+    assert told[0] == "Traceback (most recent call last):" and told[-1] == "KeyError: 'mine'"
+    assert f'File "{tmp_path}/train.py", line 12, in <module>' in told[1], "its own frames alone"
+    assert not any("/elastic/" in line for line in told)
+    assert any("script_host.py" in line for line in printed), "the whole one stays in the log"

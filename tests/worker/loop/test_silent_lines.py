@@ -66,3 +66,15 @@ def test_what_a_model_draws_in_a_loop_is_named(tmp_path: Path) -> None:
     assert notes("nn.Dropout(0.1)", "nn.Linear(4, 4)", "nn.AlphaDropout(0.2)").startswith(
         "1 and 1 other module draw random numbers"
     )
+
+
+def test_a_tp_that_nobody_has_compared_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        HEAD.format(layers="nn.Linear(4, 4)", before="", line="").replace(
+            "steps=3", "tp={'0': 'colwise', '1': 'rowwise'}, steps=3"
+        )
+    )
+    assert "compare the first losses" in "; ".join(
+        trace(capture(tmp_path / "train.py", [], 0)).notes
+    )
+    assert not trace(captured(tmp_path)).notes

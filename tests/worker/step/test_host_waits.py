@@ -166,7 +166,7 @@ def test_the_host_waits_once_in_a_step_of_a_loop() -> None:
     run.handoff = SimpleNamespace(say=say)  # type: ignore[assignment]
     run.model.attach(stepper.state.model)
 
-    def compute(batch: Any, step: int, epoch: int) -> Any:
+    def compute(batch: Any, step: int, epoch: int, **_: Any) -> Any:
         offers.append(OfferedBatch(batch, step, epoch))
         given = next(run)
         for rows in cut_rows(BATCH, 2):
