@@ -207,8 +207,10 @@ class Breaks(SimMachines):
     def _report(
         self, worker: WorkerId, generation: int, held: Mapping[WorkerId, tuple[Holding, ...]]
     ) -> Quiesced:
-        mine = held.get(worker, ())
-        step = max([h.step for h in mine if h.kind == "live"], default=0)
+        mine, step = held.get(worker, ()), 0
+        for holding in mine:
+            if holding.kind == "live" and holding.step > step:
+                step = holding.step
         pending_step = self._pending.get(worker, (0, -1))[1]
         return Quiesced(worker, generation, step, mine, self._commits.get(worker, ()), pending_step)
 
