@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from elastic.errors import ElasticError, InternalError, unwritten
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
-from elastic.policy.state.fold import ENDED, Change, State, changes, fold
+from elastic.policy.state.fold import ENDED, Change, State, changes, fold, folded
 from elastic.types import (
     Action,
     Decided,
@@ -196,8 +196,7 @@ def _loop(
         if journal.due_at_s is not None and now_s >= journal.due_at_s:
             journal.flush()
         events = [(now_s, event) for event in (*storage.news(now_s), *found)]
-        for _, event in events:
-            state = fold(state, event, now_s)
+        state = folded(state, events)
         if n_asked > 1:
             decide = _at_once
 

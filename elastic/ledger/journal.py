@@ -16,7 +16,6 @@ where the class name is written too. Secrets are written as "***".
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -46,9 +45,7 @@ PLAN_CHANGES = (EnterPlan, RollForward, Stop)
 MERGE_S = 1.0  # ticks that hold only StepDone become at most one line in this time
 
 CLASSES: dict[str, type] = {
-    name: cls
-    for name, cls in vars(types).items()
-    if dataclasses.is_dataclass(cls) and isinstance(cls, type)
+    name: cls for name, cls in vars(types).items() if isinstance(cls, type) and types.is_noun(cls)
 }
 CLOSED = "journal-closed.jsonl"  # a file that is being packed
 NO_LINE = "00000000"  # what `after` says where there is no line before
@@ -107,7 +104,7 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, _OPEN):
         return encode(value)
-    if dataclasses.is_dataclass(value):
+    if types.is_noun(type(value)):
         return dict(_fields(value))
     if isinstance(value, Mapping):
         if all(isinstance(key, str | int) for key in value):
@@ -169,7 +166,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return decode
     if hint is Job:
         return Job.from_plain
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and types.is_noun(hint):
         return _reader_of(hint)
     return float if hint is float else _as_it_is
 

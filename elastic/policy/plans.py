@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
@@ -35,6 +37,8 @@ from elastic.types import (
 from elastic.types.replacing import follows_from, replace
 
 KEPT_CHOICES = 64  # for other numbers of nodes
+# pool and GPUs of nodes, in their order: how many of one kind follow each other
+Kinds = tuple[tuple[tuple[str, int], int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +76,7 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
 def never(state: State, n_nodes: Mapping[tuple[str, int], int]) -> InfeasiblePlan | None:
     """Why there is no plan for so many nodes of each pool and number of GPUs; None = there is one.
     What they are called matters only where their speeds are known."""
-    kinds = tuple(kind for kind, n in sorted(n_nodes.items()) for _ in range(n))
+    kinds = tuple((kind, n) for kind, n in sorted(n_nodes.items()) if n)
     try:
         if state.speeds or state.job.restarted:
             choice_of(state, _unnamed(kinds))
@@ -83,14 +87,15 @@ def never(state: State, n_nodes: Mapping[tuple[str, int], int]) -> InfeasiblePla
     return None
 
 
-def _unnamed(kinds: Sequence[tuple[str, int]]) -> list[Node]:
-    return [Node(f"?{k}", pool, gpus) for k, (pool, gpus) in enumerate(kinds)]
+def _unnamed(kinds: Kinds) -> list[Node]:
+    each = [kind for kind, n in kinds for _ in range(n)]
+    return [Node(f"?{k}", pool, gpus) for k, (pool, gpus) in enumerate(each)]
 
 
 @follows_from(
     "job", "pools", "model", "hardware", "infeasible", "unusable", "speeds", kept=KEPT_CHOICES
 )
-def _alike(state: State, kinds: tuple[tuple[str, int], ...]) -> Choice | InfeasiblePlan:
+def _alike(state: State, kinds: Kinds) -> Choice | InfeasiblePlan:
     """Of nodes that are told apart by their place, while nobody knows more of them than of which
     pool they are and how many GPUs they have."""
     nodes = _unnamed(kinds)
@@ -114,12 +119,14 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     if state.speeds:
         usable = refused_layouts.usable_model(state)
         return plan_layout(usable, state.job, ordered, limits=_limits(state, nodes))
-    found = _alike(state, tuple((node.pool, node.gpus) for node in ordered))
+    alike = groupby(ordered, key=attrgetter("pool", "gpus"))
+    found = _alike(state, tuple((kind, len(list(nodes))) for kind, nodes in alike))
     if isinstance(found, InfeasiblePlan):
         raise found
-    names = {f"?{k}": node.node_id for k, node in enumerate(ordered)}
-    ranks = tuple(WorkerId(names[worker.node_id], worker.local_rank) for worker in found.ranks)
-    return replace(found, ranks=ranks, nodes=tuple(names[name] for name in found.nodes))
+    nodes_there = tuple(node.node_id for node in ordered)
+    names = dict(zip(found.nodes, nodes_there, strict=True))
+    ranks = tuple(WorkerId(names[node], rank) for node, rank in found.ranks)
+    return replace(found, ranks=ranks, nodes=nodes_there)
 
 
 def _limits(state: State, nodes: Sequence[Node]) -> LayoutLimits:

@@ -42,21 +42,23 @@ def place(
     for node, slots in by_node.items():
         alike[kinds.get(node), len(slots)].append(slots)
     out = list(ranks)
+
+    def within(slots: Sequence[int], workers: Sequence[int]) -> list[tuple[int, int]]:
+        """Which worker of a node becomes which rank of one: rank, worker."""
+        best = _best([[kept[rank][w] for w in workers] for rank in slots])
+        return [(slots[i], workers[k]) for i, k in enumerate(best)]
+
     for group in alike.values():
-        inner = [
-            [_best([[kept[rank][w] for w in workers] for rank in slots]) for workers in group]
-            for slots in group
-        ]
-        totals = [
-            [
-                sum(kept[slots[i]][workers[k]] for i, k in enumerate(inner[a][b]))
-                for b, workers in enumerate(group)
+        if len(group[0]) == 1:  # a node's one worker has no choice
+            totals = [[kept[rank][w] for (w,) in group] for (rank,) in group]
+        else:
+            totals = [
+                [sum(kept[rank][w] for rank, w in within(slots, workers)) for workers in group]
+                for slots in group
             ]
-            for a, slots in enumerate(group)
-        ]
-        for a, b in enumerate(_best(totals)):
-            for i, k in enumerate(inner[a][b]):
-                out[group[a][i]] = ranks[group[b][k]]
+        for slots, b in zip(group, _best(totals), strict=True):
+            for rank, w in within(slots, group[b]):
+                out[rank] = ranks[w]
     return tuple(out)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,9 @@ from elastic.types.grid import replica_keys
 
 # parts that several could send are cut along dimension 0 to at most this, so that several do
 SPREAD_BYTES = 64 << 20
+# of those who could send a part, and of its tensors, on average of parts that others could send:
+# below it arrays take longer than a loop
+FEW = 64
 TOGETHER_LEAST = 2500  # of senders and parts, below which arrays take longer than a loop
 
 
@@ -136,6 +140,11 @@ def spread(found: Sequence[tuple[Routes, Ints, Ints]], sent: Ints) -> None:
         )
     rows = np.concatenate(shared, axis=1)
     rows = rows[:, np.lexsort((rows[4], *rows[2::-1]))]
+    widths = np.array([routes.senders.shape[1] for routes, _, _ in found], dtype=np.int64)
+    groups = len(distinct(rows[2] + rows[3] * len(found)))
+    if (rows[0] * widths[rows[2]]).sum() <= FEW * groups:
+        in_turn([routes for routes, _, _ in found], rows, sent)
+        return
     for equal in cut_where_new(rows, 3):
         n, minus_bytes, b = equal[:3, 0].tolist()
         routes = found[b][0]
@@ -146,6 +155,23 @@ def spread(found: Sequence[tuple[Routes, Ints, Ints]], sent: Ints) -> None:
             places = choose(loads, -minus_bytes, times)
             sent[who] = loads - minus_bytes * np.bincount(places, minlength=n)
             routes.senders[parts] = who[places].reshape(len(parts), -1)
+
+
+def in_turn(found: Sequence[Routes], rows: Ints, sent: Ints) -> None:
+    """As `spread` of these rows: one after the other, in plain numbers."""
+    loads = sent.tolist()
+    who = [routes.givers.who.tolist() for routes in found]
+    chosen: list[list[list[int]]] = [[] for _ in found]
+    for n, minus_bytes, b, first, _ in rows.T.tolist():
+        able, senders = who[b][first : first + n], list[int]()
+        for _ in range(found[b].senders.shape[1]):
+            senders.append(min(able, key=loads.__getitem__))
+            loads[senders[-1]] -= minus_bytes
+        chosen[b].append(senders)
+    for b, routes in enumerate(found):
+        if chosen[b]:
+            routes.senders[rows[4, rows[2] == b]] = chosen[b]
+    sent[:] = loads
 
 
 def choices(first: Ints, parts: Ints, n: int, *, who: Ints) -> Iterator[tuple[int, Ints]]:
@@ -214,11 +240,14 @@ def alike(
 class Holdings:
     """Which participants have which old ranks' boxes; `nodes`: of each participant.
 
-    `names`: of the nodes, `node`: of each participant the place of its own there. `ranks`, `who`:
-    an old rank and a participant that has its boxes."""
+    `node`: of each participant the number of its own. `ranks`, `who`: an old rank and a participant
+    that has its boxes."""
 
     def __init__(
-        self, source: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+        self,
+        source: Side,
+        holders: Mapping[int, tuple[int, ...]],
+        nodes: Sequence[str] | Sequence[int],
     ) -> None:
         known = {rank: holders[rank] for rank in range(source.layout.world_size) if rank in holders}
         each = alike(source, known)
@@ -227,8 +256,8 @@ class Holdings:
             [len(held) for _, held in each]
         )
         self.who = np.array([who for _, held in each for who in held], dtype=np.int64)
-        self.names = sorted(set(nodes))
-        number = {name: i for i, name in enumerate(self.names)}
+        names: list[Any] = sorted(set(nodes))
+        number = {name: i for i, name in enumerate(names)}
         self.node = np.array([number[name] for name in nodes], dtype=np.int64)
         self._found: dict[Held, Givers] = {}
 

@@ -21,7 +21,7 @@ from elastic.reshard.flows import Flows, flows
 from elastic.reshard.pieces import Cut, Ints, Side, bytes_of
 from elastic.reshard.routes import Holdings
 from elastic.types import Layout, ModelProfile, Move
-from elastic.types.replacing import replace
+from elastic.types.replacing import follows_from, replace
 
 LEAST_S = 0.02  # agreement on the step, sums, last answers
 
@@ -59,7 +59,10 @@ class MoveForecast:
 
     @cached_property
     def move(self) -> Move:
-        senders, receivers, n_bytes = (x.tolist() for x in self.links)
+        place = np.empty(len(self.nodes), dtype=np.int64)  # of each by its name
+        place[sorted(range(len(self.nodes)), key=self.nodes.__getitem__)] = np.arange(len(place))
+        order = np.lexsort((place[self.links[1]], place[self.links[0]]))
+        senders, receivers, n_bytes = (x[order].tolist() for x in self.links)
         name = self.nodes.__getitem__
         links = tuple(zip(map(name, senders), map(name, receivers), n_bytes, strict=True))
         return replace(self.unlinked, links=links)
@@ -77,6 +80,24 @@ def forecast(
 ) -> MoveForecast:
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost
     where a part has no holder."""
+    number: dict[str, int] = {}
+    places = tuple(number.setdefault(node, len(number)) for node in nodes)
+    unlinked, links = _summed(model, (old, new), places, holders=holders, room=room, pace=pace)
+    return MoveForecast(unlinked, list(number), links)
+
+
+@follows_from()
+def _summed(
+    model: ModelProfile,
+    cuts: tuple[Cut, Cut],
+    nodes: Sequence[int],
+    *,
+    holders: Mapping[int, tuple[int, ...]],
+    room: Room,
+    pace: TransferRates,
+) -> tuple[Move, tuple[Ints, Ints, Ints]]:
+    """What the nodes are called does not matter: a run that lost some gets as many others."""
+    old, new = cuts
     source, target = Side(model, old), Side(model, new)
     held = Holdings(source, holders, nodes)
     sums = flows(source, target, held)
@@ -97,7 +118,7 @@ def forecast(
         + pace.times * (_busiest_bytes(sums, links) / pace.link_bytes_per_s + host_s),
         peak_bytes=peak_bytes,
     )
-    return MoveForecast(move, held.names, links)
+    return move, links
 
 
 def _busiest_bytes(sums: Flows, links: tuple[Ints, Ints, Ints]) -> int:

@@ -162,8 +162,7 @@ class Partitions(Generations):
     def _step(self, group: SimGeneration) -> None:
         """Ranks that are all cut off together step on; what they say is heard later."""
         ranks, wait_s = group.plan.ranks, self._cut_s(group.plan.ranks)
-        several = len({worker.node_id for worker in ranks}) > 1
-        wait_s = max(wait_s if several else 0.0, self._apart_s(ranks))
+        wait_s = max(wait_s if len(group.plan.nodes) > 1 else 0.0, self._apart_s(ranks))
         if wait_s > 0 and not group.ended:
             self._after(wait_s, lambda: self._step(group))
         else:

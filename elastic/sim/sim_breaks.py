@@ -3,6 +3,7 @@ step that was under way, and what the survivors report."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elastic.sim.functions import Functions
@@ -143,18 +144,22 @@ class Breaks(SimMachines):
         if group.entered and group.step < self.job.steps and moment != "inside":
             for k, (worker, rank) in enumerate(survivors.items()):
                 if moment == "torn" and k % 2 == 0:
-                    self._advance(group, rank, group.step + 1)
+                    self._advance(group, (rank,), group.step + 1)
                 else:
                     self._pending[worker] = (group.plan.generation, group.step + 1)
 
-    def _advance(self, group: SimGeneration, rank: int, step: int) -> None:
-        worker, generation = group.plan.ranks[rank], group.plan.generation
-        kept = tuple(
-            h for h in self._held.get(worker, ()) if h.kind == "peer" or h.generation != generation
-        )
-        self._held[worker] = (Holding(worker, generation, rank, step, "live"), *kept)
-        self._commits[worker] = (float(group.plan.generation), float(step))
-        self._pending.pop(worker, None)
+    def _advance(self, group: SimGeneration, ranks: Iterable[int], step: int) -> None:
+        """Each of these has its boxes of it."""
+        plan, generation, held = group.plan, group.plan.generation, self._held
+        commit = float(generation), float(step)
+        for rank in ranks:
+            worker = plan.ranks[rank]
+            kept = [
+                h for h in held.get(worker, ()) if h.kind == "peer" or h.generation != generation
+            ]
+            held[worker] = (Holding(worker, generation, rank, step, "live"), *kept)
+            self._commits[worker] = commit
+            self._pending.pop(worker, None)
 
     def _unanswered(self, group: SimGeneration, why: str = "") -> None:
         """Somebody in the group no longer answers: the others wait until he is found silent."""
@@ -179,27 +184,43 @@ class Breaks(SimMachines):
             recent = group.plan.generation >= action.generation - 1 or not group.ended
             members |= group.members if recent else set()
             group.ended = True
-        for worker in sorted(members):
+        answering = [worker for worker in sorted(members) if self._answers(worker)]
+        for heard_s, same in self._by_hearing(answering).items():
+            self._after(heard_s, lambda same=same: self._answer(same, action.generation))  # type: ignore[misc]
+
+    def _by_hearing(self, workers: Iterable[WorkerId]) -> dict[float, list[WorkerId]]:
+        """In how many seconds an order reaches them and is obeyed -> those of whom that is so: of
+        an undisturbed network all."""
+        found: dict[float, list[WorkerId]] = {}
+        for worker in workers:
+            heard_s = self._cut_s([worker]) + self.delays.quiesce_s
+            found.setdefault(heard_s, []).append(worker)
+        return found
+
+    def _answer(self, workers: Iterable[WorkerId], generation: int) -> None:
+        held = self._held
+        for worker in workers:
             if self._answers(worker):
-                heard_s = self._cut_s([worker]) + self.delays.quiesce_s
-                self._after(heard_s, lambda w=worker: self._answer(w, action.generation))  # type: ignore[misc]
+                self._untold(held.get(worker, ()))
+                self._tell(self._report(worker, generation, held))
 
-    def _answer(self, worker: WorkerId, generation: int) -> None:
-        if self._answers(worker):
-            self._untold(worker)
-            self._tell(self._report(worker, generation))
-
-    def _report(self, worker: WorkerId, generation: int) -> Quiesced:
-        held = self._held.get(worker, ())
-        step = max((h.step for h in held if h.kind == "live"), default=0)
+    def _report(
+        self, worker: WorkerId, generation: int, held: Mapping[WorkerId, tuple[Holding, ...]]
+    ) -> Quiesced:
+        mine, step = held.get(worker, ()), 0
+        for holding in mine:
+            if holding.kind == "live" and holding.step > step:
+                step = holding.step
         pending_step = self._pending.get(worker, (0, -1))[1]
-        return Quiesced(worker, generation, step, held, self._commits.get(worker, ()), pending_step)
+        return Quiesced(worker, generation, step, mine, self._commits.get(worker, ()), pending_step)
 
-    def _untold(self, worker: WorkerId) -> None:
+    def _untold(self, held: Iterable[Holding]) -> None:
         """The report of a step that nobody has given yet: its commit was seen by this worker."""
-        for holding in self._held.get(worker, ()):
+        for holding in held:
+            if holding.kind != "live":
+                continue
             group = self._groups[holding.generation]
-            if holding.kind == "live" and group.ended and holding.step == group.step + 1:
+            if group.ended and holding.step == group.step + 1:
                 group.step += 1
                 loss = self.functions.step(group.plan, group.step)
                 self._tell(
@@ -228,14 +249,14 @@ class Breaks(SimMachines):
                 f"{action.commit}"
             )
 
-        def applied(rank: int, worker: WorkerId) -> None:
-            if self._answers(worker) and self._pending.get(worker) == (
-                action.generation,
-                action.step,
-            ):
-                self._advance(group, rank, action.step)
-            self._answer(worker, action.generation)
+        order = (action.generation, action.step)
+        rank_of = {worker: rank for rank, worker in enumerate(group.plan.ranks)}
 
-        for rank, worker in enumerate(group.plan.ranks):
-            heard_s = self._cut_s([worker]) + self.delays.quiesce_s
-            self._after(heard_s, lambda r=rank, w=worker: applied(r, w))  # type: ignore[misc]
+        def applied(workers: Iterable[WorkerId]) -> None:
+            for worker in workers:
+                if self._answers(worker) and self._pending.get(worker) == order:
+                    self._advance(group, (rank_of[worker],), action.step)
+                self._answer((worker,), action.generation)
+
+        for heard_s, same in self._by_hearing(group.plan.ranks).items():
+            self._after(heard_s, lambda same=same: applied(same))  # type: ignore[misc]

@@ -232,16 +232,13 @@ class Generations(Breaks):
             for event in failed:
                 self._tell(event)
             return
+        held, copied = self._held, bool(plan.copies_to and plan.peer_every)
         for worker in sorted(plan.senders):
-            self._held.pop(worker, None)
+            held.pop(worker, None)
             self._tell(Quiesced(worker, plan.generation, group.step))
         for rank, worker in enumerate(plan.ranks):
-            before = self._held.get(worker, ()) if plan.copies_to and plan.peer_every else ()
-            # until a copy counts
-            self._held[worker] = (
-                Holding(worker, plan.generation, rank, group.step, "live"),
-                *before,
-            )
+            before = held.get(worker, ()) if copied else ()  # until a copy counts
+            held[worker] = (Holding(worker, plan.generation, rank, group.step, "live"), *before)
             self._commits.pop(worker, None)
             self._pending.pop(worker, None)
         group.entered = True
@@ -261,12 +258,12 @@ class Generations(Breaks):
     def _has_source(self, group: SimGeneration) -> bool:
         resume = group.plan.resume
         assert resume.layout is not None
-        keys, members = replica_keys(resume.layout), group.members
+        keys, held = replica_keys(resume.layout), self._held
         there = {
             keys[h.rank]
-            for worker in members
-            for h in self._held.get(worker, ())
-            if (h.generation, h.step) == (resume.generation, group.step)
+            for worker in group.members
+            for h in held.get(worker, ())
+            if h.step == group.step and h.generation == resume.generation
         }
         return there == set(keys)
 
@@ -386,8 +383,9 @@ class Generations(Breaks):
         elif next_plan is not None and leaves:
             group.ended = True
             self._tell(self.functions.left(plan, group.step))
+            held = self._held
             for worker in plan.ranks:
-                self._tell(self._report(worker, plan.generation))
+                self._tell(self._report(worker, plan.generation, held))
             successor = self._groups[next_plan.generation]
             if not successor.ended:
                 self._transition(successor)
@@ -443,19 +441,23 @@ class Generations(Breaks):
 
     def _hold_step(self, group: SimGeneration, step: int) -> None:
         """Each rank has its boxes of it."""
-        for rank in range(len(group.plan.ranks)):
-            self._advance(group, rank, step)
+        self._advance(group, range(len(group.plan.ranks)), step)
 
     def _hold_copies(self, group: SimGeneration, step: int) -> None:
-        plan = group.plan
-        fresh: dict[WorkerId, list[Holding]] = {worker: [] for worker in plan.ranks}
-        for rank, worker in enumerate(plan.ranks):
-            for keeper in (worker, *(plan.ranks[k] for k in plan.copies_to[rank])):
-                fresh[keeper].append(Holding(keeper, plan.generation, rank, step, "peer"))
-        for worker, holdings in fresh.items():
-            held = self._held.get(worker, ())
-            live = tuple(h for h in held if h.kind == "live" and h.generation == plan.generation)
-            self._held[worker] = (*live, *holdings)
+        plan, held = group.plan, self._held
+        kept: list[list[Holding]] = [
+            [
+                h
+                for h in held.get(worker, ())
+                if h.kind == "live" and h.generation == plan.generation
+            ]
+            for worker in plan.ranks
+        ]
+        for rank, keepers in enumerate(plan.copies_to):
+            for keeper in (rank, *keepers):
+                copy = Holding(plan.ranks[keeper], plan.generation, rank, step, "peer")
+                kept[keeper].append(copy)
+        held.update(zip(plan.ranks, map(tuple, kept), strict=True))
 
     def _save(self, group: SimGeneration) -> None:
         plan, step = group.plan, group.step
@@ -487,8 +489,17 @@ class Generations(Breaks):
         group.quiesce = True
         group.ended |= self._job_of(group.plan).until_step <= group.step < self.job.steps
         self._tell(self.functions.left(group.plan, group.step))
-        for worker in group.plan.ranks:
-            self._tell(self._report(worker, group.plan.generation), self.delays.quiesce_s)
+        held = self._held
+        left = [self._report(worker, group.plan.generation, held) for worker in group.plan.ranks]
+
+        def told() -> None:
+            for event in left:
+                self._tell(event)
+
+        if self.delays.quiesce_s:
+            self._after(self.delays.quiesce_s, told)
+        else:
+            told()
 
     def _quiesce(self, action: Quiesce) -> None:
         group = self._groups.get(action.generation)

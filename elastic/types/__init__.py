@@ -8,7 +8,7 @@ reads back. Units stand in the names: `_s` seconds, `_bytes`, `_usd`, `_usd_per_
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 from elastic.types.actions import (
     Abort,
@@ -162,11 +162,17 @@ __all__ = [
     "ScriptEnded", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source",
     "StartProfile", "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec",
     "Terms", "Transfer", "UnitFlow", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart",
-    "coarsest", "is_auto", "named_after_auto", "names_of", "parse_layout", "redone_as_before",
-    "repeats", "tolerance", "version_differences", "worst",
+    "coarsest", "is_auto", "is_noun", "named_after_auto", "names_of", "parse_layout",
+    "redone_as_before", "repeats", "tolerance", "version_differences", "worst",
 ]  # fmt: skip
 
 
 def names_of(cls: type) -> tuple[str, ...]:
-    """Field names of a dataclass, in order."""
-    return tuple(f.name for f in fields(cls))
+    """Field names of a noun, in order."""
+    named: tuple[str, ...] | None = getattr(cls, "_fields", None)
+    return named if named is not None else tuple(f.name for f in fields(cls))
+
+
+def is_noun(cls: type) -> bool:
+    """Has it named fields: a dataclass, or a NamedTuple?"""
+    return is_dataclass(cls) or hasattr(cls, "_fields")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from elastic.errors import SpecError, nearest
 
@@ -81,9 +81,9 @@ class Node:
     shared_cores: int = 0
 
 
-@dataclass(frozen=True, order=True)
-class WorkerId:
-    """One GPU process: the `local_rank`-th worker of a node."""
+class WorkerId(NamedTuple):
+    """One GPU process: the `local_rank`-th worker of a node. A tuple, as thousands of them are
+    hashed and compared at each change of plans."""
 
     node_id: str
     local_rank: int
@@ -214,8 +214,7 @@ def _word(value: Any) -> str:
     return str(value).lower()
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """`worker` holds the boxes of rank `rank` of generation `generation` as they were after `step`
     optimizer steps."""
 

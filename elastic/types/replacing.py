@@ -96,8 +96,8 @@ def _stale(kind: type, changed: tuple[str, ...]) -> tuple[str, ...] | None:
 
 
 def made(kind: Any, values: dict[str, Any]) -> Any:
-    """`kind(**values)`, of a frozen dataclass: the standard library's sets one field after the
-    other. A field that is missing has its default."""
+    """`kind(**values)`, of a noun: a frozen dataclass of the standard library's sets one field
+    after the other. A field that is missing has its default."""
     defaults = _defaults(kind)
     if defaults is None:
         return kind(**values)
@@ -112,6 +112,8 @@ def made(kind: Any, values: dict[str, Any]) -> Any:
 @cache
 def _defaults(kind: type) -> dict[str, Any] | None:
     """Of its fields; None: its __init__ has to be called."""
+    if not dataclasses.is_dataclass(kind):  # a tuple
+        return None
     fields = dataclasses.fields(kind)
     if _copied(kind)[0] is None or any(
         field.default_factory is not dataclasses.MISSING for field in fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import random
@@ -50,6 +49,8 @@ from elastic.types import (
     Stop,
     WorkerFailed,
     WorkerId,
+    is_noun,
+    names_of,
 )
 
 
@@ -70,9 +71,9 @@ def sample(hint: Any) -> Any:
         return sample(next(arg for arg in args if arg is not type(None)))
     if hint is Action:
         return Abort(3, (WorkerId("n", 1),))
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and is_noun(hint):
         hints = typing.get_type_hints(hint)
-        return hint(**{f.name: sample(hints[f.name]) for f in dataclasses.fields(hint)})
+        return hint(**{name: sample(hints[name]) for name in names_of(hint)})
     return {int: 7, float: 1.5, str: "text", bool: True, Any: [1, "x", None]}[hint]
 
 

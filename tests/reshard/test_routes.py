@@ -361,6 +361,26 @@ def test_parts_are_chosen_for_at_once_where_nobody_could_send_two_kinds_of_them(
     assert found == [(0, [4]), (3, [5]), (0, [6]), (2, [9])]
 
 
+@pytest.mark.parametrize("seed", range(25))
+def test_plain_numbers_choose_the_senders_that_arrays_do(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(seed)
+    model = random_model(random)
+    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    n = max(old[0].world_size, new[0].world_size)
+    holders = {
+        rank: tuple(dict.fromkeys((rank, *random.sample(range(n), min(n, random.randint(1, 3))))))
+        for rank in range(old[0].world_size)
+    }
+    nodes = [f"n{i // 2}" for i in range(n)]
+    found = []
+    for few in (0, 1 << 40):
+        monkeypatch.setattr(routes, "FEW", few)
+        found.append(plan_transfers(model, old, new, holders, nodes))
+    assert found[0] == found[1]
+
+
 def test_many_replicas_become_one_group_with_few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """How often somebody is chosen does not grow with the ranks that get a part."""
     asked: list[int] = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 from support.reshard.reshard_cases import random_cut, random_model
 
-from elastic.reshard import pieces, transfer_forecast
+from elastic.reshard import flows, pieces, transfer_forecast
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
 from elastic.reshard.communicators import (
     messages_bytes,
@@ -345,3 +346,26 @@ def test_the_way_by_host_memory_takes_its_time() -> None:
     assert (quick.via, unknown.via) == ("host", "host")
     assert quick.seconds - unknown.seconds == pytest.approx(2 * (2 * SHARD) / 1e9)
     assert slow.seconds - unknown.seconds == pytest.approx(10 * (quick.seconds - unknown.seconds))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_nodes_are_called_changes_their_names_alone(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The links are in the order of these; few links of many nodes are put in order otherwise."""
+    random = Random(seed)
+    model = random_model(random)
+    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    n = max(old[0].world_size, new[0].world_size)
+    more = {"room": Room(), "pace": TransferRates(), "holders": live(old[0].world_size)}
+    names = [f"n{i}" for i in range(n)]
+    other = dict(zip(names, random.sample([f"spot-{i}" for i in range(n)], n), strict=True))
+    move = forecast(model, old, new, nodes=names, **more)
+    renamed = forecast(model, old, new, nodes=list(other.values()), **more)
+    links = sorted((other[a], other[b], n_bytes) for a, b, n_bytes in move.links)
+    assert list(renamed.links) == links and list(move.links) == sorted(move.links)
+    assert replace(renamed, links=move.links) == move
+    for times in (0, 1 << 40):
+        monkeypatch.setattr(flows, "DENSE_TIMES", times)
+        again = forecast(replace(model), old, new, nodes=names, **more)
+        assert again == move

@@ -7,7 +7,7 @@ from elastic.errors import StateLost
 from elastic.policy.faults import refused_layouts
 from elastic.policy.faults.corruption import corrupted
 from elastic.policy.state.state import State
-from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward
+from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward, WorkerId
 from elastic.types.grid import replica_keys
 from elastic.types.replacing import replace
 
@@ -37,10 +37,14 @@ def _held(state: State) -> dict[tuple[int, int], list[Holding]]:
     found: dict[tuple[int, int], list[Holding]] = {}
     for worker, held in state.holdings.items():
         for holding in held if state.lives(worker) else ():
-            known = holding.generation in state.plans and holding.generation not in state.distrusted
-            if known and not corrupted(state, holding.generation, holding.step):
-                found.setdefault((holding.step, holding.generation), []).append(holding)
-    return found
+            found.setdefault((holding.step, holding.generation), []).append(holding)
+    return {
+        (step, generation): held
+        for (step, generation), held in found.items()
+        if generation in state.plans
+        and generation not in state.distrusted
+        and not corrupted(state, generation, step)
+    }
 
 
 def forward(state: State) -> RollForward | None:
@@ -80,9 +84,9 @@ def alone(state: State) -> bool:
 def _chosen(state: State, plan: Plan, holdings: list[Holding]) -> tuple[Holding, ...]:
     """One holding per worker and rank (live before peer); workers of draining nodes only where no
     other would do."""
-    by_place: dict[tuple[int, str], Holding] = {}
+    by_place: dict[tuple[int, WorkerId], Holding] = {}
     for holding in sorted(holdings, key=lambda h: (h.rank, str(h.worker), h.kind != "live")):
-        by_place.setdefault((holding.rank, str(holding.worker)), holding)
+        by_place.setdefault((holding.rank, holding.worker), holding)
     every = list(by_place.values())
     staying = [h for h in every if state.nodes[h.worker.node_id].status != "draining"]
     return tuple(staying if covered(plan, staying, alone(state)) else every)

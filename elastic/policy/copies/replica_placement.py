@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from elastic.planner.layout_choice import Choice
@@ -15,6 +16,7 @@ from elastic.types.grid import replica_key, stage_ranks
 
 Keepers = tuple[tuple[int, ...], ...]
 
+KEPT_ANSWERS = 8  # for other numbers of nodes
 COPIES = 1  # in other failure domains, where the job says 'auto'
 # of a node's host memory: for everything else
 RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE_MOST = 0.2, 8 << 30, 0.25
@@ -58,39 +60,72 @@ def replica_holders(
     worker of a node begins its search k nodes behind the next one, so that what a lost node held
     comes back from many.
     """
-    spread = _Spread(ranks, zones, across)
+    places, nodes = _places(ranks)
+    return _spread_out(
+        layout,
+        places,
+        tuple(zones.get(node, "") for node in nodes),
+        known=frozenset(zones.values()),
+        n=n,
+        across=across,
+        alone=alone,
+    )
+
+
+def _places(ranks: Sequence[WorkerId]) -> tuple[tuple[int, ...], list[str]]:
+    """Of each rank its node, by its place among the nodes in rank order; and these."""
+    number: dict[str, int] = {}
+    places = tuple(number.setdefault(worker.node_id, len(number)) for worker in ranks)
+    return places, list(number)
+
+
+@lru_cache(maxsize=KEPT_ANSWERS)
+def _spread_out(
+    layout: Layout,
+    places: tuple[int, ...],
+    zones: tuple[str, ...],
+    *,
+    known: frozenset[str],
+    n: int,
+    across: bool,
+    alone: bool,
+) -> Keepers:
+    """What the nodes are called does not matter: runs lose some and get others, as many as
+    before."""
+    spread = _Spread(places, zones, known if across else None)
     groups: dict[int, list[int]] = {}
-    for rank in range(len(ranks)):
+    for rank in range(len(places)):
         groups.setdefault(replica_key(layout, rank, alone), []).append(rank)
-    holding = [(members, {ranks[rank].node_id for rank in members}) for members in groups.values()]
+    holding = [(members, {places[rank] for rank in members}) for members in groups.values()]
     spread.limit(sum(max(0, n + 1 - len(nodes)) for _, nodes in holding))
     for _ in range(n):
         for members, nodes in holding:
             if len(nodes) <= n:
                 nodes |= spread.one_more(members, nodes)
-    return tuple(tuple(spread.to[rank]) for rank in range(len(ranks)))
+    return tuple(tuple(to) for to in spread.to)
 
 
 class _Spread:
-    """Gives copies to nodes evenly."""
+    """Gives copies to nodes evenly. `places`: of each rank its node; `zones`: of each node;
+    `every`: the zones that there are, where copies go to other ones."""
 
-    def __init__(self, ranks: Sequence[WorkerId], zones: Mapping[str, str], across: bool) -> None:
-        self.ranks, self.zones, self.across = ranks, zones, across
-        self.on: dict[str, list[int]] = {}
-        for rank, worker in enumerate(ranks):
-            self.on.setdefault(worker.node_id, []).append(rank)
-        self.nodes = list(self.on)
-        self.place = {node: i for i, node in enumerate(self.nodes)}
-        self.to: list[list[int]] = [[] for _ in ranks]
-        self.kept = [0] * len(ranks)
-        self.load = dict.fromkeys(self.nodes, 0)
+    def __init__(
+        self, places: Sequence[int], zones: Sequence[str], every: frozenset[str] | None
+    ) -> None:
+        self.places, self.zones, self.every = places, zones, every
+        self.on: list[list[int]] = [[] for _ in zones]
+        for rank, node in enumerate(places):
+            self.on[node].append(rank)
+        self.to: list[list[int]] = [[] for _ in places]
+        self.kept = [0] * len(places)
+        self.load = [0] * len(zones)
         self.most = 0
 
     def limit(self, n_copies: int) -> None:
         """No node takes more than its part while another can."""
-        self.most = ceil(n_copies / len(self.nodes))
+        self.most = ceil(n_copies / len(self.on))
 
-    def one_more(self, members: Sequence[int], nodes: set[str]) -> set[str]:
+    def one_more(self, members: Sequence[int], nodes: set[int]) -> set[int]:
         """One of the members sends to a node that holds their boxes not yet. Returns that node;
         nothing when there is none."""
         for sender in sorted(members, key=lambda rank: (len(self.to[rank]), rank)):
@@ -103,8 +138,8 @@ class _Spread:
                 return {node}
         return set()
 
-    def _node(self, sender: int, taken: set[str]) -> str | None:
-        best: str | None = None
+    def _node(self, sender: int, taken: set[int]) -> int | None:
+        best: int | None = None
         for candidate in self._ring(sender):
             if candidate in taken or not self._allowed(sender, candidate, taken):
                 continue
@@ -114,29 +149,43 @@ class _Spread:
                 best = candidate
         return best
 
-    def _ring(self, sender: int) -> Iterator[str]:
-        home = self.ranks[sender].node_id
-        n, k = len(self.nodes), self.on[home].index(sender)
+    def _ring(self, sender: int) -> Iterator[int]:
+        home = self.places[sender]
+        n, k = len(self.on), self.on[home].index(sender)
         for i in range(n - 1):
-            yield self.nodes[(self.place[home] + 1 + (k + i) % (n - 1)) % n]
+            yield (home + 1 + (k + i) % (n - 1)) % n
 
-    def _allowed(self, sender: int, candidate: str, taken: set[str]) -> bool:
-        zone, other = self.zones.get(self.ranks[sender].node_id, ""), self.zones.get(candidate, "")
-        if not self.across:
-            return zone == other
-        held = {self.zones.get(node, "") for node in taken}
-        return other not in held or held == set(self.zones.values()) or len(held) > 1
+    def _allowed(self, sender: int, candidate: int, taken: set[int]) -> bool:
+        other = self.zones[candidate]
+        if self.every is None:
+            return self.zones[self.places[sender]] == other
+        held = {self.zones[node] for node in taken}
+        return other not in held or held == self.every or len(held) > 1
 
 
 def holders(
     layout: Layout, ranks: Sequence[WorkerId], to: Keepers, *, alone: bool = False
 ) -> dict[int, set[str]]:
     """Piece of the state (the key of the ranks that hold it) -> nodes that hold a copy of it."""
-    out: dict[int, set[str]] = {}
-    for rank, worker in enumerate(ranks):
+    places, names = _places(ranks)
+    found = _held_on(layout, places, to, alone=alone)
+    return {piece: {names[node] for node in nodes} for piece, nodes in found.items()}
+
+
+def _held_on(
+    layout: Layout, places: Sequence[int], to: Keepers, *, alone: bool
+) -> dict[int, set[int]]:
+    out: dict[int, set[int]] = {}
+    for rank, place in enumerate(places):
         nodes = out.setdefault(replica_key(layout, rank, alone), set())
-        nodes |= {worker.node_id, *(ranks[keeper].node_id for keeper in (to[rank] if to else ()))}
+        nodes |= {place, *(places[keeper] for keeper in (to[rank] if to else ()))}
     return out
+
+
+@lru_cache(maxsize=2 * KEPT_ANSWERS)
+def _least_held(layout: Layout, places: tuple[int, ...], to: Keepers, *, alone: bool) -> int:
+    """On how many nodes the piece is that has the fewest copies."""
+    return min(map(len, _held_on(layout, places, to, alone=alone).values()))
 
 
 # --------------------------------------------------------------------------------- what a plan gets
@@ -153,17 +202,18 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     by_id = {node.node_id: node for node in nodes}
     zones = {name: _zone(state, by_id.get(name)) for name in used}
     across, alone = state.job.copies_across_zones, state.model.by_owners
-    replicated = _replicated(choice, n, alone)
+    places, _ = _places(choice.ranks)
+    replicated = _least_held(choice.layout, places, (), alone=alone) > n
     sizes = rank_bytes(state.model, choice, rounded=bool(state.pinned_rounded & used.keys()))
     room = _room(state, choice, nodes, used=used)
     first = ""
     for k, buffers in [*((k, 2) for k in range(n, 0, -1)), (1, 1)]:
         to = replica_holders(choice.layout, choice.ranks, zones, n=k, across=across, alone=alone)
-        found = holders(choice.layout, choice.ranks, to, alone=alone)
-        held = min(map(len, found.values())) - 1
+        held = _least_held(choice.layout, places, to, alone=alone) - 1
         if not held and not any(to):
             break
-        short = _too_little(node_bytes(choice.ranks, to, sizes, buffers=buffers), room)
+        needed = node_bytes(choice.ranks, to, sizes, buffers=buffers) if room else {}
+        short = _too_little(needed, room)
         if not short:
             note = _note(n, min(k, held), buffers, short=first, zones=zones)
             pace = _pace(state, nodes) / max(used.values())
@@ -176,11 +226,6 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     return Copies(
         note=f"no peer replicas: each node is alone in its zone ({zone or 'unnamed'} ...)"
     )
-
-
-def _replicated(choice: Choice, n: int, alone: bool) -> bool:
-    found = holders(choice.layout, choice.ranks, (), alone=alone)
-    return all(len(nodes) > n for nodes in found.values())
 
 
 def _note(wanted: int, held: int, buffers: int, *, short: str, zones: Mapping[str, str]) -> str:

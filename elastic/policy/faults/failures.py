@@ -1,8 +1,7 @@
 """How a generation breaks: processes and nodes that are gone, errors, content that is wrong; and
 what is left after it.
 
-A loss explains an error of the infrastructure, not the reverse. What a worker reports when it has
-left its generation counts whatever the generation: it is all that a recovery can start from.
+A loss explains an error of the infrastructure, not the reverse.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic.policy import restarts
 from elastic.policy.faults import refused_layouts, unreached
-from elastic.policy.state.layered import with_entry, with_member, without_entry, without_member
 from elastic.policy.state.state import Failure, State
 from elastic.text import gib
 from elastic.types import (
@@ -22,7 +19,6 @@ from elastic.types import (
     Node,
     NodeStatus,
     Probed,
-    Quiesced,
     Silent,
     WorkerFailed,
     WorkerId,
@@ -349,56 +345,6 @@ def _silent_again(
     return {node_id: hour if hour and at_s < hour[-1][0] + ONE_SILENCE_S else (*hour, (at_s, text))}
 
 
-def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
-    node, worker = state.nodes.get(event.worker.node_id), event.worker
-    if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
-        return state
-    state = seen(state, worker.node_id)
-    told = {} if state.job.restarted else _told(state, event)
-    if state.aborting:
-        forward = state.aborting.forward
-        if forward and event.pending_step == forward.step:
-            return replace(state, **told)  # said before it had the order to apply it
-        return replace(
-            state,
-            **told,
-            aborting=replace(state.aborting, owing=without_member(state.aborting.owing, worker)),
-        )
-    if state.job.restarted:
-        return restarts.left(state, event, at_s)
-    for current in (state.plan, state.target):
-        if current and event.generation == current.generation and worker not in current.workers:
-            same = next(iter(state.sent), (0,))[0] == event.generation  # as all of them, then
-            sent = with_member(state.sent if same else frozenset(), (event.generation, worker))
-            return replace(state, **told, sent=sent)
-    plan = state.plan
-    if plan is None or event.generation != plan.generation or worker not in plan.workers:
-        return replace(state, **told)
-    state = replace(state, **told, quiesced=with_member(state.quiesced, worker))
-    if state.quiescing or state.target or event.step >= state.phase_ends_at:
-        return state
-    return failed(
-        state,
-        Failure(
-            "infrastructure", f"worker {worker} left generation {plan.generation} unasked", at_s
-        ),
-    )
-
-
-def _told(state: State, event: Quiesced) -> dict[str, Any]:
-    """What the worker holds, what the last commit gave it, and which step's gradients it keeps."""
-    worker, commits, pending = event.worker, state.commits, state.pending
-    return {
-        "holdings": with_entry(state.holdings, worker, event.holdings),
-        "commits": with_entry(commits, worker, event.commit)
-        if event.commit
-        else without_entry(commits, worker),
-        "pending": with_entry(pending, worker, event.pending_step)
-        if event.pending_step >= 0
-        else without_entry(pending, worker),
-    }
-
-
 def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
     """Content that is wrong is wrong in every generation that came of it, and in every copy that
     these have taken. What was computed before it is right, and the next layout is compared with
@@ -483,5 +429,5 @@ def _probed(state: State, event: Probed, at_s: float) -> State:
 
 FAILURES: dict[type, Callable[[State, Any, float], State]] = {
     GuardTripped: _guard_tripped, WorkerFailed: _worker_failed, Silent: _silent,
-    Quiesced: _quiesced, DigestChecked: _digest_checked, Probed: _probed,
+    DigestChecked: _digest_checked, Probed: _probed,
 }  # fmt: skip

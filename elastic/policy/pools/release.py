@@ -3,7 +3,7 @@ reservation's end takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from elastic.errors import InfeasiblePlan
@@ -86,13 +86,18 @@ def _useless(state: State, now_s: float) -> list[Node]:
     plan, most = state.plan, most_workers(state.job)
     if not state.spends_slack or plan is None or most is None or plan.layout.world_size < most:
         return []
+    spare = _without_ranks(state)
+    if not spare or pool_allocation.stand_in_workers(state, now_s):
+        return []
+    return [node for node in _idle(state) if node in spare]
+
+
+@follows_from("nodes", "plan", "pools")
+def _without_ranks(state: State) -> Sequence[Node]:
+    """Spot nodes that are prepared and have no rank of the running plan."""
     spot = {pool.name for pool in state.pools if pool.market_type == "spot"}
-    spare = [node for node in state.available if node.pool in spot]
-    if all(node.node_id in plan.workers_per_node for node in spare):
-        return []
-    if pool_allocation.stand_in_workers(state, now_s):
-        return []
-    return [node for node in _idle(state) if node.pool in spot and node.status == "prepared"]
+    used = state.plan.workers_per_node if state.plan is not None else {}
+    return [n for n in state.available if n.pool in spot and n.node_id not in used]
 
 
 def _idle(state: State) -> list[Node]:

@@ -15,13 +15,13 @@ that do so, and the rest, which goes by the number of ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from statistics import fmean, linear_regression, median
 
 from elastic.planner.layout_choice import Choice
 from elastic.policy.state.state import MeasuredSteps, State
-from elastic.types import Plan, StepDone, WorkerId
+from elastic.types import Plan, StepDone
 
 KEPT_PLANS = 32
 KEPT_STEPS = 31  # of a plan, the newest
@@ -55,10 +55,11 @@ def expected_s(state: State, choice: Choice) -> float:
     if not state.expects_measured or not seen:
         return 0.0
     same = [one for one in seen if _parts(one.plan) == _parts(choice)]
-    for like in (_nodes, lambda ranks: _pools(state, ranks)):
-        wanted = like(choice.ranks)
+    chosen = Counter(worker.node_id for worker in choice.ranks)
+    for like in (dict, lambda workers_per_node: _pools(state, workers_per_node)):
+        wanted = like(chosen)
         for one in same:
-            if like(one.plan.ranks) == wanted:
+            if like(one.plan.workers_per_node) == wanted:
                 return median(one.seconds)
     return _scaled(state, choice, seen)
 
@@ -67,14 +68,14 @@ def _parts(of: Plan | Choice) -> tuple[object, ...]:
     return of.layout, sorted(of.samples), of.layers
 
 
-def _nodes(ranks: Iterable[WorkerId]) -> Counter[str]:
-    return Counter(worker.node_id for worker in ranks)
-
-
-def _pools(state: State, ranks: Iterable[WorkerId]) -> Counter[str]:
+def _pools(state: State, workers_per_node: Mapping[str, int]) -> Mapping[str, int]:
     """Workers by pool; of nodes that nobody knows any more by their names."""
-    pools = {name: node.pool for name, node in state.nodes.items()}
-    return Counter(pools.get(worker.node_id, worker.node_id) for worker in ranks)
+    found: dict[str, int] = {}
+    for name, n in workers_per_node.items():
+        node = state.nodes.get(name)
+        of = node.pool if node is not None else name
+        found[of] = found.get(of, 0) + n
+    return found
 
 
 def _scaled(state: State, choice: Choice, seen: Sequence[MeasuredSteps]) -> float:

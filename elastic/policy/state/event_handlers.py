@@ -29,6 +29,7 @@ from elastic.policy.faults.failures import (
     without,
     without_faults,
 )
+from elastic.policy.faults.quiesced_workers import quiesced
 from elastic.policy.forming_groups import HANDLERS as AHEAD
 from elastic.policy.pools import hazard, limits
 from elastic.policy.speed.measured_steps import with_step
@@ -62,6 +63,7 @@ from elastic.types import (
     PriceSeen,
     Progress,
     Quiesce,
+    Quiesced,
     RequestFailed,
     StepDone,
     StopAsked,
@@ -557,6 +559,6 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestFailed: _request_failed, PlanEntered: _plan_entered, PlanFailed: _plan_failed,
     CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,
     PinningFailed: _pinning_failed, StopAsked: _stop_asked, StorageSeen: _storage_seen,
-    PlansFound: _plans_found, **profiling.HANDLERS, **FAILURES, **COPIES,
+    PlansFound: _plans_found, Quiesced: quiesced, **profiling.HANDLERS, **FAILURES, **COPIES,
     **SPEEDS, **SUSPECTS, **AHEAD, **restarts.HANDLERS,
 }  # fmt: skip

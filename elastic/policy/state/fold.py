@@ -3,10 +3,12 @@ a journal goes through it by `changes`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple, cast
 
 from elastic.ledger.journal import Line, built
+from elastic.policy.faults.quiesced_workers import all_quiesced
 from elastic.policy.state.action_effects import ORDERS
 from elastic.policy.state.event_handlers import HANDLERS, billed, step_done
 from elastic.policy.state.state import ENDED as ENDED
@@ -18,7 +20,7 @@ from elastic.policy.state.state import PoolSeen as PoolSeen
 from elastic.policy.state.state import Request as Request
 from elastic.policy.state.state import State as State
 from elastic.policy.state.state import StopWish as StopWish
-from elastic.types import Decided, DriverStarted, Event, StepDone
+from elastic.types import Decided, DriverStarted, Event, Quiesced, StepDone
 
 
 def fold(state: State, event: Event, at_s: float) -> State:
@@ -39,6 +41,18 @@ def fold(state: State, event: Event, at_s: float) -> State:
     for action in event.decision.actions:
         order = ORDERS.get(type(action))
         state = order(state, action, at_s) if order else state
+    return state
+
+
+def folded(state: State, events: Sequence[tuple[float, Event]]) -> State:
+    """The state after these, one after the other."""
+    for (kind, at_s), same in groupby(events, key=lambda entry: (type(entry[1]), entry[0])):
+        if kind is Quiesced:  # of thousands of workers at a time
+            left = [event for _, event in same]
+            state = all_quiesced(billed(state, at_s), cast(Sequence[Quiesced], left), at_s)
+        else:
+            for _, event in same:
+                state = fold(state, event, at_s)
     return state
 
 

@@ -15,7 +15,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 LEAST = 8  # entries above: a small mapping is copied whole no more often
-_GONE: Any = object()
+GONE: Any = object()
 
 
 class Layered(Mapping[K, V], Generic[K, V]):
@@ -29,20 +29,20 @@ class Layered(Mapping[K, V], Generic[K, V]):
 
     def __getitem__(self, key: K) -> V:
         value = self._above[key] if key in self._above else self._base[key]
-        if value is _GONE:
+        if value is GONE:
             raise KeyError(key)
         return value
 
     def get(self, key: K, default: Any = None) -> Any:
         """Asked for at each step, mostly for what is not there."""
-        value = self._above[key] if key in self._above else self._base.get(key, _GONE)
-        return default if value is _GONE else value
+        value = self._above[key] if key in self._above else self._base.get(key, GONE)
+        return default if value is GONE else value
 
     def __contains__(self, key: object) -> bool:
-        return self.get(typing.cast(K, key), _GONE) is not _GONE
+        return self.get(typing.cast(K, key), GONE) is not GONE
 
     def __iter__(self) -> Iterator[K]:
-        yield from (key for key in self._base if self._above.get(key) is not _GONE)
+        yield from (key for key in self._base if self._above.get(key) is not GONE)
         yield from (key for key in self._above if key not in self._base)
 
     def __len__(self) -> int:
@@ -63,9 +63,22 @@ def _with(of: Mapping[K, V], key: K, value: V, *, n: int) -> Mapping[K, V]:
     if len(above) <= LEAST or len(above) ** 2 <= len(base):
         return Layered(base, above, n)
     whole = {**base, **above}  # keeps the hashes: those of workers are counted in Python
-    for gone in [k for k, v in above.items() if v is _GONE]:
+    for gone in [k for k, v in above.items() if v is GONE]:
         del whole[gone]
     return Layered(whole, {}, n)
+
+
+def with_entries(of: Mapping[K, V], entries: Mapping[K, Any]) -> Mapping[K, V]:
+    """`of` with these; without those that are GONE."""
+    base, above = (of._base, of._above) if isinstance(of, Layered) else (of, {})
+    if len(entries) <= LEAST or len(entries) ** 2 <= len(base):
+        for key, value in entries.items():
+            of = without_entry(of, key) if value is GONE else with_entry(of, key, value)
+        return of
+    whole = {**base, **above, **entries}
+    for gone in [key for key, value in whole.items() if value is GONE]:
+        del whole[gone]
+    return Layered(whole, {}, len(whole))
 
 
 def without_entry(of: Mapping[K, V], key: K) -> Mapping[K, V]:
@@ -75,7 +88,7 @@ def without_entry(of: Mapping[K, V], key: K) -> Mapping[K, V]:
     base, above = (of._base, of._above) if isinstance(of, Layered) else (of, {})
     if key not in base:
         return Layered(base, {k: v for k, v in above.items() if k != key}, len(of) - 1)
-    return _with(of, key, _GONE, n=len(of) - 1)
+    return _with(of, key, GONE, n=len(of) - 1)
 
 
 class LayeredSet(Set[K], Generic[K]):
@@ -110,6 +123,16 @@ def with_member(of: Set[K], member: K) -> Set[K]:
 def without_member(of: Set[K], member: K) -> Set[K]:
     """`of` without this one."""
     return _of_keys(without_entry(_keys(of), member))
+
+
+def with_members(of: Set[K], members: Iterable[K]) -> Set[K]:
+    """`of` with these."""
+    return _of_keys(with_entries(_keys(of), dict.fromkeys(members)))
+
+
+def without_members(of: Set[K], members: Iterable[K]) -> Set[K]:
+    """`of` without these."""
+    return _of_keys(with_entries(_keys(of), dict.fromkeys(members, GONE)))
 
 
 def _keys(of: Set[K]) -> Mapping[K, None]:

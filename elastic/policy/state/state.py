@@ -537,7 +537,7 @@ class State:
         found = self.plan.workers if self.plan else frozenset[WorkerId]()
         return found.union(self.target.workers, self.target.senders) if self.target else found
 
-    @property
+    @derived("plan", "target")
     def member_nodes(self) -> frozenset[str]:
         """Their nodes."""
         running = self.plan.nodes if self.plan else ()

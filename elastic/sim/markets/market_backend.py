@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elastic.sim.markets.late_holdings import LateHoldings
 from elastic.sim.markets.traces import Trace
 from elastic.sim.scripted_faults import Delays, Moment
 from elastic.sim.sim_backend import SimBackend
@@ -15,6 +14,7 @@ from elastic.sim.sim_breaks import SimGeneration
 from elastic.sim.sim_nodes import NodePrices, SimMachine
 from elastic.types import (
     EnterPlan,
+    Holding,
     InstancesSeen,
     Job,
     Plan,
@@ -24,10 +24,11 @@ from elastic.types import (
     RequestNodes,
     Stop,
     StopAsked,
+    WorkerId,
 )
 
 ANSWER_S = 1.0  # of a pool that has nothing
-KEPT_GONE, KEPT_GROUPS = 256, 32  # nodes and generations that are over, the newest
+KEPT_GONE, KEPT_GROUPS = 256, 16  # nodes and generations that are over, the newest
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class MarketBackend(SimBackend):
         self._markets, self._chance = dict(markets), random.Random(seed)
         self._took_s = step_s
         self.n_taken = 0
-        self._held = self._late = LateHoldings(self._write_down)
-        # generation -> the newest step and copy that its workers have, not written down yet
+        # generation -> the newest step and copy that its workers have, not written down yet: of
+        # undisturbed training only the newest are ever asked for
         self._late_steps: dict[int, tuple[SimGeneration, int]] = {}
         self._late_copies: dict[int, tuple[SimGeneration, int]] = {}
         self._gone: deque[str] = deque()
@@ -204,29 +205,35 @@ class MarketBackend(SimBackend):
 
     def _enter(self, action: EnterPlan) -> None:
         super()._enter(action)
-        held = {one.generation for holdings in self._held.values() for one in holdings}
-        newest = action.plan.generation - KEPT_GROUPS
-        self._groups = {
-            number: group
-            for number, group in self._groups.items()
-            if number > newest or number in held or not group.ended
-        }
+        if len(self._groups) > 2 * KEPT_GROUPS:
+            held = {one.generation for holdings in self._held.values() for one in holdings}
+            newest = action.plan.generation - KEPT_GROUPS
+            self._groups = {
+                number: group
+                for number, group in self._groups.items()
+                if number > newest or number in held or not group.ended
+            }
 
-    def _hold_step(self, group: SimGeneration, step: int) -> None:
-        self._late_steps[group.plan.generation] = group, step
-        self._late.late = True
-
-    def _hold_copies(self, group: SimGeneration, step: int) -> None:
-        self._late_copies[group.plan.generation] = group, step
-        self._late.late = True
-
-    def _write_down(self) -> None:
+    @property
+    def _held(self) -> dict[WorkerId, tuple[Holding, ...]]:
+        """What workers hold: brought up to date when somebody asks for it."""
         copies, self._late_copies = self._late_copies, {}
         steps, self._late_steps = self._late_steps, {}
         for group, step in copies.values():
             super()._hold_copies(group, step)
         for group, step in steps.values():
             super()._hold_step(group, step)
+        return self._holdings
+
+    @_held.setter
+    def _held(self, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:
+        self._holdings = holdings
+
+    def _hold_step(self, group: SimGeneration, step: int) -> None:
+        self._late_steps[group.plan.generation] = group, step
+
+    def _hold_copies(self, group: SimGeneration, step: int) -> None:
+        self._late_copies[group.plan.generation] = group, step
 
     # ----------------------------------------------------------------------------- steps in batches
 

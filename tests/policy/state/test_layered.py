@@ -6,7 +6,16 @@ from collections.abc import Mapping, Set
 from random import Random
 
 from elastic.policy.state import layered
-from elastic.policy.state.layered import with_entry, with_member, without_entry, without_member
+from elastic.policy.state.layered import (
+    GONE,
+    with_entries,
+    with_entry,
+    with_member,
+    with_members,
+    without_entry,
+    without_member,
+    without_members,
+)
 
 
 def test_it_has_what_a_dict_has_after_each_change() -> None:
@@ -56,3 +65,26 @@ def test_a_set_has_what_a_frozenset_has_after_each_change() -> None:
         assert (member in found) == (member in plain) and hash(found) == hash(
             without_member(with_member(found, 99), 99)
         )
+
+
+def test_many_entries_at_once_are_many_one_by_one() -> None:
+    random = Random(7)
+    plain: dict[int, int] = {}
+    found: Mapping[int, int] = {}
+    for i in range(200):
+        entries: dict[int, object] = {
+            random.randrange(90): GONE if random.random() < 0.4 else i
+            for _ in range(random.choice([1, 3, 9, 40]))
+        }
+        before, copied = found, dict(plain)
+        for key, value in entries.items():
+            if value is GONE:
+                plain.pop(key, None)
+            else:
+                plain[key] = i
+        found = with_entries(found, entries)
+        assert found == plain and len(found) == len(plain) and before == copied
+        assert set(found) == set(plain)
+    members = with_members(frozenset({1}), range(2, 40))
+    assert members == frozenset(range(1, 40))
+    assert without_members(members, range(5, 60)) == frozenset(range(1, 5))

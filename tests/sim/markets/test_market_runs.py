@@ -3,16 +3,19 @@ change nothing but the time it takes."""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elastic.errors import SpecError
+from elastic.policy.decide import decide
+from elastic.policy.state.fold import State
 from elastic.sim.markets import market_backend, market_run
 from elastic.sim.markets.calibration import calibrated
 from elastic.sim.markets.market_backend import MarketBackend, PoolMarket
-from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
+from elastic.sim.markets.market_run import COLLECTED_AFTER, RunResult, RunSubject, run_on
 from elastic.sim.markets.study import (
     KNOWN,
     USUAL,
@@ -28,6 +31,7 @@ from elastic.sim.markets.traces import Trace
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Delays
 from elastic.types import (
+    Decision,
     Job,
     ModelProfile,
     NodeLost,
@@ -130,6 +134,17 @@ def test_batches_of_steps_cost_and_take_what_single_steps_do(unannounced: float)
     assert many.wall_s == pytest.approx(one.wall_s, rel=0.01)
     assert many.causes == one.causes
     assert len(many.lines) < 0.5 * len(one.lines)
+
+
+def test_the_collector_is_as_it_was_behind_a_run() -> None:
+    before, seen = gc.get_threshold(), set[int]()
+
+    def decide_and_look(state: State, now_s: float) -> Decision:
+        seen.add(gc.get_threshold()[0])
+        return decide(state, now_s)
+
+    run_on(subject(hours=0.5), {"spot": PoolMarket(day(4))}, decide=decide_and_look)
+    assert seen == {COLLECTED_AFTER} and gc.get_threshold() == before
 
 
 def test_a_price_that_changes_is_paid() -> None:
