@@ -1,16 +1,14 @@
 """journal lines -> View: what a person wants to know of a run, its State and what that does not
-keep; and Tail, which follows a journal that is still written."""
+keep."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from elastic.ledger.journal import Line, parse_line
+from elastic.ledger.journal import Line
 from elastic.observe import event_messages
 from elastic.observe.accounting.launch_times import Launches
 from elastic.observe.node_speeds import NodeSpeeds
@@ -350,51 +348,3 @@ def view_of(lines: Iterable[Line]) -> View:
     for change in changes(lines):
         view.take(change)
     return view
-
-
-class Tail:
-    """Reads what was added to a journal since the last call; half-written lines wait for their end.
-    Where another file has taken the place of one that became large, it continues with that."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.skipped = 0  # lines that are none: a driver died while it wrote
-        self._file: BinaryIO | None = None
-        self._rest = b""
-
-    def read(self) -> list[Line]:
-        *whole, self._rest = (self._rest + self._added()).split(b"\n")
-        lines = []
-        for text in whole:
-            if not text.strip():
-                continue
-            try:
-                lines.append(parse_line(text.decode()))
-            except (ValueError, KeyError, TypeError):
-                self.skipped += 1
-        return lines
-
-    def skip(self) -> None:
-        """What is there now is not read."""
-        self._added()
-
-    def _added(self) -> bytes:
-        data = self._file.read() if self._file is not None else b""
-        try:
-            there = self.path.open("rb")
-        except FileNotFoundError:
-            return data
-        if self._file is not None and os.path.sameopenfile(self._file.fileno(), there.fileno()):
-            there.close()
-            return data
-        if self._file is not None:
-            data += self._file.read()  # what came before the other took its place
-            self._file.close()
-        self._file = there
-        return data + there.read()
-
-    def close(self) -> None:
-        """No more is read."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
