@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.notices.sources.detect import ProbedMachine, sources_of
 from elastic.cluster.notices.sources.watch import NoticeReport, Watch
 from elastic.cluster.ray import _ray_private, processes
-from elastic.worker.hosting.thread_boundary import ThreadBoundary
+from elastic.worker.hosting.thread_boundary import ThreadBoundary, waiting
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +67,7 @@ class NoticeWatchers:
 
     def take(self) -> list[tuple[str, NoticeReport]]:
         """What has come since the last call."""
-        found = []
-        while not self._news.empty():
-            found.append(self._news.get())
-        return found
+        return waiting(self._news)
 
     def close(self) -> None:
         self._wanted = {}

@@ -31,6 +31,7 @@ from elastic.errors import SpecError
 from elastic.types import Action, Plan, WorkerId, version_differences
 from elastic.types.orders import WorkerOrder
 from elastic.version import versions
+from elastic.worker.hosting.thread_boundary import waiting
 
 log = logging.getLogger(__name__)
 
@@ -369,9 +370,7 @@ class WorkerGroup:
             answer = self._read(ref, worker, ref in polls)
             if answer is not None:
                 found.append(answer)
-        while not self._news.empty():
-            found.append(self._news.get())
-        return found
+        return [*found, *waiting(self._news)]
 
     def _read(self, ref: Any, worker: WorkerId, is_poll: bool) -> PollAnswer | BrokenWorker | None:
         member = self._members.get(worker)
