@@ -165,5 +165,3 @@ def _hourly(product: dict[str, Any]) -> list[float]:
         float(row["pricePerUnit"].get("USD", 0)) for row in dimensions if row["unit"] == "Hrs"
     ]
     return [usd for usd in prices if usd > 0]
-
-

@@ -113,7 +113,6 @@ class Market:
         )
         return Price(pool, usd, f"spot price of AWS, {where}", zones, scores, score)
 
-
     def _scores(self, pool: Pool) -> dict[str, int]:
         key = ("scores", pool.instance_type, pool.region, str(pool.max_nodes))
         ask = partial(self.prices.scores, pool.instance_type, pool.region, pool.max_nodes)

@@ -59,20 +59,18 @@ def as_they_are() -> Iterator[None]:
 
 def keep_as_they_are() -> list[tuple[Any, str, Any]]:
     """The same for good: in a worker, which is no other run's. Returns what was there before."""
-    instead = [(ray.train.torch, name, _given_back) for name in PREPARED]
+
+    def given_back(given: Any, *_: Any, **__: Any) -> Any:
+        return given
+
+    instead: list[tuple[Any, str, Callable[..., Any]]] = [
+        (ray.train, "get_checkpoint", lambda: None)
+    ]
     before = []
-    for place, name, other in [*instead, (ray.train, "get_checkpoint", _no_checkpoint)]:
+    for place, name, other in [*instead, *((ray.train.torch, one, given_back) for one in PREPARED)]:
         own = getattr(place, name, None)
         for module in (place, sys.modules.get(getattr(own, "__module__", ""))):
             if module is not None:
                 before.append((module, name, getattr(module, name, None)))
                 setattr(module, name, other)
     return before
-
-
-def _no_checkpoint() -> None:
-    return None
-
-
-def _given_back(given: Any, *_: Any, **__: Any) -> Any:
-    return given
