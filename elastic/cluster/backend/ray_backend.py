@@ -148,6 +148,10 @@ class RayBackend(HostingBackend):
         for worker in self.worker_group.open_polls():
             self.liveness.called(worker, hold_s)
 
+    def _check_successor(self) -> None:
+        if why := self.hold.successor():
+            self.hold.replaced(why)
+
     def close(self) -> None:
         """Takes everything down after a Stop, and the embedded cluster always. Else it only lets
         go: workers and nodes are the next driver's, and without one they end by themselves."""
@@ -429,8 +433,8 @@ class RayBackend(HostingBackend):
 
     def _end(self, workers: Sequence[WorkerId]) -> None:
         """Kills the processes and forgets them; no event comes of it."""
-        if workers and (why := self.hold.successor()):  # no epoch holds a signal back
-            self.hold.replaced(why)
+        if workers:
+            self._check_successor()  # no epoch holds a signal back
         self.worker_group.end(workers)
         for worker in workers:
             self.liveness.forget(worker)
