@@ -198,16 +198,19 @@ class View:
     def unit(self) -> str:
         """What the losses are summed over. Where each step counts as many as it has samples, it
         counts samples."""
-        batch = self.job.global_batch
-        return (
-            "samples"
-            if batch and self.points and all(p.tokens == batch for p in self.points[-RECENT:])
-            else "tokens"
-        )
+        batch, recent = self.job.global_batch, self.points[-RECENT:]
+        counts = batch and recent and all(p.tokens == batch for p in recent)
+        return "samples" if counts else "tokens"
 
     def eta_s(self) -> float | None:
         each = self.step_time_s()
         return None if each is None or not self.steps else self.state.rest_work * each
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Of the newest validation."""
+        newest = max(self.evaluations, default=0)
+        return self.evaluations.get(newest, {}).get("validation_loss")
 
     def validation_losses(self) -> dict[int, float]:
         """By step, in order."""
@@ -242,11 +245,9 @@ class View:
     def _left_at(self, resume: Resume) -> int:
         """The step that a generation began from, where no line tells: live memory is left later
         than was planned."""
-        told = (
-            [p.step for p in self.points if p.generation == resume.generation]
-            if resume.source == "live"
-            else []
-        )
+        if resume.source != "live":
+            return resume.step
+        told = (p.step for p in self.points if p.generation == resume.generation)
         return max([resume.step, *told])
 
     def add(self, line: Line) -> list[Note]:
@@ -290,16 +291,21 @@ class View:
 
     def status(self, node: Node) -> str:
         """In a word, for a person."""
-        return (
-            "released" if node.status == "lost" and node.node_id in self.released else node.status
-        )
+        released = node.status == "lost" and node.node_id in self.released
+        return "released" if released else node.status
 
     def _keep(self, event: Event) -> None:
         """What the State has no place for."""
         match event:
             case StepDone():
                 self.step, self.reached = event.step, max(self.reached, event.step)
-                self.points.append(self._point(event))
+                self.points.append(
+                    Point(
+                        event.step, event.train_loss, self.at_s, event.generation, event.tokens,
+                        event.step_time_s, event.digest, event.imbalance, event.pad_share,
+                        event.grad_norm, event.logged, event.expert_load,
+                    )
+                )  # fmt: skip
             case Decided(decision):
                 self.reason = decision.reason or self.reason
                 for action in decision.actions:
@@ -326,20 +332,6 @@ class View:
                     self.saved = event
             case _:
                 pass
-
-    def _point(self, done: StepDone) -> Point:
-        numbers = (
-            done.generation,
-            done.tokens,
-            done.step_time_s,
-            done.digest,
-            done.imbalance,
-            done.pad_share,
-            done.grad_norm,
-            done.logged,
-            done.expert_load,
-        )
-        return Point(done.step, done.train_loss, self.at_s, *numbers)
 
 
 def view_of(lines: Iterable[Line]) -> View:

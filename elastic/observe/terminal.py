@@ -230,8 +230,7 @@ class LivePicture:
     def _progress(self) -> RenderableType:
         view, table = self.view, Table.grid(padding=(0, 2))
         loss = f"{view.points[-1].train_loss:.4f}" if view.points else "-"
-        newest = view.evaluations[max(view.evaluations)] if view.evaluations else {}
-        validation = newest.get("validation_loss")
+        validation = view.validation_loss
         speed = view.tokens_per_s()
         done = min(view.step, view.steps)
         bar = ProgressBar(
@@ -248,17 +247,13 @@ class LivePicture:
             ("goodput", f"{self.goodput:.0%}" if self.goodput is not None else "-"),
             ("checkpoint", "none yet" if view.saved_step is None else f"step {view.saved_step}"),
             *([("dollars", spending(view))] if paid(view) else []),
-            ("nodes", _by_pool(view) or "none"),
+            # that are paid for
+            ("nodes", ", ".join(f"{p} {n}" for p, n in view.state.alive_by_pool.items()) or "none"),
             ("ETA", duration(view.eta_s())),
         ]
         for name, shown in rows:
             table.add_row(name, Text(shown))
         return table
-
-
-def _by_pool(view: View) -> str:
-    """`spot 2, on-demand 1`: that are paid for."""
-    return ", ".join(f"{pool} {n}" for pool, n in view.state.alive_by_pool.items())
 
 
 def _nodes(view: View, roomy: bool) -> Iterator[RenderableType]:

@@ -13,6 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, BinaryIO, ClassVar, Self, cast
 
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
 from elastic.errors import SpecError, StorageFailed
 from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
 
@@ -31,6 +39,17 @@ class Patience:
     most_s: float = 10.0
     connect_s: float = 5.0
     read_s: float = 30.0
+
+    def tries(
+        self, may_pass: Callable[[BaseException], bool], attempts: int | None = None
+    ) -> Retrying:
+        """Calls what it is given, as often as a fault may pass. `attempts`: instead of its own."""
+        return Retrying(
+            stop=stop_after_attempt(attempts or self.attempts) | stop_after_delay(self.total_s),
+            wait=wait_random_exponential(multiplier=self.first_s, max=self.most_s),
+            retry=retry_if_exception(may_pass),
+            reraise=True,
+        )
 
 
 DEFAULT = Patience()

@@ -111,25 +111,20 @@ class S3Storage(ObjectStorage):
             ]
 
     def _pages(self, start: str, **more: str) -> Iterator[Any]:
+        def one(client: Any) -> tuple[Any, str | None]:
+            page = client.list_objects_v2(Bucket=self.bucket, Prefix=start, **token, **more)
+            names = [page.get("Prefix", start), *(i["Key"] for i in page.get("Contents", ()))]
+            if names[0] != start or not all(name.startswith(start) for name in names):
+                raise WrongBytes(f"the list of {start} holds what is not under it")
+            return page, page["NextContinuationToken"] if page["IsTruncated"] else None
+
         token: dict[str, str] = {}
         while True:
-            page, after = self._calls.ask(start, self._lister(start, token | more))
+            page, after = self._calls.ask(start, one)
             yield page
             if after is None:
                 return
             token = {"ContinuationToken": after}
-
-    def _lister(self, start: str, more: dict[str, str]) -> Callable[[Any], tuple[Any, str | None]]:
-        def one(client: Any) -> tuple[Any, str | None]:
-            page = client.list_objects_v2(Bucket=self.bucket, Prefix=start, **more)
-            names = [item["Key"] for item in page.get("Contents", ())]
-            if page.get("Prefix", start) != start or not all(
-                name.startswith(start) for name in names
-            ):
-                raise WrongBytes(f"the list of {start} holds what is not under it")
-            return page, page["NextContinuationToken"] if page["IsTruncated"] else None
-
-        return one
 
     def _remove(self, inside: str, names: Sequence[str]) -> None:
         assert all(name.startswith(inside) for name in names)
@@ -168,12 +163,14 @@ class S3Storage(ObjectStorage):
         return len(found)
 
     def _unfinished(self, inside: str) -> Iterator[tuple[str, str, float, float]]:
+        def one(client: Any) -> Any:
+            return client.list_multipart_uploads(Bucket=self.bucket, Prefix=inside, **marks)
+
         marks: dict[str, str] = {}
         while True:
-            page = self._calls.ask(inside, self._unfinished_page(inside, marks))
-            now_s = parsedate_to_datetime(
-                page["ResponseMetadata"]["HTTPHeaders"]["date"]
-            ).timestamp()
+            page = self._calls.ask(inside, one)
+            date = page["ResponseMetadata"]["HTTPHeaders"]["date"]
+            now_s = parsedate_to_datetime(date).timestamp()
             for item in page.get("Uploads", ()):
                 if item["Key"].startswith(inside):
                     yield item["Key"], item["UploadId"], item["Initiated"].timestamp(), now_s
@@ -183,11 +180,6 @@ class S3Storage(ObjectStorage):
                 "KeyMarker": page["NextKeyMarker"],
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
-
-    def _unfinished_page(self, inside: str, marks: dict[str, str]) -> Callable[[Any], Any]:
-        return lambda client: client.list_multipart_uploads(
-            Bucket=self.bucket, Prefix=inside, **marks
-        )
 
 
 def _check_whole(data: bytes, answer: Any) -> None:
