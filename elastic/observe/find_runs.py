@@ -25,7 +25,7 @@ from elastic.storage import Storage, open_storage
 from elastic.types import DriverStarted, Job
 
 __all__ = [
-    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "age_s", "all_runs", "lines_of", "open_run",
+    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "all_runs", "lines_of", "open_run",
     "open_storage_of", "order", "remember", "resuming", "storage_uri", "view", "view_begun",
 ]  # fmt: skip
 
@@ -165,11 +165,6 @@ def resuming(run: RunFolder, job: Job) -> str:
         return ""
     args = ["--", *job.args] if job.args else []
     return shlex.join([*words, "--script", os.path.relpath(job.script), *args])
-
-
-def age_s(run: RunFolder) -> float:
-    """Seconds since the journal was last written."""
-    return run.age_s()
 
 
 def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:

@@ -78,8 +78,9 @@ class _Server:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         while True:
-            connections = [connection for connection, _ in self.clients.values()]
-            ready, _, _ = select.select([self.listener, ended, *connections], [], [])
+            connections = (connection for connection, _ in self.clients.values())
+            watched: list[Any] = [self.listener, ended, *connections]
+            ready, _, _ = select.select(watched, [], [])
             if ended in ready:
                 os.read(ended, 4096)
                 self._reap()
