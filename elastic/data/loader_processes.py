@@ -22,7 +22,7 @@ from typing import Any
 
 from elastic.data.batches import Unread, batch_of, collated, stack_arrays
 from elastic.data.budget import Microbatch
-from elastic.errors import ElasticError, ProgramError
+from elastic.errors import ProgramError
 from elastic.types import Job
 
 GOODBYE_S = 2.0
@@ -190,10 +190,7 @@ def _serve(pipe: Connection) -> None:
     try:
         dataset = _dataset(recipe)
     except Exception as error:  # noqa: BLE001 - a boundary: the answer to whatever is asked for
-        problem = Unread(
-            None,
-            str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}",
-        )
+        problem = Unread.of(None, error)
     while True:
         parts = pickle.loads(pipe.recv_bytes())
         answer: Any = problem

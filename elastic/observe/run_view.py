@@ -106,8 +106,8 @@ class View:
         return "stopping" if self.state.stop and not self.ended else self.state.phase
 
     @property
-    def pools(self) -> dict[str, Pool]:
-        return {pool.name: pool for pool in self.state.pools}
+    def pools(self) -> Mapping[str, Pool]:
+        return self.state.pool_by_name
 
     @property
     def started_at_s(self) -> float:

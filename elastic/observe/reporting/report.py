@@ -212,7 +212,7 @@ def transitions(found: Sequence[Transition]) -> list[str]:
 def spent(books: Account) -> list[str]:
     """A row per category that took anything."""
 
-    def row(name: str, share: str, gpu_s: float, wall_s: float, usd: float) -> tuple[str, ...]:
+    def row(name: str, share: str, *, gpu_s: float, wall_s: float, usd: float) -> tuple[str, ...]:
         return name, f"{gpu_s:.1f}", share, f"{wall_s:.1f} s", f"{usd:.4f}"
 
     total_s, seconds, dollars = sum(books.gpu_seconds.values()), books.seconds, books.usd
@@ -220,8 +220,10 @@ def spent(books: Account) -> list[str]:
     for name, gpu_s in books.gpu_seconds.items():
         if gpu_s >= 0.05 or seconds[name] >= 0.05 or dollars[name] >= 0.00005:
             share = f"{100 * gpu_s / total_s:.1f} %" if total_s else "-"
-            rows.append(row(name, share, gpu_s, seconds[name], dollars[name]))
-    rows.append(row("sum", "", total_s, sum(seconds.values()), sum(dollars.values())))
+            wall_s, usd = seconds[name], dollars[name]
+            rows.append(row(name, share, gpu_s=gpu_s, wall_s=wall_s, usd=usd))
+    wall_s, usd = sum(seconds.values()), sum(dollars.values())
+    rows.append(row("sum", "", gpu_s=total_s, wall_s=wall_s, usd=usd))
     away_s = books.totals.storage_away_s
     told = [f"storage accepted no write of the driver for {away_s:.0f} s"] if away_s else []
     return columns(rows, right=(1, 2, 3, 4)) + told
