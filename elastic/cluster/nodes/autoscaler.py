@@ -93,8 +93,8 @@ class AutoscalerClient:
         if not end:
             return
         try:
-            end = self._agent.end.remote(self._order.namespace, self._order.epoch)
-            ray.get(end, timeout=END_MOST_S)
+            told = self._agent.end.remote(self._order.namespace, self._order.epoch)
+            ray.get(told, timeout=END_MOST_S)
         except (RayError, OSError) as error:
             log.warning(
                 "the autoscaler's watcher cannot be told that the run is over (%s); it gives the "

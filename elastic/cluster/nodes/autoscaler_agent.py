@@ -135,7 +135,7 @@ class AutoscalerAgent:
         types = {pool.name: self._type_name(pool) for pool in order.pools}
         scaling, reasons = self._scaling, self._reasons.by_type
         bundles = {pool.name: bundle_of(pool, self._types) for pool in order.pools}
-        asked = self._asked or {}
+        asked: Mapping[ResourceBundle, int] = self._asked or {}
         as_ray_says = Counter(
             {(frozenset(b.resources), frozenset(b.selector)): n for b, n in asked.items()}
         )
