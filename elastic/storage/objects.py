@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -57,6 +58,15 @@ DEFAULT = Patience()
 
 class WrongBytes(Exception):
     """An answer does not hold what it should: fewer bytes, or another digest. Asked again."""
+
+
+def check_whole(data: bytes, n_bytes: int, crc32: str | None) -> None:
+    """Of an object that was read whole: its length, and the digest that was stored with it. Raises
+    WrongBytes."""
+    if len(data) != n_bytes:
+        raise WrongBytes(f"{n_bytes} bytes were announced, {len(data)} came")
+    if crc32 is not None and crc32 != f"{zlib.crc32(data):08x}":
+        raise WrongBytes(f"its CRC-32 is {zlib.crc32(data):08x}, stored with it is {crc32}")
 
 
 class PartsFile(io.RawIOBase):

@@ -8,7 +8,6 @@ strong consistency, `If-None-Match: *` on PUT.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from email.utils import parsedate_to_datetime
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 
 from botocore import exceptions as aws
 
-from elastic.storage.objects import ObjectStorage, PartsFile, Patience, WrongBytes
+from elastic.storage.objects import ObjectStorage, PartsFile, Patience, WrongBytes, check_whole
 from elastic.storage.s3_calls import Calls, status_of
 from elastic.storage.s3_upload import CRC32, Upload, put_whole
 
@@ -42,7 +41,7 @@ class S3Storage(ObjectStorage):
             answer = client.get_object(Bucket=self.bucket, Key=name)
             with closing(answer["Body"]) as body:
                 data = bytes(body.read())
-            _check_whole(data, answer)
+            check_whole(data, answer["ContentLength"], answer.get("Metadata", {}).get(CRC32))
             return data
 
         return self._calls.ask(name, get)
@@ -180,15 +179,6 @@ class S3Storage(ObjectStorage):
                 "KeyMarker": page["NextKeyMarker"],
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
-
-
-def _check_whole(data: bytes, answer: Any) -> None:
-    """Length and stored digest of an object that was read whole."""
-    if len(data) != answer["ContentLength"]:
-        raise WrongBytes(f"{answer['ContentLength']} bytes were announced, {len(data)} came")
-    stored = answer.get("Metadata", {}).get(CRC32)
-    if stored is not None and stored != f"{zlib.crc32(data):08x}":
-        raise WrongBytes(f"its CRC-32 is {zlib.crc32(data):08x}, stored with it is {stored}")
 
 
 def _expected(content_range: str, offset: int, length: int) -> int:
